@@ -4,17 +4,22 @@
 
 namespace cuflash::attention {
 
-// Online softmax whose weights are rounded to e4m3, times 2^6, of which the format holds at most 448. Scales differ from step
+// Online softmax whose weights are rounded to e4m3, times 2^4, of which the format holds at most 448. Scales differ from step
 // to step, so that maxima are of scores times scale times log2(e). A maximum stays until it rises by more than kMaxRise, or in
-// steps that look for none until a weight would exceed 448.
+// steps that look for none until the sum of a thread's weights in a row exceeds 448. Such a maximum may then be larger than all
+// scores of its row, and weights smaller, but the largest one is still 2^2 at least.
+//
+// Values of several steps are summed in the tensor cores, and have one scale there. What the scale of a step's values is beyond
+// it, 2^shift, its weights have taken in: they are 2^(4 + shift) exp(s - max) then. Sums of weights leave it out.
 template <int Rows>
 struct QuantizedSoftmax {
   static constexpr int kRows = Rows;  // of a thread
-  static constexpr float kWeightExponent = 6;
+  static constexpr float kWeightExponent = 4;
   static constexpr float kMaxRise = 2;
-  static constexpr float kLargestWeight = 448;
+  static constexpr float kLargestSum = 448;
+  static constexpr float kLoweredSumExponent = 7;  // of a thread's sum that was too large
 
-  float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns, times 2^6
+  float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns, times 2^4
 
   CUFLASH_DEVICE QuantizedSoftmax() {
 #pragma unroll
@@ -57,59 +62,55 @@ struct QuantizedSoftmax {
     return has_maximum ? kHasMaximum : kHasRisen;
   }
 
-  // Turn scores into weights times 2^6, and add them up.
+  // Turn scores into weights, and add them up.
   template <class Tile>
-  CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows]) {
+  CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows], float shift) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float highest = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
-      exp_row(s, i, scale_log2[i], kWeightExponent - highest, row_sum[i]);
+      float sum = 0;
+      exp_row(s, i, scale_log2[i], kWeightExponent + shift - highest, sum);
+      row_sum[i] = ptx::fma(sum, ptx::exp2_approx(-shift), row_sum[i]);
     }
   }
 
-  // Turn scores into weights under the maxima as they are, which all rows have. False where a thread's weights of a row sum up
-  // to so much that one of them may be too large: they are not added up then. Called by whole warps.
+  // Turn scores into weights under the maxima as they are, which all rows have; `sum` is those of the thread. False where a
+  // sum is so large that one of the weights may be too large: they are not added up then. Called by whole warps.
   template <class Tile>
-  CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows]) {
-    float sum[kRows] = {};
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) exp_row(s, i, scale_log2[i], kWeightExponent - row_max[i], sum[i]);
+  CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows], float shift, float (&sum)[kRows]) {
     bool is_small = true;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestWeight;  // false of NaN
+    for (int i = 0; i < kRows; ++i) {
+      sum[i] = 0;
+      exp_row(s, i, scale_log2[i], kWeightExponent + shift - row_max[i], sum[i]);
+      is_small &= sum[i] <= kLargestSum;  // false of NaN
+    }
     if (!__all_sync(0xffffffffu, is_small)) return false;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) row_sum[i] += sum[i];
+    for (int i = 0; i < kRows; ++i) row_sum[i] = ptx::fma(sum[i], ptx::exp2_approx(-shift), row_sum[i]);
     return true;
   }
 
-  // Raise maxima so that no such weight is too large, and add the weights up; `factor` is what sums are scaled by. False, and
+  // Raise maxima so that no such sum is too large, and add the weights up; `factor` is what is scaled by it. False, and
   // nothing is done, where weights are infinite: scores are needed again. Called by whole warps.
   template <class Tile>
-  CUFLASH_DEVICE bool lower_weights(Tile& s, float (&factor)[kRows]) {
-    float highest[kRows];
+  CUFLASH_DEVICE bool lower_weights(Tile& s, float shift, float (&sum)[kRows], float (&factor)[kRows]) {
+    float largest[kRows];
     bool is_finite = true;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      highest[i] = 0;
-#pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) highest[i] = fmaxf(highest[i], s.at(i, j));
-      highest[i] = tile::quad_max(highest[i]);
-      is_finite &= highest[i] < -ptx::negative_infinity<float>();
+      largest[i] = tile::quad_max(sum[i]);
+      is_finite &= sum[i] < -ptx::negative_infinity<float>();  // false of NaN
     }
     if (!__all_sync(0xffffffffu, is_finite)) return false;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float rise = highest[i] > kLargestWeight ? log2f(highest[i]) - kWeightExponent : 0;
+      const float rise = largest[i] > kLargestSum ? log2f(largest[i]) - kLoweredSumExponent : 0;
       factor[i] = ptx::exp2_approx(-rise);
       row_max[i] += rise;
-      float sum = 0;
 #pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) {
-        s.at(i, j) *= factor[i];
-        sum += s.at(i, j);
-      }
-      row_sum[i] = ptx::fma(row_sum[i], factor[i], sum);
+      for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) *= factor[i];
+      row_sum[i] = factor[i] * ptx::fma(sum[i], ptx::exp2_approx(-shift), row_sum[i]);
     }
     return true;
   }

@@ -1,8 +1,8 @@
 // FlashAttention-3's forward pass in 8 bits (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are numbers of e4m3 with a
 // scale for each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of P: no lane
-// hands another any weight. Each step's P V is summed by the tensor cores, which keep 14 bits of it, and then added to O in
-// float32. Scores of the next step are multiplied while this one's become weights and while the last one's are multiplied by
-// V; warpgroups take turns at starting products. Blocks go on to further tiles until none is left.
+// hands another any weight. P V of kStepsOfSum steps is summed by the tensor cores, which keep 14 bits of it, and then added to
+// O in float32. Scores of the next step are multiplied while this one's become weights and while the last one's are multiplied
+// by V; warpgroups take turns at starting products. Blocks go on to further tiles until none is left.
 #include <attention/config_mma.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
@@ -27,14 +27,16 @@ using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 using PackedP = tile::E4M3Operand<Scores>;
 using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
 using RowScales = float[Scores::kRows];
+constexpr int kStepsOfSum = 512 / kBlockKv;  // at most: 512 keys, as fp8/cuts.py has it
+constexpr float kLargestShift = 1;           // weights take in a scale that is at most as many powers of two from the sum's
 
 // What steps have beside messages, and the room in which O is rounded, each warp's rows in one place.
 struct StepScales {
-  float key[kNumStages], value[kNumStages];
+  float key[kNumStages], value[kNumStages], value_log2[kNumStages];
 };
-// What a thread keeps there, as its registers are for accumulators: the softmax of the tile before, and its rows' scales.
+// What a thread keeps there, as its registers are for accumulators: the scales of its rows, and of the values in a sum.
 struct alignas(16) ThreadRoom {
-  float row_max[2], row_sum[2], row_scales[2], unused[2];
+  float row_scales[2], value_scale, next_value_scale, value_scale_log2, unused[3];
 };
 constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
 CUFLASH_DEVICE StepScales& step_scales() {
@@ -65,6 +67,7 @@ CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTil
   if (elect_one()) {
     step_scales().key[stage] = key;
     step_scales().value[stage] = value;
+    step_scales().value_log2[stage] = ptx::log2_accurate(value);
   }
 }
 
@@ -247,12 +250,12 @@ CUFLASH_DEVICE void recompute_scores(Scores& s, unsigned num_tiles_done, unsigne
   }
 }
 
-// o += sum * scale, of rows.
-CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, const RowScales& scale) {
+// o += sum * scale
+CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, float scale) {
 #pragma unroll
   for (int i = 0; i < Output::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale[i], o.at(i, j));
+    for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale, o.at(i, j));
 }
 
 // Start the scores of a step that is not a tile's first one of a block. Says its kind.
@@ -265,113 +268,109 @@ CUFLASH_DEVICE int start_scores(Scores& s, int group, unsigned num_tiles_done, u
   return flags;
 }
 
-// Start the products of weights with the values of a step.
-CUFLASH_DEVICE void start_values(Output& sum, const PackedP& p, unsigned num_k_blocks) {
+// Start the products of weights with the values of a step, which are added to a sum or begin it.
+CUFLASH_DEVICE void start_values(Output& sum, const PackedP& p, unsigned num_k_blocks, bool adds) {
   const int stage = stage_of(num_k_blocks);
   tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
-  tile::start_gemm_nt(sum, p, VOperand(v_smem(stage)));
+  tile::start_gemm_nt(sum, p, VOperand(v_smem(stage)), adds);
 }
 
-// Tile after tile. A step's values are added to O under the scores of the next step, and where there is room for Q of two tiles,
-// scores of the next tile's first step are made under the last step of this one, whose results are written then; if the
-// warpgroup has a part in all of its steps.
+// Tile after tile. Values are added to O under the scores of the next step, and where there is room for Q of two tiles, scores
+// of the next tile's first step are made before this one's results are written, if the warpgroup has a part in all of its steps.
 CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attention::TensorMaps& maps, int group,
                                   attention::SinkArgument sink, attention::ScalesArgument scales) {
-  unsigned num_k_blocks = 0, num_tiles_done = 0;
-  while (wait_tile(num_tiles_done)) {
+  unsigned num_k_blocks = 0;
+  Scores s;
+  int flags = 0;
+  bool has_scores = false;
+  for (unsigned num_tiles_done = 0; has_scores || wait_tile(num_tiles_done); ++num_tiles_done) {
     Softmax softmax;
-    Output o, sum;
-    Scores s;
+    Output o;
+    Output values;    // of `values_steps` steps, of which none is in O yet
+    int values_steps = 0;
     PackedP p;
     o.fill(0);
-    sum.fill(0);
-    RowScales value_scale = {};  // of `sum`
-    read_row_scales(scales, num_tiles_done);
-    int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
-    // Add the last step's values to O, which is the tile's before where this one `follows`.
-    const auto add_values = [&](bool follows, float next_value_scale) {
-      add_scaled(o, sum, value_scale);
-      if (follows) {
-        Softmax previous;
-#pragma unroll
-        for (int i = 0; i < Softmax::kRows; ++i) {
-          previous.row_max[i] = thread_room().row_max[i];
-          previous.row_sum[i] = thread_room().row_sum[i];
-        }
-        epilogue(params, maps, num_tiles_done - 1, previous, o, sink);
-        o.fill(0);
-        if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
-      }
-#pragma unroll
-      for (int i = 0; i < Output::kRows; ++i) value_scale[i] = next_value_scale;
-    };
+    values.fill(0);
+    thread_room().value_scale = thread_room().value_scale_log2 = 0;
+    if (!has_scores) {
+      read_row_scales(scales, num_tiles_done);
+      flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
+    }
     constexpr int kAsPlain = StepMessage::kUnmasked | StepMessage::kSkipMax;
     while (true) {
       const int stage = stage_of(num_k_blocks);
-      const bool is_last = flags & StepMessage::kLastForWarpgroup, follows = flags & StepMessage::kEpiloguePending;
-      const float next_value_scale = step_scales().value[stage];
+      float shift = step_scales().value_log2[stage] - thread_room().value_scale_log2;
+      const bool starts_sum = values_steps % kStepsOfSum == 0 || fabsf(shift) > kLargestShift;
+      if (starts_sum) {
+        shift = 0;
+        thread_room().next_value_scale = step_scales().value[stage];
+        thread_room().value_scale_log2 = step_scales().value_log2[stage];
+      }
       RowScales step_scale;
 #pragma unroll
       for (int i = 0; i < Scores::kRows; ++i) step_scale[i] = thread_room().row_scales[i] * step_scales().key[stage];
       // Weights are made while products with values run: the vote on them keeps the wait for these behind them.
       const bool is_plain = (flags & kAsPlain) == kAsPlain;
-      if (is_plain && softmax.try_exp_with_stale_max(s, step_scale)) {
+      float sum[Softmax::kRows];
+      if (is_plain && softmax.try_exp_with_stale_max(s, step_scale, shift, sum)) {
         tile::arrive(shared().k[stage].empty);
+        tile::wait_wgmma<0>(values);
       } else {
         float factor[Softmax::kRows];
-        bool max_has_risen = is_plain && softmax.lower_weights(s, factor);
+        bool max_has_risen = is_plain && softmax.lower_weights(s, shift, sum, factor);
         if (!max_has_risen) {
           if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);
           if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
           const Softmax::Rise rise = softmax.update_max(s, step_scale, factor);
           max_has_risen = rise != Softmax::kHasNotRisen;
           if (max_has_risen && __all_sync(0xffffffffu, rise == Softmax::kHasMaximum)) flags |= StepMessage::kSkipMax;
-          softmax.exp_scores(s, step_scale);
+          softmax.exp_scores(s, step_scale, shift);
         }
         tile::arrive(shared().k[stage].empty);
-        if (max_has_risen && !follows)
+        tile::wait_wgmma<0>(values);
+        if (max_has_risen)
 #pragma unroll
           for (int i = 0; i < Output::kRows; ++i) {
             o.scale_row(i, factor[i]);
-            value_scale[i] *= factor[i];
+            values.scale_row(i, factor[i]);
           }
       }
-      tile::wait_wgmma<0>(sum);
       if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
       p = s;
+      if (starts_sum) {
+        add_scaled(o, values, thread_room().value_scale);
+        thread_room().value_scale = thread_room().next_value_scale;
+        values_steps = 0;
+      }
       ++num_k_blocks;
-      const bool is_end = is_last &&
-          (kQStages == 1 || !(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done + 1));
-      if (is_end) {
-        add_values(follows, next_value_scale);
-        ++num_tiles_done;
-        break;
-      }
-      flags = is_last * StepMessage::kEpiloguePending | StepMessage::kValuesPending |
-          (is_last ? 0 : flags & StepMessage::kSkipMax) | start_scores(s, group, num_tiles_done + is_last, num_k_blocks);
-      add_values(follows, next_value_scale);
-      start_values(sum, p, num_k_blocks - 1);
+      if (flags & StepMessage::kLastForWarpgroup) break;
+      flags = StepMessage::kValuesPending | (flags & StepMessage::kSkipMax) |
+          start_scores(s, group, num_tiles_done, num_k_blocks);
+      start_values(values, p, num_k_blocks - 1, !starts_sum);
+      ++values_steps;
       ping_pong_signal();
-      if (is_last) {
-        ++num_tiles_done;
-#pragma unroll
-        for (int i = 0; i < Softmax::kRows; ++i) {
-          thread_room().row_max[i] = softmax.row_max[i];
-          thread_room().row_sum[i] = softmax.row_sum[i];
-        }
-        softmax = Softmax();
-        read_row_scales(scales, num_tiles_done);
-      }
       tile::wait_wgmma<1>(s);
     }
-    if (kQStages == 1) tile::arrive(shared().q[0].empty);
-    start_values(sum, p, num_k_blocks - 1);
-    tile::wait_wgmma<0>(sum);
-    tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
-    add_scaled(o, sum, value_scale);
-    if (!(flags & StepMessage::kLastOfTile)) skip_blocks(group, num_k_blocks);
-    epilogue(params, maps, num_tiles_done - 1, softmax, o, sink);
-    if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
+    const unsigned num_values = num_k_blocks - 1;
+    const bool is_last_of_tile = flags & StepMessage::kLastOfTile;
+    has_scores = kQStages == 2 && is_last_of_tile && wait_tile(num_tiles_done + 1);
+    if (has_scores) {
+      flags = start_scores(s, group, num_tiles_done + 1, num_k_blocks);
+      start_values(values, p, num_values, values_steps > 0);
+      ping_pong_signal();
+      tile::wait_wgmma<0>(values);
+      tile::wait_wgmma<0>(s);
+    } else {
+      if (kQStages == 1) tile::arrive(shared().q[0].empty);
+      start_values(values, p, num_values, values_steps > 0);
+      tile::wait_wgmma<0>(values);
+    }
+    tile::arrive(shared().v[stage_of(num_values)].empty);
+    add_scaled(o, values, thread_room().value_scale);
+    if (has_scores) read_row_scales(scales, num_tiles_done + 1);
+    if (!is_last_of_tile) skip_blocks(group, num_k_blocks);
+    epilogue(params, maps, num_tiles_done, softmax, o, sink);
+    if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
   }
   if (kStoresOByTma) ptx::bulk_wait_read<0>();
 }
