@@ -64,37 +64,62 @@ struct QuantizedSoftmax {
 
   // Turn scores into weights, and add them up.
   template <class Tile>
-  CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows], float shift) {
+  CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows], float shift, float unshift) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float highest = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
       float sum = 0;
       exp_row(s, i, scale_log2[i], kWeightExponent + shift - highest, sum);
-      row_sum[i] = ptx::fma(sum, ptx::exp2_approx(-shift), row_sum[i]);
+      row_sum[i] = ptx::fma(sum, unshift, row_sum[i]);
     }
   }
 
   // Turn scores into weights under the maxima as they are, which all rows have; `sum` is those of the thread. False where a
   // sum is so large that one of the weights may be too large: they are not added up then. Called by whole warps.
-  template <class Tile>
-  CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows], float shift, float (&sum)[kRows]) {
+  template <class Tile, class Wait, class P>
+  CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows], float shift, float (&sum)[kRows],
+                                             Wait wait, P& p) {
     bool is_small = true;
+    float row_shift[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       sum[i] = 0;
-      exp_row(s, i, scale_log2[i], kWeightExponent + shift - row_max[i], sum[i]);
-      is_small &= sum[i] <= kLargestSum;  // false of NaN
+      row_shift[i] = kWeightExponent + shift - row_max[i];
     }
-    if (!__all_sync(0xffffffffu, is_small)) return false;
+    constexpr int kGroups = P::kNumFragments, kHalf = kGroups / 2;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) row_sum[i] = ptx::fma(sum[i], ptx::exp2_approx(-shift), row_sum[i]);
-    return true;
+    for (int group = 0; group < kGroups; ++group) {
+      if (group == kHalf) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;
+        is_small = __all_sync(0xffffffffu, is_small);
+        wait();
+      }
+      if (group >= kHalf) p.pack(s, group - kHalf);
+      constexpr int kColumns = Tile::kColumns / kGroups;
+#pragma unroll
+      for (int j = group * kColumns; j < (group + 1) * kColumns; ++j)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), scale_log2[i], row_shift[i]));
+          sum[i] += s.at(i, j);
+        }
+    }
+#pragma unroll
+    for (int group = kHalf; group < kGroups; ++group) p.pack(s, group);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;  // false of NaN
+    return __all_sync(0xffffffffu, is_small);
+  }
+  CUFLASH_DEVICE void add_sums(const float (&sum)[kRows], float unshift) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) row_sum[i] = ptx::fma(sum[i], unshift, row_sum[i]);
   }
 
   // Raise maxima so that no such sum is too large, and add the weights up; `factor` is what is scaled by it. False, and
   // nothing is done, where weights are infinite: scores are needed again. Called by whole warps.
   template <class Tile>
-  CUFLASH_DEVICE bool lower_weights(Tile& s, float shift, float (&sum)[kRows], float (&factor)[kRows]) {
+  CUFLASH_DEVICE bool lower_weights(Tile& s, float unshift, float (&sum)[kRows], float (&factor)[kRows]) {
     float largest[kRows];
     bool is_finite = true;
 #pragma unroll
@@ -110,7 +135,7 @@ struct QuantizedSoftmax {
       row_max[i] += rise;
 #pragma unroll
       for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) *= factor[i];
-      row_sum[i] = factor[i] * ptx::fma(sum[i], ptx::exp2_approx(-shift), row_sum[i]);
+      row_sum[i] = factor[i] * ptx::fma(sum[i], unshift, row_sum[i]);
     }
     return true;
   }

@@ -31,12 +31,20 @@ constexpr int kStepsOfSum = 512 / kBlockKv;  // at most: 512 keys, as fp8/cuts.p
 constexpr float kLargestShift = 1;           // weights take in a scale that is at most as many powers of two from the sum's
 
 // What steps have beside messages, and the room in which O is rounded, each warp's rows in one place.
-struct StepScales {
-  float key[kNumStages], value[kNumStages], value_log2[kNumStages];
+struct alignas(16) StepScales {
+  struct alignas(16) Step {
+    float key;
+    float shift, unshift;  // powers of two by which the scale of its values is larger than their sum's; 2^-shift
+    float ended_scale;     // of the sum that ends before the step, as it starts another; negative if it does not
+  };
+  Step steps[kNumStages];
+  float value[kNumStages];            // the scale of the sum with the step's values
+  float sum_scale, sum_scale_log2;    // of the last step; the producer's own
+  int num_steps_of_sum;
 };
-// What a thread keeps there, as its registers are for accumulators: the scales of its rows, and of the values in a sum.
-struct alignas(16) ThreadRoom {
-  float row_scales[2], value_scale, next_value_scale, value_scale_log2, unused[3];
+// What a thread keeps there, as its registers are for accumulators: the scales of its rows.
+struct alignas(8) ThreadRoom {
+  float row_scales[2];
 };
 constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
 CUFLASH_DEVICE StepScales& step_scales() {
@@ -60,14 +68,24 @@ CUFLASH_DEVICE float scale_of_row(const attention::Matrices& scales, const atten
   return attention::matrix<float>(scales, batch_head, head, 0, 1).at(number, 0);
 }
 
-CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage, int first_key) {
+// A step's values are added to the sum of the step before if that has few steps, and its scale is near theirs.
+CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage, int first_key,
+                                 bool is_first) {
   const attention::BatchHead& batch_head = tile_info.work.batch_head;
   const float key = scale_of_row(scales.k_scale, batch_head, tile_info.kv_head, first_key, scales.k_rows);
   const float value = scale_of_row(scales.v_scale, batch_head, tile_info.kv_head, first_key, scales.v_rows);
   if (elect_one()) {
-    step_scales().key[stage] = key;
-    step_scales().value[stage] = value;
-    step_scales().value_log2[stage] = ptx::log2_accurate(value);
+    StepScales& written = step_scales();
+    const float value_log2 = ptx::log2_accurate(value), shift = value_log2 - written.sum_scale_log2;
+    const bool starts = is_first || written.num_steps_of_sum == kStepsOfSum || !(fabsf(shift) <= kLargestShift);
+    written.steps[stage] = {key, starts ? 0 : shift, starts ? 1 : ptx::exp2_approx(-shift),
+                            !starts ? -1 : is_first ? 0 : written.sum_scale};
+    if (starts) {
+      written.sum_scale = value;
+      written.sum_scale_log2 = value_log2;
+    }
+    written.num_steps_of_sum = starts ? 1 : written.num_steps_of_sum + 1;
+    written.value[stage] = written.sum_scale;
   }
 }
 
@@ -275,8 +293,24 @@ CUFLASH_DEVICE void start_values(Output& sum, const PackedP& p, unsigned num_k_b
   tile::start_gemm_nt(sum, p, VOperand(v_smem(stage)), adds);
 }
 
-// Tile after tile. Values are added to O under the scores of the next step, and where there is room for Q of two tiles, scores
-// of the next tile's first step are made before this one's results are written, if the warpgroup has a part in all of its steps.
+// What a step's scores and weights are multiplied by.
+struct StepFactors {
+  RowScales scale;
+  float shift;
+
+  // Read once its keys are there.
+  StepFactors() = default;
+  explicit CUFLASH_DEVICE StepFactors(unsigned num_k_blocks) {
+    const StepScales::Step step = step_scales().steps[stage_of(num_k_blocks)];
+    const ThreadRoom room = thread_room();
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) scale[i] = room.row_scales[i] * step.key;
+    shift = step.shift;
+  }
+};
+
+// Tile after tile. Where there is room for Q of two tiles, scores of the next tile's first step are made before this one's
+// results are written, if the warpgroup has a part in all of its steps.
 CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attention::TensorMaps& maps, int group,
                                   attention::SinkArgument sink, attention::ScalesArgument scales) {
   unsigned num_k_blocks = 0;
@@ -285,92 +319,80 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
   bool has_scores = false;
   for (unsigned num_tiles_done = 0; has_scores || wait_tile(num_tiles_done); ++num_tiles_done) {
     Softmax softmax;
-    Output o;
-    Output values;    // of `values_steps` steps, of which none is in O yet
-    int values_steps = 0;
+    Output o, values;  // of steps of which none is in O yet
     PackedP p;
     o.fill(0);
     values.fill(0);
-    thread_room().value_scale = thread_room().value_scale_log2 = 0;
     if (!has_scores) {
       read_row_scales(scales, num_tiles_done);
       flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
     }
+    StepFactors factors(num_k_blocks);
     constexpr int kAsPlain = StepMessage::kUnmasked | StepMessage::kSkipMax;
     while (true) {
       const int stage = stage_of(num_k_blocks);
-      float shift = step_scales().value_log2[stage] - thread_room().value_scale_log2;
-      const bool starts_sum = values_steps % kStepsOfSum == 0 || fabsf(shift) > kLargestShift;
-      if (starts_sum) {
-        shift = 0;
-        thread_room().next_value_scale = step_scales().value[stage];
-        thread_room().value_scale_log2 = step_scales().value_log2[stage];
-      }
-      RowScales step_scale;
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) step_scale[i] = thread_room().row_scales[i] * step_scales().key[stage];
-      // Weights are made while products with values run: the vote on them keeps the wait for these behind them.
+      // Weights are made while products with values run.
       const bool is_plain = (flags & kAsPlain) == kAsPlain;
       float sum[Softmax::kRows];
-      if (is_plain && softmax.try_exp_with_stale_max(s, step_scale, shift, sum)) {
-        tile::arrive(shared().k[stage].empty);
-        tile::wait_wgmma<0>(values);
-      } else {
+      if (!is_plain || !softmax.try_exp_with_stale_max(s, factors.scale, factors.shift, sum, [&] { tile::wait_wgmma<0>(values); }, p)) {
         float factor[Softmax::kRows];
-        bool max_has_risen = is_plain && softmax.lower_weights(s, shift, sum, factor);
+        const float unshift = step_scales().steps[stage].unshift;
+        bool max_has_risen = is_plain && softmax.lower_weights(s, unshift, sum, factor);
         if (!max_has_risen) {
           if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);
           if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
-          const Softmax::Rise rise = softmax.update_max(s, step_scale, factor);
+          const Softmax::Rise rise = softmax.update_max(s, factors.scale, factor);
           max_has_risen = rise != Softmax::kHasNotRisen;
           if (max_has_risen && __all_sync(0xffffffffu, rise == Softmax::kHasMaximum)) flags |= StepMessage::kSkipMax;
-          softmax.exp_scores(s, step_scale, shift);
+          softmax.exp_scores(s, factors.scale, factors.shift, unshift);
         }
-        tile::arrive(shared().k[stage].empty);
-        tile::wait_wgmma<0>(values);
+        if (!is_plain) tile::wait_wgmma<0>(values);
+        p = s;
         if (max_has_risen)
 #pragma unroll
           for (int i = 0; i < Output::kRows; ++i) {
             o.scale_row(i, factor[i]);
             values.scale_row(i, factor[i]);
           }
+      } else {
+        softmax.add_sums(sum, step_scales().steps[stage].unshift);
       }
       if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
-      p = s;
-      if (starts_sum) {
-        add_scaled(o, values, thread_room().value_scale);
-        thread_room().value_scale = thread_room().next_value_scale;
-        values_steps = 0;
-      }
+      const float ended_scale = step_scales().steps[stage].ended_scale;
+      if (ended_scale >= 0) add_scaled(o, values, ended_scale);
+      const bool is_last = flags & StepMessage::kLastForWarpgroup;
+      const float value_scale = step_scales().value[stage];
+      tile::arrive(shared().k[stage].empty);
       ++num_k_blocks;
-      if (flags & StepMessage::kLastForWarpgroup) break;
+      if (is_last) {
+        const bool is_last_of_tile = flags & StepMessage::kLastOfTile;
+        has_scores = kQStages == 2 && is_last_of_tile && wait_tile(num_tiles_done + 1);
+        if (has_scores) {
+          flags = start_scores(s, group, num_tiles_done + 1, num_k_blocks);
+          start_values(values, p, num_k_blocks - 1, ended_scale < 0);
+          ping_pong_signal();
+          tile::wait_wgmma<0>(values);
+          tile::wait_wgmma<0>(s);
+        } else {
+          if (kQStages == 1) tile::arrive(shared().q[0].empty);
+          start_values(values, p, num_k_blocks - 1, ended_scale < 0);
+          tile::wait_wgmma<0>(values);
+        }
+        tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
+        add_scaled(o, values, value_scale);
+        if (has_scores) read_row_scales(scales, num_tiles_done + 1);
+        if (!is_last_of_tile) skip_blocks(group, num_k_blocks);
+        epilogue(params, maps, num_tiles_done, softmax, o, sink);
+        if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
+        break;
+      }
       flags = StepMessage::kValuesPending | (flags & StepMessage::kSkipMax) |
           start_scores(s, group, num_tiles_done, num_k_blocks);
-      start_values(values, p, num_k_blocks - 1, !starts_sum);
-      ++values_steps;
+      start_values(values, p, num_k_blocks - 1, ended_scale < 0);
       ping_pong_signal();
+      factors = StepFactors(num_k_blocks);
       tile::wait_wgmma<1>(s);
     }
-    const unsigned num_values = num_k_blocks - 1;
-    const bool is_last_of_tile = flags & StepMessage::kLastOfTile;
-    has_scores = kQStages == 2 && is_last_of_tile && wait_tile(num_tiles_done + 1);
-    if (has_scores) {
-      flags = start_scores(s, group, num_tiles_done + 1, num_k_blocks);
-      start_values(values, p, num_values, values_steps > 0);
-      ping_pong_signal();
-      tile::wait_wgmma<0>(values);
-      tile::wait_wgmma<0>(s);
-    } else {
-      if (kQStages == 1) tile::arrive(shared().q[0].empty);
-      start_values(values, p, num_values, values_steps > 0);
-      tile::wait_wgmma<0>(values);
-    }
-    tile::arrive(shared().v[stage_of(num_values)].empty);
-    add_scaled(o, values, thread_room().value_scale);
-    if (has_scores) read_row_scales(scales, num_tiles_done + 1);
-    if (!is_last_of_tile) skip_blocks(group, num_k_blocks);
-    epilogue(params, maps, num_tiles_done, softmax, o, sink);
-    if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
   }
   if (kStoresOByTma) ptx::bulk_wait_read<0>();
 }

@@ -319,8 +319,9 @@ CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const at
 }
 
 // Put the scales of a step's keys and values, if there are any, beside its message. By a warp.
-CUFLASH_DEVICE void write_scales(attention::NoScales, const WorkTileInfo&, int, int) {}
-CUFLASH_DEVICE void write_scales(const attention::Scales& scales, const WorkTileInfo& tile_info, int stage, int first_key);
+CUFLASH_DEVICE void write_scales(attention::NoScales, const WorkTileInfo&, int, int, bool) {}
+CUFLASH_DEVICE void write_scales(const attention::Scales& scales, const WorkTileInfo& tile_info, int stage, int first_key,
+                                 bool is_first);
 
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
                               attention::PagesArgument pages, attention::ScalesArgument scales) {
@@ -353,7 +354,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.block = block;
         message.unread_start = start;
       }
-      write_scales(scales, tile_info, stage, start);
+      write_scales(scales, tile_info, stage, start, is_first);
       __syncwarp();
       load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
                     ends_inside_block(block, params.shape.seqlen_kv));

@@ -127,14 +127,16 @@ struct E4M3Operand {
 
   CUFLASH_DEVICE void operator=(const Tile& from) {
 #pragma unroll
-    for (int k = 0; k < kNumFragments; ++k)
+    for (int k = 0; k < kNumFragments; ++k) pack(from, k);
+  }
+  CUFLASH_DEVICE void pack(const Tile& from, int k) {  // 32 columns of it
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {  // rows g and g + 8 of the first 16 columns, then of the others
-        const auto& left = from.tiles[0][4 * k + e / 2 * 2];
-        const auto& right = from.tiles[0][4 * k + e / 2 * 2 + 1];
-        const int row = e % 2 * 2;
-        fragments[k][e] = ptx::pack4(ptx::Float8E4M3{}, left[row], left[row + 1], right[row], right[row + 1]);
-      }
+    for (int e = 0; e < 4; ++e) {  // rows g and g + 8 of the first 16 columns, then of the others
+      const auto& left = from.tiles[0][4 * k + e / 2 * 2];
+      const auto& right = from.tiles[0][4 * k + e / 2 * 2 + 1];
+      const int row = e % 2 * 2;
+      fragments[k][e] = ptx::pack4(ptx::Float8E4M3{}, left[row], left[row + 1], right[row], right[row + 1]);
+    }
   }
 };
 

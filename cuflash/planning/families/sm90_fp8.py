@@ -28,7 +28,7 @@ _ROOMS = (64, 128)  # columns that kernels are compiled for
 _KEYS = 128  # of a step
 _MIN_KEYS = 64
 _STAGES = 4
-_THREAD_ROOM = 32  # bytes that a consumer's thread keeps
+_THREAD_ROOM = 8  # bytes that a consumer's thread keeps
 
 
 class Sm90Fp8(Family):
@@ -158,7 +158,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     operands = q_stages(spec) * spec.block_q * spec.head_dim
     operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
     storage = storage_bytes(spec, q_stages(spec))
-    scales = 12 * spec.num_stages
+    scales = 20 * spec.num_stages + 12
     end = operands + storage + -storage % 16 + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
     return end + -end % 1024 + (2 * spec.block_q * spec.value_dim if spec.dtype.itemsize == 2 else 0)
 
