@@ -19,9 +19,10 @@ struct QuantizedSoftmax {
   static constexpr float kLargestSum = 448;
   static constexpr float kLoweredSumExponent = 7;  // of a thread's sum that was too large
 
-  float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns, times 2^4
+  float (&row_max)[kRows];  // in the thread's room of shared memory: most steps read it once
+  float row_sum[kRows];     // of the thread's own columns, times 2^4
 
-  CUFLASH_DEVICE QuantizedSoftmax() {
+  explicit CUFLASH_DEVICE QuantizedSoftmax(float (&room)[kRows]) : row_max(room) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       row_max[i] = ptx::negative_infinity<float>();
@@ -67,33 +68,29 @@ struct QuantizedSoftmax {
   CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows], float shift, float unshift) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float highest = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
       float sum = 0;
-      exp_row(s, i, scale_log2[i], kWeightExponent + shift - highest, sum);
+      exp_row(s, i, scale_log2[i], row_max[i] == ptx::negative_infinity<float>() ? 0 : row_shift(i, shift), sum);
       row_sum[i] = ptx::fma(sum, unshift, row_sum[i]);
     }
   }
 
-  // Turn scores into weights under the maxima as they are, which all rows have; `sum` is those of the thread. False where a
-  // sum is so large that one of the weights may be too large: they are not added up then. Called by whole warps.
-  template <class Tile, class Wait, class P>
-  CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows], float shift, float (&sum)[kRows],
-                                             Wait wait, P& p) {
+  // Turn scores into weights under the maxima as they are, which all rows have, and round them into p: weights are 2 to the
+  // power of a score times `scale_log2` plus `row_shift`, and `sum` is that of the thread's. `meanwhile` is called before p is
+  // written. False where a sum is so large that one of the weights may be too large. Called by whole warps.
+  template <class Tile, class Meanwhile, class P>
+  CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows], const float (&row_shift)[kRows],
+                                             float (&sum)[kRows], Meanwhile meanwhile, P& p) {
     bool is_small = true;
-    float row_shift[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      sum[i] = 0;
-      row_shift[i] = kWeightExponent + shift - row_max[i];
-    }
+    for (int i = 0; i < kRows; ++i) sum[i] = 0;
     constexpr int kGroups = P::kNumFragments, kHalf = kGroups / 2;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      if (group == kHalf) {
+      if (group == kHalf) {  // the vote keeps what follows behind it
 #pragma unroll
         for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;
         is_small = __all_sync(0xffffffffu, is_small);
-        wait();
+        meanwhile();
       }
       if (group >= kHalf) p.pack(s, group - kHalf);
       constexpr int kColumns = Tile::kColumns / kGroups;
@@ -111,6 +108,9 @@ struct QuantizedSoftmax {
     for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;  // false of NaN
     return __all_sync(0xffffffffu, is_small);
   }
+  CUFLASH_DEVICE float row_shift(int i, float shift) const { return kWeightExponent + shift - row_max[i]; }
+
+  // Add the weights up, of which `sum` is that of the thread.
   CUFLASH_DEVICE void add_sums(const float (&sum)[kRows], float unshift) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) row_sum[i] = ptx::fma(sum[i], unshift, row_sum[i]);

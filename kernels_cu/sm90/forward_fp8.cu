@@ -42,9 +42,9 @@ struct alignas(16) StepScales {
   float sum_scale, sum_scale_log2;    // of the last step; the producer's own
   int num_steps_of_sum;
 };
-// What a thread keeps there, as its registers are for accumulators: the scales of its rows.
-struct alignas(8) ThreadRoom {
-  float row_scales[2];
+// What a thread keeps there, as its registers are for accumulators: the scales of its rows, and their maxima.
+struct alignas(16) ThreadRoom {
+  float row_scales[2], row_max[2];
 };
 constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
 CUFLASH_DEVICE StepScales& step_scales() {
@@ -111,12 +111,11 @@ CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const atte
 // ---- the consumers ----
 
 // The warpgroup whose turn it is to start products: groups are numbered from 1 on.
-CUFLASH_DEVICE int own_group() { return ptx::thread_index() / kWarpgroupThreads; }
-CUFLASH_DEVICE void ping_pong_wait() {
-  if (kPingPong) ptx::bar_sync(kPingPongBarrier + own_group() - 1, 2 * kWarpgroupThreads);
+CUFLASH_DEVICE void ping_pong_wait(int group) {
+  if (kPingPong) ptx::bar_sync(kPingPongBarrier + group - 1, 2 * kWarpgroupThreads);
 }
-CUFLASH_DEVICE void ping_pong_signal() {
-  if (kPingPong) ptx::bar_arrive(kPingPongBarrier + own_group() % kNumConsumers, 2 * kWarpgroupThreads);
+CUFLASH_DEVICE void ping_pong_signal(int group) {
+  if (kPingPong) ptx::bar_arrive(kPingPongBarrier + group % kNumConsumers, 2 * kWarpgroupThreads);
 }
 
 // Write a warp's rows of O, rounded, with what the accelerator cannot copy; or as floats.
@@ -206,9 +205,9 @@ CUFLASH_DEVICE void read_row_scales(attention::ScalesArgument scales, unsigned n
 CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks) {
   tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
   const int flags = flags_of_warpgroup(group, num_k_blocks);
-  if (num_k_blocks > 0) ping_pong_wait();
+  if (num_k_blocks > 0) ping_pong_wait(group);
   tile::start_gemm_nt(s, q_operand(group, num_tiles_done), KOperand(k_smem(stage_of(num_k_blocks))));
-  if (num_k_blocks > 0) ping_pong_signal();
+  if (num_k_blocks > 0) ping_pong_signal(group);
   tile::wait_wgmma<0>(s);
   return flags;
 }
@@ -221,8 +220,8 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks) {
     tile::wait_full(shared().k[stage], phase);
     is_end = flags_of_warpgroup(group, num_k_blocks) & StepMessage::kLastOfTile;
     tile::arrive(shared().k[stage].empty);
-    ping_pong_wait();
-    ping_pong_signal();
+    ping_pong_wait(group);
+    ping_pong_signal(group);
     tile::wait_full(shared().v[stage], phase);
     tile::arrive(shared().v[stage].empty);
   }
@@ -276,38 +275,60 @@ CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, float scale) {
     for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale, o.at(i, j));
 }
 
-// Start the scores of a step that is not a tile's first one of a block. Says its kind.
-CUFLASH_DEVICE int start_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks) {
-  const int stage = stage_of(num_k_blocks);
-  tile::wait_full(shared().k[stage], phase_of(num_k_blocks));
-  const int flags = flags_of_warpgroup(group, num_k_blocks);
-  ping_pong_wait();
-  tile::start_gemm_nt(s, q_operand(group, num_tiles_done), KOperand(k_smem(stage)));
-  return flags;
-}
-
-// Start the products of weights with the values of a step, which are added to a sum or begin it.
-CUFLASH_DEVICE void start_values(Output& sum, const PackedP& p, unsigned num_k_blocks, bool adds) {
-  const int stage = stage_of(num_k_blocks);
-  tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
-  tile::start_gemm_nt(sum, p, VOperand(v_smem(stage)), adds);
-}
-
 // What a step's scores and weights are multiplied by.
 struct StepFactors {
-  RowScales scale;
-  float shift;
+  RowScales scale, row_shift;
 
   // Read once its keys are there.
-  StepFactors() = default;
-  explicit CUFLASH_DEVICE StepFactors(unsigned num_k_blocks) {
-    const StepScales::Step step = step_scales().steps[stage_of(num_k_blocks)];
-    const ThreadRoom room = thread_room();
+  explicit CUFLASH_DEVICE StepFactors(const Softmax& softmax, unsigned num_k_blocks) {
+    const StepScales::Step& step = step_scales().steps[stage_of(num_k_blocks)];
 #pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i) scale[i] = room.row_scales[i] * step.key;
-    shift = step.shift;
+    for (int i = 0; i < Scores::kRows; ++i) {
+      scale[i] = thread_room().row_scales[i] * step.key;
+      row_shift[i] = softmax.row_shift(i, step.shift);
+    }
   }
 };
+
+// The products that a step starts, found before its weights are there, so that little is left between these and the products.
+class NextProducts {
+ public:
+  NextProducts() = default;
+  CUFLASH_DEVICE NextProducts(int group, unsigned num_tiles_done, unsigned num_k_blocks)
+      : q_(q_operand(group, num_tiles_done)), k_(k_smem(stage_of(num_k_blocks))), v_(v_smem(stage_of(num_k_blocks - 1))) {
+    q_.descriptor.materialize();
+    k_.descriptor.materialize();
+    v_.descriptor.materialize();
+    has_both_ = tile::try_wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks)) &
+        tile::try_wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
+  }
+
+  // Start the scores of the step after, and the weights' products with values, which are added to others if they say so.
+  CUFLASH_DEVICE void start(Scores& s, Output& values, const PackedP& p, int group, unsigned num_k_blocks, bool adds) const {
+    if (!has_both_) {
+      tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
+      tile::wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
+    }
+    ping_pong_wait(group);
+    tile::start_gemm_nt(s, q_, k_);
+    tile::start_gemm_nt(values, p, v_, adds);
+    ping_pong_signal(group);
+  }
+
+ private:
+  QOperand q_;
+  KOperand k_;
+  VOperand v_;
+  bool has_both_;
+};
+
+// Multiply a tile's last weights with values, as no further scores are to be started with them.
+CUFLASH_DEVICE void multiply_last_values(Output& values, const PackedP& p, unsigned num_k_blocks, bool adds) {
+  const int stage = stage_of(num_k_blocks);
+  tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
+  tile::start_gemm_nt(values, p, VOperand(v_smem(stage)), adds);
+  tile::wait_wgmma<0>(values);
+}
 
 // Tile after tile. Where there is room for Q of two tiles, scores of the next tile's first step are made before this one's
 // results are written, if the warpgroup has a part in all of its steps.
@@ -318,7 +339,7 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
   int flags = 0;
   bool has_scores = false;
   for (unsigned num_tiles_done = 0; has_scores || wait_tile(num_tiles_done); ++num_tiles_done) {
-    Softmax softmax;
+    Softmax softmax(thread_room().row_max);
     Output o, values;  // of steps of which none is in O yet
     PackedP p;
     o.fill(0);
@@ -327,26 +348,34 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
       read_row_scales(scales, num_tiles_done);
       flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
     }
-    StepFactors factors(num_k_blocks);
+    StepFactors factors(softmax, num_k_blocks);
     constexpr int kAsPlain = StepMessage::kUnmasked | StepMessage::kSkipMax;
     while (true) {
       const int stage = stage_of(num_k_blocks);
-      // Weights are made while products with values run.
+      const StepScales::Step& step = step_scales().steps[stage];
       const bool is_plain = (flags & kAsPlain) == kAsPlain;
-      float sum[Softmax::kRows];
-      if (!is_plain || !softmax.try_exp_with_stale_max(s, factors.scale, factors.shift, sum, [&] { tile::wait_wgmma<0>(values); }, p)) {
+      NextProducts next;
+      float sum[Softmax::kRows], ended_scale;
+      const auto meanwhile = [&] {  // once the last products with values are made
+        tile::wait_wgmma<0>(values);
+        if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
+        ended_scale = step.ended_scale;
+        next = NextProducts(group, num_tiles_done, num_k_blocks + 1);
+      };
+      if (is_plain && softmax.try_exp_with_stale_max(s, factors.scale, factors.row_shift, sum, meanwhile, p)) {
+        softmax.add_sums(sum, step.unshift);
+      } else {
         float factor[Softmax::kRows];
-        const float unshift = step_scales().steps[stage].unshift;
-        bool max_has_risen = is_plain && softmax.lower_weights(s, unshift, sum, factor);
+        bool max_has_risen = is_plain && softmax.lower_weights(s, step.unshift, sum, factor);
         if (!max_has_risen) {
           if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);
           if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
           const Softmax::Rise rise = softmax.update_max(s, factors.scale, factor);
           max_has_risen = rise != Softmax::kHasNotRisen;
           if (max_has_risen && __all_sync(0xffffffffu, rise == Softmax::kHasMaximum)) flags |= StepMessage::kSkipMax;
-          softmax.exp_scores(s, factors.scale, factors.shift, unshift);
+          softmax.exp_scores(s, factors.scale, step.shift, step.unshift);
         }
-        if (!is_plain) tile::wait_wgmma<0>(values);
+        if (!is_plain) meanwhile();
         p = s;
         if (max_has_risen)
 #pragma unroll
@@ -354,43 +383,35 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
             o.scale_row(i, factor[i]);
             values.scale_row(i, factor[i]);
           }
-      } else {
-        softmax.add_sums(sum, step_scales().steps[stage].unshift);
       }
-      if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
-      const float ended_scale = step_scales().steps[stage].ended_scale;
       if (ended_scale >= 0) add_scaled(o, values, ended_scale);
-      const bool is_last = flags & StepMessage::kLastForWarpgroup;
-      const float value_scale = step_scales().value[stage];
-      tile::arrive(shared().k[stage].empty);
       ++num_k_blocks;
-      if (is_last) {
-        const bool is_last_of_tile = flags & StepMessage::kLastOfTile;
+      if (flags & StepMessage::kLastForWarpgroup) {
+        const bool is_last_of_tile = flags & StepMessage::kLastOfTile, adds = ended_scale < 0;
+        const float value_scale = step_scales().value[stage];
+        tile::arrive(shared().k[stage].empty);
         has_scores = kQStages == 2 && is_last_of_tile && wait_tile(num_tiles_done + 1);
         if (has_scores) {
-          flags = start_scores(s, group, num_tiles_done + 1, num_k_blocks);
-          start_values(values, p, num_k_blocks - 1, ended_scale < 0);
-          ping_pong_signal();
+          NextProducts(group, num_tiles_done + 1, num_k_blocks).start(s, values, p, group, num_k_blocks, adds);
+          flags = flags_of_warpgroup(group, num_k_blocks);
           tile::wait_wgmma<0>(values);
           tile::wait_wgmma<0>(s);
         } else {
           if (kQStages == 1) tile::arrive(shared().q[0].empty);
-          start_values(values, p, num_k_blocks - 1, ended_scale < 0);
-          tile::wait_wgmma<0>(values);
+          multiply_last_values(values, p, num_k_blocks - 1, adds);
         }
         tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         add_scaled(o, values, value_scale);
-        if (has_scores) read_row_scales(scales, num_tiles_done + 1);
         if (!is_last_of_tile) skip_blocks(group, num_k_blocks);
         epilogue(params, maps, num_tiles_done, softmax, o, sink);
         if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
+        if (has_scores) read_row_scales(scales, num_tiles_done + 1);
         break;
       }
-      flags = StepMessage::kValuesPending | (flags & StepMessage::kSkipMax) |
-          start_scores(s, group, num_tiles_done, num_k_blocks);
-      start_values(values, p, num_k_blocks - 1, ended_scale < 0);
-      ping_pong_signal();
-      factors = StepFactors(num_k_blocks);
+      next.start(s, values, p, group, num_k_blocks, ended_scale < 0);
+      tile::arrive(shared().k[stage].empty);
+      flags = StepMessage::kValuesPending | (flags & StepMessage::kSkipMax) | flags_of_warpgroup(group, num_k_blocks);
+      factors = StepFactors(softmax, num_k_blocks);
       tile::wait_wgmma<1>(s);
     }
   }
@@ -399,9 +420,9 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
 
 CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
                             attention::SinkArgument sink, attention::ScalesArgument scales) {
-  if (group == kNumConsumers) ping_pong_signal();
+  if (group == kNumConsumers) ping_pong_signal(group);
   consume_tiles(params, maps, group, sink, scales);
-  if (group == 1) ping_pong_wait();  // no group is left to take the last turn
+  if (group == 1) ping_pong_wait(group);  // no group is left to take the last turn
 }
 
 }  // namespace cuflash

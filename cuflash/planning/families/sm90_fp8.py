@@ -28,7 +28,7 @@ _ROOMS = (64, 128)  # columns that kernels are compiled for
 _KEYS = 128  # of a step
 _MIN_KEYS = 64
 _STAGES = 4
-_THREAD_ROOM = 8  # bytes that a consumer's thread keeps
+_THREAD_ROOM = 16  # bytes that a consumer's thread keeps
 
 
 class Sm90Fp8(Family):
