@@ -32,9 +32,12 @@ FAULTS = {
             "next.start(s, values, p, group, num_k_blocks, true)",
         ),
         "O keeps its size as maxima rise": Edit(
-            FORWARD, "consume_tiles", "o.scale_row(i, factor[i])", "o.scale_row(i, 1)"
+            FORWARD, "consume_tiles", "o.scale_row(i, factor[i]);", ""
         ),
-        "weights exceed e4m3": Edit(SOFTMAX, "QuantizedSoftmax", "kMaxRise = 2", "kMaxRise = 6"),
+        "sums of values keep their size as maxima rise": Edit(
+            FORWARD, "consume_tiles", "values.scale_row(i, factor[i]);", ""
+        ),
+        "weights exceed e4m3": Edit(SOFTMAX, "QuantizedSoftmax", "kMaxRise = 2", "kMaxRise = 60"),
         "scores of infinite weights are not made again": Edit(
             FORWARD, "consume_tiles", "if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);", ""
         ),
