@@ -8,7 +8,7 @@ at most 34 2^-13 times the sum of |a|'|b|' over all that was added before and in
     |error of S| <= ceil(d / 32) 34 2^-13 |scale| |Q|'|K|'^T
     |error of O| <= 16 34 2^-13 sum_j max(P_j, 2^-7 exp(m - L)) |v_j|'
 
-The second line has the sixteen instructions of 512 keys, whose sum is then added in float32. The largest weight of a row
+The second line has the sixteen instructions of 512 keys, whose sum is then added in float32. A row's largest weight
 is 2^2 or more in the tensor cores, and weights are divided by at most 2 more where the scale of their values is smaller
 than the sum's: the smallest normal number, 2^-6, is 2^-7 of the largest weight or less.
 """

@@ -129,7 +129,8 @@ def fp8_error(rows: list[Row]) -> str:
         }
         ratios = (f" ({number(found[case], 'ratio', '.2f')})" * bool(per) for case in cases)
         cells = [number(found[case], "rmse", ".2e") + ratio for case, ratio in zip(cases, ratios)]
-        lines.append([f"a scale for each {per}" + ", q and k rotated" * (rotated == "True") if per else "float16", *cells])
+        method = f"a scale for each {per}" + ", q and k rotated" * (rotated == "True") if per else "float16"
+        lines.append([method, *cells])
     header = [f"{name}, {columns} columns, {length} rows" for name, columns, length in cases]
     return markdown(["quantised with", *header], lines)
 
