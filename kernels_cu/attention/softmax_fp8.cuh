@@ -83,16 +83,16 @@ struct QuantizedSoftmax {
     bool is_small = true;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) sum[i] = 0;
-    constexpr int kGroups = P::kNumFragments, kHalf = kGroups / 2;
+    constexpr int kGroups = P::kNumFragments, kFirst = kGroups / 2;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      if (group == kHalf) {  // the vote keeps what follows behind it
+      if (group == kFirst) {  // the vote keeps what follows behind it
 #pragma unroll
         for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;
         is_small = __all_sync(0xffffffffu, is_small);
         meanwhile();
       }
-      if (group >= kHalf) p.pack(s, group - kHalf);
+      if (group >= kFirst) p.pack(s, group - kFirst);
       constexpr int kColumns = Tile::kColumns / kGroups;
 #pragma unroll
       for (int j = group * kColumns; j < (group + 1) * kColumns; ++j)
@@ -103,7 +103,7 @@ struct QuantizedSoftmax {
         }
     }
 #pragma unroll
-    for (int group = kHalf; group < kGroups; ++group) p.pack(s, group);
+    for (int group = kGroups - kFirst; group < kGroups; ++group) p.pack(s, group);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;  // false of NaN
     return __all_sync(0xffffffffu, is_small);
