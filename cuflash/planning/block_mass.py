@@ -10,7 +10,7 @@ import numpy as np
 from ..blocks.work_list import ListedWork, WorkList
 from ..errors import UnsupportedProblem
 from .device import DeviceSpec
-from .families import sm80
+from .families import SIMT, SM80, SM90, sm80
 from .families.family import DIMS
 from .families.simt import shared_bytes as simt_shared_bytes
 from .launches import MATRICES, Feature, Kernels, Launch, Pass, TileOrder, Workspace
@@ -58,7 +58,7 @@ def _tensor_core_spec(problem: Problem, is_listed: bool, *, is_hopper: bool) -> 
     splits_head_dim = problem.head_dim > _WIDEST_CHUNK
     dim = _CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim)
     return KernelSpec(
-        family="sm90" if is_hopper else "sm80", entry="block_mass", dtype=problem.dtype, head_dim=dim,
+        family=SM90 if is_hopper else SM80, entry="block_mass", dtype=problem.dtype, head_dim=dim,
         value_dim=DIMS[0], block_q=_QUERIES, block_kv=128, num_warps=8, min_blocks=1,
         num_stages=3 if splits_head_dim else 2, is_listed=is_listed, splits_head_dim=splits_head_dim,
     )  # fmt: skip
@@ -70,7 +70,7 @@ def _multiply_add_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
     needed = next((dim for dim in DIMS if dim >= problem.head_dim), _WIDEST_CHUNK)
     specs = [
         KernelSpec(
-            family="simt", entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0],
+            family=SIMT, entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0],
             block_q=side, block_kv=side,
         )
         for dim in reversed(DIMS)
@@ -95,7 +95,7 @@ def mass_kernels(
     launch = Launch(
         spec=spec,
         tiles=tiles,
-        shared_bytes=simt_shared_bytes(spec) if spec.family == "simt" else sm80.shared_bytes(spec),
+        shared_bytes=simt_shared_bytes(spec) if spec.family == SIMT else sm80.shared_bytes(spec),
         reads=("q", "k", "lse") if has_lse else ("q", "k"),
         writes=("mass",) if has_lse else ("mass", "lse"),
         features=("mass",),
@@ -103,7 +103,7 @@ def mass_kernels(
     numbers: dict[str, Any] = {"block_q": block[0], "block_kv": block[1], "has_lse": has_lse}
     workspaces: dict[str, Workspace] = {}
     tables: tuple[str, ...] = ()
-    if spec.family != "simt":
+    if spec.family != SIMT:
         most = sm80.Sm80().resident_blocks(spec, device)
         launch = replace(launch, max_blocks=most, writes=(*launch.writes, "row_masses"))
         rows = launch.grid(problem.mask_shape.num_batch) * -(-problem.seqlen_kv // block[1]) * spec.block_q

@@ -1,10 +1,11 @@
 #pragma once
-// The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread block owns
-// whole rows of the grid, so that no two add to one mass, and walks the keys of their queries once. What each query gives to each
-// block of keys is kept in global memory as a logarithm, since lse of the query may follow only from the last key; then these
-// are summed over the queries of a block. Rows of q and k that are longer than a tile come in chunks. `Product` is how chunks
-// are copied and multiplied: load_q and load_k start to copy one, make_visible lets products see what has arrived, and add adds
-// a product to the scores.
+// Sums softmax weights over every block of a grid: exp(s - lse) over the keys and the queries of the block. A thread
+// block owns whole rows of the grid, so that no two blocks add to one sum, and walks the keys of their queries once.
+// lse of a query may be known only after the last key. So the sum of each query over each block of keys is stored in
+// global memory as a logarithm; at the end these are summed over the queries of a block. If rows of q and k are longer
+// than a tile, they are loaded in chunks of columns. `Product` defines how chunks are copied and multiplied: load_q and
+// load_k start to copy a chunk, make_visible makes arrived data visible to products, and add adds a product to the
+// scores.
 #include <attention/config_mma.cuh>
 #include <attention/mass_grid.cuh>
 #include <attention/score.cuh>
@@ -18,22 +19,23 @@ constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kNumWarps>;
 using Softmax = attention::LazySoftmax<Scores::kRows>;
 
-// What arrives in a slot beside K: a step of the walk, of which it is the last chunk or not; no step ends the walk.
+// A message beside the K of a slot: the step of the chunk, and whether it is the step's last chunk. A chunk without a
+// step ends the walk.
 struct Chunk {
   attention::KvBlock block;
   bool has_block, is_last_of_block;
 };
 
-// What a thread block remembers of its tile in shared memory: registers are for accumulators.
+// State of a thread block that lies in shared memory, so that registers are left for accumulators.
 struct TileState {
-  float row_shift[kBlockQ];  // lse of queries in base 2, infinite where there is no key
+  float row_shift[kBlockQ];  // lse of the queries in base 2; +inf for queries without a key
   Chunk chunks[kNumStages];
   tile::Matrix<Element> q, k;
   attention::WorkTile work;
   attention::VisitRange visit_range;
 };
 
-// Where the chunks lie as `Product` takes them. Q stays in the first slot, unless it comes in chunks as K does.
+// Places of the chunks in shared memory. Q stays in the first slot, unless it is loaded in chunks as K is.
 constexpr int kNumQSlots = kSplitsHeadDim ? kNumStages : 1;
 constexpr int kKeysOffset = kNumQSlots * QTile::kBytes;
 constexpr int kStateOffset = kKeysOffset + kNumStages * KTile::kBytes;
@@ -70,26 +72,27 @@ class ChunkLoader {
   bool has_block_ = false;
 };
 
-// log2(2^x + 2^y)
+// Return log2(2^x + 2^y).
 CUFLASH_DEVICE float add_logarithms(float x, float y) {
   const float greater = fmaxf(x, y), less = fminf(x, y);
   if (less == ptx::negative_infinity<float>()) return greater;
   return greater + ptx::log2_accurate(1 + ptx::exp2_approx(less - greater));
 }
 
-// What a tile's queries give to each block of keys, as logarithms in base 2: [num_kv_blocks, kBlockQ].
+// Sums of weights of each query of a tile over each block of keys, as logarithms in base 2: [num_kv_blocks, kBlockQ].
 struct RowMasses {
   float* data;
 
   CUFLASH_DEVICE float& at(int kv_block, int row) const { return data[static_cast<int64_t>(kv_block) * kBlockQ + row]; }
 
-  // By all threads.
+  // Called by all threads.
   CUFLASH_DEVICE void clear(int num_kv_blocks) const {
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(num_kv_blocks) * kBlockQ; i += kThreads)
       data[i] = ptx::negative_infinity<float>();
   }
 
-  // Add to what a row gives to a block of keys that a step has a part of, or all: weights sum up to `sum` under `offset`.
+  // Add the weights of a step to the sum of a row over a block of keys. The weights have the sum `sum` times 2^offset.
+  // `is_whole`: the step has all keys of the block.
   CUFLASH_DEVICE void add(int kv_block, int row, float offset, float sum, bool is_whole) const {
     float& to = at(kv_block, row);
     const float log_sum = offset + ptx::log2_accurate(sum);
@@ -97,14 +100,15 @@ struct RowMasses {
   }
 };
 
-// The thread's columns of a step that are not before one, a bit for each.
+// Return the thread's columns of a step from `column` on, a bit for each.
 CUFLASH_DEVICE uint32_t columns_from(int column) {
   static_assert(Scores::kColumns <= 32 && Scores::column(2) == 8, "a bit for each column, two of eight");
   const int own = column - Scores::first_column();
   return ptx::bits_at_or_above((own >> 3) * 2 + min(own & 7, 2));
 }
 
-// Add a step's weights, which are lost. `offset` of a row is the logarithm of what its weights were divided by.
+// Add the weights of a step to the sums of their rows; the weights are overwritten. `offset` of a row is the base-2
+// logarithm of the factor by which its weights were divided.
 CUFLASH_DEVICE void add_step(Scores& p, const RowMasses& row_masses, const float (&offset)[Scores::kRows],
                              const attention::KvBlock& block, const attention::MassGrid& grid) {
   const attention::BlockCuts cuts{block.start, block.stop, static_cast<int>(grid.block_kv)};
@@ -112,7 +116,7 @@ CUFLASH_DEVICE void add_step(Scores& p, const RowMasses& row_masses, const float
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
     const int start = cuts.start(n), stop = cuts.stop(n);
-    // The thread's columns that are in the block, a bit for each; past the step's last key weights are 0.
+    // The thread's columns that are in the block, a bit for each; weights past the step's last key are 0.
     const uint32_t columns = columns_from(start) & ~(n + 1 == count ? 0 : columns_from(stop));
     float sum[Scores::kRows] = {};
 #pragma unroll
@@ -138,7 +142,7 @@ CUFLASH_DEVICE void add_masses(const attention::Params& params, const attention:
   const attention::BlockCuts queries{work.first, work.last, static_cast<int>(grid.block_q)};
   const auto mass = attention::matrix<float>(grid.mass, work.batch_head, work.batch_head.head, 0, 0);
   const int num_kv_blocks = grid.num_kv_blocks(params.shape), num_blocks = queries.count();
-  const int number = threadIdx.x % 32;  // in the warp
+  const int number = threadIdx.x % 32;  // lane in the warp
   for (int kv_block = threadIdx.x / 32; kv_block < num_kv_blocks; kv_block += kNumWarps)
     for (int n = 0; n < num_blocks; ++n) {
       float sum = 0;
@@ -153,7 +157,7 @@ struct NoOutput {
   CUFLASH_DEVICE void scale_row(int, float) const {}
 };
 
-// Note lse of a tile's queries for `add_masses`, and write it where it was not given.
+// Store lse of a tile's queries for `add_masses`, and write it to global memory if it was not an input.
 CUFLASH_DEVICE void save_shifts(const attention::Params& params, const attention::MassGrid& grid,
                                 const Softmax& softmax, float scale_log2, TileState& state) {
   const attention::WorkTile& work = state.work;
@@ -174,7 +178,7 @@ CUFLASH_DEVICE void save_shifts(const attention::Params& params, const attention
   }
 }
 
-// Note a tile and its matrices. By one thread.
+// Store a tile and its matrices. Called by one thread.
 CUFLASH_DEVICE void save_tile(const attention::Params& params, const attention::WorkTile& work, TileState& state) {
   using namespace attention;
   const Shape& shape = params.shape;
@@ -187,7 +191,7 @@ CUFLASH_DEVICE void save_tile(const attention::Params& params, const attention::
                             shape.head_dim);
 }
 
-// The masses of the tile of queries that `state` has.
+// Compute the sums of the tile of queries in `state`.
 template <class Product, class Score>
 CUFLASH_DEVICE void add_tile(const attention::Params& params, const attention::MassGrid& grid,
                              const RowMasses& row_masses, TileState& state, const Score& score) {
@@ -206,7 +210,7 @@ CUFLASH_DEVICE void add_tile(const attention::Params& params, const attention::M
   for (int slot = 0;; slot = slot + 1 == kNumStages ? 0 : slot + 1) {
     ptx::cp_async_wait<kNumStages - 2>();
     Product::make_visible();
-    __syncthreads();  // the chunk is there, the one before it is read, and what rows give to blocks is cleared
+    __syncthreads();  // the chunk has arrived, the one before it is read, and the sums of rows are cleared
     const Chunk& chunk = state.chunks[slot];
     if (!chunk.has_block) break;
     loader.start(slot == 0 ? kNumStages - 1 : slot - 1);
@@ -228,11 +232,11 @@ CUFLASH_DEVICE void add_tile(const attention::Params& params, const attention::M
   }
   ptx::cp_async_wait<0>();
   save_shifts(params, grid, softmax, scale_log2, state);
-  __syncthreads();  // lse, and what rows give to blocks, is there
+  __syncthreads();  // lse and the sums of rows are stored
   add_masses(params, grid, row_masses, state);
 }
 
-// The masses of all tiles that a thread block owns.
+// Compute the sums of all tiles that a thread block owns.
 template <class Product, class Score>
 CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attention::MassGrid& grid, const Score& score) {
   using namespace attention;
@@ -249,9 +253,9 @@ CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attenti
     WorkTile work = owned;
     for (; work.first < owned.last; work.first = work.last) {
       work.last = min(query_tile_end<Listed>(params, work.first, kBlockQ), owned.last);
-      __syncthreads();  // the tile before is done with
+      __syncthreads();  // all threads have read the state of the tile before
       if (threadIdx.x == 0) save_tile(params, work, state);
-      __syncthreads();  // the tile is noted
+      __syncthreads();  // the state is stored
       add_tile<Product>(params, grid, row_masses, state, score);
     }
   }

@@ -755,7 +755,7 @@ def test_a_sanitizer_is_found_on_the_path_or_in_cudas_folder(load, tmp_path: Pat
     assert proof.sanitizer() == str(tool)
 
 
-def test_each_tool_runs_all_cases_and_initcheck_a_control_of_each_family(load, monkeypatch) -> None:
+def test_each_tool_runs_the_cases_of_each_family_and_initcheck_its_control(load, monkeypatch) -> None:
     proof, device = load("gpu_proof"), load("cuflash").DeviceSpec.gpu("A100")
     monkeypatch.setattr(proof, "sanitizer", lambda: "echo")
     compiled: list = []
@@ -763,17 +763,21 @@ def test_each_tool_runs_all_cases_and_initcheck_a_control_of_each_family(load, m
     asked = []
 
     def under(tool, name, of_child, timeout_s):
-        asked.append((name, of_child["control"], of_child["families"]))
+        asked.append((name, of_child["control"], *of_child["families"]))
         return {"calls": 1, "errors": int(bool(of_child["control"])), "seconds": 1.0, "note": ""}
 
     monkeypatch.setattr(proof, "under", under)
-    config = proof.Config(families=("simt", "sm90", "sm80"), tools=("memcheck", "initcheck"))
-    records = list(proof.run_sanitizers(config, device))
-    runs = ["simt", "sm80"]
-    assert asked == [
-        ("memcheck", "", runs), ("initcheck", "", runs), ("initcheck", "simt", runs), ("initcheck", "sm80", runs),
-    ]  # fmt: skip
-    assert not any(map(proof.is_wrong, records)) and len({tuple(map(row.get, proof.ROW)) for row in records}) == 4
+    runs = ("simt", "sm80")
+    for jobs in (1, 3):
+        asked.clear()
+        tools = ("initcheck", "memcheck", "racecheck")
+        config = proof.Config(families=("simt", "sm90", "sm80"), tools=tools, jobs=jobs)
+        records = list(proof.run_sanitizers(config, device))
+        every = [(tool, "", family) for tool in ("racecheck", "memcheck", "initcheck") for family in runs]
+        every += [("initcheck", family, family) for family in runs]
+        assert asked == every if jobs == 1 else sorted(asked) == sorted(every)
+        rows = {tuple(map(row.get, proof.ROW)) for row in records}
+        assert len(rows) == len(every) and not any(map(proof.is_wrong, records))
     assert {spec.family for spec in compiled} == {*runs, "cache", "lists"}
     proof.table(records)
 

@@ -15,7 +15,8 @@ from ml_dtypes import bfloat16
 from test_recall import problems, weights
 
 import cuflash
-from cuflash import DeviceSpec, api, masks
+from cuflash import DeviceSpec, masks
+from cuflash.calls import checked_plan
 
 
 def summed(p: Any, block: tuple[int, int]) -> Any:
@@ -104,7 +105,7 @@ def test_chips_before_hopper_have_these_masses(case: dict[str, Any]) -> None:
 
 def check_on_chip(chip: str, **case: Any) -> None:
     """On the simulator, which plays another chip."""
-    with patch.object(api, "_SIMULATED", replace(DeviceSpec.gpu(chip), name="simulator")):
+    with patch.object(checked_plan, "_SIMULATED", replace(DeviceSpec.gpu(chip), name="simulator")):
         check_halves(SIM, **case)
 
 
