@@ -290,6 +290,7 @@ class NextProducts {
       tile::wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
     }
     ping_pong_wait(group);
+    ptx::fence_registers(tile::accumulators(values));  // what reads them stays before
     tile::start_gemm_nt(s, q_, k_);
     tile::start_gemm_nt(values, p, v_, adds);
     ping_pong_signal(group);
@@ -310,8 +311,8 @@ CUFLASH_DEVICE void multiply_last_values(Output& values, const PackedP& p, unsig
   tile::wait_wgmma<0>(values);
 }
 
-// Tile after tile. Where there is room for Q of two tiles, scores of the next tile's first step are made before this one's
-// results are written, if the warpgroup has a part in all of its steps.
+// Tile after tile. Scores of the next tile's first step are made before this one's results are written, if the warpgroup has a
+// part in all of its steps.
 CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attention::TensorMaps& maps, int group,
                                   attention::SinkArgument sink, attention::ScalesArgument scales) {
   unsigned num_k_blocks = 0;
@@ -370,21 +371,20 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
         const bool is_last_of_tile = flags & StepMessage::kLastOfTile, adds = ended_scale < 0;
         const float value_scale = step_scales().value[stage];
         tile::arrive(shared().k[stage].empty);
-        has_scores = kQStages == 2 && is_last_of_tile && wait_tile(num_tiles_done + 1);
+        has_scores = is_last_of_tile && wait_tile(num_tiles_done + 1);
         if (has_scores) {
           NextProducts(group, num_tiles_done + 1, num_k_blocks).start(s, values, p, group, num_k_blocks, adds);
           flags = flags_of_warpgroup(group, num_k_blocks);
           tile::wait_wgmma<0>(values);
           tile::wait_wgmma<0>(s);
         } else {
-          if (kQStages == 1) tile::arrive(shared().q[0].empty);
           multiply_last_values(values, p, num_k_blocks - 1, adds);
         }
         tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         add_scaled(o, values, value_scale);
         if (!is_last_of_tile) skip_blocks(group, num_k_blocks);
         epilogue(params, maps, num_tiles_done, softmax, o, sink);
-        if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
+        tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
         if (has_scores) read_row_scales(scales, num_tiles_done + 1);
         break;
       }
