@@ -10,8 +10,8 @@ nothing else to 8 bits: the weights, which kernels round too, are float32 here. 
 bound, quantization_bound and error_bound together, on the first head and as many queries as `bounded`.
 
 Expect: with outliers a rotation of q and k halves the error of one scale for a tensor; without outliers all are alike.
-Found:  so it is, at 128 columns, and at 64 in part, and more in long sequences: the more scores there are, the more weight
-        goes to keys whose outliers meet a query's. The table is in docs/fp8.md.
+Found:  so it is, at 128 columns, and at 64 in part, and more in long sequences: the more scores there are, the more
+        weight goes to keys whose outliers meet a query's. The table is in docs/fp8.md.
 
 Cost: Minutes on two cores.
 """
