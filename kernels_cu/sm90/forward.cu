@@ -6,6 +6,7 @@
 #include <attention/dropout.cuh>
 #include <attention/sink.cuh>
 #include <attention/score.cuh>
+#include <sm90/drawn_weights.cuh>
 #include <sm90/forward_epilogue.cuh>
 #include <sm90/forward_hooks.cuh>
 #include <sm90/kv_pipeline.cuh>
@@ -19,23 +20,25 @@ constexpr bool kTestsBarriersEarly = kHeadDim > 64;
 // two warpgroups, which take more keys in the same time, would wait for them.
 constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
-// With a score function, consumers want more of them.
+// With a score function, consumers want more of them, unless it reads arrays at positions.
+constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions && !kStagesArray;
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
-    : kNumConsumers == 3 ? 32
-    : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) || kHasScore ? 40
-                                                                         : 56;
+    : kNumConsumers == 3 || kHasDrawers ? 32
+    : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) || kKeepsScoreInRegisters ? 40
+                                                                                      : 56;
+constexpr int kDrawerRegisters = 72;
 constexpr int kConsumerRegisters =
     kNumConsumers == 4   ? 112
     : kNumConsumers == 3 ? 160
-    : kNumConsumers == 2 ? (504 - kProducerRegisters) / 2
+    : kNumConsumers == 2 ? (504 - kProducerRegisters - kHasDrawers * kDrawerRegisters) / 2
     : kMinBlocks == 3 ? 120
                       : 200;
-static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
+static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers + kHasDrawers), "a warpgroup has 64 rows");
 
 using PackedP = tile::PackedOperand<Element, Scores>;
 using ScoresOfTile = TileScoreOr<Scores, score::Function>::Type;
-using Kept = attention::KeptWeights<Scores>;
+using Kept = attention::KeptFragments<Scores>;
 
 // ---- the consumers ----
 
@@ -68,6 +71,11 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
     tile::wait_full(shared().k[stage], phase);
     is_end = flags_of_warpgroup(group, num_k_blocks) & StepMessage::kLastOfTile;
     tile::arrive(shared().k[stage].empty);
+    if constexpr (kStagesArray) {
+      tile::wait_full(array_slot(stage), phase);
+      tile::arrive(array_slot(stage).empty);
+    }
+    if constexpr (kHasDrawers) skip_kept(num_k_blocks);
     ping_pong_wait();
     ping_pong_signal();
     tile::wait_full(shared().v[stage], phase);
@@ -78,29 +86,38 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
 // The score function of a step's scores, in their place, before masks hide any.
 CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                unsigned num_k_blocks) {
+  if constexpr (kStagesArray) tile::wait_full(array_slot(stage_of(num_k_blocks)), phase_of(num_k_blocks));
   if constexpr (kHasScore)
-    of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage_of(num_k_blocks)].block);
+    of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage_of(num_k_blocks)].block,
+                  array_smem(stage_of(num_k_blocks)));
 }
 CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Function& function,
                                         unsigned num_tiles_done) {
   if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work);
 }
 
-// Find which weights of a step are kept, while its scores are multiplied.
+// Find which weights of a step are kept, while its scores are multiplied: it is drawn here, or read where others draw.
 CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::DropoutArgument dropout, Kept& kept,
                               unsigned num_tiles_done, unsigned num_k_blocks) {
-  if constexpr (config::kHasDropout) {
+  if constexpr (kHasDrawers) {
+    read_kept(kept, num_k_blocks);
+  } else if constexpr (config::kHasDropout) {
     const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-    kept = attention::kept_weights_of_fragments(
+    kept = attention::kept_fragments<false>(
         Scores(), attention::Draws(dropout),
         attention::head_number(params.shape, work.batch_head, work.batch_head.head), work.first,
         shared().messages[stage_of(num_k_blocks)].block.start);
   }
 }
 
-// Set weights of a step that are dropped to 0.
-CUFLASH_DEVICE void drop_step(Scores& p, const Kept& kept) {
-  if constexpr (config::kHasDropout) attention::drop_weights(p, kept);
+// The weights of a step as an operand, 0 where they are dropped.
+CUFLASH_DEVICE void pack_step(PackedP& p, const Scores& s, const Kept& kept) {
+  p = s;
+  if constexpr (config::kHasDropout)
+#pragma unroll
+    for (int k = 0; k < PackedP::kNumFragments; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p.fragments[k][e] &= kept.halves_at(e % 2, 4 * k + e / 2 * 2);
 }
 
 // A step's scores once more, for one warp alone, whose own are lost.
@@ -131,6 +148,7 @@ CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, 
 // A step's keys are not read any more; nor are, with its last ones, a tile's queries, if they have the one room.
 CUFLASH_DEVICE void release_k(unsigned num_k_blocks, bool is_last) {
   tile::arrive(shared().k[stage_of(num_k_blocks)].empty);
+  if constexpr (kStagesArray) tile::arrive(array_slot(stage_of(num_k_blocks)).empty);
   if (is_last && kQStages == 1) tile::arrive(shared().q[0].empty);
 }
 
@@ -213,10 +231,12 @@ CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const S
   return p_is_ready;
 }
 
-// Whether the next step is to look for maxima: it is after one that did not, and lost its scores.
-CUFLASH_DEVICE int next_flags(int flags, bool p_is_ready, const Softmax& softmax) {
+// Whether the next step is to look for maxima: it is after one that did not, and lost its scores. A score function may
+// let scores rise with the key, step after step: then it is also after one that raised a maximum.
+CUFLASH_DEVICE int next_flags(int flags, bool p_is_ready, const Softmax& softmax, bool max_has_risen) {
   const bool scores_are_lost = (kSkipsMaxOnMasked ? flags & StepMessage::kSkipMax : is_plain(flags)) && !p_is_ready;
-  return ptx::opaque(scores_are_lost | softmax.max_reasons) ? 0 : StepMessage::kSkipMax;
+  const bool may_rise_again = kHasScore && max_has_risen;
+  return ptx::opaque(scores_are_lost | may_rise_again | softmax.max_reasons) ? 0 : StepMessage::kSkipMax;
 }
 
 // O gets the last values.
@@ -248,25 +268,24 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
       const bool is_last = flags & StepMessage::kLastForWarpgroup, was_plain = is_plain(flags);
       score_step(of_tile, function, s, num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
+      bool max_has_risen = false;
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(s, kept);
         wait_output(o, num_k_blocks);
-        p = s;
+        pack_step(p, s, kept);
       } else {
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
                                          was_plain);
-        const bool max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
+        max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
         tile::wait_wgmma<0>(o);
         if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen, factor);
-        drop_step(s, kept);
-        p = s;
+        pack_step(p, s, kept);
       }
       ++num_k_blocks;
       if (is_last) break;
-      flags = next_flags(flags, p_is_ready, softmax) |
+      flags = next_flags(flags, p_is_ready, softmax, max_has_risen) |
           NextOperands(group, num_tiles_done, num_k_blocks).start_products(s, o, p, group, num_k_blocks);
       draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
       tile::wait_wgmma<1>(s);
@@ -301,19 +320,19 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           was_plain = is_plain(flags);
       score_step(of_tile, function, s, num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
+      bool max_has_risen = false;
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(s, kept);
         wait_output(o, num_k_blocks);
         if (flags & StepMessage::kOStoreInFlight) release_q(num_tiles_done - 1);
         ++num_k_blocks;
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
-        p = s;
+        pack_step(p, s, kept);
       } else {
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
                                          was_plain);
-        const bool max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
+        max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
         tile::wait_wgmma<0>(o);
         if (num_k_blocks > 0) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (is_first) {
@@ -321,8 +340,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           o.fill(0);
         }
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen && !is_first, factor);
-        drop_step(s, kept);
-        p = s;
+        pack_step(p, s, kept);
         if (flags & StepMessage::kOStoreInFlight || is_first && is_last) release_q(num_tiles_done - 1);
         ++num_k_blocks;
         if (is_last) {
@@ -335,7 +353,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
       }
       // Before scores are waited for.
-      flags = next_flags(flags, p_is_ready, softmax) | is_last * StepMessage::kEpiloguePending |
+      flags = next_flags(flags, p_is_ready, softmax, max_has_risen) | is_last * StepMessage::kEpiloguePending |
           (is_first && !is_last) * StepMessage::kOStoreInFlight |
              next_operands.start_products(s, o, p, group, num_k_blocks);
       draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
@@ -375,7 +393,10 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce<ForwardHooks>(params, maps, sink, pages, scales);
+    produce<ForwardHooks>(params, maps, sink, pages, scales, score_function);
+  } else if (kHasDrawers && group == kNumConsumers + 1) {
+    ptx::setmaxnreg_dec<kDrawerRegisters>();
+    draw_steps<Scores>(params, dropout);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, score_function, dropout);
