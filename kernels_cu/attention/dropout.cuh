@@ -1,6 +1,6 @@
 #pragma once
 #include <attention/score.cuh>
-#include <ptx/packed.cuh>
+#include <ptx/math.cuh>
 
 // Dropout of weights: each is 0 or is multiplied by `factor`, by a number that the seed and its place alone determine. The
 // host's half is cuflash/dropout/weights.py, which says which number is whose.

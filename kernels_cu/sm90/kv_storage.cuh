@@ -17,7 +17,7 @@ constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup
 constexpr int kNumConsumers = kBlockQ / 64;
 constexpr bool kLoadsDo = config::kIsBackward;  // with Q
 // other blocks of the multiprocessor work meanwhile
-constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1;
+constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1 && !config::kIsQuantized;
 constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
 constexpr int kNumTileInfos = 4;  // tiles known of: looked up, brought, multiplied, and written
 // Whether a warpgroup after the consumers draws which weights are dropped, ahead of them (sm90/drawn_weights.cuh).
