@@ -155,7 +155,7 @@ FAULTS = {
             "{0, message.block.stop}",
         ),
         "a slope that is constant is left out": Edit(
-            "sm90/changed_weights.cuh", "apply_slopes", "df.at(i, j) * slopes.d0", "df.at(i, j)"
+            "sm90/changed_weights.cuh", "apply_slopes_in", "df.at(i, j) * slopes.d0", "df.at(i, j)"
         ),
         "what keys have in common goes to a thread's first key": Edit(
             "sm90/changed_weights.cuh", "StepScore.flush", "score_.flush(of_tile_, of_key_[i],",
