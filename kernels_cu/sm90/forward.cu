@@ -21,7 +21,7 @@ constexpr bool kTestsBarriersEarly = kHeadDim > 64;
 // warpgroups, which need more keys in the same time, would wait.
 constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
-// With a score function, consumers want more of them, unless it reads arrays at positions.
+// With a score function, consumers need more registers, unless it reads arrays at positions.
 constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions && !kStagesArray;
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
@@ -110,7 +110,7 @@ CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::Dropou
   }
 }
 
-// The weights of a step as an operand, 0 where they are dropped.
+// Pack the weights of a step as an operand; dropped weights are 0.
 CUFLASH_DEVICE void pack_step(PackedP& p, const Scores& s, const Kept& kept) {
   p = s;
   if constexpr (config::kHasDropout)
