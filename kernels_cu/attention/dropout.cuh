@@ -2,21 +2,21 @@
 #include <attention/score.cuh>
 #include <ptx/math.cuh>
 
-// Dropout of weights: each is 0 or is multiplied by `factor`, by a number that the seed and its place alone determine.
-// The host's half is cuflash/dropout/weights.py, which says which number is whose.
+// Dropout of weights: each is 0 or is multiplied by `factor`, by a number that the seed and its place alone determine. The
+// host's half is cuflash/dropout/weights.py, which says which number is whose.
 namespace cuflash::attention {
 
-// A kernel argument, in kernels whose specification has dropout.
+// The parameters of a kernel whose specification has dropout, an argument of its own.
 struct Dropout {
-  uint64_t seed;  // seed, if it is a number on the host
-  const uint64_t* dropout_seed;  // seed, if it is on the device
+  uint64_t seed;                 // of a kernel that does not read it
+  const uint64_t* dropout_seed;  // read by a kernel that does
   uint32_t offset;
   uint32_t either[8];  // all bits set where the threshold of a number of 8 bits has none, from its lowest bit on
   double factor;       // 1 / (1 - p)
-  float single_factor;  // rounded: arithmetic in double would wait for the products of tensor cores
+  float single_factor;  // the same rounded: the unit for doubles waits for products of tensor cores
 };
 
-// The type of the argument in functions: kernels without dropout pass a constant in its place.
+// The argument as functions take it; other kernels have none, and hand over the constant in its place.
 struct NoDropout : Dropout {};
 template <bool HasDropout>
 struct DropoutArgumentIf {
@@ -43,8 +43,8 @@ struct PhiloxKey {
   }
 };
 
-// A round of Philox4x32 (Salmon et al., SC 2011) of several counters in their places. They take turns: in one of them
-// each instruction waits for the one before.
+// A round of Philox4x32 (Salmon et al., SC 2011) of several counters in their places. They take turns: in one of them each
+// instruction waits for the one before.
 template <int Num>
 CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& key) {
 #pragma unroll
@@ -56,8 +56,8 @@ CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& 
   }
 }
 
-// Ten of them. Counters of a row share products of the first two; the others are a loop, whose text stays in the cache
-// of instructions.
+// Ten of them. Counters of a row share products of the first two; the others are a loop, whose text stays in the cache of
+// instructions.
 template <int Num>
 CUFLASH_DEVICE void philox4x32(PhiloxWords (&counters)[Num], PhiloxKey key) {
 #pragma unroll
@@ -71,7 +71,7 @@ CUFLASH_DEVICE void philox4x32(PhiloxWords (&counters)[Num], PhiloxKey key) {
   }
 }
 
-// The place of a weight; `head` counts query heads over all batch entries.
+// Where a weight stands: `head` counts query heads over all batch entries.
 struct WeightPlace {
   uint32_t head;
   int query, key;
@@ -81,14 +81,14 @@ CUFLASH_DEVICE uint32_t head_number(const Shape& shape, const BatchHead& batch_h
   return static_cast<uint32_t>(batch_head.batch_index) * static_cast<uint32_t>(shape.num_heads) + head;
 }
 
-// The parameters of the numbers of a launch, besides their places.
+// What the numbers of a launch depend on beside their places.
 class Draws {
  public:
   explicit CUFLASH_DEVICE Draws(const Dropout& dropout) : dropout_(dropout), seed_(dropout.seed) {
     if (config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
   }
 
-  // Draw the words of counters, each for a cell of four queries and four keys.
+  // The words of a counter each, for a cell of four queries and four keys.
   template <int Num>
   CUFLASH_DEVICE void draw(PhiloxWords (&counters)[Num]) const {
     philox4x32(counters, {static_cast<uint32_t>(seed_), static_cast<uint32_t>(seed_ >> 32)});
@@ -96,10 +96,9 @@ class Draws {
   CUFLASH_DEVICE PhiloxWords counter(uint32_t head, uint32_t row, uint32_t column) const {
     return {{row, column, head, dropout_.offset}};
   }
-  // Return bits of the weights that are kept, of two cells: those of the first in the lower half. A weight's number has
-  // one bit in each half of a cell's words, the lowest bit in the first. All numbers are compared with the threshold at
-  // once, bit by bit from the lowest on: a number is no less than the threshold if its bit is greater, or equal and the
-  // bits below are no less.
+  // Bits of weights that are kept, of two cells: of the first in the lower half. A weight's number has one bit in each half of
+  // a cell's words, the lowest in the first. All numbers are compared with the threshold at once, bit by bit from the lowest
+  // on: a number is no less if its bit is more than the threshold's, or equal, and the bits below are no less.
   CUFLASH_DEVICE uint32_t kept(const PhiloxWords& first, const PhiloxWords& second) const {
     uint32_t is_kept = ~0u;
 #pragma unroll
@@ -116,7 +115,7 @@ class Draws {
   uint64_t seed_;
 };
 
-// Draws weight by weight, and keeps the cell that was drawn last, to which neighbours belong too.
+// Draws weight by weight, and remembers the cell drawn last: neighbours are of it too.
 class WeightDraw {
  public:
   explicit CUFLASH_DEVICE WeightDraw(const Draws& draws) : draws_(draws) {}
@@ -142,7 +141,7 @@ class WeightDraw {
   bool is_first_ = true;
 };
 
-// The kept weights of a thread, a bit each.
+// Which of a thread's weights are kept, a bit each.
 template <class Tile>
 struct KeptWeights {
   static constexpr int kNumWeights = Tile::kRows * Tile::kColumns;
@@ -154,8 +153,7 @@ struct KeptWeights {
   }
 };
 
-// Return the kept weights of a thread. `place_of` maps a thread's row and column to the place of a weight. The weights
-// are drawn in a loop, whose code is short.
+// The same, wherever they stand: `place_of` says it by a thread's row and column. In a loop, whose text is short.
 template <class Tile, class PlaceOf>
 CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PlaceOf place_of) {
   using Kept = KeptWeights<Tile>;
@@ -173,7 +171,7 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PlaceOf place_
   return kept;
 }
 
-// Return the kept weights of a tile of queries of one head; below, of a tile whose rows are keys.
+// Of a tile of queries of one head, and of a tile of keys, whose rows are keys.
 template <class Tile>
 CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_queries(const Tile& tile, const Dropout& dropout, const Shape& shape,
                                                          const WorkTile& work, const KvBlock& block) {
@@ -191,7 +189,7 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_keys(const Tile& tile, const Dr
   });
 }
 
-// Set dropped weights to 0. `p` is a function of a thread's row and column.
+// Set weights that are dropped to 0. `p` is asked for by a thread's row and column.
 template <class Tile, class POf, class Kept>
 CUFLASH_DEVICE void drop_weights(POf p, const Kept& kept) {
 #pragma unroll
@@ -205,7 +203,7 @@ CUFLASH_DEVICE void drop_weights(Tile& p, const Kept& kept) {
   drop_weights<Tile>([&](int i, int j) -> auto& { return element(p, i, j); }, kept);
 }
 
-// Replace the gradient of the weights after dropout by that of the weights before it.
+// The gradient by all weights from that by the weights that are left, in its place.
 template <class Tile, class Kept, class T>
 CUFLASH_DEVICE void drop_gradients(Tile& dp, const Kept& kept, T factor) {
 #pragma unroll
@@ -214,8 +212,8 @@ CUFLASH_DEVICE void drop_gradients(Tile& dp, const Kept& kept, T factor) {
     for (int j = 0; j < Tile::kColumns; ++j) element(dp, i, j) = kept.at(i, j) ? element(dp, i, j) * factor : T(0);
 }
 
-// The kept weights of a thread in the accumulator layout of tensor cores, a bit each. Rows are queries, or keys if
-// `IsTransposed`. A word has bits of four tiles of 16 x 16, eight of each.
+// Which of a thread's weights are kept as tensor cores hold them, a bit each. Rows are queries, or keys if `IsTransposed`. A
+// word has bits of four tiles of 16 x 16, eight of each.
 template <class Tile, bool IsTransposed = false>
 struct KeptFragments {
   using WeightTile = Tile;
@@ -230,8 +228,7 @@ struct KeptFragments {
                         : 16 * half + 8 * (j % 2) + 4 * number + 2 * (i % 2) + j / 2 % 2;
   }
   CUFLASH_DEVICE bool at(int i, int j) const { return words[tile(i, j) / 4] >> bit(i, j) & 1; }
-  // Return a word of two halves, each of which has all bits set if its weight is kept: of columns j and j + 1, j being
-  // even.
+  // All bits of the halves of a word whose weights are kept: of columns j and j + 1, j being even.
   CUFLASH_DEVICE uint32_t halves_at(int i, int j) const {
     static_assert(!IsTransposed, "neighbours have one bit of two bytes");
     return ptx::permute_bytes(words[tile(i, j) / 4] << (7 - bit(i, j) % 8), 0, bit(i, j) < 16 ? 0x9988 : 0xbbaa);
@@ -241,9 +238,8 @@ struct KeptFragments {
   }
 };
 
-// Return the kept weights of a thread in the accumulator layout, whose first weight is the tile's. If both sides of the
-// tile start at multiples of 16, two threads whose rows are neighbours draw every other cell of both and exchange bits.
-// Called by whole warps.
+// The same as `kept_weights`, whose first weight is the tile's. Where both of its sides start at multiples of 16, two threads
+// whose rows are neighbours draw every other cell of both and exchange what they have for each other. Called by whole warps.
 template <bool IsTransposed, class Tile>
 CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, const Draws& draws, uint32_t head,
                                                                 int first_row, int first_column) {
@@ -261,7 +257,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
       for (int j = 0; j < Tile::kColumns; ++j) kept.set(i, j, scattered.at(i, j));
     return kept;
   }
-  const int number = row % 2;  // the thread draws every other tile of 16 x 16
+  const int number = row % 2;  // of the tiles of 16 x 16 that the thread draws, each other one
   const uint32_t row_cell = row / 16 * 4 + row % 8 / 2, column_cell = column / 16 * 4 + column % 8 / 2;
   const uint32_t own = (IsTransposed ? 0x00ff00ffu : 0x0f0f0f0fu) << (IsTransposed ? 8 : 4) * number;
   const int shift = IsTransposed ? (number == 0 ? 8 : 24) : (number == 0 ? 4 : 28);
@@ -291,7 +287,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
   return kept;
 }
 
-// Set dropped weights of a tile of queries to 0.
+// Set weights of a tile of queries that are dropped to 0.
 template <class Tile>
 CUFLASH_DEVICE void drop_weights_of_queries(Tile& p, const Dropout& dropout, const Shape& shape,
                                             const BatchHead& batch_head, int first_query, int first_key) {

@@ -84,7 +84,7 @@ struct Matrix {
     return {lo > rows_lo ? lo : rows_lo, hi < rows_hi ? hi : rows_hi};
   }
 
-  // Return the number of queries whose interval ends, or starts, at or before a key.
+  // How many queries end, or start, at or before a key.
   template <bool IsEnd>
   CUFLASH_DEVICE int rows_by(int key) const {
     int first = 0;
@@ -98,7 +98,7 @@ struct Matrix {
   }
 };
 
-// Return the number of blocks of a size that a range of this length touches at least, clipped to kMaxLength.
+// How many blocks of a side a range may touch at least, of as many as are told apart.
 CUFLASH_DEVICE int blocks_of(int64_t length, int block) {
   return static_cast<int>(clipped((length + block - 1) / block, 0, kMaxLength));
 }

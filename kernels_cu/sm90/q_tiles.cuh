@@ -17,9 +17,9 @@ constexpr int kRegistersPerThread = kMakesDq ? 168 : 128;
 constexpr int kProducerRegisters = kMakesDq || kHeadDim > 64 || kValueDim > 64 ? 24 : 40;
 constexpr int kConsumerRegisters = kMakesDq ? 240 : 256 - kProducerRegisters;
 static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= kRegistersPerThread * (1 + kNumConsumers),
-              "else groups wait for ever");
-static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a producer, and consumers");
-static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
+              "warpgroups cannot take more registers than the block has");
+static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "one producer warpgroup, and the consumers");
+static_assert(kNumStages >= 2, "Q of a step is still read while scores of the next step are multiplied");
 
 // Numbers of named barriers. The last three are followed by one more number, for the second consumer warpgroup.
 constexpr int kConsumersSync = 1, kDsEmpty = 2, kDqEmpty = 4, kDqFull = 6;
@@ -34,8 +34,8 @@ constexpr int kProducerThreads = kIsWide ? kWarpgroupThreads : kWarpgroupThreads
 // Blocks finish dQ of bands in the order of the tiles of keys (sm90/dq_semaphore.cuh); with a list, the tile that
 // arrives last does (sm90/dq_arrivals.cuh).
 constexpr bool kFinishesDqInOrder = config::kFusesDqEpilogue && !config::kIsListed && !config::kCountsDqArrivals;
-static_assert(!kIsWide || kMakesDq, "who makes dQ not has all of dK and dV in registers");
-static_assert(!config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ goes through its room");
+static_assert(!kIsWide || kMakesDq, "without in-kernel dQ, all of dK and dV must fit in registers");
+static_assert(!config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ that is finished must be staged");
 // Up to 128 columns, P is not clamped to 1 unless some lse is large.
 constexpr bool kSkipsClamp = !kIsWide;
 // wide: P of even steps, P of odd steps, dS; else dS if dQ is computed
@@ -52,7 +52,7 @@ constexpr int kTileBytes = SmemK::kBytes + SmemV::kBytes + kNumStages * SmemQ::k
 // Stages of dO: as many as of Q if they fit, else one.
 constexpr int kDoStages = !kIsWide || kTileBytes + kNumStages * SmemDo::kBytes + kStorageBytes <= kMaxSharedBytes
     ? kNumStages : 1;
-static_assert(kDoStages == kNumStages || kNumStages == 2, "of two stages, the one says whose turn the other's phase is");
+static_assert(kDoStages == kNumStages || kNumStages == 2, "with one stage of dO, the stage of Q is the phase of dO");
 // Messages always have the block of the step: score functions and dropout depend on it.
 constexpr bool kTellsPlaces = kHasScore || config::kHasDropout;
 // dO is released apart from Q if it has fewer stages. At 128 columns too, as ptxas orders the instructions after the
