@@ -21,7 +21,7 @@ from .spec import KernelSpec
 MASS_GRID = np.dtype(
     [
         ("mass", MATRICES), ("block_q", np.int64), ("block_kv", np.int64), ("has_lse", np.int64),
-        ("row_masses", np.uint64),
+        ("turned_columns", np.int64), ("row_masses", np.uint64),
     ],
     align=True,
 )  # fmt: skip
@@ -95,9 +95,19 @@ def _multiply_add_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
 
 
 def mass_kernels(
-    problem: Problem, device: DeviceSpec, block: tuple[int, int], work: WorkList, *, has_lse: bool
+    problem: Problem,
+    device: DeviceSpec,
+    block: tuple[int, int],
+    work: WorkList,
+    *,
+    has_lse: bool,
+    turned_columns: int = 0,
 ) -> Kernels:
-    """A forward pass of one launch that writes the sums of each block's weights, and lse unless it is given."""
+    """A forward pass of one launch that writes the sums of each block's weights, and lse unless it is given.
+
+    Rows of q are groups of `turned_columns`, of which the last comes first, unless that is 0; `takes_turned_columns`
+    says whether the kernel takes them.
+    """
     spec = mass_spec(problem, device, block[1], is_listed=isinstance(work, ListedWork))
     tiles = problem.num_heads * -(-problem.seqlen_q // _queries_of_thread_block(block[0], spec.block_q))
     launch = Launch(
@@ -108,7 +118,8 @@ def mass_kernels(
         writes=("mass",) if has_lse else ("mass", "lse"),
         features=("mass",),
     )
-    numbers: dict[str, Any] = {"block_q": block[0], "block_kv": block[1], "has_lse": has_lse}
+    numbers: dict[str, Any] = {"block_q": block[0], "block_kv": block[1], "has_lse": has_lse,
+                               "turned_columns": turned_columns}  # fmt: skip
     workspaces: dict[str, Workspace] = {}
     tables: tuple[str, ...] = ()
     if spec.family != "simt":
@@ -117,13 +128,16 @@ def mass_kernels(
         launch = replace(launch, max_blocks=most, boxes=boxes, writes=(*launch.writes, "row_masses"))
         rows = launch.grid(problem.mask_shape.num_batch) * -(-problem.seqlen_kv // block[1]) * spec.block_q
         workspaces, tables = {"row_masses": Workspace((rows,), np.dtype(np.float32))}, ("row_masses",)
-    forward = Pass(
-        {"block_mass": launch}, workspaces, (Feature("mass", MASS_GRID, numbers, tables),), zeroed=("mass",)
-    )
+    forward = Pass({"block_mass": launch}, workspaces, (Feature("mass", MASS_GRID, numbers, tables),))
     # The longest tiles of all heads that the thread blocks of a round work on come first.
     heads = max(1, (launch.max_blocks or 1) * problem.num_heads // max(tiles, 1))
     kernels = Kernels(forward=forward, backward=Pass({}), order=TileOrder(heads))
     return kernels if problem.score is None else replace(with_score(kernels, problem), backward=Pass({}))
+
+
+def takes_turned_columns(problem: Problem, device: DeviceSpec, block_kv: int, columns: int) -> bool:
+    """Tell whether the kernel takes rows of q that are groups of columns in reverse: chunks must lie in one group."""
+    return mass_spec(problem, device, block_kv, is_listed=False).splits_head_dim and columns % _CHUNK == 0
 
 
 def _shared_bytes(spec: KernelSpec) -> int:

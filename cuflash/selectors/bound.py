@@ -68,14 +68,20 @@ def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) ->
     if _is_empty(grid) or grid.shape.seqlen_q % stride or grid.shape.seqlen_kv % stride:
         return None
 
-    def prepare(q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
+    def turn(q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
         return of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
 
+    def keep(q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
+        return q, k  # which lie as rows of strides do
+
     block_q, block_kv = (side // stride for side in grid.block)
-    return _selection(
-        grid, prepare, prepare(grid.q, grid.k, None), (block_q, block_kv), grid.scale / stride,
-        grid.stairs(stride, stride), budget, forced,
-    )  # fmt: skip
+    given = (block_q, block_kv), grid.scale / stride, grid.stairs(stride, stride), budget, forced
+    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:
+        rows = tuple(of_strides(x, stride, turned=False) for x in (grid.q, grid.k))
+        found = _selection(grid, keep, rows, *given, turned_columns=grid.q.shape[-1])
+        if found is not None:
+            return found
+    return _selection(grid, turn, turn(grid.q, grid.k, None), *given)
 
 
 def of_strides(x: Array, stride: int, *, turned: bool) -> Array:
@@ -90,13 +96,17 @@ def _is_empty(grid: Grid) -> bool:
 
 
 def _selection(
-    grid: Grid, prepare: Any, prepared: tuple[Array, Array], block: tuple[int, int], scale: float, mask: Any,
-    budget: Budget, forced: Forced,
+    grid: Grid, prepare: Any, prepared: tuple[Array, ...], block: tuple[int, int], scale: float, mask: Any,
+    budget: Budget, forced: Forced, turned_columns: int = 0,
 ) -> Selection | None:  # fmt: skip
-    """A selection by the masses of rows that `prepare` makes of q and k, of which `prepared` is an example."""
+    """A selection by the masses of rows that `prepare` makes of q and k, or of what lies as they do.
+
+    `prepared` is an example of them; `turned_columns` is as `bound_block_mass` takes it.
+    """
     xp, target = namespace(grid.q), gpu.current_target()
     shape = (*grid.heads, *grid.size)
-    mass = bound_block_mass(*prepared, block, mask, scale)
+    q, k = prepared
+    mass = bound_block_mass(q, k, block, mask, scale, turned_columns)
     make_index = maker_of(xp.empty(shape, bool), grid.mask, grid.shape, grid.block)
     if mass is None or make_index is None:
         return None

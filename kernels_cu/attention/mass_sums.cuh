@@ -100,6 +100,7 @@ class KeySums {
 
   // Add the weights of a step that lies in several blocks, of which the first has `sum` from steps before.
   CUFLASH_DEVICE void add_parts(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
+    if ((block_kv_ | block.start) % 8 == 0) return add_eights(p, block, sum);
 #pragma unroll 1
     for (int start = block.start;;) {
       const int stop = min(stop_, block.stop);
@@ -111,16 +112,40 @@ class KeySums {
 #pragma unroll
         for (int i = 0; i < Scores::kRows; ++i) sum[i] += p.at(i, j);
       }
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) softmax.row_sum[i] = sum[i];
+      put_sums(sum);
       if (is_last) return;
-      close();
-      ++number_;
-      stop_ += block_kv_;
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) sum[i] = 0;
+      next_block();
       start = stop;
     }
+  }
+
+  // The same where no eight columns of the tile lie in two blocks.
+  CUFLASH_DEVICE void add_eights(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
+#pragma unroll
+    for (int j = 0; j < Scores::kColumns; j += 2) {
+      const int key = block.start + Scores::column(j);
+      if (key >= block.stop) break;
+      if (key == stop_) {
+        put_sums(sum);
+        next_block();
+      }
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) sum[i] += p.at(i, j) + p.at(i, j + 1);
+    }
+    put_sums(sum);
+  }
+
+  CUFLASH_DEVICE void put_sums(float (&sum)[Scores::kRows]) {
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) {
+      softmax.row_sum[i] = sum[i];
+      sum[i] = 0;
+    }
+  }
+  CUFLASH_DEVICE void next_block() {
+    close();
+    ++number_;
+    stop_ += block_kv_;
   }
 
   // The thread's columns of a step that are not before one, a bit for each; past a step's last key weights are 0.
@@ -235,6 +260,7 @@ CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attenti
     const int number = round * num_thread_blocks() + rank;
     if (number >= num_rows) continue;
     const WorkTile owned = query_rows_at(params, height, number);
+    clear_masses<float, kThreads>(grid, params.shape, owned);
     WorkTile work = owned;
     for (; work.first < owned.last; work.first = work.last) {
       work.last = min(query_tile_end<Listed>(params, work.first, kBlockQ), owned.last);

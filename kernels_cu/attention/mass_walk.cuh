@@ -28,8 +28,8 @@ CUFLASH_DEVICE KTile k_slot(int slot) { return {kKeysOffset + slot * KTile::kByt
 // Copies the chunks of a tile's walk, one after the other.
 class ChunkLoader {
  public:
-  CUFLASH_DEVICE ChunkLoader(const attention::Params& params, TileState& state)
-      : state_(state), blocks_(params, state.tile.visit_range) {}
+  CUFLASH_DEVICE ChunkLoader(const attention::Params& params, const attention::MassGrid& grid, TileState& state)
+      : params_(params), grid_(grid), state_(state), blocks_(params, state.tile.visit_range) {}
 
   // Start to copy the next chunk of K, and of Q where that comes in chunks. Called by all threads.
   CUFLASH_DEVICE void start(int slot) {
@@ -38,7 +38,10 @@ class ChunkLoader {
     const int last_column = min(first_column_ + kHeadDim, head_dim);
     if (has_block_) {
       tile::load_async<kThreads>(k_slot(slot), state_.k.rows(block_.start, block_.stop).columns(first_column_, last_column));
-      if (kSplitsHeadDim) tile::load_async<kThreads>(q_slot(slot), state_.q.columns(first_column_, last_column));
+      if (kSplitsHeadDim) {
+        const int first = grid_.column_of_q(params_.shape, first_column_);
+        tile::load_async<kThreads>(q_slot(slot), state_.q.columns(first, min(first + kHeadDim, head_dim)));
+      }
     }
     ptx::cp_async_commit();
     const bool is_last = last_column == head_dim;
@@ -47,6 +50,8 @@ class ChunkLoader {
   }
 
  private:
+  const attention::Params& params_;
+  const attention::MassGrid& grid_;
   TileState& state_;
   attention::BlockIterator<kBlockKv, attention::OverKvBlocks, Listed> blocks_;
   attention::KvBlock block_{};
@@ -65,7 +70,7 @@ CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::
     state.k = keys_of(params, state.tile.work);
   }
   __syncthreads();  // the matrices are noted
-  ChunkLoader loader(params, state);
+  ChunkLoader loader(params, grid, state);
   if (!kSplitsHeadDim) tile::load_async<kThreads>(q_slot(0), state.q);
 #pragma unroll
   for (int slot = 0; slot + 1 < kNumStages; ++slot) loader.start(slot);

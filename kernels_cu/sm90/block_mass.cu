@@ -59,7 +59,8 @@ CUFLASH_DEVICE void load(Tile to, const attention::TensorMapParam& map, const at
 }
 
 // Bring a tile's queries, and its keys step after step.
-CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::TensorMaps& maps, Counts& counts) {
+CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::TensorMaps& maps,
+                              const attention::MassGrid& grid, Counts& counts) {
   using namespace attention;
   SharedStorage& smem = shared();
   const WorkTile& work = smem.tile.work;
@@ -82,7 +83,8 @@ CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::
       const int stage = wait_room({block, true, column + kHeadDim >= q.num_columns});
       const uint64_t& full = smem.chunks[stage].full;
       load(k_smem(stage), maps.k, params.k, k.rows(block.start, block.stop), k_coords, block.start, column, full);
-      if (kSplitsHeadDim) load(q_smem(stage), maps.q, params.q, q, q_coords, work.first, column, full);
+      if (kSplitsHeadDim)
+        load(q_smem(stage), maps.q, params.q, q, q_coords, work.first, grid.column_of_q(params.shape, column), full);
       else if (is_first) load(q_smem(0), maps.q, params.q, q, q_coords, work.first, 0, smem.q_full);
     }
   const int stage = wait_room({});
@@ -190,7 +192,7 @@ sm90_block_mass(const __grid_constant__ cuflash::attention::Params params,
   Counts counts;
   const bool is_producer = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == kProducerWarp;
   add_all_tiles(params, grid, shared().tile, [&](const RowMasses& row_masses) {
-    if (is_producer) load_tile(params, maps, counts);
+    if (is_producer) load_tile(params, maps, grid, counts);
     else walk_keys(params, grid, row_masses, score_function, counts);
   });
 }

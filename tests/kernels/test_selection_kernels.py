@@ -144,6 +144,28 @@ def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: An
     assert len(bound._selections) == 4
 
 
+def check_turned_columns(machine: Any) -> None:
+    """Masses of rows whose groups of columns a kernel takes in reverse are those of rows that are so copied."""
+    rng = np.random.default_rng(1)
+    q, k = (machine.asarray(rng.standard_normal((2, 40, 256)).astype(np.float16)) for _ in range(2))
+    turned = machine.asarray(np.ascontiguousarray(q.get().reshape(2, 40, 4, 64)[:, :, ::-1].reshape(q.shape)))
+    expected, _ = bound.bound_block_mass(turned, k, (8, 16), None, 0.1)(turned, k)
+    mass, _ = bound.bound_block_mass(q, k, (8, 16), None, 0.1, turned_columns=64)(q, k)
+    np.testing.assert_array_equal(mass.get(), expected.get())
+    assert bound.bound_block_mass(q, k, (8, 16), None, 0.1, turned_columns=32) is None
+
+
+def test_rows_of_turned_groups_have_the_masses_of_their_copies(cupy: Any) -> None:
+    check_turned_columns(cupy)
+
+
+@pytest.mark.gpu
+def test_a_gpu_turns_groups_of_columns() -> None:
+    import cupy
+
+    check_turned_columns(cupy)
+
+
 def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any) -> None:
     q, k = np.random.default_rng(0).standard_normal((2, 2, 64, 8)).astype(np.float16)
     on_device, options = (cupy.asarray(q), cupy.asarray(k)), {"block": 16, "budget": Budget(top_k=2), "causal": True}
