@@ -53,7 +53,7 @@ LIST_PARAMS = np.dtype(
     align=True,
 )
 _ALIGNMENT = 256  # bytes; of each list in the array that holds all of them
-_WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 4}
+_WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 8}
 LIST_SPECS = {
     entry: KernelSpec(
         family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
@@ -195,7 +195,7 @@ class ListSource:
             "classify": blocks("classify", (1 if self.is_whole else 32) * rows * num_columns),
             "ranks": blocks("ranks", 32 * rows) + blocks("ranks", columns),
             "pointers": 2,
-            "entries": blocks("entries", 32 * rows) + blocks("entries", columns + rows),
+            "entries": blocks("entries", 32 * rows) + -(-columns // 32) + blocks("entries", columns + rows),
         }
 
 

@@ -85,6 +85,7 @@ HALVES = {
     "whole tiles": {"shape": (130, 260, 64), "block": (128, 128)},
     "chunks of head_dim": {"shape": (100, 300, 200), "block": (16, 16), "causal": "top_left"},
     "blocks of odd sides, and a row of several tiles": {"shape": (200, 70, 32), "block": (150, 13)},
+    "maxima that rise late": {"shape": (70, 260, 32), "block": (64, 128), "rise": 8},
     "a list of blocks": {"shape": (230, 300, 64), "block": (40, 200), "listed": 48},
     "a list of elements, and rows without a key": {"shape": (77, 100, 64), "block": (32, 24), "listed": 1},
 }
@@ -108,12 +109,13 @@ def check_on_chip(chip: str, **case: Any) -> None:
         check_halves(SIM, **case)
 
 
-def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: int = 0) -> None:
+def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: int = 0, rise: int = 1) -> None:
     """Masses of 16-bit q and k, within what their scores and sums round in float32: without lse, and with that of a
     mask that allows as much again."""
     (seqlen_q, seqlen_kv, dim), rng = shape, np.random.default_rng(6)
     q = (3 * rng.standard_normal((4, seqlen_q, dim))).astype(np.float16)
     k = rng.standard_normal((2, seqlen_kv, dim)).astype(np.float16)
+    k[:, seqlen_kv // 2 :] *= rise
     allowed, mask = np.ones((4, seqlen_q, seqlen_kv), bool), None
     if listed:
         grid = [-(-length // listed) for length in (seqlen_q, seqlen_kv)]
