@@ -64,7 +64,7 @@ FAULTS = {
         "masses are summed before lse is there": Edit(
             HALVES, "add_all_tiles", "add_tile(row_masses);\n      __syncthreads();", "add_tile(row_masses);"
         ),
-        "sums of blocks before are not rescaled": Edit(HALVES, "KeySums", "sum_before_[i] *= factor[i];", ""),
+        "sums of blocks before are not rescaled": Edit(HALVES, "KeySums", "*= factor[i];", "*= 1;"),
         "a block of keys has the first column after it": Edit(
             HALVES, "KeySums", "columns_from(stop - block.start))", "columns_from(stop - block.start + 1))"
         ),
@@ -94,7 +94,7 @@ FAULTS = {
         ),
     },
     groups_of_columns_are_turned: {
-        "masses are not cleared": Edit(CUTS, "clear_masses", "mass.at(queries.first_block() + n, kv_block) = 0;", ""),
+        "masses are not cleared": Edit(CUTS, "clear_masses", "mass.at(queries.first_block() + n, kv_block) = 0;", "(void)0;"),
         "groups of columns are in their order": Edit(
             CUTS, "MassGrid", "shape.head_dim - (column / group + 1) * group + column % group", "column"
         ),

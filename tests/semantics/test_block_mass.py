@@ -83,7 +83,7 @@ def test_each_dtype_errs_by_what_its_sums_round(run: Run, dtype: str) -> None:
 HALVES = {
     "rows of one block and of several": {"shape": (150, 133, 40), "block": (48, 32), "causal": "bottom_right"},
     "whole tiles": {"shape": (130, 260, 64), "block": (128, 128)},
-    "chunks of head_dim": {"shape": (100, 300, 200), "block": (16, 16), "causal": "top_left"},
+    "chunks of head_dim": {"shape": (200, 300, 200), "block": (16, 16), "causal": "top_left"},
     "blocks of odd sides, and a row of several tiles": {"shape": (200, 70, 32), "block": (150, 13)},
     "maxima that rise late": {"shape": (70, 260, 32), "block": (64, 128), "rise": 8},
     "a list of blocks": {"shape": (230, 300, 64), "block": (40, 200), "listed": 48},

@@ -246,7 +246,6 @@ class Cupy(cupy_double.Double):
 
     def empty(self, shape: Any, dtype: Any) -> Ndarray:
         host = np.empty(shape, dtype)
-        host.reshape(-1).view(np.uint8)[...] = 0x7F  # new memory holds anything
         if host.nbytes > self.room:
             raise OutOfMemoryError(f"Out of memory allocating {host.nbytes} bytes")
         self.allocated += 1
