@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from ..arrays import Array, namespace
 from ..blocks.index import BlockIndex
 from ..executors import checks, gpu
 from ..executors.index_maker import maker_of
-from ..executors.selecting import Chooser, Pooler, Selection
+from ..executors.selecting import Chooser, Drawer, Pooler, Selection
 from ..planning.options import Options
 from ..plans import layout_key
 from ..study.block_mass import bound_block_mass
@@ -84,6 +84,14 @@ def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) ->
     return _selection(grid, turn, turn(grid.q, grid.k, None), *given)
 
 
+def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selection | None:
+    """The selection by numbers that the kernel draws; None where the kernels do not serve it."""
+    if _is_empty(grid):
+        return None
+    draw = Drawer((*grid.heads, *grid.size), seed, gpu.current_target())
+    return _by_scores(grid, lambda q, k, stream: [draw(stream)], False, np.dtype(np.float32), budget, forced)
+
+
 def of_strides(x: Array, stride: int, *, turned: bool) -> Array:
     """Rows of so many rows of x beside each other, in their order or in the reverse one."""
     groups = x.reshape(*x.shape[:-2], -1, stride, x.shape[-1])
@@ -103,12 +111,22 @@ def _selection(
 
     `prepared` is an example of them; `turned_columns` is as `bound_block_mass` takes it.
     """
-    xp, target = namespace(grid.q), gpu.current_target()
-    shape = (*grid.heads, *grid.size)
     q, k = prepared
     mass = bound_block_mass(q, k, block, mask, scale, turned_columns)
-    make_index = maker_of(xp.empty(shape, bool), grid.mask, grid.shape, grid.block)
-    if mass is None or make_index is None:
+    if mass is None:
         return None
     dtype = np.dtype(np.float64 if grid.q.dtype == np.float64 else np.float32)
-    return Selection(prepare, mass, Chooser(grid.rule(budget, forced), shape, dtype, target), make_index, target)
+    return _by_scores(grid, lambda q, k, stream: mass(*prepare(q, k, stream)), True, dtype, budget, forced)
+
+
+def _by_scores(
+    grid: Grid, score: Callable[[Array, Array, Any], list[Array]], has_shares: bool, dtype: np.dtype[Any],
+    budget: Budget, forced: Forced,
+) -> Selection | None:  # fmt: skip
+    """A selection by scores of a dtype, as `Selection` takes them; None where no kernels make the index."""
+    target, shape = gpu.current_target(), (*grid.heads, *grid.size)
+    make_index = maker_of(namespace(grid.q).empty(shape, bool), grid.mask, grid.shape, grid.block)
+    if make_index is None:
+        return None
+    choose = Chooser(grid.rule(budget, forced), shape, dtype, target)
+    return Selection(score, has_shares, choose, make_index, target)

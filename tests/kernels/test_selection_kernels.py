@@ -128,6 +128,7 @@ def check_selections(machine: Any) -> None:
     for name, options in {
         "pooled": {"block": (16, 24), "causal": "bottom_right"},
         "antidiagonal": {"block": (16, 32), "stride": 4},
+        "random": {"block": 16, "causal": "bottom_right", "seed": 2**64 - 5},
     }.items():
         select = getattr(selectors, name)
         for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2)):
@@ -141,7 +142,7 @@ def check_selections(machine: Any) -> None:
 
 def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
     check_selections(cupy)
-    assert len(bound._selections) == 4
+    assert len(bound._selections) == 6
 
 
 def check_turned_columns(machine: Any) -> None:

@@ -12,6 +12,7 @@ from mutations.selector_guards import (
     slashes_are_right,
     the_host_sums_masses,
     the_kernel_chooses,
+    the_kernel_draws,
     the_kernel_makes_means,
     the_kernel_sums_masses,
 )
@@ -129,6 +130,13 @@ FAULTS = {
             POOL, "pool_block", "static_cast<Accumulator>(last - first)", "static_cast<Accumulator>(rows.block)"
         ),
         "heads are batch entries": Edit(POOL, "pool_block", "matrix /= rows.num_heads;", ""),
+    },
+    the_kernel_draws: {
+        "numbers have 32 bits": Edit("lists/draw.cu", "lists_draw", "words[0].at[0] >> 8", "words[0].at[0]"),
+        "cells beyond 2^32 repeat the others": Edit(
+            "lists/draw.cu", "lists_draw", "static_cast<uint32_t>(cell >> 32)", "0"
+        ),
+        "the seed is not read": Edit("tile/philox.cuh", "philox4x32", "k0 = key_of(2 * round)", "k0 = 0"),
     },
     an_index_hands_its_lists_over: {
         "lists of small blocks are walked as they are": Edit(
