@@ -12,8 +12,10 @@ from cuflash.executors import index_maker, selecting
 from cuflash.executors.bound_launch import BoundLaunch
 from cuflash.executors.decoding import offset_of
 from cuflash.executors.sim import Simulator
-from cuflash.planning.selection_kernels import CHOICE, POOLING, ChoiceRule, means_shape, pooling_launch
-from cuflash.selectors import Budget, Forced, bound
+from cuflash.planning.selection_kernels import (
+    CHOICE, DRAW, POOLING, ChoiceRule, drawing_launch, means_shape, pooling_launch,
+)  # fmt: skip
+from cuflash.selectors import Budget, Forced, baselines, bound
 from cuflash.selectors.budget import Diagonal, choose
 from cuflash.selectors.grid import block_means
 from executors import needs_compiler, to_device
@@ -93,6 +95,21 @@ def test_rows_longer_than_shared_memory_are_chosen_from(executor: str) -> None:
     for budget in (Budget(top_k=77), Budget(threshold=2.0)):
         case = scores, None, None, None, budget, Forced(sink=1), (24, 32000), (8, 8), 0, False
         check_choice(executor, case)
+
+
+def check_draws() -> None:
+    """Numbers of the kernel are those of the host's Philox, from seeds of all 64 bits."""
+    shape = (2, 7, 19)
+    for seed in (0, 3, 5 << 32, 2**64 - 1):
+        launch, grid, record = drawing_launch(shape, seed)
+        numbers = np.full(shape, np.nan, np.float32)
+        BoundLaunch(launch, grid, [record], [(0, offset_of(DRAW, "numbers"))], Simulator())([numbers.ctypes.data], None)
+        np.testing.assert_array_equal(numbers, baselines._drawn(np, shape, seed))
+
+
+@needs_compiler
+def test_the_kernel_draws_what_the_host_does() -> None:
+    check_draws()
 
 
 def check_means() -> None:

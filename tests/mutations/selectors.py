@@ -133,10 +133,10 @@ FAULTS = {
     },
     the_kernel_draws: {
         "numbers have 32 bits": Edit("lists/draw.cu", "lists_draw", "words[0].at[0] >> 8", "words[0].at[0]"),
-        "cells beyond 2^32 repeat the others": Edit(
-            "lists/draw.cu", "lists_draw", "static_cast<uint32_t>(cell >> 32)", "0"
+        "two cells have one number": Edit("lists/draw.cu", "lists_draw", "<uint32_t>(cell)", "<uint32_t>(cell / 2)"),
+        "the upper half of the seed is not read": Edit(
+            "tile/philox.cuh", "philox4x32", "k1 = key_of(2 * round + 1)", "k1 = key_of(2 * round)"
         ),
-        "the seed is not read": Edit("tile/philox.cuh", "philox4x32", "k0 = key_of(2 * round)", "k0 = 0"),
     },
     an_index_hands_its_lists_over: {
         "lists of small blocks are walked as they are": Edit(
