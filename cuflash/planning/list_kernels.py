@@ -53,6 +53,8 @@ LIST_PARAMS = np.dtype(
     align=True,
 )
 _ALIGNMENT = 256  # bytes; of each list in the array that holds all of them
+# Fields of a block index, and the results of the kernels that they are.
+_FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
 _WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 8}
 LIST_SPECS = {
     entry: KernelSpec(
@@ -162,6 +164,11 @@ class ListSource:
     def lists_of(self, lists: Array) -> dict[str, Array]:
         """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
         return list_results(lists, self, tuple(name for name in _RESULTS if name not in _OF_LISTS_ALONE))
+
+    def fields_of(self, lists: Array) -> dict[str, Array]:
+        """Return the arrays of a block index by the names of its fields, as views of the array that holds all results."""
+        found = list_results(lists, self, tuple(_FIELDS.values()))
+        return {field: found[name] for field, name in _FIELDS.items()}
 
     def params(self) -> Any:
         """The record of the kernels, without addresses."""

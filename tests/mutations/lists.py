@@ -33,7 +33,7 @@ FAULTS = {
     },
     indices_are_those_of_their_blocks: {
         "an index has no intervals": Edit(
-            INDEX, "IndexMaker.__call__", "self.lists.intervals if self._source.is_whole else {}", "{}"
+            INDEX, "IndexMaker.__init__", "self._facts |= self.lists.intervals", "pass"
         ),
         "batch entries are one": Edit(INDEX, "IndexMaker.__init__", '"batch": source.batch', '"batch": 1'),
         "one index serves all masks": Edit(INDEX, "index_key", "content(mask), shape", "shape"),
