@@ -57,7 +57,8 @@ def mass_spec(problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed:
 def _tensor_core_spec(problem: Problem, is_listed: bool, *, is_hopper: bool) -> KernelSpec:
     """Rows of q that fit shared memory twice stay there; longer ones come in chunks, as those of k do.
 
-    On Hopper a warp beside those that multiply copies, and two thread blocks share a multiprocessor.
+    On Hopper a warp beside those that multiply copies, and two thread blocks share a multiprocessor unless rows
+    come in chunks.
     """
     splits_head_dim = problem.head_dim > _WIDEST_CHUNK
     dim = _CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim)
@@ -68,8 +69,8 @@ def _tensor_core_spec(problem: Problem, is_listed: bool, *, is_hopper: bool) -> 
     )  # fmt: skip
     if not is_hopper:
         return spec
-    keys, stages, blocks = (128, 6, 1) if splits_head_dim else (64, 4, 2)
-    return replace(spec, family="sm90", block_kv=keys, num_warps=9, min_blocks=blocks, num_stages=stages)
+    stages, blocks = (6, 1) if splits_head_dim else (2, 2)
+    return replace(spec, family="sm90", num_warps=9, min_blocks=blocks, num_stages=stages)
 
 
 def _multiply_add_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
@@ -125,11 +126,13 @@ def mass_kernels(
     if spec.family != "simt":
         most = _FAMILIES[spec.family].resident_blocks(spec, device)
         boxes = sm90.boxes(spec) if spec.family == "sm90" else {}
-        launch = replace(launch, max_blocks=most, boxes=boxes, writes=(*launch.writes, "row_masses"))
+        counted = (*launch.writes, "row_masses", "tile_counter")
+        launch = replace(launch, max_blocks=most, boxes=boxes, writes=counted)
         rows = launch.grid(problem.mask_shape.num_batch) * -(-problem.seqlen_kv // block[1]) * spec.block_q
         workspaces, tables = {"row_masses": Workspace((rows,), np.dtype(np.float32))}, ("row_masses",)
+        workspaces["tile_counter"] = Workspace((1,), np.dtype(np.int32), is_zeroed=True)
     forward = Pass({"block_mass": launch}, workspaces, (Feature("mass", MASS_GRID, numbers, tables),))
-    # The longest tiles of all heads that the thread blocks of a round work on come first.
+    # The longest tiles of the heads that thread blocks work on together come first.
     heads = max(1, (launch.max_blocks or 1) * problem.num_heads // max(tiles, 1))
     kernels = Kernels(forward=forward, backward=Pass({}), order=TileOrder(heads))
     return kernels if problem.score is None else replace(with_score(kernels, problem), backward=Pass({}))

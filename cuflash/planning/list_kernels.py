@@ -166,7 +166,7 @@ class ListSource:
         return list_results(lists, self, tuple(name for name in _RESULTS if name not in _OF_LISTS_ALONE))
 
     def fields_of(self, lists: Array) -> dict[str, Array]:
-        """Return the arrays of a block index by the names of its fields, as views of the array that holds all results."""
+        """Return the arrays of a block index by its fields, as views of the array that holds all results."""
         found = list_results(lists, self, tuple(_FIELDS.values()))
         return {field: found[name] for field, name in _FIELDS.items()}
 

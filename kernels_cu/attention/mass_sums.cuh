@@ -30,9 +30,10 @@ struct RowMasses {
   }
 };
 
-// A tile of queries, and lse of them in base 2, infinite where there is no key.
+// A tile of queries, lse of them in base 2, infinite where there is no key, and the number of the next rows of the grid.
 struct MassTile {
   float row_shift[kBlockQ];
+  int next_number;
   attention::WorkTile work;
   attention::VisitRange visit_range;
 };
@@ -69,11 +70,12 @@ class KeySums {
       for (int i = 0; i < Scores::kRows; ++i) sum_before_[i] *= factor[i];
     }
     if (softmax.max_reasons & Softmax::kLargeMax) softmax.subtract_max(s);
+    if (holds(block)) return softmax.exp_scores(s, scale_log2_);
     float sum[Scores::kRows];
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) sum[i] = softmax.row_sum[i];
     softmax.exp_scores(s, scale_log2_);
-    if (!holds(block)) add_parts(s, block, sum);
+    add_parts(s, block, sum);
   }
 
   // End the walk: row sums of `softmax` are those of all keys then.
@@ -254,18 +256,17 @@ CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attenti
   const int height = mass_queries(grid, kBlockQ), num_rows = num_query_rows(params, height);
   const int num_kv_blocks = grid.num_kv_blocks(params.shape);
   const RowMasses row_masses{grid.row_masses + thread_block() * static_cast<int64_t>(num_kv_blocks) * kBlockQ};
-  // Rounds alternate in direction, since the longest tiles come first.
-  for (int round = 0; round * num_thread_blocks() < num_rows; ++round) {
-    const int rank = round % 2 == 0 ? thread_block() : num_thread_blocks() - 1 - thread_block();
-    const int number = round * num_thread_blocks() + rank;
-    if (number >= num_rows) continue;
+  for (int number = first_tile_number(); number < num_rows; number = tile.next_number) {
     const WorkTile owned = query_rows_at(params, height, number);
     clear_masses<float, kThreads>(grid, params.shape, owned);
     WorkTile work = owned;
     for (; work.first < owned.last; work.first = work.last) {
       work.last = min(query_tile_end<Listed>(params, work.first, kBlockQ), owned.last);
       __syncthreads();  // the tile before is done with
-      if (threadIdx.x == 0) save_tile(params, work, tile);
+      if (threadIdx.x == 0) {
+        if (work.first == owned.first) tile.next_number = next_tile_number(params, num_rows);
+        save_tile(params, work, tile);
+      }
       row_masses.clear(num_kv_blocks);
       __syncthreads();  // the tile is noted
       add_tile(row_masses);

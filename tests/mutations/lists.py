@@ -88,7 +88,8 @@ FAULTS = {
             "lists/entries.cu", "list_columns", "= part.count(); __syncthreads();", "= part.count();"
         ),
         "a block that the last query sees is full": Edit(
-            "lists/classify.cu", "kind_by_ends", "last_key <= first_hi) return kFull", "last_key <= last_hi) return kFull"
+            "lists/classify.cu", "kind_by_ends", "last_key <= first_hi) return kFull",
+            "last_key <= last_hi) return kFull",
         ),
         "a block that neither the first nor the last query sees is absent": Edit(
             "lists/classify.cu", "kind_by_ends", "has_some ? kInterval : kBits", "has_some ? kInterval : kAbsent"

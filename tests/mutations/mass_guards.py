@@ -15,11 +15,12 @@ SIGNS = (AssertionError, sim.SimulationError)
 
 
 def tensor_cores_sum_masses() -> None:
-    """Lists, chunks of head_dim, blocks that steps cut and that lie across tiles, rows without a key, maxima that rise."""
+    """Lists, chunks of head_dim, blocks that steps cut and that lie across tiles, rows without a key, rising maxima."""
     several = "blocks of odd sides, and a row of several tiles"
     for name in ("chunks of head_dim", several, "a list of blocks", "maxima that rise late"):
         check_on_chip("H100", **HALVES[name])
     check_on_chip("A100", **HALVES["chunks of head_dim"])
+    check_on_chip("H100", num_processors=1, **HALVES["rows of one block and of several"])
 
 
 def groups_of_columns_are_turned() -> None:

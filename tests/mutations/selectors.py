@@ -69,7 +69,12 @@ FAULTS = {
         "a block of keys has the first column after it": Edit(
             HALVES, "KeySums", "columns_from(stop - block.start))", "columns_from(stop - block.start + 1))"
         ),
-        "eight columns count to the block before": Edit(HALVES, "KeySums", "if (key == stop_)", "if (key == stop_ + 8)"),
+        "eight columns count to the block before": Edit(
+            HALVES, "KeySums", "if (key == stop_)", "if (key == stop_ + 8)"
+        ),
+        "a thread block takes one tile": Edit(
+            HALVES, "add_all_tiles", "number = tile.next_number", "number = num_rows"
+        ),
         "a block of keys goes on in the next step of any": Edit(
             HALVES, "KeySums", "if (block.start < stop_) return;", "if (number_ >= 0) return;"
         ),
@@ -95,7 +100,9 @@ FAULTS = {
         ),
     },
     groups_of_columns_are_turned: {
-        "masses are not cleared": Edit(CUTS, "clear_masses", "mass.at(queries.first_block() + n, kv_block) = 0;", "(void)0;"),
+        "masses are not cleared": Edit(
+            CUTS, "clear_masses", "mass.at(queries.first_block() + n, kv_block) = 0;", "(void)0;"
+        ),
         "groups of columns are in their order": Edit(
             CUTS, "MassGrid", "shape.head_dim - (column / group + 1) * group + column % group", "column"
         ),

@@ -116,9 +116,17 @@ def test_chips_before_hopper_have_these_masses(case: dict[str, Any]) -> None:
     check_on_chip("A100", **case)
 
 
-def check_on_chip(chip: str, **case: Any) -> None:
-    """On the simulator, which plays another chip."""
-    with patch.object(api, "_SIMULATED", replace(DeviceSpec.gpu(chip), name="simulator")):
+@needs_compiler
+@pytest.mark.parametrize("chip", ["A100", "H100"])
+def test_thread_blocks_take_tiles_until_none_is_left(chip: str) -> None:
+    check_on_chip(chip, num_processors=1, **HALVES["rows of one block and of several"])
+
+
+def check_on_chip(chip: str, num_processors: int | None = None, **case: Any) -> None:
+    """On the simulator, which plays another chip, or one of fewer multiprocessors."""
+    device = replace(DeviceSpec.gpu(chip), name="simulator")
+    device = device if num_processors is None else replace(device, num_processors=num_processors)
+    with patch.object(api, "_SIMULATED", device):
         check_halves(SIM, **case)
 
 

@@ -47,7 +47,7 @@ _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
 _WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_pipeline.cuh
-_MASS_MESSAGE, _MASS_TILE = 24, 52  # of sm90/block_mass.cu, the tile without its queries
+_MASS_MESSAGE, _MASS_TILE = 24, 56  # of sm90/block_mass.cu, the tile without its queries
 
 
 class _Tile(NamedTuple):
