@@ -12,7 +12,6 @@ from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
 from .bounds import Bounds, error_bound
 from .cache import KVCache
-from .calculators import kv_cache_bytes, largest_length, memory
 from .compiler.nvrtc import cache_info
 from .doctor import doctor
 from .dropout import Dropout
@@ -25,6 +24,7 @@ from .planning.peaks import Peaks
 from .plans import Plan, Gradients
 from .scores import Score
 from .study.block_mass import block_mass
+from .study.calculators import kv_cache_bytes, largest_length, memory
 from .study.recall import Recall, recall
 from .study.roofline import Roofline, roofline
 

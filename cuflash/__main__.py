@@ -7,8 +7,8 @@
 import io
 import sys
 
-from .calculators import memory_report
 from .doctor import doctor
+from .study.calculators import memory_report
 from .study.command import study_report
 from .study.roofline import roofline_report
 

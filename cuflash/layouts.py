@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -24,6 +25,14 @@ def address(array: Array) -> int:
 def device_number(array: Array) -> int | None:
     """Of the CUDA device that holds an array; None on the host."""
     return None if isinstance(array, np.ndarray) else int(array.data.device_id)
+
+
+def dense_strides(shape: Sequence[int], axes: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the strides in elements of a dense array whose axes lie in C order, or as given from outermost inwards."""
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(range(len(shape)) if axes is None else axes):
+        strides[axis], step = step, step * shape[axis]
+    return tuple(strides)
 
 
 def layout_reasons(name: str, array: Array) -> list[str]:

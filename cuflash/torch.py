@@ -128,6 +128,8 @@ def attention(
 
     Notes
     -----
+    On a GPU the axes of o lie in memory in the order of q's, and those of the gradients in the order of q's, k's and
+    v's, where these are dense in some order: a model that keeps tokens before heads copies nothing.
     q, k, v, bias, sink and the real tensors of a score have gradients if they require them. Those of bias, sink and
     score tensors are computed only then. On a GPU nothing waits. A call whose like was made before, forward and
     backward, can be captured by `torch.cuda.graph`. Gradients are not differentiated again.
@@ -298,8 +300,10 @@ class _OnGpu:
         self._read = [(place, name) for place, name in enumerate([*layouts][3:]) if not problem.is_of_forward(name)]
         unwanted = {} if wants_lse or "lse" not in made else {"lse": made.pop("lse")}
         self._makes_lse = "lse" in made
+        q_axes = torch_gpu.axes_in_memory(layouts["q"])
+        axes = {"o": q_axes} if q_axes is not None and len(q_axes) == len(results["o"].shape) else {}
         self._forward = torch_gpu.bind(
-            plan, plan.kernels.forward, problem.keyed(layouts) | given | self._lists, made, unwanted
+            plan, plan.kernels.forward, problem.keyed(layouts) | given | self._lists, made, unwanted, axes
         )
         self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
 
@@ -326,15 +330,18 @@ class _OnGpu:
         plan = self._ready.plan
         assert plan.kernels is not None
         names = _backward_names(has_dlse, (name for _, name in self._read))
+        wanted, made = plan.gradients, plan.gradients_made
         layouts = plan.problem.keyed(dict(zip(names, map(Layout.of, tensors)))) | self._lists
         with torch_gpu.stream():
             self._ready.require_ready(torch_gpu.MACHINE)
-            bound = torch_gpu.bind(plan, plan.kernels.backward, layouts, plan.gradients_made)
-        if plan.gradients == plan.gradients_made:
+            found = {f"d{name}": torch_gpu.axes_in_memory(layouts[name]) for name in ("q", "k", "v")}
+            axes = {name: each for name, each in found.items() if each and wanted[name] == made[name]}
+            bound = torch_gpu.bind(plan, plan.kernels.backward, layouts, made, axes=axes)
+        if wanted == made:
             return bound
-        wanted = [(result.shape, TORCH_DTYPES[result.dtype]) for result in plan.gradients.values()]
+        summed = [(result.shape, TORCH_DTYPES[result.dtype]) for result in wanted.values()]
         return lambda *tensors: [
-            gradient.sum_to_size(shape).to(dtype) for gradient, (shape, dtype) in zip(bound(*tensors), wanted)
+            gradient.sum_to_size(shape).to(dtype) for gradient, (shape, dtype) in zip(bound(*tensors), summed)
         ]
 
 

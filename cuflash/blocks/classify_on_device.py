@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..masks.content import mask_namespace
 from ..masks.coordinates import elements
 from ..masks.shape import MaskShape
 from ..masks.block_set import BlockGrid
-from .classify import ClassifiedBlocks, BlockKind, extents, row_intervals
+from .classify import Blocking, BlockKind, ClassifiedBlocks, extents, row_intervals
 
 _MAX_ELEMENTS_PER_SWEEP = 1 << 24  # elements evaluated in one sweep: bounds the memory of compiling a mask
 
@@ -28,31 +29,26 @@ _FULL, _INTERVAL, _BITS = int(BlockKind.FULL), int(BlockKind.INTERVAL), int(Bloc
 
 
 @dataclass(frozen=True, eq=False)
-class _Grid:
-    """All blocks of all matrices over which a mask varies."""
+class _Grid(Blocking):
+    """All blocks of all matrices over which a mask varies, on the device of an array namespace."""
 
     xp: Namespace
-    seqlen_q: int
-    seqlen_kv: int
-    block: tuple[int, int]
-    batch: int
-    num_heads: int
 
     @property
     def num_rows(self) -> int:
-        return -(-self.seqlen_q // self.block[0])
+        return self.size[0]
 
     @property
     def num_cols(self) -> int:
-        return -(-self.seqlen_kv // self.block[1])
+        return self.size[1]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return self.batch, self.num_heads, self.num_rows, self.num_cols
+        return self.batch, self.num_heads, *self.size
 
     @property
     def num_cells(self) -> int:
-        return self.batch * self.num_heads * self.num_rows * self.num_cols
+        return prod(self.shape)
 
     def strips(self, elements: int) -> Iterator[tuple[slice, slice]]:
         """Runs of matrices, or of block rows of one, of so many elements a block row that a sweep has room for them."""
@@ -71,9 +67,9 @@ def classify_grid(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Class
     """
     xp = mask_namespace(mask)
     if 0 in (shape.num_batch, *shape[1:]):
-        grid = _Grid(xp, shape.seqlen_q, shape.seqlen_kv, block, 1, 1)
+        grid = _Grid(shape.seqlen_q, shape.seqlen_kv, block, 1, 1, xp)
         return _assembled(grid, xp.zeros(grid.shape, dtype=np.uint8), None, None)
-    grid = _Grid(xp, shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape, xp))
+    grid = _Grid(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape, xp), xp)
     if grid.num_cells > np.iinfo(np.int32).max:
         raise MemoryError(f"the grid has {grid.num_cells} blocks, more than int32 counts: use larger blocks")
     factors = mask.operands if type(mask) is And else (mask,)

@@ -14,9 +14,10 @@ from ..executors import gpu
 from ..layouts import device_number, layout_reasons
 from ..planning.decoding import CacheLayout, DecodePlan, chunk_reasons, decode_plan, decode_reasons
 from ..planning.device import DeviceSpec
+from ..planning.families import SM80
 from ..planning.problem import Problem, with_operands
 
-_KERNELS = ("auto", "sm80")  # names of families under which the decode kernel runs
+_KERNELS = ("auto", SM80)  # names of families under which the decode kernel runs
 _SIMULATED = DeviceSpec.gpu("H100")
 
 
@@ -47,7 +48,7 @@ def decode_plan_of(
     Parameters
     ----------
     arrays : dict by name
-        q, k, v, o, lse and sink, as `executors.decoding.decode` takes them, and scales of 8-bit numbers.
+        q, k, v, o, lse and sink, as `executors.decoding.bound_decode` takes them, and scales of 8-bit numbers.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     device = device_of(options, given, _KERNELS)

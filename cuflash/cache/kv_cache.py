@@ -10,8 +10,9 @@ import numpy as np
 from ..api import attention
 from ..arrays import Array, accumulator_dtype, describe, flag_reasons, namespace
 from ..errors import UnsupportedProblem, collecting
-from ..executors.decoding import decode, target_of
-from ..executors.prefill import prefill
+from ..executors.bound_launch import launch_once
+from ..executors.decoding import bound_decode, target_of
+from ..executors.prefill import BoundPrefill
 from ..fp8.quantize import SOURCES
 from ..masks import SlidingWindow
 from ..planning.decoding import CacheLayout, DecodePlan
@@ -674,10 +675,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             "counts": None if counts is None else np.array(counts, np.int32),
             "num_faults": np.zeros(1, np.int32),
         }
-        if isinstance(plan, PrefillPlan):
-            prefill(plan, arrays | tables, target_of("sim"))
-        else:
-            decode(plan, arrays | tables, target_of("sim"))
+        bind: Any = BoundPrefill if isinstance(plan, PrefillPlan) else bound_decode
+        launch_once(bind, plan, arrays | tables, target_of("sim"))
 
     def _attend_one_by_one(
         self,

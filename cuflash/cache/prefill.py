@@ -23,7 +23,7 @@ def prefill_plan_of(
     Parameters
     ----------
     arrays : dict by name
-        q, k, v, o, lse and sink, as `executors.prefill.prefill` takes them.
+        q, k, v, o, lse and sink, as `executors.prefill.BoundPrefill` takes them.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     device = device_of(options, given, _KERNELS)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
+from ..arrays import Array
 from ..planning.launches import Launch
+from . import checks
 from .arguments import Arguments, Place
 from .launch import LaunchTarget
 
@@ -47,3 +49,34 @@ class BoundLaunch:
         buffer = self._arguments.take(addresses)
         self._start(buffer.kernels[0], stream)
         self._arguments.give_back(buffer)
+
+
+def launch_once(
+    bind: Callable[[Any, Mapping[str, Array | None], tuple[str, ...], LaunchTarget], Callable[..., None]],
+    plan: Any,
+    arrays: Mapping[str, Array | None],
+    target: LaunchTarget,
+) -> list[Array]:
+    """Launch a plan's kernels on arrays, with new workspaces.
+
+    Parameters
+    ----------
+    bind : callable (plan, arrays, names, target)
+        Binds the launches to arrays, complete but for the addresses of those that are named.
+    plan : AppendPlan, DecodePlan or PrefillPlan
+    arrays : dict by name
+        As `bind` takes them, the workspaces left out.
+    target : LaunchTarget
+        Where the arrays are.
+
+    Returns
+    -------
+    list of arrays
+        The workspaces, in the plan's order, which the kernels may still use.
+    """
+    stream = target.stream()
+    made = target.allocator(plan.workspaces)(stream)
+    bind(plan, {**arrays, **dict(zip(plan.workspaces, made))}, (), target)((), stream)
+    if checks.is_on():
+        target.wait(plan.launch)
+    return made

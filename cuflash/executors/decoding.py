@@ -12,7 +12,7 @@ from ..planning.cache_scales import CACHE_SCALES
 from ..planning.decoding import DECODE, DecodePlan
 from ..planning.launches import BATCH_AXES
 from ..planning.sinks import SINK
-from . import checks, gpu, sim
+from . import gpu, sim
 from .bound_launch import BoundLaunch
 from .launch import LaunchTarget
 from .params import softmax_scale
@@ -25,46 +25,21 @@ def target_of(executor: str) -> LaunchTarget:
     return gpu.current_target() if executor == "gpu" else sim.Simulator()
 
 
-def decode(
-    plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget, made: list[Array] | None = None
-) -> list[Array]:
-    """Write o [batch, heads, new tokens, value_dim] and lse [batch, heads, new tokens].
+def bound_decode(
+    plan: DecodePlan, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget
+) -> BoundLaunch:
+    """Bind the launch that writes o [batch, heads, new tokens, value_dim] and lse [batch, heads, new tokens].
+
+    It is complete but for the addresses of the arrays that are named.
 
     Parameters
     ----------
     plan : DecodePlan
     arrays : dict by name
         q, o, lse; k and v, the cache's pages; int32 arrays table, lengths, counts and num_faults, of which table and
-        counts may be None; k_scale and v_scale, where the cache has 8-bit numbers; and sink, where the problem has one.
-    target : LaunchTarget
-        Where the arrays are.
-    made : list of arrays, optional
-        The plan's workspaces, in their order, which no other launch uses meanwhile; new ones unless given.
-
-    Returns
-    -------
-    list of arrays
-        The workspaces, which the kernel may still use.
-    """
-    stream = target.stream()
-    made = target.allocator(plan.workspaces)(stream) if made is None else made
-    bound_decode(plan, {**arrays, **dict(zip(plan.workspaces, made))}, (), target)((), stream)
-    if checks.is_on():
-        target.wait(plan.launch)
-    return made
-
-
-def bound_decode(
-    plan: DecodePlan, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget
-) -> BoundLaunch:
-    """The launch on arrays, complete but for the addresses of those that are named.
-
-    Parameters
-    ----------
-    plan : DecodePlan
-    arrays : dict by name
-        As `decode` takes them, and the plan's workspaces. Of those that are named, their layouts alone matter, and
-        tables and workspaces among them may be None.
+        counts may be None; k_scale and v_scale, where the cache has 8-bit numbers; and sink, where the problem has one;
+        and the plan's workspaces. Of those that are named, their layouts alone matter, and tables and workspaces among
+        them may be None.
     names : sequence of str
         The arrays whose addresses each call gives, in this order.
     target : LaunchTarget

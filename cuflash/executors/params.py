@@ -25,7 +25,8 @@ from ..compiler.params_layout import (
     TENSOR_MAPS,
     NAIVE_ARRAYS,
 )
-from ..planning.launches import BATCH_AXES, MATRICES, Feature, Workspace
+from ..layouts import dense_strides
+from ..planning.launches import BATCH_AXES, MATRICES, DqSemaphoreOrder, Feature, Workspace
 from ..planning.list_kernels import AT_CALL, ListedAtCall
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
@@ -65,10 +66,10 @@ class View(NamedTuple):
         return cls(name, array.dtype, array.shape, array.strides)
 
     @classmethod
-    def of_new(cls, name: str, workspace: ShapeDtype | Workspace) -> View:
-        """The layout of an array in C order that is yet to be allocated."""
-        shape, step = workspace.shape, workspace.dtype.itemsize
-        return cls(name, workspace.dtype, shape, tuple(step * prod(shape[axis + 1 :]) for axis in range(len(shape))))
+    def of_new(cls, name: str, made: ShapeDtype | Workspace, axes: Sequence[int] | None = None) -> View:
+        """The layout of a dense array that is yet to be allocated, its axes in memory from the outermost inwards."""
+        steps = dense_strides(made.shape, axes)
+        return cls(name, made.dtype, made.shape, tuple(made.dtype.itemsize * step for step in steps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,13 +128,7 @@ class ParamsTemplate:
         kernels = plan.kernels
         assert kernels is not None
         num_kv_heads = prod(extent for extent, _ in inner) * problem.num_kv_heads
-        dq_order = kernels.order.dq
-        num_fused_heads, leads = 0, (0, 0)
-        if dq_order is not None:
-            num_fused_heads, leads = dq_order.num_fused_heads(num_kv_heads), (
-                dq_order.last_tile_lead,
-                dq_order.first_tile_lag,
-            )
+        num_fused_heads, *leads = _dq_numbers(kernels.order.dq, num_kv_heads)
         record["shape"] = (
             [1] * padding + [extent for extent, _ in inner], 0, problem.num_heads, problem.group_size,
             problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, kernels.order.heads_per_group,
@@ -195,6 +190,13 @@ class ParamsTemplate:
                 places += (Place(offset, 0, names.index(name)) for offset in others)
             made.append(Arguments(words, taken, places))
         return made
+
+
+def _dq_numbers(order: DqSemaphoreOrder | None, num_kv_heads: int) -> tuple[int, int, int]:
+    """The key/value heads whose dQ is finished in order, and how far tiles lead and lag; zeros without an order."""
+    if order is None:
+        return 0, 0, 0
+    return order.num_fused_heads(num_kv_heads), order.last_tile_lead, order.first_tile_lag
 
 
 def _numbers(feature: Feature, views: tuple[View, ...]) -> Any:

@@ -11,7 +11,6 @@ from ..arrays import Array
 from ..compiler.params_layout import PARAMS, SHAPE, TENSOR_MAP_ARRAYS, TENSOR_MAP_PARAM, TENSOR_MAPS
 from ..planning.launches import BATCH_AXES
 from ..planning.prefill import PAGES, QUERY_INTERVALS, PrefillPlan
-from . import checks
 from .bound_launch import BoundLaunch
 from .decoding import fill_matrices, offset_of, sink_record
 from .launch import LaunchTarget
@@ -23,43 +22,17 @@ _OF_PARAMS = ("q", "k", "v", "o", "lse", "tile_counter")  # arrays whose address
 _Places = list[tuple[int, int]]
 
 
-def prefill(
-    plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget, made: list[Array] | None = None
-) -> list[Array]:
-    """Write o [batch, heads, new tokens, value_dim] and lse [batch, heads, new tokens].
-
-    Parameters
-    ----------
-    plan : PrefillPlan
-    arrays : dict by name
-        As `executors.decoding.decode` takes them.
-    target : LaunchTarget
-        Where the arrays are.
-    made : list of arrays, optional
-        The plan's workspaces, in their order, which no other launch uses meanwhile; new ones unless given.
-
-    Returns
-    -------
-    list of arrays
-        The workspaces, which the kernels may still use.
-    """
-    stream = target.stream()
-    made = target.allocator(plan.workspaces)(stream) if made is None else made
-    BoundPrefill(plan, {**arrays, **dict(zip(plan.workspaces, made))}, (), target)((), stream)
-    if checks.is_on():
-        target.wait(plan.launch)
-    return made
-
-
 class BoundPrefill:
-    """Both launches on arrays, complete but for the addresses of those that are named.
+    """The launches that write o [batch, heads, new tokens, value_dim] and lse [batch, heads, new tokens].
+
+    They are complete but for the addresses of the arrays that are named.
 
     Parameters
     ----------
     plan : PrefillPlan
     arrays : dict by name
-        As `prefill` takes them, and the plan's workspaces. Of those that are named, their layouts alone matter, and
-        tables and workspaces among them may be None.
+        Those of `executors.decoding.bound_decode`, and the plan's workspaces. Of those that are named, their layouts
+        alone matter, and tables and workspaces among them may be None.
     names : sequence of str
         The arrays whose addresses each call gives, in this order.
     target : LaunchTarget

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from math import prod
 from operator import methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import torch
 from ..arrays import BFLOAT16, Array, Namespace, ShapeDtype
 from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
-from ..layouts import dtype_of
+from ..layouts import dense_strides, dtype_of
 from ..planning.launches import Pass
 from ..planning.plan import KernelPlan
 from . import gpu
@@ -25,6 +24,16 @@ NUMPY_DTYPES = {
     torch.float64: np.dtype(np.float64),
 }  # fmt: skip
 TORCH_DTYPES = {theirs: ours for ours, theirs in NUMPY_DTYPES.items()}
+
+
+def axes_in_memory(tensor: Layout) -> tuple[int, ...] | None:
+    """The axes of a dense tensor in memory, outermost first; None for C order, and where rows are not dense."""
+    strides = [step // tensor.dtype.itemsize for step in tensor.strides]
+    last = tensor.ndim - 1
+    axes = (*sorted(range(last), key=lambda axis: (-strides[axis], axis)), last)
+    lies_so = zip(tensor.shape, strides, dense_strides(tensor.shape, axes))
+    is_dense = all(extent == 1 or step == dense for extent, step, dense in lies_so)
+    return axes if is_dense and axes != tuple(range(tensor.ndim)) else None
 
 
 class Pointer(NamedTuple):
@@ -97,10 +106,10 @@ class TorchGpu(gpu.Gpu):
     def current_stream(self) -> Callable[[], Any]:
         return self.stream
 
-    def maker(self, shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
+    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """A function that allocates a tensor on the device that is current now; bytes for what no result can be."""
         shape, kind = _as_tensor_of(shape, dtype)
-        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        strides = dense_strides(shape, axes)
         device = torch.device("cuda", torch.cuda.current_device())
         # torch.empty takes 2 us more.
         return partial(torch.empty_strided, shape, strides, dtype=kind, device=device)
@@ -158,6 +167,7 @@ def bind(
     given: Mapping[str, Any],
     results: Mapping[str, ShapeDtype],
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
+    axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Callable[..., list[Any]]:
     """`gpu.bind` for tensors: `given` has the layouts of operands; the function returned takes and makes tensors."""
-    return gpu.bind(plan, kernels, given, results, unwanted=unwanted, pins=True, machine=MACHINE)
+    return gpu.bind(plan, kernels, given, results, unwanted=unwanted, axes=axes, pins=True, machine=MACHINE)

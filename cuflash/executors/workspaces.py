@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 class Memory(Protocol):
     """Allocator of the current device, with the memory that its streams keep."""
 
-    def maker(self, shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
+    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """A function that allocates an array."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:

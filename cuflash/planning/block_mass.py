@@ -10,7 +10,7 @@ import numpy as np
 from ..blocks.work_list import ListedWork, WorkList
 from ..errors import UnsupportedProblem
 from .device import DeviceSpec
-from .families import sm80, sm90
+from .families import SIMT, SM80, SM90, sm80, sm90
 from .families.family import DIMS, Family
 from .families.simt import shared_bytes as simt_shared_bytes
 from .launches import MATRICES, Feature, Kernels, Launch, Pass, TileOrder, Workspace
@@ -28,7 +28,7 @@ MASS_GRID = np.dtype(
 _WIDEST_CHUNK = 128  # columns of head_dim that shared memory holds at a time
 # On tensor cores: columns of a chunk where rows come in chunks, queries of a tile, and keys of the narrowest block.
 _CHUNK, _QUERIES, _LEAST_KEYS = 64, 128, 8
-_FAMILIES: dict[str, Family] = {"sm80": sm80.Sm80(), "sm90": sm90.Sm90()}
+_FAMILIES: dict[str, Family] = {SM80: sm80.Sm80(), SM90: sm90.Sm90()}
 _SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # of a tile, by accumulator
 
 
@@ -63,14 +63,14 @@ def _tensor_core_spec(problem: Problem, is_listed: bool, *, is_hopper: bool) -> 
     splits_head_dim = problem.head_dim > _WIDEST_CHUNK
     dim = _CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim)
     spec = KernelSpec(
-        family="sm80", entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0], block_q=_QUERIES,
+        family=SM80, entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0], block_q=_QUERIES,
         block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2, is_listed=is_listed,
         splits_head_dim=splits_head_dim,
     )  # fmt: skip
     if not is_hopper:
         return spec
     stages, blocks = (6, 1) if splits_head_dim else (2, 2)
-    return replace(spec, family="sm90", num_warps=9, min_blocks=blocks, num_stages=stages)
+    return replace(spec, family=SM90, num_warps=9, min_blocks=blocks, num_stages=stages)
 
 
 def _multiply_add_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
@@ -79,7 +79,7 @@ def _multiply_add_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
     needed = next((dim for dim in DIMS if dim >= problem.head_dim), _WIDEST_CHUNK)
     specs = [
         KernelSpec(
-            family="simt", entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0],
+            family=SIMT, entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0],
             block_q=side, block_kv=side,
         )
         for dim in reversed(DIMS)
@@ -123,9 +123,9 @@ def mass_kernels(
                                "turned_columns": turned_columns}  # fmt: skip
     workspaces: dict[str, Workspace] = {}
     tables: tuple[str, ...] = ()
-    if spec.family != "simt":
+    if spec.family != SIMT:
         most = _FAMILIES[spec.family].resident_blocks(spec, device)
-        boxes = sm90.boxes(spec) if spec.family == "sm90" else {}
+        boxes = sm90.boxes(spec) if spec.family == SM90 else {}
         counted = (*launch.writes, "row_masses", "tile_counter")
         launch = replace(launch, max_blocks=most, boxes=boxes, writes=counted)
         rows = launch.grid(problem.mask_shape.num_batch) * -(-problem.seqlen_kv // block[1]) * spec.block_q
@@ -144,7 +144,7 @@ def takes_turned_columns(problem: Problem, device: DeviceSpec, block_kv: int, co
 
 
 def _shared_bytes(spec: KernelSpec) -> int:
-    return simt_shared_bytes(spec) if spec.family == "simt" else _FAMILIES[spec.family].shared_bytes(spec)
+    return simt_shared_bytes(spec) if spec.family == SIMT else _FAMILIES[spec.family].shared_bytes(spec)
 
 
 def _queries_of_thread_block(block_q: int, tile_rows: int) -> int:

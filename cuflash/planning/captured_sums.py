@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .families import SIMT
 from .launches import Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import KernelSpec
@@ -104,7 +105,7 @@ def with_captured_sums(backward: Pass, problem: Problem, gradients: Mapping[str,
 def sums_spec(accumulator: np.dtype[Any]) -> KernelSpec:
     """The kernel that writes a gradient from its sums; it reads neither operands nor tiles."""
     return KernelSpec(
-        family="simt", entry="captured_sums", dtype=accumulator, head_dim=32, value_dim=32, block_q=16, block_kv=16,
+        family=SIMT, entry="captured_sums", dtype=accumulator, head_dim=32, value_dim=32, block_q=16, block_kv=16,
         num_warps=_WARPS, min_blocks=1,
     )  # fmt: skip
 

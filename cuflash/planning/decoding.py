@@ -10,6 +10,7 @@ import numpy as np
 
 from .cache_scales import CACHE_SCALES
 from .device import DeviceSpec
+from .families import SM80
 from .families.family import FORWARD_INPUTS
 from .launches import MATRICES, Launch, Workspace
 from .problem import Problem
@@ -112,7 +113,7 @@ class DecodePlan:
 
 def decode_reasons(problem: Problem, device: DeviceSpec, *, is_quantized: bool = False) -> list[str]:
     """Why the decode kernel does not serve a problem on a device, for a cache of q's dtype or of 8-bit numbers."""
-    reasons = FAMILIES["sm80"].reasons(problem, device)
+    reasons = FAMILIES[SM80].reasons(problem, device)
     rows = problem.group_size * problem.seqlen_q
     if not 1 <= rows <= MOST_ROWS:
         reasons.append(f"q must have 1 to {MOST_ROWS} rows for each key/value head; got {rows}")
@@ -221,7 +222,7 @@ def decode_spec(problem: Problem, device: DeviceSpec, *, is_quantized: bool = Fa
     for tile in tiles:
         num_warps = tile.key_groups * block_q // 16
         spec = KernelSpec(
-            family="sm80", entry="decode_e4m3" if is_quantized else "decode", dtype=problem.dtype, head_dim=head_dim,
+            family=SM80, entry="decode_e4m3" if is_quantized else "decode", dtype=problem.dtype, head_dim=head_dim,
             value_dim=value_dim, block_q=block_q, block_kv=tile.block_kv, num_warps=num_warps,
             min_blocks=_min_blocks(widest, num_warps, tile.num_stages),
             num_stages=tile.num_stages * (_E4M3_STAGES if is_quantized else 1), is_split=True, pack_gqa=True,

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import ShapeDtype
 from .decoding import CacheLayout, chunked_dim_reasons
 from .device import DeviceSpec
-from .families import sm90
+from .families import SM80, SM90, sm90
 from .families.family import FORWARD_INPUTS, rounded_dims
 from .launches import MATRICES, Launch, Workspace
 from .problem import Problem
@@ -37,7 +37,7 @@ QUERY_INTERVALS = np.dtype(
     ],
     align=True,
 )
-PREFILL_FAMILIES = ("sm90", "sm80")  # the first that serves a call is taken
+PREFILL_FAMILIES = (SM90, SM80)  # the first that serves a call is taken
 # Of the kernel that makes intervals: warps, the rows of one head that a warp writes, and blocks of a sequence at most.
 _WARPS, _ROWS_OF_WARP, _MOST_BLOCKS = 8, 16, 64
 _ROWS_OF_ONE_PAGE = 64
@@ -93,7 +93,7 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
     """
     keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
     alike = Problem.of(keys, keys, values, scale=problem.softmax_scale)
-    if family == "sm90":
+    if family == SM90:
         spec = sm90.forward_spec(alike, rounded_dims(alike), device, None, 0)
     else:
         spec = FAMILIES[family].specs(alike, device)["forward"]
@@ -128,7 +128,7 @@ def prefill_plan(
     blocks = min(_MOST_BLOCKS, -(-rows * problem.num_heads // (_WARPS * _ROWS_OF_WARP)))
     number = np.dtype(np.int32)
     workspaces = {"lo": Workspace((batch, rows), number), "hi": Workspace((batch, rows), number)}
-    if family == "sm90":
+    if family == SM90:
         workspaces["tile_counter"] = Workspace((1,), number)
     of_cache = ("lengths", "counts", *(operand.name for operand in problem.operands))
     intervals = Launch(
@@ -139,8 +139,8 @@ def prefill_plan(
         spec=spec, tiles=problem.num_heads * -(-rows // spec.block_q), shared_bytes=owner.shared_bytes(spec),
         reads=(*FORWARD_INPUTS, "table", *of_cache, *workspaces),
         writes=("o", "lse", "num_faults"), features=("pages",),
-        max_blocks=owner.resident_blocks(spec, device) if family == "sm90" else None,
-        boxes=_boxes(spec, layout) if family == "sm90" else {},
+        max_blocks=owner.resident_blocks(spec, device) if family == SM90 else None,
+        boxes=_boxes(spec, layout) if family == SM90 else {},
     )  # fmt: skip
     pages = {
         "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,

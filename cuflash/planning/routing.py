@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
-from .families import sm90
+from .families import SIMT, SM80, SM90, sm90
 from .families.fa1 import FlashAttention1
 from .families.family import Family
 from .families.lists import Lists
@@ -18,7 +18,7 @@ from .spec import KernelSpec
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive(), FlashAttention1())
 }
-_OTHER_FAMILIES = {"cache": "simt", "fp8": "sm90"}  # which run where others do
+_OTHER_FAMILIES = {"cache": SIMT, "fp8": SM90}  # which run where others do
 _LISTS = Lists()
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries of the sm90 family's usual tile
@@ -58,14 +58,14 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     if problem.rows_per_scale is not None:
         return _FP8, "numbers of 8 bits on Hopper's tensor cores"
     if problem.precision != "ieee":
-        return FAMILIES["sm80"], "it has the precision asked for"
+        return FAMILIES[SM80], "it has the precision asked for"
     num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-problem.seqlen_q // _TALLEST)
-    hopper, tensor_cores = FAMILIES["sm90"], FAMILIES["sm80"]
+    hopper, tensor_cores = FAMILIES[SM90], FAMILIES[SM80]
     if not hopper.reasons(problem, device) and num_tiles >= device.num_processors:
         return hopper, "16-bit elements on Hopper's tensor cores"
     if not tensor_cores.reasons(problem, device):
         return tensor_cores, "16-bit elements on tensor cores, from compute capability 8.0 on"
-    return FAMILIES["simt"], "it serves every dtype, mask and chip"
+    return FAMILIES[SIMT], "it serves every dtype, mask and chip"
 
 
 def rerouted(family: Family, work: WorkList) -> tuple[Family, str] | None:
@@ -73,8 +73,8 @@ def rerouted(family: Family, work: WorkList) -> tuple[Family, str] | None:
 
     sm80 is faster than sm90 where a list's blocks are not multiples of 64 queries and 64 keys.
     """
-    if family.name != "sm90" or not isinstance(work, ListedWork):
+    if family.name != SM90 or not isinstance(work, ListedWork):
         return None
     if work.block_q % sm90.ROWS == 0 and work.block_kv % sm90.ROWS == 0:
         return None
-    return FAMILIES["sm80"], "16-bit elements on tensor cores, in blocks that are not made of 64 x 64"
+    return FAMILIES[SM80], "16-bit elements on tensor cores, in blocks that are not made of 64 x 64"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import DTYPES
+from .families import SIMT
 from .launches import MATRICES, Feature, Launch, Pass
 from .problem import Problem
 from .spec import KernelSpec
@@ -55,7 +56,7 @@ def sink_backward(
 def gradient_spec(accumulator: np.dtype[Any], like: KernelSpec | None = None) -> KernelSpec:
     """The kernel that makes a sink's gradient; the simt family's reads neither operands nor tiles."""
     of_vector = KernelSpec(
-        family="simt", entry="sink_gradient", dtype=accumulator, head_dim=32, value_dim=32, block_q=16, block_kv=16
+        family=SIMT, entry="sink_gradient", dtype=accumulator, head_dim=32, value_dim=32, block_q=16, block_kv=16
     )
     return replace(
         of_vector if like is None else like,

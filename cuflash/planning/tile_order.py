@@ -6,9 +6,10 @@ from heapq import heapreplace
 
 import numpy as np
 
-from ..blocks.work_list import IntervalWork, WorkList
+from ..blocks.work_list import IntervalWork, ListedWork, WorkList
 from ..masks.base import Band
 from .device import DeviceSpec
+from .launches import TileOrder
 from .problem import Problem
 
 # Persistent blocks: the time that a tile takes beside its steps, in steps; how unevenly blocks may end; the most rounds
@@ -74,6 +75,27 @@ def balanced_heads(
             break
         group *= 2
     return min(imbalance, key=imbalance.__getitem__)
+
+
+def forward_order(
+    problem: Problem, device: DeviceSpec, work: WorkList, block: tuple[int, int], num_blocks: int
+) -> TileOrder:
+    """Heads that alternate in a kernel for tiles of queries, and in those for keys with a list.
+
+    With a list they are those that fit the cache together; under an uneven band, those whose tiles end together.
+
+    Parameters
+    ----------
+    block : (block_q, block_kv)
+        The kernel's tile.
+    num_blocks : int
+        Thread blocks of the kernel that the device holds at once.
+    """
+    if isinstance(work, ListedWork):
+        return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
+    if not is_uneven_band(work) or not problem.seqlen_q:
+        return TileOrder()
+    return TileOrder(balanced_heads(problem, device, work, block, num_blocks))
 
 
 def _relative_makespan(tiles: list[int], num_blocks: int) -> float:

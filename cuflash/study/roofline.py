@@ -15,6 +15,7 @@ from ..arrays import ShapeDtype, as_dtype, describe, is_number
 from ..blocks.work_list import ListedWork
 from ..errors import UnsupportedProblem
 from ..planning.device import DeviceSpec
+from ..planning.families import FA1, SM80, SM90
 from ..planning.launches import Launch, Pass
 from ..planning.options import Causality
 from ..planning.peaks import Peaks
@@ -300,7 +301,7 @@ def _product_rate(plan: KernelPlan, launch: Launch, peaks: Peaks) -> float:
         return peaks.tensor_tf32 / (3 if spec.precision == "tf32x3" else 1)
     if dtype == np.float64:
         return peaks.tensor_64 if spec.mma_rows else peaks.flops_64
-    return peaks.tensor_16 if spec.family in ("sm80", "sm90", "fa1") else peaks.flops_32
+    return peaks.tensor_16 if spec.family in (SM80, SM90, FA1) else peaks.flops_32
 
 
 def _operations(program: Program) -> tuple[int, int]:

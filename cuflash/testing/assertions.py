@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arrays import accumulator_dtype
-from ..bounds import Bounds, error_bound, limits
+from ..bounds import Bounds, error_bound
+from ..bounds.rounding import limits
 from ..dropout import Dropout
 from ..masks.base import Mask
 from ..masks.content import without_memos

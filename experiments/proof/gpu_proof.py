@@ -2,6 +2,7 @@
 
     python -m experiments gpu_proof                                                # needs CuPy and a GPU
     python -m experiments gpu_proof --sections repeats
+    python -m experiments gpu_proof --sections sanitizers --jobs 16                # so many processes at a time
     python -m experiments gpu_proof --sections sanitizers --tools racecheck --families sm90
 
 `repeats`: for each family on tensor cores, dtype, head_dim and mask, `forwards` forward calls at a size of several
@@ -10,12 +11,12 @@ with deterministic=True. Each is compared with the first on the device, bit by b
 Backward calls whose kernels are another family's are left to that one.
 
 `sanitizers`: `cases`, which with calls on KV caches launch every kernel that the GPU can be given, in a child process
-under each tool of compute-sanitizer, with CuPy's memory pool off, so that each array is an allocation of its own. No
-kernel is left out, CuPy's neither: what initcheck does not see written counts as unwritten. And it must find what is:
-in its control, one case of each family, k is left unwritten; but for sm90, whose k the tensor memory accelerator reads:
-that it misses. It misses what the accelerator writes too, so sm90 writes o over zeros, and sums of dQ. racecheck is
-shown sm90's watched kernels: it knows no order that goes from one lane through __syncwarp to what another one does, and
-in these every lane arrives at a barrier where in others one does for its warp.
+for each tool of compute-sanitizer and each family, `jobs` of them at a time. CuPy's memory pool is off, so that each
+array is an allocation of its own. No kernel is left out, CuPy's neither: what initcheck does not see written counts as
+unwritten. And it must find what is: in its control, one case of each family, k is left unwritten; but for sm90, whose k
+the tensor memory accelerator reads: that it misses. It misses what the accelerator writes too, so sm90 writes o over
+zeros, and sums of dQ. racecheck is shown sm90's watched kernels: it knows no order that goes from one lane through
+__syncwarp to what another one does, and in these every lane arrives at a barrier where in others one does for its warp.
 
 Rows of the result that a run does not measure stay as they are; it ends with an error if a row is not as it should be.
 
@@ -36,6 +37,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -76,6 +78,7 @@ from simt_speed import draw, tensor_core_families
 
 SECTIONS = ("repeats", "sanitizers")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SLOWEST_FIRST = ("racecheck", "memcheck", "initcheck", "synccheck")
 OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # bindings ask the driver for functions that it may not have
 WATCHED = ("racecheck",)  # what CUFLASH_CHECK asks for: sm90's barriers count every lane, as racecheck needs
 UNSEEN = ("sm90",)  # families whose accelerator, which initcheck does not see, reads k, and writes o and sums of dQ
@@ -98,8 +101,9 @@ class Config:
     forwards: int = 1000
     gradients: int = 100
     seqlen_q: int = 200
-    seqlen_kv: int = 190
+    seqlen_kv: int = 134
     timeout_s: int = 560
+    jobs: int = 1
 
     def __post_init__(self) -> None:
         known = {"sections": SECTIONS, "families": tuple(FAMILIES), "tools": TOOLS, "dtypes": ("float16", "bfloat16")}
@@ -580,12 +584,12 @@ def under(tool: str, name: str, asked: dict[str, Any], timeout_s: int) -> Record
 
 
 def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
-    """A record a tool, and one of initcheck's control for each family."""
+    """A record for each tool and family, and one of initcheck's control for each family."""
     tool, runs = sanitizer(), families(config, device)
     told = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
     version = re.search(r"[Vv]ersion (\S+)", told)
     constants = {"section": "sanitizers", "sanitizer": version[1] if version else "unknown"}
-    asked = {"control": "", "families": runs, "seqlen_q": config.seqlen_q, "seqlen_kv": config.seqlen_kv}
+    lengths = {"seqlen_q": config.seqlen_q, "seqlen_kv": config.seqlen_kv}
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
     specs = {spec for case in every for spec in case.plan(device).specs.values()} | set(LIST_SPECS.values())
     specs |= specs_of_caches(device) if "sm80" in runs else set()
@@ -595,12 +599,18 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}
     nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them
-    jobs = [(name, ",".join(runs), asked) for name in config.tools]
+    jobs = [(name, family) for name in sorted(config.tools, key=SLOWEST_FIRST.index) for family in runs]
     if "initcheck" in config.tools:
-        jobs += [(CONTROL, family, asked | {"control": family}) for family in runs if family not in UNSEEN]
-    for check, family, of_child in track(jobs, "sanitizers"):
-        found = under(tool, check.partition(",")[0], of_child, config.timeout_s)
-        yield constants | {"check": check, "family": family} | found
+        jobs += [(CONTROL, family) for family in runs if family not in UNSEEN]
+
+    def record(job: tuple[str, str]) -> Record:
+        check, family = job
+        asked = {"control": family if check == CONTROL else "", "families": [family], **lengths}
+        return {"check": check, "family": family} | under(tool, check.partition(",")[0], asked, config.timeout_s)
+
+    with ThreadPoolExecutor(config.jobs) as pool:
+        for future in track([pool.submit(record, job) for job in jobs], "sanitizers"):
+            yield constants | future.result()
 
 
 def run(config: Config) -> Iterator[Record]:

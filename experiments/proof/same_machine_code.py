@@ -13,15 +13,16 @@ registers, stack, static shared memory, barriers and ptxas' other attributes (`c
 memory that a launch asks for. Names, line numbers and debug information do not count. Fields of a specification that
 only one tree has do not count either; `--renamed` gives the new names of BASE's fields and kernels.
 
-What was compiled is kept in `--cache` by text and options, without comments and line numbers: a kernel is compiled
-again only if its text says something else. From an empty cache a tree takes 70 minutes of one core. `--quick` takes 7:
-few kernels of sm_80, sm_90 and sm_90a, so that each kernel has each value of each field once, and each pair of
-dimensions, each tile and each combination of flags.
+Kernels whose texts are equal but for comments, white space and line numbers are not compiled: their machine code is
+equal. Of the others, functions are kept in `--cache` by text and options, so that a tree is compiled once. From an
+empty cache, a tree whose texts all differ takes 70 minutes of one core. `--quick` compares few kernels of sm_80, sm_90
+and sm_90a, so that each kernel has each architecture, each value of each field, each pair of dimensions, each tile and
+each combination of flags once.
 
 Expect: "the same machine code", exit status 0; else every difference, exit status 1.
 Found:  nothing that is kept: each call lists the kernels whose code differs, and ends with status 1 if there are some.
 
-Cost: Minutes on two cores for --quick, an hour for every kernel.
+Cost: Seconds if only comments differ; with --quick, 5 minutes of two cores for a family whose texts all differ.
 """
 
 from __future__ import annotations
@@ -76,11 +77,18 @@ class Kernel(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Text that the library hands to NVRTC for a kernel, and the resources of its launch."""
+    """File of the text that the library hands to NVRTC for a kernel, and the resources of its launch.
 
-    text: str
+    A file is named by what the machine code can depend on: texts that differ only in comments have one name.
+    """
+
+    text: Path
     options: tuple[str, ...]
     launch_shared_bytes: int | None
+
+    def code(self) -> tuple[str, tuple[str, ...]]:
+        """Key of the machine code: equal for kernels of two trees whose texts and options are equal."""
+        return self.text.name, self.options
 
 
 class Difference(NamedTuple):
@@ -146,21 +154,27 @@ class _Recorder:
 
 
 def serve(root: Path, path: Path, wanted: Path | None = None) -> None:
-    """Write a tree's kernels to a file or, of those whose numbers `wanted` holds, all that is `Given`."""
+    """Write a tree's kernels to a file or, of those whose numbers `wanted` holds, all that is `Given`.
+
+    Texts are written beside the file of numbers, one at a time: those of all kernels take gigabytes.
+    """
     specs, compile_one = by_kernel(root)
     kernels = sorted(specs)
     if wanted is None:
         path.write_text(json.dumps(kernels), "utf-8")
         return
-    given, texts = [], dict[str, int]()
+    given = []
     with patch("cuda.core.Program", _Recorder):
         for number in json.loads(wanted.read_text("utf-8")):
             try:
                 compile_one(specs[kernels[number]], kernels[number].architecture)
             except _Stop as stop:
                 text, options = stop.args
-            given.append((texts.setdefault(text, len(texts)), options, _launch_shared_bytes(specs[kernels[number]])))
-    path.write_text(json.dumps([given, list(texts)]), "utf-8")
+            file = wanted.parent / f"{hashlib.sha256(compared_text(text).encode()).hexdigest()}.cu"
+            if not file.exists():
+                file.write_text(text, "utf-8")
+            given.append((file.name, options, _launch_shared_bytes(specs[kernels[number]])))
+    path.write_text(json.dumps(given), "utf-8")
 
 
 def _launch_shared_bytes(spec: Any) -> int:
@@ -181,29 +195,28 @@ def _launch_shared_bytes(spec: Any) -> int:
     raise LookupError("this tree says nowhere how much shared memory a launch takes")
 
 
-def served(root: Path, wanted: Sequence[int] | None = None) -> Any:
-    """Return the output of `serve` in a process that imports the library of that tree."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / "served.json"]
-        if wanted is not None:
-            paths.append(Path(folder) / "wanted.json")
-            paths[1].write_text(json.dumps(wanted), "utf-8")
-        environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-        subprocess.run([sys.executable, __file__, "--serve", root, *paths], env=environment, check=True)
-        return json.loads(paths[0].read_text("utf-8"))
+def served(root: Path, folder: Path, wanted: Sequence[int] | None = None) -> Any:
+    """Return the output of `serve` in a process that imports the library of that tree, and has a folder of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "served.json"]
+    if wanted is not None:
+        paths.append(folder / "wanted.json")
+        paths[1].write_text(json.dumps(wanted), "utf-8")
+    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, __file__, "--serve", root, *paths], env=environment, check=True)
+    return json.loads(paths[0].read_text("utf-8"))
 
 
-def kernels_of(root: Path) -> list[Kernel]:
+def kernels_of(root: Path, folder: Path) -> list[Kernel]:
     """A tree's kernels; their numbers in this list are their names in `given_for`."""
     return [
         Kernel(name, architecture, tuple((field, value) for field, value in said))
-        for name, architecture, said in served(root)
+        for name, architecture, said in served(root, folder)
     ]
 
 
-def given_for(root: Path, numbers: Sequence[int]) -> list[Given]:
-    given, texts = served(root, numbers)
-    return [Given(texts[text], tuple(options), shared) for text, options, shared in given]
+def given_for(root: Path, folder: Path, numbers: Sequence[int]) -> list[Given]:
+    return [Given(folder / text, tuple(options), shared) for text, options, shared in served(root, folder, numbers)]
 
 
 def unpack(root: Path, commit: str, folder: Path) -> None:
@@ -226,6 +239,11 @@ def bare(text: str) -> str:
     lines = _COMMENTS.sub(lambda found: found[1] or " ", text).splitlines()
     stripped = (line.strip() for line in lines)
     return "\n".join(line for line in stripped if line and not line.startswith("#line"))
+
+
+def compared_text(text: str) -> str:
+    """Everything of a text that its machine code may depend on."""
+    return bare(text) if re.search(r"\b__(LINE|FILE|COUNTER|DATE|TIME)__\b", text) is None else text
 
 
 def compiled(text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
@@ -255,15 +273,14 @@ def compiled(text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
 
 
 def kept(cache: Path, text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
-    """`compiled`, or what an earlier call for the same text kept; a fault of the text is a field of its kernel."""
+    """Functions of a text as `compiled` returns them, or as an earlier call kept them.
+
+    An error of the compiler becomes a field of the text's one kernel.
+    """
     from cuda.bindings import nvrtc
 
-    if re.search(r"\b__(LINE|FILE|COUNTER|DATE|TIME)__\b", text) is None:
-        said = bare(text)
-    else:
-        said = text
     version, reader = nvrtc.nvrtcVersion()[1:], Path(cubin.__file__).read_text("utf-8")
-    digest = hashlib.sha256(json.dumps([version, reader, list(options), said]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([version, reader, list(options), compared_text(text)]).encode()).hexdigest()
     path = cache / digest[:2] / f"{digest}.json.gz"
     if path.exists():
         found = json.loads(gzip.decompress(path.read_bytes()))
@@ -278,6 +295,11 @@ def kept(cache: Path, text: str, options: Sequence[str]) -> dict[str, cubin.Func
     partial.write_bytes(gzip.compress(json.dumps(shown).encode(), 6))
     partial.replace(path)
     return made
+
+
+def kept_file(cache: Path, path: Path, options: Sequence[str]) -> dict[str, cubin.Function]:
+    """Functions of the text in a file, as `kept` returns them."""
+    return kept(cache, path.read_text("utf-8"), options)
 
 
 def _to_text(value: Any) -> Any:
@@ -358,42 +380,51 @@ def matched(
 
 
 def quick(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Few kernels that show whatever one of them shows: always the one next that adds the most."""
-    heap = [(-len(_parts(kernel)), kernel) for kernel in kernels if kernel.architecture in QUICK_ARCHITECTURES]
+    """Choose few kernels that cover whatever one of them covers: next that adds most, of these the narrowest."""
+    of_quick = (kernel for kernel in kernels if kernel.architecture in QUICK_ARCHITECTURES)
+    heap = [(-len(_parts(kernel)), _width(kernel), kernel) for kernel in of_quick]
     heapq.heapify(heap)
     found, covered = [], set[object]()
-    while heap:  # what a kernel adds never grows: one that still adds what it did is the best
-        before, kernel = heapq.heappop(heap)
+    while heap:  # a kernel never adds more than before: one that still adds as much is the best
+        before, width, kernel = heapq.heappop(heap)
         adds = _parts(kernel) - covered
         if len(adds) == -before:
             found.append(kernel)
             covered |= adds
         elif adds:
-            heapq.heappush(heap, (-len(adds), kernel))
+            heapq.heappush(heap, (-len(adds), width, kernel))
     return found
+
+
+def _width(kernel: Kernel) -> int:
+    """Sum of the dimensions: narrow kernels compile faster."""
+    return sum(int(value) for name, value in kernel.specification if name in _DIMS)
 
 
 _DIMS, _TILE = ("head_dim", "value_dim"), ("block_q", "block_kv", "num_warps", "min_blocks")
 
 
 def _parts(kernel: Kernel) -> set[object]:
-    """Return the values that a kernel covers: each field, both dimensions, its tile, all other fields but dtype."""
+    """Return what a kernel covers: architecture, each field, both dimensions, the tile, all other fields but dtype."""
     said = kernel.specification
     values = dict(said)
     flags = tuple(pair for pair in said if pair[0] not in (*_DIMS, *_TILE, "dtype"))
     together = (tuple(map(values.get, _DIMS)), tuple(map(values.get, _TILE)), flags)
-    return {(kernel.name, kernel.architecture.rstrip("a"), *each) for each in (*said, *enumerate(together))}
+    return {(kernel.name, kernel.architecture)} | {(kernel.name, *each) for each in (*said, *enumerate(together))}
 
 
 def compared(
     kernels: Sequence[Kernel], before: Sequence[Given], after: Sequence[Given], cache: Path, workers: int
 ) -> Iterator[Difference]:
-    """The differences of kernels before and after; what both need is compiled once."""
+    """The differences of kernels before and after; only kernels whose texts differ are compiled, each text once."""
     with ProcessPoolExecutor(workers) as pool:
-        wanted = dict.fromkeys(each[:2] for pair in zip(before, after) for each in pair)
-        jobs = {(text, options): pool.submit(kept, cache, text, options) for text, options in wanted}
+        changed = (each for pair in zip(before, after) if pair[0].code() != pair[1].code() for each in pair)
+        wanted = {each.code(): each for each in changed}
+        jobs = {code: pool.submit(kept_file, cache, each.text, each.options) for code, each in wanted.items()}
         for number, (kernel, one, other) in enumerate(zip(kernels, before, after, strict=True), 1):
-            found = list(differences(str(kernel), jobs[one[:2]].result(), jobs[other[:2]].result()))
+            found = list[Difference]()
+            if one.code() != other.code():
+                found += differences(str(kernel), jobs[one.code()].result(), jobs[other.code()].result())
             asked = one.launch_shared_bytes, other.launch_shared_bytes
             if None not in asked and asked[0] != asked[1]:
                 found.append(Difference(str(kernel), "launch", "dynamic shared bytes", *map(str, asked)))
@@ -415,12 +446,14 @@ def _comma_separated(text: str) -> tuple[str, ...]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    sys.path.append(str(Path(__file__).parents[1] / "support"))  # for a call of this file itself
     from command_line import Parser  # the other tree, which --serve runs in, may have none
 
     parser = Parser(__doc__)
     parser.add_argument("base", metavar="BASE", help="a commit")
     parser.add_argument("--quick", action="store_true", help="few kernels of sm_80, sm_90 and sm_90a")
     parser.add_argument("--families", type=_comma_separated, default=(), help="default all")
+    parser.add_argument("--kernels", type=_comma_separated, default=(), help="as sm90_forward; default all")
     parser.add_argument("--architectures", type=_comma_separated, default=(), help="default all")
     parser.add_argument("--renamed", type=_comma_separated, default=(), metavar="OLD=NEW,...", help="names of BASE")
     parser.add_argument("--cache", type=Path, default=CACHE, metavar="DIR", help=f"default {CACHE}")
@@ -437,14 +470,17 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
     def is_asked_for(kernel: Kernel) -> bool:
         family = kernel.name.partition("_")[0]
-        return family in (asked.families or (family,)) and (
-            kernel.architecture in (asked.architectures or (kernel.architecture,))
+        return (
+            family in (asked.families or (family,))
+            and kernel.name in (asked.kernels or (kernel.name,))
+            and kernel.architecture in (asked.architectures or (kernel.architecture,))
         )
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        roots = Path(folder), root
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
+        folder = Path(name)
+        roots, texts = (folder / "tree", root), (folder / "before", folder / "after")
         unpack(root, asked.base, roots[0])
-        old, new = pool.map(kernels_of, roots)
+        old, new = pool.map(kernels_of, roots, texts)
         *numbers, not_shared = matched(old, new, renamed)
         alone = [
             Difference(str(kernel), "kernel", "specification", *_there(*(kernel in side for side in numbers)))
@@ -456,9 +492,11 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
             chosen = sorted(quick(chosen))
         if not chosen and not alone:
             raise SystemExit("no kernel has these families and architectures")
-        before, after = pool.map(given_for, roots, [[side[kernel] for kernel in chosen] for side in numbers])
-    found = [*alone, *compared(chosen, before, after, asked.cache, asked.workers)]
-    summary = _summary(found, chosen, asked.base, not_shared)
+        numbered = [[side[kernel] for kernel in chosen] for side in numbers]
+        before, after = pool.map(given_for, roots, texts, numbered)
+        found = [*alone, *compared(chosen, before, after, asked.cache, asked.workers)]
+    num_equal = sum(one.code() == other.code() for one, other in zip(before, after))
+    summary = _summary(found, chosen, asked.base, not_shared, num_equal)
     if asked.json is not None:
         record = {"base": asked.base, "summary": summary, "compared": list(map(str, chosen))}
         text = json.dumps(record | {"differences": [each._asdict() for each in found]}, indent=1)
@@ -471,9 +509,11 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     return 1 if found else 0
 
 
-def _summary(found: Sequence[Difference], chosen: Sequence[Kernel], base: str, not_shared: set[str]) -> str:
+def _summary(
+    found: Sequence[Difference], chosen: Sequence[Kernel], base: str, not_shared: set[str], num_equal: int
+) -> str:
     architectures = len({kernel.architecture for kernel in chosen})
-    head = f"{len(chosen)} kernels of {architectures} architectures compared with {base}"
+    head = f"{len(chosen)} kernels of {architectures} architectures compared with {base}, {num_equal} by equal text"
     tail = f"; not compared by {', '.join(sorted(not_shared))}" if not_shared else ""
     if not found:
         return f"{head}: the same machine code{tail}"

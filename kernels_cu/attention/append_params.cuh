@@ -7,7 +7,7 @@ namespace cuflash::attention {
 struct Append {
   Matrices k, v;  // [batch, kv heads, num_rows, dim]
   CachePages cache;
-  int32_t* arrivals;  // [batch] how many blocks have read the length; 0 before and after a launch
+  int32_t* arrivals;  // [batch] number of blocks that have read the length; 0 before and after a launch
   int32_t num_rows, blocks_per_sequence;
 };
 

@@ -10,7 +10,8 @@ struct NewRows {
   int length, num_rows;
 };
 
-// How many of the rows that are given belong to a sequence, and have room. Its first block counts what is out of range.
+// Return the number of given rows that belong to a sequence and fit into it, and their first position. The sequence's
+// first block counts numbers that are out of range.
 CUFLASH_DEVICE NewRows new_rows(const Append& params, int sequence, int block) {
   const CachePages& cache = params.cache;
   const int found = cache.lengths[sequence], length = min(max(found, 0), cache.capacity);
@@ -21,7 +22,8 @@ CUFLASH_DEVICE NewRows new_rows(const Append& params, int sequence, int block) {
   return {length, num_rows};
 }
 
-// The last block of a sequence to have read its length sets the new one. By all threads of a block.
+// Set the new length of a sequence. The last of its blocks to read the old length does so. Called by all threads of a
+// block.
 CUFLASH_DEVICE void set_length(const Append& params, int sequence, const NewRows& rows) {
   __syncthreads();  // all threads have read the length
   if (threadIdx.x != 0) return;
@@ -29,12 +31,12 @@ CUFLASH_DEVICE void set_length(const Append& params, int sequence, const NewRows
     __threadfence();
     if (ptx::fetch_add(params.arrivals + sequence, 1) != params.blocks_per_sequence - 1) return;
     __threadfence();
-    params.arrivals[sequence] = 0;  // for the next launch: no block of this one is left
+    params.arrivals[sequence] = 0;  // reset for the next launch: all blocks of this one have arrived
   }
   params.cache.lengths[sequence] = rows.length + rows.num_rows;
 }
 
-// The page of a position; the number of pages where it has none.
+// Return the page of a position, or the number of pages if it has none.
 CUFLASH_DEVICE int page_of(const CachePages& cache, int sequence, int position) {
   if (cache.table == nullptr) return sequence;
   const int page = cache.table[static_cast<int64_t>(sequence) * cache.max_pages + position / cache.page_size];

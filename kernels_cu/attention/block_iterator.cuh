@@ -12,13 +12,13 @@ struct Interval {
 
 CUFLASH_DEVICE int clamped(int64_t x, int length) { return x < 0 ? 0 : x > length ? length : static_cast<int>(x); }
 
-// Converts a position along a sequence to int; positions beyond the range of int become its limits.
+// Convert a position along a sequence to int; positions beyond the range of int become its limits.
 CUFLASH_DEVICE int clamped_to_int(int64_t x) {
   constexpr int64_t kFar = 1 << 30;
   return static_cast<int>(max(min(x, kFar), -kFar));
 }
 
-// The keys lo <= j < hi of query i, for masks that are intervals.
+// Return the keys lo <= j < hi of query i under a mask that is an interval for each query.
 CUFLASH_DEVICE Interval interval(const Params& params, const BatchHead& batch_head, int i) {
   const WorkList& list = params.work;
   const int length = params.shape.seqlen_kv;
@@ -42,13 +42,14 @@ struct RowMask {
   }
 };
 
-// Rows or keys start <= x < stop under one kind of mask.
+// The keys, or in backward passes the queries, start <= x < stop of a step, which have one kind of mask.
 struct KvBlock {
   int start, stop;
   BlockKind kind;
-  int entry;  // of the list, where bits say it
+  int entry;  // entry of the list, if the mask is bits
 
-  // Computed once for a row: inlined at each use, it would be most of a kernel's text.
+  // Return the mask of a query in this block. Call it once for a row: inlined at each use, it would be most of a
+  // kernel's code.
   CUFLASH_DEVICE RowMask row_mask(const Params& params, const BatchHead& batch_head, int i) const {
     const int length = params.shape.seqlen_kv;
     if (kind == BlockKind::kFull) return {0, length, nullptr, 0};
@@ -66,14 +67,14 @@ struct KvBlock {
   }
 };
 
-// The range of a tile's rows, or keys: start <= x < stop, of which full_start <= x < full_stop needs no mask; and its entries
-// first_entry <= x < last_entry in the list, if there is one.
+// The range of keys that a tile of queries visits, or of queries that visit a tile of keys: start <= x < stop, of which
+// full_start <= x < full_stop needs no mask. If there is a list, its entries first_entry <= x < last_entry.
 struct VisitRange {
   int start, stop, full_start, full_stop;
   int first_entry, last_entry;
 };
 
-// The keys that a tile of queries may visit.
+// Return the keys that a tile of queries may visit.
 CUFLASH_DEVICE VisitRange visit_range_of_queries(const Params& params, const WorkTile& tile) {
   const Interval first = interval(params, tile.batch_head, tile.first),
       last = interval(params, tile.batch_head, tile.last - 1);
@@ -89,7 +90,8 @@ CUFLASH_DEVICE VisitRange visit_range_of_queries(const Params& params, const Wor
   return visit_range;
 }
 
-// Count the rows that end, or start, at or before a key; neither lo nor hi ever decreases.
+// Return the number of queries whose interval ends (below: starts) at or before a key. Neither lo nor hi ever decreases
+// from one query to the next.
 CUFLASH_DEVICE int rows_ending_by(const Params& params, const BatchHead& batch_head, int key) {
   if (params.work.lo == nullptr) return clamped(key - params.work.upper, params.shape.seqlen_q);
   int first = 0, last = params.shape.seqlen_q;
@@ -111,7 +113,7 @@ CUFLASH_DEVICE int rows_starting_by(const Params& params, const BatchHead& batch
   return first;
 }
 
-// The entries of a tile of keys in the list, if there is one.
+// Find the entries of a tile of keys in the list, if there is one.
 CUFLASH_DEVICE void find_list_entries(const Params& params, const WorkTile& tile, VisitRange& visit_range) {
   const WorkList& list = params.work;
   if (list.column_pointers == nullptr) return;
@@ -122,7 +124,7 @@ CUFLASH_DEVICE void find_list_entries(const Params& params, const WorkTile& tile
   visit_range.last_entry = column[1];
 }
 
-// The queries of one head that may visit a tile of keys.
+// Return the queries of one head that may visit a tile of keys.
 CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const WorkTile& tile) {
   VisitRange visit_range{rows_ending_by(params, tile.batch_head, tile.first),
                          rows_starting_by(params, tile.batch_head, tile.last - 1),
@@ -132,7 +134,7 @@ CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const WorkTi
   return visit_range;
 }
 
-// The queries of one head that may visit a tile of keys, from the start of a tile of queries on, as `work_tile` cuts them.
+// Return a visit range of queries that starts with a tile of queries, as `work_tile` cuts them.
 CUFLASH_DEVICE VisitRange aligned_to_tiles(const Params& params, VisitRange visit_range, int height) {
   const int offset_in_block = params.work.row_pointers != nullptr
       ? divmod(visit_range.start, params.work.block_q).remainder : visit_range.start;
@@ -164,12 +166,13 @@ struct OverQBlocks {
   static CUFLASH_DEVICE int length(const Shape& shape) { return shape.seqlen_q; }
 };
 
-// The start of one of several even parts of `total` items; a part ends where the next one starts.
+// Return the start of one of `num_parts` even parts of `total` items; a part ends where the next one starts.
 CUFLASH_DEVICE int split_start(int total, int part, int num_parts) {
   return total / num_parts * part + min(part, total % num_parts);
 }
 
-// One of several parts of the range of a tile of queries: of listed blocks, or of steps of Width keys.
+// Return one of several parts of the visit range of a tile of queries: a part of its listed blocks, or of its steps of
+// Width keys.
 template <int Width, class Listed>
 CUFLASH_DEVICE VisitRange split_range(const Params& params, const VisitRange& full_range, int part, int num_parts) {
   VisitRange visit_range = full_range;
@@ -185,8 +188,8 @@ CUFLASH_DEVICE VisitRange split_range(const Params& params, const VisitRange& fu
   return visit_range;
 }
 
-// Steps of at most Width over the range of a tile; over the listed blocks, if there is a list. The range stays where it is,
-// in registers or in shared memory.
+// Walks the visit range of a tile in steps of at most Width rows; if there is a list, over the listed blocks. The range
+// stays where it is, in registers or in shared memory.
 template <int Width, class Side, class Listed = DynamicListed>
 class BlockIterator {
  public:
@@ -218,7 +221,7 @@ class BlockIterator {
   }
 
  private:
-  // The next listed block; a block of intervals is cut to the tile's range.
+  // Open the listed block at a position of the list. A block of intervals is cut to the tile's range.
   CUFLASH_DEVICE void open_block(int position) {
     const WorkList& list = params_.work;
     entry_ = Side::entry(list, position);
@@ -235,12 +238,12 @@ class BlockIterator {
   const VisitRange& visit_range_;
   int position_, end_;
   BlockKind kind_ = BlockKind::kInterval;
-  int position_in_list_ = 0;  // in the list
+  int position_in_list_ = 0;  // position in the list
   int entry_ = -1;
 };
 
-// Moves a short last step that does not end at the matrix's end to an earlier start, if the tile's range allows it: rows past a
-// step may hold anything, and 0 times NaN is not 0, whereas TMA writes zeros past the end of the matrix.
+// Move a short last step that does not end at the matrix's end to an earlier start, if the tile's range allows it. Rows
+// past a step may hold anything, and 0 times NaN is not 0; past the end of the matrix, TMA writes zeros.
 template <int Width, bool IsListed>
 CUFLASH_DEVICE bool shift_short_block(KvBlock& block, const VisitRange& visit_range, int length) {
   const bool is_shifted =

@@ -5,8 +5,8 @@
 // Sums of softmax weights over the blocks of a grid, from weights in shared memory.
 namespace cuflash::attention {
 
-// Add the weights of a step, which lie in shared memory and are overwritten, to the masses of their blocks. Each sum has an
-// order that depends on the positions alone. Called by all threads, between barriers.
+// Add the weights of a step, which lie in shared memory and are overwritten, to the masses of their blocks. Each sum
+// has an order that depends on the positions alone. Called by all threads, between barriers.
 template <class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void add_masses(const MassGrid& grid, const BatchHead& batch_head,
                                tile::SharedTile<T, Rows, Columns, Pitch> p, int first_query, int last_query,
@@ -21,7 +21,7 @@ CUFLASH_DEVICE void add_masses(const MassGrid& grid, const BatchHead& batch_head
     for (int row = start; row < stop; ++row) total += p.at(row, column);
     p.at(start, column) = total;
   }
-  __syncthreads();  // the sums over queries are there
+  __syncthreads();  // the sums over queries are stored
   for (int sum = threadIdx.x; sum < queries.count() * keys.count(); sum += tile::kThreads) {
     const int n = sum / keys.count(), m = sum % keys.count(), stop = keys.stop(m);
     T total = 0;

@@ -6,7 +6,7 @@ namespace cuflash::attention {
 
 enum class SumsOperation : int64_t { kSetZero, kRound, kAddParts };
 
-// The parameters of the kernel that prepares sums, and writes the gradient from them, an argument of its own.
+// A kernel argument: the parameters of the kernel that prepares exact sums and writes a gradient from them.
 // cuflash/planning/captured_sums.py has the record as a NumPy dtype.
 struct CapturedSums {
   config::Accumulator* gradient;  // [num_elements]

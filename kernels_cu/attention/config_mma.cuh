@@ -18,18 +18,18 @@ constexpr int kThreads = 32 * kNumWarps;
 using QTile = tile::SwizzledTile<Element, kBlockQ, kHeadDim>;
 using KTile = tile::SwizzledTile<Element, kBlockKv, kHeadDim>;
 using VTile = tile::SwizzledTile<Element, kBlockKv, kValueDim>;
-using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // and dO's
-using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;   // and dS's
+using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // of O and dO
+using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;  // of P and dS
 
 using Listed = attention::StaticListed<config::kIsListed>;
 
-// Rows first <= x < last of a matrix that starts at `data`.
+// Return the rows first <= x < last of a matrix that starts at `data`.
 template <class T>
 CUFLASH_DEVICE tile::Matrix<T> rows(T* data, const attention::Matrices& matrices, int num_columns, int first, int last) {
   return {data + first * matrices.row_stride, matrices.row_stride, matrices.column_stride, last - first, num_columns};
 }
 
-// Returns whether a matrix has as many columns as the tile: computed once, before the steps.
+// Return whether a matrix has as many columns as the tile. Call it once, before the steps.
 template <class Tile, class T>
 CUFLASH_DEVICE bool has_full_rows(T* data, const attention::Matrices& matrices, int num_columns) {
   return tile::has_full_rows<Tile>(rows(data, matrices, num_columns, 0, 0));

@@ -17,7 +17,7 @@ using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
 using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
 using PTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
 
-// Columns that a thread sums side by side.
+// Number of neighbouring columns that a thread sums.
 constexpr int kRun = tile::Vector<Accumulator>::kLength;
 
 }  // namespace cuflash

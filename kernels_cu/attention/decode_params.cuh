@@ -7,10 +7,10 @@ namespace cuflash::attention {
 // Keys and values of several sequences, in pages of `page_size` positions. A contiguous cache has one page a sequence.
 struct CachePages {
   Matrices k, v;             // [num_pages, kv heads, page_size, dim]
-  const int32_t* table;      // [batch, max_pages] the pages of each sequence; null: page b is sequence b's
-  int32_t* lengths;          // [batch] positions of each sequence
-  const int32_t* counts;     // [batch] how many of the new rows belong to each sequence; null: all of them
-  int32_t* num_faults;       // of what is read from the three arrays above, how often it was out of range
+  const int32_t* table;  // [batch, max_pages] the pages of each sequence; if null, page b belongs to sequence b
+  int32_t* lengths;  // [batch] number of positions of each sequence
+  const int32_t* counts;  // [batch] number of the new rows that belong to each sequence; if null, all of them
+  int32_t* num_faults;  // counts values of the three arrays above that are out of range
   int32_t batch, num_pages, max_pages, page_size;
   int32_t capacity, num_kv_heads, head_dim, value_dim;
 };
@@ -20,9 +20,9 @@ struct Decode {
   CachePages cache;
   float* o_parts;      // [batch, kv heads, max_parts, group_size * num_queries, room for value_dim]
   float* stats_parts;  // [batch, kv heads, max_parts, group_size * num_queries, 2] maximum and sum of each row
-  int32_t* arrivals;   // [batch, kv heads] how many parts are there; 0 before and after a launch
+  int32_t* arrivals;  // [batch, kv heads] number of parts that are written; 0 before and after a launch
   int32_t group_size, num_queries, max_parts;
-  int32_t left, right;  // keys before and after a query's own position that it sees
+  int32_t left, right;  // a query sees so many keys before and after its own position
   double softmax_scale;
 };
 

@@ -7,7 +7,7 @@ namespace cuflash::attention {
 
 // The new rows of a sequence are its last positions.
 struct Sequence {
-  int length, count, first_key;  // positions; new rows; the first key that one of them sees
+  int length, count, first_key;  // number of positions and of new rows; the first key that a new row sees
   bool is_valid;                 // both numbers were in their range
 };
 
@@ -20,7 +20,7 @@ CUFLASH_DEVICE Sequence sequence(const Decode& params, int number) {
   return {clamped, clamped_count, first_key, length == clamped && count == clamped_count};
 }
 
-// The keys that a row of a tile of packed queries attends.
+// Return the keys that a row of a tile of packed queries attends.
 CUFLASH_DEVICE RowMask packed_row_mask(const Decode& params, const Sequence& of, int row) {
   const int number = row % params.num_queries, position = of.length - of.count + number;
   const bool is_there = row < params.group_size * params.num_queries && number < of.count && position >= 0;
@@ -29,7 +29,7 @@ CUFLASH_DEVICE RowMask packed_row_mask(const Decode& params, const Sequence& of,
           0};
 }
 
-// The keys lo <= j < hi that every new row sees; none where some rows see no key.
+// Return the keys lo <= j < hi that every new row sees; an empty interval if some row sees no key.
 CUFLASH_DEVICE Interval seen_by_all(const Decode& params, const Sequence& of) {
   if (of.count < params.num_queries || of.count > of.length) return {0, 0};
   const int first = of.length - of.count;
@@ -38,11 +38,12 @@ CUFLASH_DEVICE Interval seen_by_all(const Decode& params, const Sequence& of) {
 
 // The keys start <= j < stop of a block.
 struct Part {
-  int number, num_parts;  // of the sequence
+  int number, num_parts;  // among the parts of the sequence
   int start, stop;
 };
 
-// Cuts a sequence's keys by their number alone: parts of at least Width keys, at most max_parts parts.
+// Return a part of a sequence's keys. The cuts depend on the number of keys alone: parts have at least Width keys, and
+// there are at most max_parts of them.
 template <int Width>
 CUFLASH_DEVICE Part part_of(const Decode& params, const Sequence& of, int number) {
   const int base = of.first_key / Width * Width, num_steps = (of.length - base + Width - 1) / Width;

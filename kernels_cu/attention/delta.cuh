@@ -4,8 +4,8 @@
 // The first step of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) for kernels on tensor cores.
 namespace cuflash {
 
-// write(row, delta) of each row of a tile: delta = rowsum(dO o O) - dlse, 0 in rows without a key. A few neighbouring threads
-// work on a row.
+// Call write(row, delta) with each row of a tile: delta = rowsum(dO o O) - dlse, which is 0 in rows without a key. A
+// few neighbouring threads share a row.
 template <class Write>
 CUFLASH_DEVICE void for_each_delta(const attention::Params& params, const attention::WorkTile& work, Write write) {
   using namespace attention;
@@ -19,7 +19,7 @@ CUFLASH_DEVICE void for_each_delta(const attention::Params& params, const attent
   using Partition = tile::ChunkPartition<kThreads, OTile>;
   constexpr int kChunk = OTile::kChunk;
   const int first_chunk = Partition::first_chunk();
-  for (int first = work.first; first < work.last; first += Partition::kRowsPerPass) {  // whole warps stay together
+  for (int first = work.first; first < work.last; first += Partition::kRowsPerPass) {  // uniform in a warp
     const int row = first + Partition::first_row();
     const bool in_bounds = row < work.last;
     const float row_lse = in_bounds ? lse.at(row, 0) : 0.0f;
@@ -45,7 +45,7 @@ CUFLASH_DEVICE void for_each_delta(const attention::Params& params, const attent
   }
 }
 
-// Set the sums of dQ of a tile to 0, in passes that have them.
+// Set the sums of dQ of a tile to 0, if the pass has such sums.
 CUFLASH_DEVICE void clear_dq_sum(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
   if (params.dq_sum.data == nullptr) return;

@@ -16,7 +16,7 @@ CUFLASH_DEVICE void dropout_score_gradients(Tile& s, Tile& dp, const Dropout& dr
     const float p = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
     const float by_weight = is_kept ? dp.at(i, j) * factor : 0.0f;
     s.at(i, j) = is_allowed && is_kept ? p : 0.0f;
-    dp.at(i, j) = is_allowed ? p * (by_weight - row.delta[i]) : 0.0f;
+    dp.at(i, j) = is_allowed ? score_gradient(p, by_weight, row.delta[i]) : 0.0f;
   });
 }
 

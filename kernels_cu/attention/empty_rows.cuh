@@ -3,7 +3,7 @@
 
 namespace cuflash {
 
-// Sets dO of queries without a key to 0, since their gradients are 0 whatever dO holds. All threads call it.
+// Set dO of queries without a key to 0, since their gradients are 0 whatever dO holds. Called by all threads.
 CUFLASH_DEVICE void clear_empty_rows(OTile d_o, const tile::Matrix<float>& lse) {
   for (int row = threadIdx.x; row < lse.num_rows; row += kThreads)
     if (lse.at(row, 0) == ptx::negative_infinity<float>())

@@ -10,11 +10,11 @@ using DqPartition = tile::WarpPartition<kBlockQ, kHeadDim, kNumWarps>;
 using WarpDq = DqPartition::Tile;
 static_assert(DqPartition::kNumOwnerWarps == kNumWarps, "what two warps hold would be added twice");
 
-// The layout of a query tile's sums of dQ, which the kernels that add and the one that rounds share.
+// Layout of a query tile's sums of dQ, which the kernels that add and the kernel that rounds have in common.
 using DqSumLayout = tile::AccumulatorLayout<WarpDq, config::kDqAtomicWidth == 4 ? 4 : 1>;
 
-// Stage the rows of a gradient in free shared memory before they are stored; float32 gradients, which are summed over broadcast
-// axes afterwards, are stored at once.
+// Stage the rows of a gradient in free shared memory before they are stored; float32 gradients, which are summed over
+// broadcast axes afterwards, are stored at once.
 template <class Gradient, class Tile>
 CUFLASH_DEVICE void stage_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
                                    int num_columns, Tile staging, Gradient& gradient) {
@@ -37,7 +37,7 @@ template <class Gradient, class Tile>
 CUFLASH_DEVICE void write_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
                                    int num_columns, Tile staging, Gradient& gradient) {
   stage_gradient(to, work, head, num_columns, staging, gradient);
-  __syncthreads();  // all of it is there
+  __syncthreads();  // all rows are staged
   write_staged_gradient(to, work, head, num_columns, staging);
 }
 

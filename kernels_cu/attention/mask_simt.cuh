@@ -4,7 +4,7 @@
 
 namespace cuflash::attention {
 
-// The scores of a thread that are attended: a bit for each key of each of its queries.
+// Mask of a thread's scores: a bit for each key of each of its queries.
 template <int NumKeys>
 struct ScoreMask {
   uint64_t bits;
@@ -12,8 +12,9 @@ struct ScoreMask {
   CUFLASH_DEVICE bool allows(int query, int key) const { return bits >> (query * NumKeys + key) & 1; }
 };
 
-// The scores of a step that are attended, of queries query_of(i) < last_query and keys key_of(j) < last_key. The loop over
-// queries is not unrolled: its body would be most of a kernel's text, and instruction fetches cost time as well.
+// Return the mask of a thread's scores in a step, of queries query_of(i) < last_query and keys key_of(j) < last_key.
+// The loop over queries is not unrolled: its body would be most of a kernel's code, and instruction fetches cost time
+// as well.
 template <int NumQueries, int NumKeys, class QueryOf, class KeyOf>
 CUFLASH_DEVICE ScoreMask<NumKeys> score_mask(const Params& params, const BatchHead& batch_head, const KvBlock& block,
                                              QueryOf query_of, int last_query, KeyOf key_of, int last_key) {
@@ -34,7 +35,7 @@ CUFLASH_DEVICE ScoreMask<NumKeys> score_mask(const Params& params, const BatchHe
   return {bits};
 }
 
-// The mask of a tile of queries, and below of a tile of keys, whose rows are keys.
+// Return the mask of a thread's scores in a tile whose rows are queries; below, in a tile whose rows are keys.
 template <class Tile>
 CUFLASH_DEVICE ScoreMask<Tile::kColumns> score_mask_of_queries(const Params& params, const WorkTile& work,
                                                                const KvBlock& block) {
@@ -50,7 +51,7 @@ CUFLASH_DEVICE ScoreMask<Tile::kRows> score_mask_of_keys(const Params& params, c
       [&](int i) { return work.first + Tile::row(i); }, work.last);
 }
 
-// Set scores that a tile of queries may not attend in a step to a value: keys past the step's end, and masked ones.
+// Set the scores of a step that masks hide, and those past the end of the step, to a value.
 template <class T, int Rows, int Columns>
 CUFLASH_DEVICE void mask_scores(tile::RegisterTile<T, Rows, Columns>& s, const Params& params, const WorkTile& work,
                                 const KvBlock& block, T value = ptx::negative_infinity<T>()) {

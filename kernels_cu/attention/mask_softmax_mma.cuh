@@ -6,13 +6,13 @@
 // Masks and softmax on scores in the accumulator layout of tensor cores.
 namespace cuflash::attention {
 
-// Returns whether a step needs no mask.
+// Return whether a step needs no mask.
 template <int Width>
 CUFLASH_DEVICE bool is_unmasked(const KvBlock& block) {
   return block.kind == BlockKind::kFull && block.stop - block.start == Width;
 }
 
-// The query of a row of a tile.
+// Map a row of a tile to its query.
 struct UnpackedQuery {
   CUFLASH_DEVICE int operator()(int row) const { return row; }
 };
@@ -21,15 +21,15 @@ struct PackedQuery {
   CUFLASH_DEVICE int operator()(int row) const { return row % seqlen_q; }
 };
 
-// The value of masked scores in backward passes: a NaN that no arithmetic makes, recognised by its bits. -inf can be a score.
+// Return the value that marks masked scores in backward passes: a NaN that no arithmetic produces, which is recognised
+// by its bits. -inf does not serve, since it can be a score.
 constexpr uint32_t kMaskedScore = 0x7fc5a5a5u;
 CUFLASH_DEVICE float masked_score() { return __uint_as_float(kMaskedScore); }
 CUFLASH_DEVICE bool is_masked_score(float s) { return __float_as_uint(s) == kMaskedScore; }
 
-// Set scores that a warp's queries may not see in a step to a value: keys past the step's end, and those that
-// `row_mask_of` of a row of the tile leaves out. Columns of a thread rise, so that those before a key are the first of
-// them, and what a row sees is a bit a column. Bits of a step start with a byte, since steps are as wide as whole
-// bytes.
+// Set the scores of a step that `row_mask_of` (a function of a row of the tile) hides, and those past the end of the
+// step, to a value. A thread's columns rise, so the columns before a key are its first ones, and the mask of a row is
+// one bit a column. A step starts at a whole byte of the mask's bits, since the widths of steps are multiples of 8.
 template <bool HasBits, class Tile, class RowMaskOf>
 CUFLASH_DEVICE void mask_rows(Tile& s, const KvBlock& block, float value, RowMaskOf row_mask_of) {
   constexpr int kWords = (Tile::kColumns + 31) / 32;
@@ -57,8 +57,8 @@ CUFLASH_DEVICE void mask_rows(Tile& s, const KvBlock& block, float value, RowMas
   }
 }
 
-// Masks rows of which each attends one key further than the row before: `keys` are those of the tile's first row. Keys of the
-// step from `start` on are set.
+// Set the masked scores of a band to a value: each row attends one key further than the row before it. `keys` is the
+// interval of the tile's first row. Keys before `start` are masked too.
 template <class Tile>
 CUFLASH_DEVICE void mask_band(Tile& s, const KvBlock& block, float value, const Interval& keys, int start) {
   static_assert(Tile::kColumns <= 32 && Tile::row(1) == 8 && Tile::column(2) == 8, "a thread's next row: two columns on");
@@ -76,7 +76,7 @@ CUFLASH_DEVICE void mask_band(Tile& s, const KvBlock& block, float value, const 
   }
 }
 
-// The keys that a row of a tile attends in a step; a row past the last one attends none.
+// Return the keys that a row of a tile attends in a step; a row past the last one attends none.
 template <class Queries = UnpackedQuery>
 CUFLASH_DEVICE RowMask row_mask_of_row(const Params& params, const WorkTile& work, const KvBlock& block, int row,
                                        Queries query_of = {}) {
@@ -93,19 +93,21 @@ CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& w
   mask_rows<HasBits>(s, block, value, [&](int row) { return row_mask_of_row(params, work, block, row, query_of); });
 }
 
-// The running maximum and sum of a warp's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1). Scores come as they
-// left the product: the scale, times log2(e), is part of the exponent. A maximum stays as it is until it rises by more
-// than 2^8 in the weights, so that o is rarely rescaled, or 2^14 where nobody looks; which float16 holds, as P.
+// Running maximum and sum of a warp's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1). Scores are the products q
+// k^T; the scale, times log2(e), is applied in the exponent. Rescaling is lazy: a row keeps its maximum until the new
+// one would scale P by more than 2^8 (2^14 in a step that skips the maximum). P stays below float16's 65504, and O is
+// rarely rescaled.
 template <int Rows>
 struct LazySoftmax {
-  static constexpr int kRows = Rows;  // of a thread
+  static constexpr int kRows = Rows;  // rows per thread
   static constexpr float kMaxRise = 8;
-  static constexpr float kMaxRowSum = 1 << 14;          // of a thread's weights in a row of a step
-  static constexpr float kLargestPlainScore = 1 << 14;  // of a score whose rounding changes no digit that o has
+  static constexpr float kMaxRowSum = 1 << 14;  // upper limit of the sum of a thread's weights in a row of a step
+  // above it, the rounding of a score times the scale would change digits of O
+  static constexpr float kLargestPlainScore = 1 << 14;
 
-  float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns
-  // Reasons why a step must compute maxima: some of the warp's queries have attended no key yet, or some maxima are so large that
-  // the rounding of a score times the scale would be a large exponent.
+  float row_max[kRows], row_sum[kRows];  // row_sum covers the thread's own columns
+  // Reasons why a step must compute maxima. kNoKeyYet: some of the warp's queries have attended no key yet. kLargeMax:
+  // a maximum is so large that the rounding of a score times the scale would be a large exponent.
   enum MaxReason { kNoKeyYet = 1, kLargeMax = 2 };
   int max_reasons = kNoKeyYet;
 
@@ -117,14 +119,14 @@ struct LazySoftmax {
     }
   }
 
-  // The absolute scale times log2(e); 1 if the scale is 0.
+  // Return the absolute scale times log2(e); 1 if the scale is 0.
   static CUFLASH_DEVICE float scale_log2(double softmax_scale) {
     const float scale = softmax_scale * kLog2E;
     return scale == 0 ? 1 : fabsf(scale);
   }
 
-  // Whether q k^T must be negated so that weights grow with it: the scale is not positive. Doubles are compared by their bits,
-  // since the unit for their arithmetic waits for products that tensor cores have started before.
+  // Return whether q k^T must be negated so that weights grow with it, since the scale is not positive. The test
+  // compares the bits of the double: its arithmetic would wait for the products that the tensor cores have started.
   static CUFLASH_DEVICE bool needs_negation(double softmax_scale) { return __double_as_longlong(softmax_scale) <= 0; }
 
   template <class Tile>
@@ -133,9 +135,9 @@ struct LazySoftmax {
     s.scale(bits << 1 == 0 ? 0 : -1);
   }
 
-  // Turn scores into weights under the maxima as they are, where none must be looked for, and add them up. False, and scores
-  // are lost, where a thread's weights sum up to so much that one of them may be too large, and some maximum has risen by
-  // enough. Called by whole warps.
+  // Turn scores into weights under the old maxima, and add the weights up. Return false, with the scores lost, if a
+  // thread's sum exceeds kMaxRowSum: then a weight may be too large for float16, and some maximum has risen by more
+  // than kMaxRise. Called by whole warps.
   template <class Tile>
   CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, float softmax_scale_log2) {
     static_assert(kMaxRowSum / Tile::kColumns >= 1 << static_cast<int>(kMaxRise),
@@ -145,19 +147,20 @@ struct LazySoftmax {
     for (int i = 0; i < kRows; ++i) exp_row(s, i, softmax_scale_log2, shift(i) * softmax_scale_log2, sum[i]);
     bool is_small = true;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kMaxRowSum;  // false of NaN
+    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kMaxRowSum;  // false if the sum is NaN
     if (__any_sync(0xffffffffu, !is_small)) return false;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) row_sum[i] += sum[i];
     return true;
   }
 
-  // Raise maxima to those of scores where they rose by enough, and scale sums by what that takes from them. Whether any
-  // of the warp's did: then o is to be scaled too. Called by whole warps.
+  // Update maxima that rise by more than kMaxRise, and rescale the sums of their rows. Return whether a maximum of the
+  // warp has risen: then O must be scaled by `factor` too. Called by whole warps.
   template <class Tile>
   CUFLASH_DEVICE bool update_max(Tile& s, float softmax_scale_log2, float (&factor)[kRows]) {
-    float row_highest[kRows][4], thread_max[kRows], new_max[kRows];  // four of a row, so that none waits for the other
-    const auto has_risen_enough = [&](int i, float to) {  // not of -inf - (-inf)
+    // four maxima per row, so that comparisons do not wait for each other
+    float row_highest[kRows][4], thread_max[kRows], new_max[kRows];
+    const auto has_risen_enough = [&](int i, float to) {  // false for -inf - (-inf), which is NaN
       return (to - row_max[i]) * softmax_scale_log2 > kMaxRise;
     };
     bool max_has_risen = false, has_no_key = false, is_large = max_reasons & kLargeMax;
@@ -171,7 +174,7 @@ struct LazySoftmax {
       thread_max[i] = fmaxf(fmaxf(row_highest[i][0], row_highest[i][1]), fmaxf(row_highest[i][2], row_highest[i][3]));
       max_has_risen |= has_risen_enough(i, thread_max[i]);
     }
-    if (!__any_sync(0xffffffffu, max_has_risen)) return false;  // each thread asks for its own columns: rarely any has
+    if (!__any_sync(0xffffffffu, max_has_risen)) return false;  // each thread tests its own columns; a rise is rare
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       thread_max[i] = tile::quad_max(thread_max[i]);
@@ -210,7 +213,7 @@ struct LazySoftmax {
       exp_row(s, i, softmax_scale_log2, max_reasons & kLargeMax ? 0 : shift(i) * softmax_scale_log2, row_sum[i]);
   }
 
-  // The whole update: scores become weights, and earlier sums are scaled by the rise of the maximum.
+  // Turn scores into weights, and rescale the sums and O of earlier steps by the rise of the maximum.
   template <class Tile, class OutputTile>
   CUFLASH_DEVICE void update(Tile& s, OutputTile& o, float softmax_scale_log2) {
     float factor[kRows];
@@ -219,9 +222,9 @@ struct LazySoftmax {
     exp_scores(s, softmax_scale_log2);
   }
 
-  // Divide o by its row sums; `lse` is the natural log-sum-exp of rows. Rows without a key: o = 0, lse = -inf. All
-  // rows at once, so that none waits for another. A kernel may do this in two places: no product is left to the compiler to
-  // round or not. Called by whole warps.
+  // Divide o by its row sums, and compute the natural log-sum-exp of the rows. Rows without a key have o = 0 and lse =
+  // -inf. All rows are computed at once, so that none waits for another. Multiplications and additions are explicit
+  // instructions, so that calls at two places of a kernel round alike. Called by whole warps.
   template <class OutputTile>
   CUFLASH_DEVICE void finalize(OutputTile& o, float softmax_scale_log2, float (&lse)[kRows]) const {
     float sum[kRows];

@@ -4,15 +4,15 @@
 // The grid of blocks whose softmax weights are summed. Its blocks need not be those of a list or of a tile.
 namespace cuflash::attention {
 
-// The parameters of a kernel that sums weights over blocks, an argument of its own.
+// A kernel argument: the parameters of a kernel that sums weights over blocks.
 struct MassGrid {
   Matrices mass;  // [num_q_blocks, num_kv_blocks], accumulators
   int64_t block_q, block_kv;
-  int64_t has_lse;  // lse is given; otherwise the kernel computes it from the keys that it walks, and writes it
-  // Rows of q are groups of so many columns, of which the last comes first; 0 where columns are in their order. For kernels that
-  // take rows in chunks, of which each is in one group.
+  int64_t has_lse;  // lse is an input; otherwise the kernel computes it from the keys that it walks, and writes it
+  // Rows of q are groups of so many columns, of which the last comes first; 0 means that columns are in their order. Only
+  // kernels that take rows in chunks read it, and each chunk lies in one group.
   int64_t turned_columns;
-  float* row_masses;  // [thread blocks, num_kv_blocks, queries of a tile]; null where the kernel has no use for them
+  float* row_masses;  // [thread blocks, num_kv_blocks, queries of a tile]; null for kernels that do not use it
 
   CUFLASH_DEVICE int num_kv_blocks(const Shape& shape) const {
     const int block = static_cast<int>(block_kv);
@@ -26,7 +26,8 @@ struct MassGrid {
   }
 };
 
-// As many whole rows of the grid as a tile of queries holds, and one at least: the queries of a thread block.
+// Return the number of queries of a thread block: as many whole rows of the grid as a tile of queries holds, and at
+// least one.
 CUFLASH_DEVICE int mass_queries(const MassGrid& grid, int tile_rows) {
   const int block = static_cast<int>(grid.block_q);
   return block >= tile_rows ? block : tile_rows / block * block;
@@ -38,7 +39,7 @@ struct BlockCuts {
 
   CUFLASH_DEVICE int first_block() const { return first / block; }
   CUFLASH_DEVICE int count() const { return (last - 1) / block - first_block() + 1; }
-  // The positions of the n-th block, relative to the first position.
+  // Return the positions of the n-th block, relative to the first position.
   CUFLASH_DEVICE int start(int n) const { return n == 0 ? 0 : (first_block() + n) * block - first; }
   CUFLASH_DEVICE int stop(int n) const { return n + 1 == count() ? last - first : start(n + 1); }
 };

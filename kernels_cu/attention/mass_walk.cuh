@@ -11,7 +11,7 @@ struct Chunk {
   bool has_block, is_last_of_block;
 };
 
-// What a thread block remembers of its tile in shared memory: registers are for accumulators.
+// State of a thread block that lies in shared memory, so that registers are left for accumulators.
 struct TileState {
   MassTile tile;
   Chunk chunks[kNumStages];

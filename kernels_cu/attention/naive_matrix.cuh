@@ -5,7 +5,7 @@
 // Access of naive kernels to a matrix of scores that is stored as a whole: they may read any tile of it.
 namespace cuflash::attention {
 
-// The step of a tile of scores, which lies within one block of a list. Returns false if that block is absent.
+// Find the step of a tile of scores, which lies within one block of a list. Return false if that block is absent.
 CUFLASH_DEVICE bool find_block(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                KvBlock& block) {
   const WorkList& list = params.work;
@@ -26,8 +26,8 @@ CUFLASH_DEVICE bool find_block(const Params& params, const BatchHead& batch_head
   return true;
 }
 
-// Returns whether some query of a tile visits this key. Products read the rows of other keys as 0: their P is 0, and 0 times
-// NaN would be NaN.
+// Return whether some query of a tile visits this key. Products read the rows of other keys as 0: their P is 0, and 0
+// times NaN would be NaN.
 CUFLASH_DEVICE bool is_visited_key(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                    int key) {
   KvBlock block;
@@ -41,7 +41,7 @@ CUFLASH_DEVICE bool is_visited_key(const Params& params, const BatchHead& batch_
   return false;
 }
 
-// Returns whether this query visits some key of a tile.
+// Return whether this query visits some key of a tile.
 CUFLASH_DEVICE bool is_visiting_query(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                       int query) {
   KvBlock block;
@@ -56,14 +56,14 @@ CUFLASH_DEVICE bool is_visiting_query(const Params& params, const BatchHead& bat
   return false;
 }
 
-// Columns of a matrix in tiles of `width`.
+// Return the number of tiles of `width` columns in a matrix.
 CUFLASH_DEVICE int num_column_tiles(int num_columns, int width) { return (num_columns + width - 1) / width; }
 
 CUFLASH_DEVICE Range column_tile(int num_columns, int width, int number) {
   return {number * width, min(number * width + width, num_columns)};
 }
 
-// `store_gradient` for the columns from `first_column` on.
+// Store a gradient as `store_gradient` does, for the columns from `first_column` on.
 template <class Element, class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE void store_gradient_columns(const Matrices& to, const WorkTile& work, int head, int num_rows,
                                            int num_columns, int first_column,

@@ -1,59 +1,60 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// The parameters of every attention kernel, passed by value. cuflash/compiler/params_layout.py has the same records as NumPy
-// dtypes; each translation unit asserts that all offsets agree.
-// translation unit asserts that all offsets agree.
+// The parameters of every attention kernel, passed by value. cuflash/compiler/params_layout.py has the same records as
+// NumPy dtypes; each translation unit asserts that all offsets agree. translation unit asserts that all offsets agree.
 namespace cuflash::attention {
 
 constexpr int kBatchAxes = 3;
 
-// A stack of matrices [batch, heads, rows, columns]. Strides in elements; 0 where an axis broadcasts.
+// A stack of matrices [batch, heads, rows, columns]. Strides are in elements; an axis that broadcasts has stride 0.
 struct Matrices {
   void* data;
   int64_t batch_strides[kBatchAxes];
   int64_t head_stride;
   int64_t row_stride;
   int64_t column_stride;
-  int64_t is_accumulator;  // elements are accumulators: gradients that are summed over broadcast axes, and lse
+  // elements have the accumulator's type: lse, and gradients that are summed over broadcast axes
+  int64_t is_accumulator;
 };
 
 struct Shape {
   int32_t batch[kBatchAxes];
-  int32_t first_batch;  // of the batch entries of this launch, among those that masks count
-  int32_t num_heads;    // of the queries
+  int32_t first_batch;  // first batch entry of this launch, as masks count them
+  int32_t num_heads;  // number of query heads
   int32_t group_size;   // query heads that share a key/value head
   int32_t seqlen_q;
   int32_t seqlen_kv;
   int32_t head_dim;
   int32_t value_dim;
-  int32_t heads_per_l2_group;     // matrices that tiles of queries are taken from in turn
-  int32_t kv_heads_per_l2_group;  // and tiles of keys
-  int32_t num_splits;             // blocks that share a tile's keys
-  int32_t num_fused_dq_heads;     // batch entries and heads whose dQ the gradients' kernel finishes
-  int32_t last_tile_lead, first_tile_lag;  // of their last and first keys
+  int32_t heads_per_l2_group;  // number of heads whose tiles of queries are taken alternately
+  int32_t kv_heads_per_l2_group;  // number of heads whose tiles of keys are taken alternately
+  int32_t num_splits;  // number of blocks that share the keys of a tile
+  int32_t num_fused_dq_heads;  // number of pairs of batch entry and head whose dQ the backward kernel finishes
+  // rounds by which their last tiles are taken earlier, and their first tiles later
+  int32_t last_tile_lead, first_tile_lag;
   double softmax_scale;
 };
 
 // The keys that a query may attend: a band, an interval for every row, or a list of blocks.
 struct WorkList {
   int64_t lower, upper;  // lower <= j - i <= upper
-  const int32_t* lo;     // [batch or 1, heads or 1, seqlen_q] lo <= j < hi; null where the band says it all
+  const int32_t* lo;  // [batch or 1, heads or 1, seqlen_q] lo <= j < hi; null if the mask is a band
   const int32_t* hi;
   int64_t interval_batch_stride, interval_head_stride;
   const int32_t* row_pointers;  // [batch or 1, heads or 1, num_q_blocks], then one more; null without a list
-  const int32_t* kv_blocks;     // of each entry; so are q_blocks, kinds and tiles
+  const int32_t* kv_blocks;  // [entries], as are q_blocks, kinds and tiles
   const int32_t* q_blocks;
   const uint8_t* kinds;
   const int32_t* tiles;
   const uint8_t* bits;             // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
   const int32_t* column_pointers;  // [batch or 1, heads or 1, num_kv_blocks], then one more
   const int32_t* column_entries;   // entry numbers, column after column
-  const int32_t* column_steps;     // 4 * q_block + kind of each of those
+  const int32_t* column_steps;  // [entries] 4 * q_block + kind, in the order of column_entries
   const int32_t* row_order;        // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first
   const int32_t* column_order;     // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
-  int32_t list_batch_stride, list_head_stride;  // in matrices of the list: 0 where it is shared
-  int32_t block_q, block_kv;                    // of the list
+  int32_t list_batch_stride, list_head_stride;  // counted in matrices of the list; 0 if an axis shares them
+  int32_t block_q, block_kv;  // sizes of a block of the list
   int32_t num_q_blocks, num_kv_blocks;
 };
 
@@ -63,17 +64,18 @@ struct NaiveMatrices {
   Matrices score_gradients;
 };
 
-// Partial results of blocks that share a tile's keys, float32: O and lse of each part, the rows of one part after those of
-// another.
+// Partial results of blocks that share the keys of a tile, in float32: O and lse of each part. The rows of a part
+// follow those of the part before it.
 struct Parts {
   Matrices o_parts;    // [splits * seqlen_q, room for value_dim]
   Matrices lse_parts;  // [splits * seqlen_q]
 };
 
 struct Params {
-  Matrices q, k, v, o, lse;  // lse and delta have one column; on Hopper delta is QueryStats, tile after tile
+  Matrices q, k, v, o, lse;  // lse and delta have one column; on Hopper, delta points to the QueryStats of each tile
   Matrices do_, dq, dk, dv, dlse, delta, dq_sum;  // dq_sum is float32, before it is scaled and rounded
-  // an int, where blocks go on to further tiles as they end; then, of each place, which tiles are done
+  // an int, if blocks are persistent: the number of the next tile; followed, for each head whose dQ is finished, by the
+  // state of its tiles
   Matrices tile_counter;
   Shape shape;
   WorkList work;

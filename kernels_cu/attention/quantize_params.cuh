@@ -9,13 +9,13 @@ struct Quantize {
   const void* x;
   uint8_t* data;
   float* scale;        // [matrices, blocks]
-  const float* signs;  // of columns, before a Hadamard matrix; null where rows are not rotated
+  const float* signs;  // [columns] applied before the Hadamard matrix; null if rows are not rotated
   int32_t num_rows, num_blocks;
-  float largest;       // magnitude of a block, once it is divided by its scale
-  float normalizer;    // of the Hadamard matrix
+  float largest;  // largest magnitude of a block after division by its scale
+  float normalizer;  // factor of the Hadamard matrix
 };
 
-// Bytes [matrices, rows, columns] become [matrices, columns, padded_rows].
+// The bytes [matrices, rows, columns] of `data` become [matrices, columns, padded_rows].
 struct Transpose {
   const uint8_t* data;
   uint8_t* transposed;

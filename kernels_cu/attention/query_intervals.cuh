@@ -1,8 +1,8 @@
 #pragma once
 #include <attention/page_table.cuh>
 
-// The parameters of the kernel that says which keys of a cache each query sees. cuflash/planning/prefill.py has the record as a
-// NumPy dtype.
+// The parameters of the kernel that says which keys of a cache each query sees. cuflash/planning/prefill.py has the
+// record as a NumPy dtype.
 namespace cuflash::attention {
 
 struct QueryIntervals {
@@ -10,9 +10,9 @@ struct QueryIntervals {
   Pages pages;
   int32_t* lo;            // [batch, num_queries] a query sees lo <= j < hi
   int32_t* hi;
-  int32_t* tile_counter;  // of the kernel that follows; null where it has none
+  int32_t* tile_counter;  // tile counter of the kernel that follows; null if it has none
   int32_t num_heads, value_dim;
-  int32_t left, right;  // keys before and after a query's own position that it sees
+  int32_t left, right;  // a query sees so many keys before and after its own position
   int32_t blocks_per_sequence, unused;
 };
 

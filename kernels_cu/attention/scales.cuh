@@ -1,16 +1,17 @@
 #pragma once
 #include <attention/params.cuh>
 
-// Scales of operands that are numbers of 8 bits: what a kernel takes beside Params where its specification is quantised.
+// Scales of operands that are numbers of 8 bits: what a kernel takes beside Params where its specification is
+// quantised.
 namespace cuflash::attention {
 
 // A scale for each run of rows of q, k and v, from row 0 on. planning/families/sm90_fp8.py has the same record.
 struct Scales {
   Matrices q_scale, k_scale, v_scale;  // float32, one column
-  int64_t q_rows, k_rows, v_rows;      // that share a scale
+  int64_t q_rows, k_rows, v_rows;  // number of rows that share a scale
 };
 
-// The argument as functions take it; other kernels have none, and hand over the constant in its place.
+// The type of the argument in functions: kernels without scales pass a constant in its place.
 struct NoScales {};
 template <bool IsQuantized>
 struct ScalesArgumentIf {

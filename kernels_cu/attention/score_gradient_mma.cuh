@@ -25,10 +25,15 @@ CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const tile::Matrix<float>& lse
   return statistics;
 }
 
-// P = exp2(scale log2(e) q k^T - lse) of a score q k^T. At logits of 1e6 and more the rounding of lse alone would lift it
-// above 1, hence the minimum.
+// P = exp2(scale log2(e) s - lse) of a score s, in the steps that kernels interleave with products: the exponent, its
+// power, and the limit. At logits of 1e6 and more, the rounding of lse alone would lift P above 1.
+CUFLASH_DEVICE float score_exponent(float s, float softmax_scale_log2, float lse_2) {
+  return ptx::fma(s, softmax_scale_log2, -lse_2);
+}
+CUFLASH_DEVICE float unclamped_probability(float exponent) { return ptx::exp2_approx(exponent); }
+CUFLASH_DEVICE float clamp_probability(float p) { return ptx::min_or_nan(p, 1); }
 CUFLASH_DEVICE float probability(float s, float softmax_scale_log2, float lse_2) {
-  return ptx::min_or_nan(ptx::exp2_approx(ptx::fma(s, softmax_scale_log2, -lse_2)), 1);
+  return clamp_probability(unclamped_probability(score_exponent(s, softmax_scale_log2, lse_2)));
 }
 
 // P and dS = P (dP - delta) in the places of q k^T, which is `masked_score` where the mask says no, and dP.
@@ -41,7 +46,7 @@ CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2,
       const bool is_allowed = !IsMasked || !is_masked_score(s.at(i, j));
       const float p = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
       s.at(i, j) = is_allowed ? p : 0.0f;
-      dp.at(i, j) = is_allowed ? p * (dp.at(i, j) - row.delta[i]) : 0.0f;
+      dp.at(i, j) = is_allowed ? score_gradient(p, dp.at(i, j), row.delta[i]) : 0.0f;
     }
 }
 
@@ -68,7 +73,8 @@ CUFLASH_DEVICE void score_gradient_columns(Tile& dp, Tile& p, const RowStatistic
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-    for (int j = 2 * column_tile; j < 2 * column_tile + 2; ++j) dp.at(i, j) = p.at(i, j) * (dp.at(i, j) - row.delta[i]);
+    for (int j = 2 * column_tile; j < 2 * column_tile + 2; ++j)
+      dp.at(i, j) = score_gradient(p.at(i, j), dp.at(i, j), row.delta[i]);
 }
 
 // Rows of a gradient in float32, which is summed over broadcast axes afterwards.

@@ -2,11 +2,11 @@
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
 
-// Attention sinks: a logit of each head that takes part in its softmax and has no value. A row (o, lse) without it is merged
-// with (0, sink).
+// Attention sinks: a logit of each head that takes part in its softmax and has no value. A row (o, lse) without it is
+// merged with (0, sink).
 namespace cuflash::attention {
 
-// The parameters of a kernel whose specification has a sink, an argument of its own.
+// A kernel argument, in kernels whose specification has a sink.
 struct Sink {
   Matrices sink;   // one number a head
   Matrices dsink;  // its gradient, an accumulator if is_accumulator, else of `dtype`
@@ -27,7 +27,7 @@ struct SinkArgumentIf<false> {
 using SinkArgument = SinkArgumentIf<config::kHasSink>::Type;
 constexpr NoSink sink{};
 
-// The sink of a head.
+// Return the sink of a head; -inf in kernels without a sink.
 template <class T>
 CUFLASH_DEVICE T sink_logit(const Sink& sink, const BatchHead& batch_head, int head) {
   const auto of = [&](auto zero) {
@@ -43,13 +43,13 @@ CUFLASH_DEVICE T sink_logit(NoSink, const BatchHead&, int) {
   return ptx::negative_infinity<T>();
 }
 
-// exp of a difference of logits.
+// Return exp(logit - other).
 template <class T>
 CUFLASH_DEVICE T sink_weight(T logit, T other) {
   return ptx::exp2_accurate((logit - other) * T(kLog2E));
 }
 
-// Merge a row with its head's sink: returns the factor of o. A sink of -inf leaves everything as it is.
+// Merge a row with its head's sink: update lse, and return the factor of o. A sink of -inf leaves both as they are.
 template <class T>
 CUFLASH_DEVICE T merge_sink(T& lse, T sink) {
   if (sink == ptx::negative_infinity<T>()) return 1;
@@ -59,9 +59,10 @@ CUFLASH_DEVICE T merge_sink(T& lse, T sink) {
   return weight / total;
 }
 
-// dsink of the head that a block works on: minus the sum over queries of the sink's weight times delta. Where heads or batch
-// entries share an element of dsink, the block of the first of them sums over all of them. `delta_of` takes a place and a
-// query. Each thread sums every Threads-th query, then threads are added in pairs, always the same: results repeat bit for bit.
+// Compute dsink of the head that a block works on: minus the sum over queries of the sink's weight times delta. If
+// heads or batch entries share an element of dsink, the block of the first of them sums over all of them. `delta_of`
+// maps a batch entry and head and a query to delta. Each thread sums every Threads-th query, then threads are added in
+// pairs in a fixed order: results repeat bit for bit.
 template <class T, int Threads, class DeltaOf>
 CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T* room, DeltaOf delta_of) {
   const Shape& shape = params.shape;
@@ -94,7 +95,7 @@ CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T*
   }
   room[threadIdx.x] = sum;
   for (int half = Threads / 2; half > 0; half /= 2) {
-    __syncthreads();  // the sums before are there
+    __syncthreads();  // the sums of the round before are stored
     if (static_cast<int>(threadIdx.x) < half) room[threadIdx.x] += room[threadIdx.x + half];
   }
   if (threadIdx.x != 0) return;

@@ -7,8 +7,9 @@ namespace cuflash::attention {
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 
-// The running maximum and sum of a tile's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1), in base 2: scores
-// come multiplied by log2(e), so that exp2 of them is the exp of the paper's. A thread keeps the sum of its own columns.
+// Running maximum and sum of a tile's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1), in base 2: scores are
+// multiplied by log2(e) before, so that exp2 of them is the exp of the paper. A thread keeps the sum of its own
+// columns.
 template <class T, int Rows>
 struct OnlineSoftmax {
   static constexpr int kRows = tile::kRowsPerThread<Rows>;
@@ -22,8 +23,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turn scores into exp2(s - row_max), and scale what has been summed before by what the maximum rose.
-  // Called by all threads: those of a row share its maximum.
+  // Turn scores into exp2(s - row_max), and rescale earlier sums by the rise of the maximum. Called by all threads:
+  // those of a row share its maximum.
   template <int Columns, int ValueColumns, int Run>
   CUFLASH_DEVICE void update(tile::RegisterTile<T, Rows, Columns>& s, tile::RegisterTile<T, Rows, ValueColumns, Run>& o) {
     using Scores = tile::RegisterTile<T, Rows, Columns>;
@@ -33,7 +34,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int j = 0; j < Scores::kColumns; ++j) highest = tile::maximum(highest, s.at[i][j]);
       highest = tile::row_max(highest);
-      const T shift = tile::maximum(highest, tile::lowest<T>());  // -inf - (-inf) must not arise
+      const T shift = tile::maximum(highest, tile::lowest<T>());  // avoids -inf - (-inf), which is NaN
       const T rescale = ptx::exp2_accurate(row_max[i] - shift);
       T sum = 0;
 #pragma unroll
@@ -47,8 +48,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Divide o by its row sums; returns the natural log-sum-exp of row i. Rows without a key: o = 0, lse = -inf.
-  // Called by all threads, once for every i.
+  // Divide o by its row sums, and return the natural log-sum-exp of row i. Rows without a key have o = 0 and lse =
+  // -inf. Called by all threads, once for every i.
   template <int ValueColumns, int Run>
   CUFLASH_DEVICE T finalize(int i, tile::RegisterTile<T, Rows, ValueColumns, Run>& o) const {
     const T sum = tile::row_sum(row_sum[i]);

@@ -9,8 +9,8 @@ namespace cuflash::attention {
 // A batch entry and a head: the matrices of one softmax.
 struct BatchHead {
   int batch[kBatchAxes];
-  int batch_index;  // the batch entry as masks count it
-  int head;         // of the queries
+  int batch_index;  // batch entry, as masks count them
+  int head;  // query head
 };
 
 // Rows first <= x < last of the matrices of a batch entry and head.
@@ -21,7 +21,7 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
-// Whether the work is listed: a constant of the kernel, or a value at run time.
+// Tells whether the work is listed: as a constant of the kernel, or as a value at run time.
 template <bool IsListed>
 struct StaticListed {
   static CUFLASH_DEVICE bool has_list(const WorkList&) { return IsListed; }
@@ -30,33 +30,35 @@ struct DynamicListed {
   static CUFLASH_DEVICE bool has_list(const WorkList& list) { return list.row_pointers != nullptr; }
 };
 
-// The matrix of a list that a batch entry and head uses.
+// Return the number of the list that a batch entry and head uses.
 CUFLASH_DEVICE int64_t list_index(const WorkList& list, const BatchHead& batch_head) {
   return batch_head.batch_index * list.list_batch_stride + batch_head.head * list.list_head_stride;
 }
 
-// Quotient and remainder of two numbers that are not negative. The divisor is mostly a power of two, and a division takes a
-// hundred cycles in which a block has nothing else to do.
+// Quotient and remainder of two numbers that are not negative. The divisor is mostly a power of two: then a shift
+// replaces the division, which takes about a hundred cycles.
 struct DivMod {
   int quotient, remainder;
 };
 CUFLASH_DEVICE DivMod divmod(int number, int by) {
-  by = ptx::opaque(by);  // else what follows from it is kept from tile to tile, and registers are few
+  // opaque, so that values derived from it are computed again for each tile and take no registers
+  by = ptx::opaque(by);
   if ((by & (by - 1)) == 0) return {number >> (31 - __clz(by)), number & (by - 1)};
   const int quotient = static_cast<unsigned>(number) / static_cast<unsigned>(by);
   return {quotient, number - quotient * by};
 }
 
-// The tiles of the queries, or of the keys, as an axis. A place is a batch entry and the query heads that share the rows.
+// The axis of queries, or of keys, that is cut into tiles. A row group is a batch entry with the query heads that share
+// the rows.
 struct TileAxis {
   int length, heads_per_row_group;
-  int block;             // of the list
-  const int32_t* order;  // of the list; null without one
-  bool is_last_longest;  // under a causal mask, without a list
+  int block;  // size of a block of the list
+  const int32_t* order;  // order of the list's blocks; null without a list
+  bool is_last_longest;  // the last rows visit the most blocks, as under a causal mask; without a list
   int heads_per_l2_group;
 };
 
-// How an axis is cut. Tiles stay within blocks: the last block, and the last tile of a block, may be short.
+// The cut of an axis into tiles. Tiles stay within blocks: the last block, and the last tile of a block, may be short.
 struct TileScheduler {
   int block, tiles_in_block, num_blocks, num_tiles, num_heads, num_batch_heads;
 
@@ -71,13 +73,13 @@ struct TileScheduler {
   }
 };
 
-// A place and one of its tiles, in the order in which blocks take them.
+// A batch entry with a head, and the rank of one of its tiles, in the order in which blocks take them.
 struct TileOrder {
   int batch_head_number, rank;
 };
 
-// The tiles that start last decide how long other blocks idle. So places alternate, each with its longest tiles first; the plan
-// says how many places alternate at a time.
+// Return the tile of a number. The tiles that start last decide how long other blocks idle: so heads alternate, each
+// with its longest tiles first. The plan sets the number of heads that alternate at a time, heads_per_l2_group.
 CUFLASH_DEVICE TileOrder tile_order_at(const TileAxis& axis, const TileScheduler& scheduler, int number) {
   const int heads_per_group = min(axis.heads_per_l2_group, scheduler.num_batch_heads);
   const DivMod groups = divmod(number, heads_per_group * scheduler.num_tiles);
@@ -99,7 +101,7 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, co
   work.batch_head.batch_index = shape.first_batch + batch_entry;
   for (int dim = kBatchAxes - 1; dim >= 0; --dim) {
     const int extent = shape.batch[dim];
-    // a division is long, and mostly there is one axis
+    // avoids a slow division, as there is mostly one batch axis
     work.batch_head.batch[dim] = batch_entry < extent ? batch_entry : batch_entry % extent;
     batch_entry = batch_entry < extent ? 0 : batch_entry / extent;
   }
@@ -115,15 +117,15 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, in
   return work_tile(params, axis, scheduler, height, tile_order_at(axis, scheduler, number));
 }
 
-// The number of a batch entry and head of the queries, in this launch.
+// Return the number of a batch entry with a query head in this launch.
 CUFLASH_DEVICE int batch_head_number(const Shape& shape, const BatchHead& batch_head) {
   return (batch_head.batch_index - shape.first_batch) * shape.num_heads + batch_head.head;
 }
 
-// The part of its tile's work that a block computes, where `num_parts` blocks share the tile.
+// Return which part of its tile a block computes, if `num_parts` blocks share the tile.
 CUFLASH_DEVICE int split_index(int num_parts) { return divmod(blockIdx.x, num_parts).remainder; }
 
-// The queries of one head.
+// Return the axis of the queries of one head.
 template <class Listed>
 CUFLASH_DEVICE TileAxis query_axis(const Params& params) {
   const WorkList& list = params.work;
@@ -136,20 +138,20 @@ CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_par
   return work_tile(params, query_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
 }
 
-// Reverses the order: a kernel that runs before or after another finds, or leaves, in the level-2 cache the tiles that the other
-// ended or starts with.
+// Return the tile of a block in reverse order. A kernel that runs before or after another one thus finds in the level-2
+// cache the tiles that the other ended with, or leaves there those that it starts with.
 template <class Listed>
 CUFLASH_DEVICE WorkTile query_tile_reversed(const Params& params, int height) {
   TileAxis queries = query_axis<Listed>(params);
   if (queries.order == nullptr && params.shape.num_fused_dq_heads > 0)
-    queries.heads_per_l2_group = 1;  // so that the last tiles are of the last places
+    queries.heads_per_l2_group = 1;  // so that the last tiles belong to the last heads
   const TileScheduler scheduler(params.shape, queries, height);
   const int number = scheduler.num_batch_heads * scheduler.num_tiles - 1 - blockIdx.x;
   return work_tile(params, queries, scheduler, height, tile_order_at(queries, scheduler, number));
 }
 
-// For blocks that work on several tiles, one after the other: how many there are, and the tile of a number. Without a list
-// tiles are cut from the end: a short last one would, under a causal mask, walk all keys for few queries.
+// Return the number of tiles of queries, for persistent blocks; below, the tile of a number. Without a list, tiles are
+// cut from the end of the queries: a short last tile would walk all keys for few queries under a causal mask.
 template <class Listed>
 CUFLASH_DEVICE int num_query_tiles(const Params& params, int height) {
   const TileScheduler scheduler(params.shape, query_axis<Listed>(params), height);
@@ -167,14 +169,14 @@ CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int numb
   return work;
 }
 
-// Cuts the queries after every `height`, whatever the blocks of a list.
+// Return the axis of queries without the blocks of a list: it is cut after every `height` queries.
 CUFLASH_DEVICE TileAxis uncut_query_axis(const Params& params) {
   return {params.shape.seqlen_q, 1, 0, nullptr, true, params.shape.heads_per_l2_group};
 }
 CUFLASH_DEVICE WorkTile query_rows(const Params& params, int height) {
   return work_tile(params, uncut_query_axis(params), height, blockIdx.x);
 }
-// For blocks that work on every so many of them: how many there are, and the rows of a number.
+// Return the number of such row ranges, for persistent blocks; below, the rows of a number.
 CUFLASH_DEVICE int num_query_rows(const Params& params, int height) {
   const TileScheduler scheduler(params.shape, uncut_query_axis(params), height);
   return scheduler.num_batch_heads * scheduler.num_tiles;
@@ -185,26 +187,28 @@ CUFLASH_DEVICE WorkTile query_rows_at(const Params& params, int height, int numb
 CUFLASH_DEVICE int thread_block() { return blockIdx.x; }
 CUFLASH_DEVICE int num_thread_blocks() { return gridDim.x; }
 
-// The queries of all heads that share a key/value head, head after head; `batch_head.head` is the first of them.
+// Return a tile of the queries of all heads that share a key/value head, one head after the other (pack_gqa);
+// `batch_head.head` is the first of these heads.
 CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int num_parts) {
   const Shape& shape = params.shape;
   const TileAxis queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true, 1};
   return work_tile(params, queries, height, divmod(blockIdx.x, num_parts).quotient);
 }
 
-// The batch entry and head of a block that works on a whole head of the queries.
+// Return the batch entry and head of a block that works on a whole head of the queries.
 CUFLASH_DEVICE BatchHead head_place(const Params& params) {
   const TileAxis one{1, 1, 0, nullptr, true, 1};
   return work_tile(params, one, 1, blockIdx.x).batch_head;
 }
 
-// The place of a block that works on a whole head of the keys; `head` is the first of the query heads that share them.
+// Return the batch entry and head of a block that works on a whole key/value head; `head` is the first of the query
+// heads that share it.
 CUFLASH_DEVICE BatchHead kv_head_place(const Params& params) {
   const TileAxis one{1, params.shape.group_size, 0, nullptr, true, 1};
   return work_tile(params, one, 1, blockIdx.x).batch_head;
 }
 
-// The number, within its matrix, of the tile that starts with a query.
+// Return the number, within its matrix, of the tile that starts with a query.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height) {
   const int block = params.work.block_q;
@@ -212,14 +216,15 @@ CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height
   return first / block * ((block + height - 1) / height) + first % block / height;
 }
 
-// The end of the tile of queries that starts with a query.
+// Return the end of the tile of queries that starts with a query.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE int query_tile_end(const Params& params, int first, int height) {
   const int last = min(first + height, params.shape.seqlen_q), block = params.work.block_q;
   return Listed::has_list(params.work) ? min(last, (first / block + 1) * block) : last;
 }
 
-// The keys of the query heads that share them; `batch_head.head` is the first of these, whose list says the order.
+// Return the axis of the keys of a key/value head; `batch_head.head` of its tiles is the first query head that shares
+// it, whose list has the order.
 template <class Listed>
 CUFLASH_DEVICE TileAxis key_axis(const Params& params) {
   const Shape& shape = params.shape;
@@ -237,17 +242,18 @@ CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number
   return work_tile(params, key_axis<Listed>(params), height, number);
 }
 
-// In kernels that finish dQ of the first places themselves (sm90/dq_semaphore.cuh), a group of places takes its last keys some
-// rounds before other tiles, in reverse, and its first keys some rounds after them, between tiles of other groups. So no tile
-// waits for one that is taken later, and most find done what they wait for.
+// The order of tiles in kernels that finish dQ of the first heads themselves (sm90/dq_semaphore.cuh). A group of heads
+// takes its last tiles of keys `ahead` rounds before its other tiles, and its first tiles `behind` rounds after them,
+// between tiles of other groups. So no tile waits for one that is taken later, and most tiles wait for tiles that are
+// already done.
 struct FusedDqTileOrder {
   int batch_heads, num_tiles, num_groups, ahead, behind;
 
   CUFLASH_DEVICE TileOrder at(int number) const {
-    // else what follows from it is kept from tile to tile, and registers are few
+    // opaque, so that values derived from it are computed again for each tile and take no registers
     const int batch_heads = ptx::opaque(this->batch_heads);
     const int inner = batch_heads * (num_tiles - 2), tiles_per_round = batch_heads * num_tiles;
-    int round = 0, from = 0;  // of the round's places: last keys of all, others, first keys
+    int round = 0, from = 0;  // first position in the round; a round has last tiles, then inner tiles, then first tiles
     const auto is_within = [&](int rounds, int width) {
       if (number < rounds * width) {
         round += number / width;
@@ -284,8 +290,8 @@ CUFLASH_DEVICE WorkTile fused_dq_key_tile_at(const Params& params, int height, i
                             : tile_order_at(keys, scheduler, number));
 }
 
-// For persistent blocks: the number of tiles, a block's first tile, and the next tile that no block has taken. The last block
-// that takes a number resets the counter, for a later launch. Called by one thread.
+// Return the number of tiles of keys, for persistent blocks; below, a block's first tile, and the next tile that no
+// block has taken. The block that takes the last number resets the counter for a later launch. Called by one thread.
 template <class Listed>
 CUFLASH_DEVICE int num_key_tiles(const Params& params, int height) {
   const TileScheduler scheduler(params.shape, key_axis<Listed>(params), height);
@@ -298,20 +304,21 @@ CUFLASH_DEVICE int next_tile_number(const Params& params, int num_tiles) {
   if (fetched == num_tiles - 1) *next = 0;
   return gridDim.x + fetched;
 }
-// Takes a block's first tile from the counter as well, so that tiles are taken in order, whichever blocks start first.
+// Return the next tile from the counter, which here also has a block's first tile, so that tiles are taken in order,
+// whichever blocks start first.
 CUFLASH_DEVICE int next_tile_number_in_order(const Params& params, int num_tiles) {
   int* const next = static_cast<int*>(params.tile_counter.data);
   const int fetched = tile::fetch_increment(next);
   if (fetched + 1 - num_tiles == static_cast<int>(gridDim.x)) *next = 0;
   return fetched;
 }
-// Resets the counter, in a kernel that runs before.
+// Reset the counter; called in a kernel that runs before.
 CUFLASH_DEVICE void reset_tile_counter(const Params& params) {
   int* const next = static_cast<int*>(params.tile_counter.data);
   if (next != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *next = 0;
 }
 
-// The matrix of a batch entry and head.
+// Return the matrix of a batch entry and head.
 template <class T>
 CUFLASH_DEVICE tile::Matrix<T> matrix(const Matrices& matrices, const BatchHead& batch_head, int head, int num_rows,
                                       int num_columns) {

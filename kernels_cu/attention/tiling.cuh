@@ -13,7 +13,8 @@ struct Range {
 
 CUFLASH_DEVICE Range rows_of(const WorkTile& work) { return {work.first, work.last}; }
 
-// A length in tiles that stay within blocks, as `work_tile` has them: the last of a block may be short, or empty.
+// The cut of a length into tiles that stay within blocks, as `work_tile` cuts it: the last tile of a block may be
+// short, or empty.
 struct Tiling {
   int length, block, height;
 

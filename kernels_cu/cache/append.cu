@@ -1,6 +1,6 @@
-// Appends the new keys and values of each sequence to a KV cache. The positions follow from the lengths on the device, so that a
-// graph with this kernel can be replayed. Several blocks copy the rows of a sequence; the last block to read its length sets the
-// new one. Rows for which there is no room are dropped and counted.
+// Appends the new keys and values of each sequence to a KV cache. The positions follow from the lengths on the device,
+// so that a graph with this kernel can be replayed. Several blocks copy the rows of a sequence; the last block to read
+// its length sets the new one. Rows for which there is no room are dropped and counted.
 #include <attention/append_work.cuh>
 
 namespace cuflash {
@@ -16,7 +16,7 @@ struct alignas(16) Unit {
   uint64_t at[2];
 };
 
-// Returns whether rows consist of units that start at multiples of their size.
+// Return whether rows consist of units that start at multiples of their size.
 CUFLASH_DEVICE bool has_aligned_units(const Matrices& matrices, int num_columns) {
   constexpr int kElements = sizeof(Unit) / sizeof(Element);
   const auto is_whole = [](int64_t stride) { return stride % kElements == 0; };
@@ -25,7 +25,7 @@ CUFLASH_DEVICE bool has_aligned_units(const Matrices& matrices, int num_columns)
          reinterpret_cast<uint64_t>(matrices.data) % sizeof(Unit) == 0;
 }
 
-// One of the parts of a row: of all heads' keys, then of all heads' values.
+// A part of a row of the cache. Parts are numbered over the keys of all heads, then over the values of all heads.
 template <class Part>
 struct Place {
   static constexpr int kElements = sizeof(Part) / sizeof(Element);
@@ -47,8 +47,8 @@ struct Place {
   }
 };
 
-// Copy the rows of a sequence as parts of a type. What a thread copies first is read before the length is. By all threads of
-// its blocks.
+// Copy the new rows of a sequence in parts of one type. A thread loads its first part before it reads the length.
+// Called by all threads of the sequence's blocks.
 template <class Part>
 CUFLASH_DEVICE NewRows copy_rows(const Append& params, int sequence, int block) {
   constexpr int kElements = Place<Part>::kElements;

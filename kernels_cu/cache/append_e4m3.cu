@@ -1,7 +1,6 @@
-// Rounds the new keys and values of each sequence to 8 bits, with a scale for each row of a head, and puts them behind those
-// that a KV cache has; all else is as in append.cu. A scale is the least power of two by which no number exceeds 448, so that
-// rows are divided by it, and multiplied with it, exactly. Numbers below 2^-126 count as 0, and a row that holds NaN or an
-// infinity is NaN.
+// Rounds the new keys and values of each sequence to e4m3, with a scale for each row of a head, and appends them to a
+// KV cache as append.cu does. A scale is the least power of two for which no quotient exceeds 448, so that division and
+// multiplication by it are exact. Numbers below 2^-126 count as 0. A row that holds NaN or an infinity becomes NaN.
 #include <attention/append_work.cuh>
 #include <attention/cache_scales.cuh>
 #include <tile/e4m3.cuh>
@@ -16,12 +15,12 @@ using attention::NewRows;
 using config::Element;
 
 constexpr int kThreads = 32 * config::kNumWarps;
-constexpr int kColumnsOfLane = 8;  // of at most 256
+constexpr int kColumnsOfLane = 8;  // rows have at most 256 columns
 
-// A row of keys or values of one head, as a warp holds it: a lane has every 32nd column.
+// A row of keys or values of one head in the registers of a warp: a lane holds every 32nd column.
 class Row {
  public:
-  // Zeros past the columns that there are.
+  // Load a row; columns past the last one are 0.
   CUFLASH_DEVICE void load(const Matrices& from, int sequence, int head, int row, int num_columns) {
     const auto data = attention::matrix<Element>(from, {{sequence}, 0, head}, head, 0, 0);
 #pragma unroll
@@ -37,7 +36,7 @@ class Row {
     const auto data = attention::matrix<ptx::Float8E4M3>(to, place, head, 0, 0);
     const uint32_t largest = largest_bits();
     const bool is_finite = largest < 0x7f800000u;
-    // The sum carries into the exponent where the mantissa is above that of 448 = 1.75 2^8.
+    // The sum carries into the exponent if the mantissa is above that of 448 = 1.75 2^8.
     const uint32_t exponent = max((largest + 0x1fffffu) >> 23, 9u) - 8;
     const float inverse = __uint_as_float((254 - exponent) << 23);
 #pragma unroll
@@ -51,7 +50,8 @@ class Row {
   }
 
  private:
-  // The bits of the largest magnitude, which are in the order of the numbers: NaN is the largest.
+  // Return the bits of the largest magnitude. Bits of floats that are not negative have the order of the numbers, and
+  // NaN is the largest.
   CUFLASH_DEVICE uint32_t largest_bits() const {
     uint32_t largest = 0;
 #pragma unroll
@@ -64,7 +64,7 @@ class Row {
   float x_[kColumnsOfLane];
 };
 
-// A head's keys or its values.
+// The keys or the values of a head.
 struct Place {
   bool is_value;
   int head, num_columns;
@@ -85,7 +85,7 @@ cache_append_e4m3(const __grid_constant__ cuflash::attention::Append params,
   const int sequence = at.quotient, warp = at.remainder * config::kNumWarps + threadIdx.x / 32;
   const int num_warps = params.blocks_per_sequence * config::kNumWarps, num_places = 2 * cache.num_kv_heads;
   const NewRows rows = attention::new_rows(params, sequence, at.remainder);
-  // Rows follow each other, and the places of one do: as many as there are warps at once.
+  // Warps take the pairs of row and place in order, one each, and advance by the number of warps.
   attention::DivMod item = attention::divmod(warp, num_places);
   const attention::DivMod step = attention::divmod(num_warps, num_places);
   while (item.quotient < rows.num_rows) {

@@ -1,5 +1,6 @@
-// Says which keys of a KV cache each new query sees, from the lengths on the device, for the kernel that follows; and writes the
-// results of queries that belong to no sequence, which that kernel leaves out.
+// Writes the interval of cached keys that each new query attends, computed from the lengths on the device, for the
+// attention kernel that follows. Also writes the results of queries that belong to no sequence, which that kernel
+// skips.
 #include <attention/query_intervals.cuh>
 #include <attention/sink.cuh>
 
@@ -11,10 +12,10 @@ using config::Element;
 
 constexpr int kThreads = 32 * config::kNumWarps;
 
-// The keys of a query. Neither bound ever decreases from one query to the next.
+// Write the interval of keys that a query attends. Neither bound ever decreases from one query to the next.
 CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceRows& of, int sequence, int row) {
   const int position = of.length - of.count + row;
-  int lo = 0, hi = 0;  // of a position before the first
+  int lo = 0, hi = 0;  // for a position before the first one
   if (row >= of.count) {
     lo = params.pages.capacity;
     hi = of.length;
@@ -27,8 +28,8 @@ CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceR
   params.hi[at] = hi;
 }
 
-// o = 0 of queries from `first` on in all heads, and lse = -inf or what the sink makes of it. The warps of a sequence's blocks
-// share the rows.
+// Write o = 0 of the queries from `first` on in all heads, and lse = -inf or that of the sink. The warps of a
+// sequence's blocks share the rows.
 CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence, int first, int block,
                                      attention::SinkArgument sink) {
   const int num_rows = (params.pages.num_queries - first) * params.num_heads, lane = threadIdx.x % 32;

@@ -1,6 +1,7 @@
-// FlashAttention-1's backward pass (arXiv 2205.14135, algorithm 4) on the tensor cores of Ampere: a block works on one
-// key/value head. Its outer loop keeps a tile of K and V, with dK and dV of these keys in registers; its inner loop visits
-// the queries that meet them. dQ of a tile of queries is read from device memory and written back in each inner turn.
+// FlashAttention-1's backward pass (arXiv 2205.14135, algorithm 4) on the tensor cores of Ampere. A thread block works
+// on one key/value head. Its outer loop keeps a tile of K and V, with dK and dV of these keys in registers; its inner
+// loop visits the queries that attend them. dQ of a tile of queries is read from global memory and written back in each
+// inner iteration.
 #include <attention/delta.cuh>
 #include <attention/empty_rows.cuh>
 #include <attention/epilogue_mma.cuh>
@@ -17,20 +18,20 @@ using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
-constexpr int kQOffset = v_smem.start + VTile::kBytes;  // stages of Q, then of dO
+constexpr int kQOffset = v_smem.start + VTile::kBytes;  // the stages of Q, followed by the stages of dO
 constexpr int kDoOffset = kQOffset + kNumStages * QTile::kBytes;
 constexpr PTile p_smem{kDoOffset + kNumStages * OTile::kBytes};
 constexpr PTile ds_smem{p_smem.start + PTile::kBytes};
 constexpr int kStateOffset = ds_smem.start + PTile::kBytes;
 
-// The place of a query head, by its number among those that share the block's keys.
+// Return a query head by its number among those that share the block's key/value head.
 CUFLASH_DEVICE attention::BatchHead query_head(const attention::Params& params, int number) {
   attention::BatchHead batch_head = attention::kv_head_place(params);
   batch_head.head += number;
   return batch_head;
 }
 
-// lse or delta of some queries.
+// Return lse or delta of a block of queries.
 CUFLASH_DEVICE tile::Matrix<float> rows_of_queries(const attention::Matrices& matrices,
                                                    const attention::BatchHead& batch_head,
                                                    const attention::KvBlock& queries) {
@@ -38,7 +39,7 @@ CUFLASH_DEVICE tile::Matrix<float> rows_of_queries(const attention::Matrices& ma
       .rows(queries.start, queries.stop);
 }
 
-// Starts to copy Q and dO of an inner turn.
+// Start to copy Q and dO of an inner iteration.
 CUFLASH_DEVICE void load_queries(const attention::Params& params, const attention::BatchHead& batch_head,
                                  const attention::KvBlock& queries, int stage) {
   const attention::Shape& shape = params.shape;
@@ -50,7 +51,7 @@ CUFLASH_DEVICE void load_queries(const attention::Params& params, const attentio
   load(OTile{kDoOffset + stage * OTile::kBytes}, params.do_, shape.value_dim);
 }
 
-// Starts to copy V of a tile of keys.
+// Start to copy V of a tile of keys.
 CUFLASH_DEVICE void load_v(const attention::Params& params, const attention::WorkTile& keys) {
   const attention::Shape& shape = params.shape;
   const int kv_head = attention::divmod(keys.batch_head.head, shape.group_size).quotient;
@@ -58,8 +59,8 @@ CUFLASH_DEVICE void load_v(const attention::Params& params, const attention::Wor
   tile::load_async<kThreads>(v_smem, all.rows(keys.first, keys.last));
 }
 
-// Writes delta = rowsum(dO o O) - dlse of all queries of a head and sets dQ = 0: lines 5 and 19 of algorithm 4, but the
-// sum is made once a query and not once a turn.
+// Write delta = rowsum(dO o O) - dlse of all queries of a head and set dQ = 0: lines 5 and 19 of algorithm 4, but delta
+// is computed once per query and not once per iteration.
 CUFLASH_DEVICE void begin_head(const attention::Params& params, const attention::BatchHead& batch_head) {
   const int length = params.shape.seqlen_q;
   const auto delta = attention::matrix<float>(params.delta, batch_head, batch_head.head, length, 1);
@@ -67,7 +68,7 @@ CUFLASH_DEVICE void begin_head(const attention::Params& params, const attention:
   clear_sums(params, params.dq_sum, batch_head, kBlockQ * kHeadDim);
 }
 
-// One inner turn, lines 11 to 22 of algorithm 4: adds a tile of queries to dK and dV, and a tile of keys to dQ.
+// Run one inner iteration, lines 11 to 22 of algorithm 4: add a tile of queries to dK and dV, and a tile of keys to dQ.
 CUFLASH_DEVICE void add_queries(const attention::Params& params, const attention::WorkTile& keys,
                                 const attention::KvBlock& queries, QTile q_smem, OTile do_smem, WarpDk& dk,
                                 WarpDv& dv) {
@@ -90,13 +91,13 @@ CUFLASH_DEVICE void add_queries(const attention::Params& params, const attention
     tile::store(p_smem, s);
     tile::store(ds_smem, dp);
   }
-  __syncthreads();  // P and dS are there
+  __syncthreads();  // all of P and dS is stored
   tile::gemm_add_tn(dv, p_smem, do_smem);
   tile::gemm_add_tn(dk, ds_smem, q_smem);
   const auto sums = sums_of_tile<WarpDq>(params, params.dq_sum, keys.batch_head, queries.start);
   WarpDq dq, added;
   tile::gemm_nn(added, ds_smem, k_smem);
-  ptx::compiler_barrier();  // sums of dQ that are loaded early take registers from dK and dV
+  ptx::compiler_barrier();  // loads of dQ that start earlier would take registers from dK and dV
   sums.load(dq);
 #pragma unroll
   for (int i = 0; i < WarpDq::kRows; ++i)
@@ -105,7 +106,8 @@ CUFLASH_DEVICE void add_queries(const attention::Params& params, const attention
   sums.store(dq);
 }
 
-// Adds all queries of one head that meet a tile of keys. The caller has started to copy K and V of the tile.
+// Run the inner loop: add all queries of one head that attend a tile of keys. The caller has started to copy K and V of
+// the tile.
 CUFLASH_DEVICE void add_head(const attention::Params& params, const BlockState& state, WarpDk& dk, WarpDv& dv) {
   using namespace attention;
   const WorkTile& keys = state.keys;
@@ -117,13 +119,14 @@ CUFLASH_DEVICE void add_head(const attention::Params& params, const BlockState& 
   for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
     const bool has_next_block = blocks.next(next_block);
     ptx::cp_async_wait<0>();
-    __syncthreads();  // Q and dO, and K and V before the first turn, are there; P and dS of the last turn are read
+    // Q and dO have arrived, and K and V before the first iteration; P and dS of the last iteration are read
+    __syncthreads();
     if (kNumStages == 2 && has_next_block) load_queries(params, keys.batch_head, next_block, 1 - stage);
     ptx::cp_async_commit();
     add_queries(params, keys, block, QTile{kQOffset + stage * QTile::kBytes},
                 OTile{kDoOffset + stage * OTile::kBytes}, dk, dv);
     if (kNumStages == 1) {
-      __syncthreads();  // Q and dO are read
+      __syncthreads();  // all warps have read Q and dO
       if (has_next_block) load_queries(params, keys.batch_head, next_block, 0);
       ptx::cp_async_commit();
     }
@@ -131,10 +134,10 @@ CUFLASH_DEVICE void add_head(const attention::Params& params, const BlockState& 
     has_block = has_next_block;
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // K, V, Q and dO are there, even without a turn, and read
+  __syncthreads();  // K, V, Q and dO have arrived, even without an iteration, and are read
 }
 
-// Writes dQ, scaled, in the dtype of Q.
+// Write dQ, scaled, in the dtype of Q.
 CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::BatchHead& batch_head) {
   using namespace attention;
   const Tiling query_tiles = query_tiling(params, kBlockQ);
@@ -144,7 +147,7 @@ CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::B
     WarpDq dq;
     sums_of_tile<WarpDq>(params, params.dq_sum, batch_head, queries.first).load(dq);
     dq.scale(params.shape.softmax_scale);
-    __syncthreads();  // what was staged last is read
+    __syncthreads();  // the tile that was staged before is read
     write_gradient(params.dq, {batch_head, queries.first, queries.last}, batch_head.head, params.shape.head_dim,
                    QTile{kQOffset}, dq);
   }
@@ -168,11 +171,11 @@ fa1_backward(const __grid_constant__ cuflash::attention::Params params) {
     dv.fill(0);
     for (int head = 0; head < shape.group_size; ++head) {
       const Range range = key_tiles.tile(number);
-      __syncthreads();  // delta and dQ are there; what is in shared memory is read
+      __syncthreads();  // delta and dQ are written; all of shared memory is read
       begin_keys(params, {query_head(params, head), range.first, range.last}, state);
-      __syncthreads();  // the state is there
+      __syncthreads();  // the state is stored
       if (head == 0) load_v(params, state.keys);
-      if (head == 0 || params.work.interval_head_stride != 0)  // heads see other keys
+      if (head == 0 || params.work.interval_head_stride != 0)  // the mask depends on the head
         load_visible_rows(params, state.keys, k_smem, params.k, shape.head_dim);
       add_head(params, state, dk, dv);
     }
@@ -180,10 +183,10 @@ fa1_backward(const __grid_constant__ cuflash::attention::Params params) {
     dk.scale(shape.softmax_scale);
     stage_gradient(params.dk, state.keys, kv_head, shape.head_dim, k_smem, dk);
     stage_gradient(params.dv, state.keys, kv_head, shape.value_dim, v_smem, dv);
-    __syncthreads();  // all of both is there
+    __syncthreads();  // all of dK and dV is stored
     write_staged_gradient(params.dk, state.keys, kv_head, shape.head_dim, k_smem);
     write_staged_gradient(params.dv, state.keys, kv_head, shape.value_dim, v_smem);
   }
-  __syncthreads();  // dQ is there
+  __syncthreads();  // all of dQ is written
   for (int head = 0; head < shape.group_size; ++head) write_dq(params, query_head(params, head));
 }

@@ -1,6 +1,7 @@
-// FlashAttention-1's forward pass (arXiv 2205.14135, algorithms 1 and 5) on the tensor cores of Ampere: a block works on
-// one head. Its outer loop keeps a tile of K and V in shared memory, and its inner loop visits the tiles of queries that
-// meet these keys. O, l and m of a tile of queries are read from device memory and written back in each inner turn.
+// FlashAttention-1's forward pass (arXiv 2205.14135, algorithms 1 and 5) on the tensor cores of Ampere. A thread block
+// works on one head. Its outer loop keeps a tile of K and V in shared memory, and its inner loop visits the tiles of
+// queries that attend these keys. O, l and m of a tile of queries are read from global memory and written back in each
+// inner iteration.
 #include <fa1/running.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/epilogue.cuh>
@@ -16,11 +17,11 @@ using Softmax = attention::LazySoftmax<Scores::kRows>;
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
-constexpr int kQOffset = v_smem.start + VTile::kBytes;  // stages of Q
+constexpr int kQOffset = v_smem.start + VTile::kBytes;  // the stages of Q
 
 constexpr int kStateOffset = kQOffset + kNumStages * QTile::kBytes;
 
-// m and l of a query in device memory.
+// m and l of a query in global memory.
 struct alignas(8) Statistics {
   float row_max, row_sum;
 };
@@ -31,18 +32,19 @@ CUFLASH_DEVICE Statistics& statistics_of(const attention::Running& running, cons
   return reinterpret_cast<Statistics&>(all.at(query, 0));
 }
 
-// Factors of a thread's rows by which an inner turn scales O and the product that it adds. Rows that attend no key in a
-// turn are skipped, so that they keep O, l and m bit for bit.
+// Factors of a thread's rows by which an inner iteration scales O and the product that it adds. Rows that attend no key
+// in an iteration are skipped, so that they keep O, l and m bit for bit.
 struct TurnFactors {
   float old_o[Scores::kRows], new_o[Scores::kRows];
   bool is_skipped[Scores::kRows];
 };
 
-// Lines 10 and 11 of algorithm 1: replaces scores by exp(S - m~) and updates m and l of their rows. Scores are products
-// q k^T, and the exponent has the scale times log2(e).
+// Replace scores by exp(S - m~) and update m and l of their rows: lines 10 and 11 of algorithm 1. Scores are products q
+// k^T, and the exponent has the scale times log2(e).
 CUFLASH_DEVICE TurnFactors update_softmax(Scores& s, Statistics (&rows)[Scores::kRows], float softmax_scale_log2) {
   TurnFactors factors;
-  const auto finite = [](float x) { return x == ptx::negative_infinity<float>() ? 0 : x; };  // no -inf - (-inf)
+  // avoids -inf - (-inf), which is NaN
+  const auto finite = [](float x) { return x == ptx::negative_infinity<float>() ? 0 : x; };
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
     float turn_max = ptx::negative_infinity<float>(), turn_sum = 0;
@@ -69,7 +71,7 @@ CUFLASH_DEVICE TurnFactors update_softmax(Scores& s, Statistics (&rows)[Scores::
   return factors;
 }
 
-// Starts to copy the queries of an inner turn.
+// Start to copy the queries of an inner iteration.
 CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::BatchHead& batch_head,
                            const attention::KvBlock& queries, int stage) {
   const auto q = attention::matrix<Element>(params.q, batch_head, batch_head.head, params.shape.seqlen_q,
@@ -77,7 +79,7 @@ CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::Bat
   tile::load_async<kThreads>(QTile{kQOffset + stage * QTile::kBytes}, q.rows(queries.start, queries.stop));
 }
 
-// One inner turn, lines 8 to 13 of algorithm 1: adds a tile of keys to O, l and m of a tile of queries.
+// Run one inner iteration, lines 8 to 13 of algorithm 1: add a tile of keys to O, l and m of a tile of queries.
 CUFLASH_DEVICE void add_keys(const attention::Params& params, const attention::Running& running,
                              const attention::WorkTile& keys, const attention::KvBlock& queries, QTile q_smem,
                              float softmax_scale_log2) {
@@ -114,7 +116,7 @@ CUFLASH_DEVICE void add_keys(const attention::Params& params, const attention::R
   }
 }
 
-// Line 2 of algorithm 1: sets O = 0, l = 0, m = -inf.
+// Set O = 0, l = 0 and m = -inf: line 2 of algorithm 1.
 CUFLASH_DEVICE void clear_running(const attention::Params& params, const attention::Running& running,
                                   const attention::BatchHead& batch_head) {
   clear_sums(params, running.running_o, batch_head, kBlockQ * kValueDim);
@@ -122,7 +124,7 @@ CUFLASH_DEVICE void clear_running(const attention::Params& params, const attenti
     statistics_of(running, batch_head, query) = {ptx::negative_infinity<float>(), 0};
 }
 
-// Writes O in the dtype of the operands, and the natural log-sum-exp of each row; 0 and -inf for rows without a key.
+// Write O in the dtype of the operands, and the natural log-sum-exp of each row; rows without a key have 0 and -inf.
 CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::Running& running,
                                   const attention::BatchHead& batch_head, float softmax_scale_log2) {
   using namespace attention;
@@ -160,9 +162,9 @@ fa1_forward(const __grid_constant__ cuflash::attention::Params params,
   for (int number = 0; number < key_tiles.num_tiles(); ++number) {
     const Range range = key_tiles.tile(number);
     if (range.is_empty()) continue;
-    __syncthreads();  // O, l and m are there; K, V, Q and the state of the last keys are read
+    __syncthreads();  // O, l and m are written; K, V, Q and the state of the last keys are read
     begin_keys(params, {batch_head, range.first, range.last}, state);
-    __syncthreads();  // the state is there
+    __syncthreads();  // the state is stored
     const WorkTile& keys = state.keys;
     BlockIterator<kBlockQ, OverQBlocks, Listed> blocks(params, state.visit_range);
     KvBlock block, next_block;
@@ -175,12 +177,12 @@ fa1_forward(const __grid_constant__ cuflash::attention::Params params,
     for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
       const bool has_next_block = blocks.next(next_block);
       ptx::cp_async_wait<0>();
-      __syncthreads();  // Q, and K and V before the first turn, are there; Q of the last turn is read
+      __syncthreads();  // Q has arrived, and K and V before the first iteration; Q of the last iteration is read
       if (kNumStages == 2 && has_next_block) load_q(params, keys.batch_head, next_block, 1 - stage);
       ptx::cp_async_commit();
       add_keys(params, running, keys, block, QTile{kQOffset + stage * QTile::kBytes}, softmax_scale_log2);
       if (kNumStages == 1) {
-        __syncthreads();  // Q is read
+        __syncthreads();  // all warps have read Q
         if (has_next_block) load_q(params, keys.batch_head, next_block, 0);
         ptx::cp_async_commit();
       }
@@ -188,6 +190,6 @@ fa1_forward(const __grid_constant__ cuflash::attention::Params params,
       has_block = has_next_block;
     }
   }
-  __syncthreads();  // O, l and m are there
+  __syncthreads();  // O, l and m are written
   write_results(params, running, batch_head, softmax_scale_log2);
 }

@@ -3,8 +3,8 @@
 #include <attention/tiling.cuh>
 #include <tile/accumulator_layout.cuh>
 
-// State of the loops of FlashAttention-1 (arXiv 2205.14135): its sums in device memory, and its masks. An outer turn of a
-// kernel works on a tile of keys, an inner turn on a tile of queries that meets these keys.
+// State of the loops of FlashAttention-1 (arXiv 2205.14135): its sums in global memory, and its masks. An outer
+// iteration of a kernel works on a tile of keys, an inner iteration on a tile of queries that attends these keys.
 namespace cuflash::attention {
 
 // Arrays of the forward kernel that hold the state of each query. cuflash/planning/families/fa1.py has the same record.
@@ -17,13 +17,14 @@ struct Running {
 
 namespace cuflash {
 
-// State of the outer turn, which a thread block keeps in shared memory to save registers.
+// State of the outer iteration, which a thread block keeps in shared memory to save registers.
 struct BlockState {
   attention::WorkTile keys;
-  attention::VisitRange visit_range;  // of the queries that meet the keys
+  attention::VisitRange visit_range;  // the queries that attend the keys
 };
 
-// Sums of a tile of queries in device memory, in the layout of the block's warps: a thread reads its own sums back.
+// Return the sums of a tile of queries in global memory, in the accumulator layout of the block's warps: a thread reads
+// back the sums that it wrote.
 template <class Tile>
 CUFLASH_DEVICE tile::AccumulatorLayout<Tile, 4> sums_of_tile(const attention::Params& params,
                                                              const attention::Matrices& sums,
@@ -33,7 +34,7 @@ CUFLASH_DEVICE tile::AccumulatorLayout<Tile, 4> sums_of_tile(const attention::Pa
   return tile::AccumulatorLayout<Tile, 4>(data + number * sums.row_stride);
 }
 
-// Sets the sums of all tiles of a head to 0. All threads call it.
+// Set the sums of all tiles of a head to 0. Called by all threads.
 CUFLASH_DEVICE void clear_sums(const attention::Params& params, const attention::Matrices& sums,
                                const attention::BatchHead& batch_head, int sums_per_tile) {
   float* const data = attention::matrix<float>(sums, batch_head, batch_head.head, 0, 0).data;
@@ -42,7 +43,8 @@ CUFLASH_DEVICE void clear_sums(const attention::Params& params, const attention:
     *reinterpret_cast<tile::Bits128*>(data + x) = {};
 }
 
-// Starts to copy a tile of K or V. Rows that no query of the head attends become 0, since a weight of 0 times NaN is NaN.
+// Start to copy a tile of K or V. Rows that no query of the head attends become 0, since a weight of 0 times NaN is
+// NaN.
 template <class Tile>
 CUFLASH_DEVICE void load_visible_rows(const attention::Params& params, const attention::WorkTile& keys, Tile to,
                                       const attention::Matrices& matrices, int num_columns) {
@@ -55,20 +57,20 @@ CUFLASH_DEVICE void load_visible_rows(const attention::Params& params, const att
   tile::load_async<kThreads>(to, all.rows(keys.first, max(keys.first, min(keys.last, last))), first - keys.first);
 }
 
-// Stores the keys of an outer turn and the range of queries that meet them, in whole tiles. All threads call it, between
-// barriers.
+// Store the keys of an outer iteration, and the range of queries that attend them, in whole tiles. Called by all
+// threads, between barriers.
 CUFLASH_DEVICE void begin_keys(const attention::Params& params, const attention::WorkTile& keys, BlockState& state) {
   const auto visit_range = attention::aligned_to_tiles(params, attention::visit_range_of_keys(params, keys), kBlockQ);
   if (threadIdx.x == 0) state = {keys, visit_range};
 }
 
-// Returns whether no score of an inner turn needs a mask.
+// Return whether no score of an inner iteration needs a mask.
 CUFLASH_DEVICE bool fills_tiles(const attention::WorkTile& keys, const attention::KvBlock& queries) {
   return queries.kind == attention::BlockKind::kFull && queries.stop - queries.start == kBlockQ &&
          keys.last - keys.first == kBlockKv;
 }
 
-// Sets the scores that the mask hides in an inner turn to a value.
+// Set the scores that the mask hides in an inner iteration to a value.
 template <class Scores>
 CUFLASH_DEVICE void mask_turn(Scores& s, const attention::Params& params, const attention::WorkTile& keys,
                               const attention::KvBlock& queries, float value) {

@@ -1,6 +1,6 @@
-// Rounds blocks of rows to e4m3, each with a scale of its own, after random signs and a Hadamard matrix if rows are rotated:
-// all in one pass. A warp has whole rows in registers, a lane neighbouring columns; sums and differences are made in the
-// order of cuflash/fp8/rotation.py, so that bits are the host's.
+// Rounds blocks of rows to e4m3, each with a scale of its own. If rows are rotated, random signs and a Hadamard matrix
+// are applied before, in the same pass. A warp holds whole rows in registers, and a lane holds neighbouring columns.
+// Sums and differences have the order of cuflash/fp8/rotation.py, so that results have the host's bits.
 #include <attention/quantize_params.cuh>
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
@@ -12,8 +12,8 @@ using attention::Quantize;
 using config::Element;
 
 constexpr int kThreads = 32 * config::kNumWarps;
-constexpr int kColumns = config::kHeadDim / 32;               // of a lane
-constexpr int kRows = config::kBlockQ / config::kNumWarps;    // of a warp
+constexpr int kColumns = config::kHeadDim / 32;  // columns per lane
+constexpr int kRows = config::kBlockQ / config::kNumWarps;  // rows per warp
 static_assert(kRows * config::kNumWarps == config::kBlockQ, "warps share the rows");
 constexpr float kSmallestScale = 1.17549435e-38f;             // 2^-126
 
@@ -24,7 +24,7 @@ struct alignas(kColumns) Bytes {
   uint8_t at[kColumns];
 };
 
-// Sums and differences of columns `half` apart.
+// Replace two columns that are `kHalf` apart by their sum and their difference.
 template <int kHalf>
 CUFLASH_DEVICE void butterfly(float (&x)[kColumns]) {
   if constexpr (kHalf < kColumns) {
@@ -53,7 +53,7 @@ CUFLASH_DEVICE void hadamard(float (&x)[kColumns]) {
   }
 }
 
-// The larger of magnitudes by their bits: NaN is larger than all numbers.
+// Return the largest magnitude of a warp. Magnitudes are compared by their bits: NaN is larger than all numbers.
 CUFLASH_DEVICE uint32_t warp_maximum(uint32_t bits) {
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));

@@ -1,5 +1,6 @@
-// Transposes values of 8 bits into the order in which kernels hold weights: of 16 keys, thread t of four has 2t, 2t + 1,
-// 2t + 8 and 2t + 9. Keys past the last one are zeros. A thread block takes 128 keys of a matrix.
+// Transposes values in e4m3 and puts their keys into the order in which fp8 kernels hold weights: of 16 keys, thread t
+// of four holds 2t, 2t + 1, 2t + 8 and 2t + 9. Keys past the last one are zeros. A thread block transposes 128 keys of
+// a matrix.
 #include <attention/quantize_params.cuh>
 #include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
@@ -10,10 +11,10 @@ using attention::Transpose;
 
 constexpr int kThreads = 32 * config::kNumWarps;
 constexpr int kKeys = config::kBlockKv, kGroups = kKeys / 16;
-constexpr int kWords = config::kHeadDim / 4;  // of a row of keys
+constexpr int kWords = config::kHeadDim / 4;  // 32-bit words per row
 static_assert(kGroups == 8 && kWords % 4 == 0, "eight groups of keys and four words of a row are a warp's");
 
-// Where a word of a row lies: the groups' rows differ in their banks.
+// Return the place of a word of a row in shared memory. Rows of different groups lie in different banks.
 CUFLASH_DEVICE int place_of(int key, int word) {
   constexpr int kSwizzled = kWords % 32 == 0 ? 8 : kWords % 16 == 0 ? 4 : kWords % 8 == 0 ? 2 : 1;
   return key * kWords + (word ^ key / 16 % kSwizzled * 4);
@@ -23,7 +24,7 @@ struct alignas(16) Words {
   uint32_t at[4];
 };
 
-// Byte c of four words, as word c.
+// Return the word that byte c of each of four words makes.
 CUFLASH_DEVICE uint32_t bytes_of(const uint32_t (&words)[4], int c) {
   uint32_t found = 0;
 #pragma unroll

@@ -1,6 +1,7 @@
-// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) on the tensor cores of Ampere: a block keeps a tile
-// of keys and walks the queries that visit it, over the query heads that share it. dK and dV stay in registers; what a
-// step adds to dQ goes to global memory, unless dQ has a kernel of its own (backward_rows.cu).
+// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) on the tensor cores of Ampere. A thread block keeps
+// a tile of keys and walks the blocks of queries that visit it, over the query heads that share its key/value head. dK
+// and dV stay in registers. The product for dQ of each step is added to sums in global memory, unless backward_rows.cu
+// computes dQ.
 #include <attention/dropout_gradient_mma.cuh>
 #include <attention/empty_rows.cuh>
 #include <attention/epilogue_mma.cuh>
@@ -17,35 +18,38 @@ using Scores = ScorePartition::Tile;
 using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
-constexpr bool kMakesPairs = kHasScore || config::kHasDropout;  // P and dS, once dP is there
+constexpr bool kMakesPairs = kHasScore || config::kHasDropout;  // P and dS are made together, after dP
 constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
-constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // of a thread
-// Of 16-bit elements, and where registers suffice for both.
+constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // scores per thread
+// P is made while the tensor cores multiply dP: with elements of 16 bits, if the registers hold both.
 constexpr bool kOverlapsP = sizeof(Element) == 2 && kNumScores <= 32;
-// Where products are long enough as well, P is also stored while dP is made, and dS while dV is, for one barrier more.
+// P is also stored while dP is multiplied, and dS while dV is multiplied, which takes one more barrier: if the products
+// are long enough.
 constexpr bool kOverlapsDs =
     kOverlapsP && !kIsNarrow && kValueDim >= 64 && ScorePartition::kNumOwnerWarps == kNumWarps;
-// Where registers do not suffice, P and dS are rounded, to half as many, before whole and other steps go on alike.
+// P and dS are rounded and stored at once, which halves their registers, in masked and unmasked steps apart: if the
+// registers do not hold both for longer.
 constexpr bool kStoresScoresEarly = kOverlapsDs || (sizeof(Element) == 2 && kNumScores > 32);
-// Where all warps hold scores of their own the question is for ptxas, which orders what follows it better: 2 % of the
-// gradients of 128 columns without a list.
+// Warps test whether they are the first owner of their scores even if every warp is: with this test, ptxas orders the
+// instructions after it better, which gains 2 % of the backward pass at 128 columns without a list.
 constexpr bool kChecksOwner = ScorePartition::kNumOwnerWarps < kNumWarps || (!config::kIsListed && kNumScores <= 32);
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
-constexpr int kQOffset = v_smem.start + VTile::kBytes;  // stages of Q, then of dO
+constexpr int kQOffset = v_smem.start + VTile::kBytes;  // the stages of Q, followed by the stages of dO
 constexpr int kDoOffset = kQOffset + kNumStages * QTile::kBytes;
 constexpr PTile p_smem{kDoOffset + kNumStages * OTile::kBytes};
 constexpr PTile ds_smem{p_smem.start + PTile::kBytes};
-constexpr int kStatisticsOffset = ds_smem.start + PTile::kBytes;  // stages of lse and delta
+constexpr int kStatisticsOffset = ds_smem.start + PTile::kBytes;  // the stages of lse and delta
 constexpr int kStateOffset = kStatisticsOffset + kNumStages * 2 * kBlockQ * static_cast<int>(sizeof(float));
 
-// What a block remembers of its tile and the head at hand in shared memory: registers are for accumulators.
+// State of a thread block, of its tile and its present query head, that lies in shared memory, so that registers are
+// left for accumulators.
 struct BlockState {
   attention::WorkTile work;
   attention::VisitRange visit_range;
   float softmax_scale_log2;
-  bool rows_fill_tiles;  // Q's and dO's are those of their tiles
+  bool rows_fill_tiles;  // rows of Q and dO have as many columns as their tiles
   Element* q;
   Element* d_o;
   float* lse;
@@ -53,8 +57,8 @@ struct BlockState {
   float* dq_sum;
 };
 
-// Start to copy K, as far as some query of the head may see it: what stands at other keys must not reach dQ, where it
-// would meet a dS of 0.
+// Start to copy the rows of K that some query of the head attends. Other rows become 0: they may hold NaN, and the
+// product dS K multiplies them by a dS of 0.
 CUFLASH_DEVICE void load_k(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
   const Shape& shape = params.shape;
@@ -66,13 +70,13 @@ CUFLASH_DEVICE void load_k(const attention::Params& params, const attention::Wor
   tile::load_async<kThreads>(k_smem, visible_k, first - work.first);
 }
 
-// The queries of the head at hand that may visit the tile.
+// Return the range of queries of the present head that visit the tile.
 CUFLASH_DEVICE attention::VisitRange visit_range_of_head(const attention::Params& params,
                                                          const attention::WorkTile& work) {
   return attention::aligned_to_tiles(params, attention::visit_range_of_keys(params, work), kBlockQ);
 }
 
-// Note how far its queries reach, and where they lie. By one thread.
+// Store the visit range of a query head, and the addresses of its matrices. Called by one thread.
 CUFLASH_DEVICE void save_head_state(const attention::Params& params, const attention::BatchHead& batch_head,
                                     const attention::VisitRange& visit_range,
                                     BlockState& state) {
@@ -87,13 +91,14 @@ CUFLASH_DEVICE void save_head_state(const attention::Params& params, const atten
                   has_full_rows<OTile>(state.d_o, params.do_, params.shape.value_dim);
 }
 
-// Note where the tile lies, and start to copy K and V. False where the tile is empty.
+// Store the tile of the block, and start to copy its K and V. Return false if the tile is empty.
 CUFLASH_DEVICE bool begin_tile(const attention::Params& params, BlockState& state) {
   using namespace attention;
   const Shape& shape = params.shape;
   const WorkTile work = key_tile<Listed>(params, kBlockKv);
   if (work.is_empty()) return false;
-  const VisitRange visit_range = visit_range_of_head(params, work);  // first: a list takes time to answer
+  // computed first, since loads from a list have a long latency
+  const VisitRange visit_range = visit_range_of_head(params, work);
   const int kv_head = divmod(work.batch_head.head, shape.group_size).quotient;
   const auto v = matrix<Element>(params.v, work.batch_head, kv_head, shape.seqlen_kv, shape.value_dim);
   load_k(params, work);
@@ -106,26 +111,27 @@ CUFLASH_DEVICE bool begin_tile(const attention::Params& params, BlockState& stat
   return true;
 }
 
-// Go on to the next head that shares the keys.
+// Advance to the next query head that shares the key/value head.
 CUFLASH_DEVICE void begin_next_head(const attention::Params& params, BlockState& state) {
-  __syncthreads();  // what was kept of the last head is read
+  __syncthreads();  // all threads have read the state of the last head
   if (threadIdx.x == 0) {
     ++state.work.batch_head.head;
     save_head_state(params, state.work.batch_head, visit_range_of_head(params, state.work), state);
   }
 }
 
-// lse, or delta, of a stage's queries.
+// Return lse (`which` = 0) or delta (1) of the queries in a stage.
 CUFLASH_DEVICE tile::Matrix<float> statistics(int stage, int which, int num_rows) {
   float* const all = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kStatisticsOffset);
   return {all + (2 * stage + which) * kBlockQ, 1, 1, num_rows, 1};
 }
 
-// As many queries as a tile has, of rows that are those of the tiles. Where registers suffice, all addresses are reckoned first.
+// Start to copy a block of as many queries as a tile has, whose rows fill the tiles. Narrow tiles leave registers to
+// compute all addresses before the first copy.
 CUFLASH_DEVICE void load_full_block(const attention::Params& params, const BlockState& state, int first, int stage) {
   using QRows = tile::FullTileCopy<kThreads, Element, kBlockQ, kHeadDim>;
   using DoRows = tile::FullTileCopy<kThreads, Element, kBlockQ, kValueDim>;
-  // numbers of lse and delta that a thread copies
+  // values of lse and delta per thread
   constexpr int kStatisticsPerThread = (2 * kBlockQ + kThreads - 1) / kThreads;
   const auto statistic_address = [&](int number) {
     const bool is_lse = number < kBlockQ;
@@ -148,7 +154,7 @@ CUFLASH_DEVICE void load_full_block(const attention::Params& params, const Block
   }
 }
 
-// Fewer, or of other rows.
+// Start to copy a block of fewer queries than a tile has, or of rows that do not fill the tiles.
 CUFLASH_DEVICE void load_partial_block(const attention::Params& params, const BlockState& state,
                                        const attention::KvBlock& block,
                                        int stage) {
@@ -163,17 +169,17 @@ CUFLASH_DEVICE void load_partial_block(const attention::Params& params, const Bl
                              rows(state.delta, params.delta, 1, block.start, block.stop));
 }
 
-// The step, if there is one.
+// Start to copy the block of queries of a step, if it exists.
 CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState& state, bool in_bounds,
                                const attention::KvBlock& block,
                                int stage) {
-  // with && ptxas spills
+  // ptxas spills registers if && stands here
   const bool is_full_block = in_bounds & state.rows_fill_tiles & (block.stop - block.start == kBlockQ);
   if (in_bounds && !is_full_block) load_partial_block(params, state, block, stage);
   if (__builtin_expect(is_full_block, true)) load_full_block(params, state, block.start, stage);
 }
 
-// Set what the tile's keys are hidden from in a step to `masked_score`.
+// Set the scores that the mask hides in a step to `masked_score`.
 CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const attention::WorkTile& work,
                                const attention::KvBlock& block) {
   const attention::WorkTile queries{work.batch_head, block.start, block.stop};
@@ -181,21 +187,22 @@ CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const
   attention::mask_scores<config::kIsListed>(s, params, queries, keys, attention::masked_score());
 }
 
-// Put P and dS into shared memory.
+// Store P and dS in shared memory.
 CUFLASH_DEVICE void store_scores(const Scores& p, const Scores& ds) {
   if (kChecksOwner && !Scores::is_first_owner()) return;
   tile::store(p_smem, p);
   tile::store(ds_smem, ds);
 }
 
-// P and dS of S, all of which is allowed: P is made and stored while dP = dO V^T is, and dS while dV += P^T dO.
+// Make P and dS of a step without a mask, and add P^T dO to dV. P is made and stored while the tensor cores multiply dP
+// = dO V^T, and dS while they multiply P^T dO.
 template <class Row>
 CUFLASH_DEVICE void add_dv_overlapped(WarpDv& dv, Scores& s, OTile do_smem, float softmax_scale_log2, const Row& row) {
   constexpr int kNumKSteps = kBlockQ / 16;
   Scores dp;
   attention::overlap_probabilities_with_dp(s, dp, do_smem, v_smem, softmax_scale_log2, row,
                                            [&](int column_tile) { tile::store_columns(p_smem, s, column_tile); });
-  __syncthreads();  // P is there
+  __syncthreads();  // all of P is stored
   tile::gemm_add_tn(dv, p_smem, do_smem, [&](int k_step) {
 #pragma unroll
     for (int j = 0; j < Scores::kColumnTiles; ++j) {
@@ -221,14 +228,14 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   dv.fill(0);
   for (int head = 0; head < shape.group_size; ++head) {
     if (head > 0) begin_next_head(params, state);
-    __syncthreads();  // what is kept is there
-    if (head > 0 && params.work.interval_head_stride != 0) load_k(params, state.work);  // heads see other keys
+    __syncthreads();  // the state is stored
+    if (head > 0 && params.work.interval_head_stride != 0) load_k(params, state.work);  // the mask depends on the head
     BlockIterator<kBlockQ, OverQBlocks, Listed> blocks(params, state.visit_range);
     KvBlock block, next_block;
     bool has_block = blocks.next(block);
     load_block(params, state, has_block, block, 0);
     ptx::cp_async_commit();
-    // one ahead: what a list says of it arrives while this one is worked on
+    // The block after the next is looked up now, so that loads from a list arrive while this block is multiplied.
     bool has_next_block = blocks.next(next_block);
     for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
       const QTile q_smem{kQOffset + stage * QTile::kBytes};
@@ -236,7 +243,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       const auto lse = statistics(stage, 0, block.stop - block.start),
           delta = statistics(stage, 1, block.stop - block.start);
       ptx::cp_async_wait<0>();
-      __syncthreads();  // Q and dO, and K and V before the first step, are there; P and dS of the last step are read
+      __syncthreads();  // Q and dO have arrived, and K and V before the first step; P and dS of the last step are read
       if (kNumStages == 2) load_block(params, state, has_next_block, next_block, 1 - stage);
       ptx::cp_async_commit();
 
@@ -282,12 +289,12 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
         if constexpr (kHasScore && config::kHasDropout) drop_weights(s, kept);
         if (kStoresScoresEarly) store_scores(s, dp);
         if (kOverlapsDs) {
-          __syncthreads();  // P is there
+          __syncthreads();  // all of P is stored
           tile::gemm_add_tn(dv, p_smem, do_smem);
         }
       }
       if (!kStoresScoresEarly) store_scores(s, dp);
-      __syncthreads();  // P and dS are there
+      __syncthreads();  // all of P and dS is stored
       if (!kOverlapsDs) tile::gemm_add_tn(dv, p_smem, do_smem);
       if (config::kDqAtomicWidth > 0) {
         WarpDq dq;
@@ -297,7 +304,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       }
       tile::gemm_add_tn(dk, ds_smem, q_smem);
       if (kNumStages == 1) {
-        __syncthreads();  // Q and dO are read
+        __syncthreads();  // all warps have read Q and dO
         load_block(params, state, has_next_block, next_block, 0);
         ptx::cp_async_commit();
       }
@@ -307,13 +314,13 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     }
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // K and V are there, even without a step, and read
+  __syncthreads();  // K and V have arrived, even without a step, and are read
   const int kv_head = divmod(state.work.batch_head.head, shape.group_size).quotient;
   dk.scale(shape.softmax_scale);
   if constexpr (config::kHasDropout) dv.scale(dropout.factor);
   stage_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem, dk);
   stage_gradient(params.dv, state.work, kv_head, shape.value_dim, v_smem, dv);
-  __syncthreads();  // all of both is there
+  __syncthreads();  // all of dK and dV is stored
   write_staged_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem);
   write_staged_gradient(params.dv, state.work, kv_head, shape.value_dim, v_smem);
 }

@@ -1,5 +1,6 @@
-// The rows' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2), where every result must repeat bit
-// for bit: dQ of one tile of queries, P recomputed from lse. Each warp keeps its rows of P, dS and dQ in registers.
+// dQ of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2), for calls whose results must repeat bit for
+// bit. A thread block computes dQ of one tile of queries and recomputes P from lse. Each warp keeps its rows of P, dS
+// and dQ in registers.
 #include <attention/dropout_gradient_mma.cuh>
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
@@ -16,18 +17,18 @@ using Dq = tile::WarpTile<kRowTiles, kHeadDim / 8, kNumWarps>;
 
 constexpr QTile q_smem{0};
 constexpr OTile do_smem{QTile::kBytes};
-constexpr int kKOffset = do_smem.start + OTile::kBytes;  // stages of K, then of V
+constexpr int kKOffset = do_smem.start + OTile::kBytes;  // the stages of K, followed by the stages of V
 constexpr int kVOffset = kKOffset + kNumStages * KTile::kBytes;
 constexpr int kStateOffset = kVOffset + kNumStages * VTile::kBytes;
 
-// What a block remembers of its tile in shared memory: registers are for accumulators.
+// State of a thread block that lies in shared memory, so that registers are left for accumulators.
 struct BlockState {
   Element* k;
   Element* v;
   attention::WorkTile work;
   attention::VisitRange visit_range;
   float softmax_scale_log2;
-  bool rows_fill_tiles;  // K's and V's are those of their tiles
+  bool rows_fill_tiles;  // rows of K and V have as many columns as their tiles
 };
 
 CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState& state,
@@ -59,7 +60,8 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
   const WorkTile work = query_tile<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
   const BatchHead& batch_head = work.batch_head;
-  const VisitRange visit_range = visit_range_of_queries(params, work);  // first: a list takes time to answer
+  // computed first, since loads from a list have a long latency
+  const VisitRange visit_range = visit_range_of_queries(params, work);
   tile::load_async<kThreads>(q_smem, matrix<Element>(params.q, batch_head, batch_head.head, shape.seqlen_q,
                                                      shape.head_dim)
                                          .rows(work.first, work.last));
@@ -84,19 +86,19 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
       matrix<float>(params.delta, batch_head, batch_head.head, shape.seqlen_q, 1).rows(work.first, work.last));
   Dq dq;
   dq.fill(0);
-  __syncthreads();  // what is kept is there
+  __syncthreads();  // the state is stored
   BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, state.visit_range);
   KvBlock block, next_block;
   bool has_block = blocks.next(block);
   if (has_block) load_block(params, state, block, 0);
   ptx::cp_async_commit();
-  // one ahead: what a list says of it arrives while this one is worked on
+  // The block after the next is looked up now, so that loads from a list arrive while this block is multiplied.
   bool has_next_block = blocks.next(next_block);
   for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
     const KTile k_smem{kKOffset + stage * KTile::kBytes};
     const VTile v_smem{kVOffset + stage * VTile::kBytes};
     ptx::cp_async_wait<0>();
-    __syncthreads();  // K and V, and Q and dO before the first step, are there; K and V of the last step are read
+    __syncthreads();  // K and V have arrived, and Q and dO before the first step; K and V of the last step are read
     if (kNumStages == 2 && has_next_block) load_block(params, state, next_block, 1 - stage);
     ptx::cp_async_commit();
     Scores s, dp;
@@ -123,7 +125,7 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     }
     tile::gemm_add_nn(dq, dp, k_smem);
     if (kNumStages == 1) {
-      __syncthreads();  // K and V are read
+      __syncthreads();  // all warps have read K and V
       if (has_next_block) load_block(params, state, next_block, 0);
       ptx::cp_async_commit();
     }
@@ -132,7 +134,7 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     has_next_block = blocks.next(next_block);
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // Q is there, even without a step, and read
+  __syncthreads();  // Q has arrived, even without a step, and is read
   dq.scale(shape.softmax_scale);
   write_gradient(params.dq, state.work, state.work.batch_head.head, shape.head_dim, q_smem, dq);
 }

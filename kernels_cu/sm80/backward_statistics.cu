@@ -1,5 +1,5 @@
-// What FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) starts with: delta = rowsum(dO o O) - dlse, 0 in
-// rows without a key. The sums of dQ are set to 0.
+// The first kernel of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): it computes delta = rowsum(dO o
+// O) - dlse, which is 0 in rows without a key, and sets the sums of dQ to 0.
 #include <attention/delta.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)

@@ -1,4 +1,4 @@
-// The softmax mass of every block of a grid (attention/mass_walk.cuh), by the tensor cores of Ampere.
+// The sum of softmax weights in every block of a grid (attention/mass_walk.cuh), on the tensor cores of Ampere.
 #include <attention/mass_walk.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)

@@ -1,6 +1,7 @@
-// Merges what the blocks that shared a tile's keys left, by the rescaling of FlashAttention-2 (arXiv 2307.08691,
-// section 3.1) applied to finished parts: lse = log sum_p exp(lse_p), o = sum_p exp(lse_p - lse) o_p. A block works on
-// one query; groups of its threads share the parts. Whichever of them is first, sums are in the same order.
+// Merges the partial results of thread blocks that shared the keys of a tile (split-KV). Finished parts are rescaled as
+// in FlashAttention-2 (arXiv 2307.08691, section 3.1): lse = log sum_p exp(lse_p), o = sum_p exp(lse_p - lse) o_p. A
+// thread block merges one query, and groups of its threads share the parts. The order of the sums does not depend on
+// the order in which the parts were written.
 #include <attention/sink.cuh>
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
@@ -14,11 +15,12 @@ using tile::Vector;
 
 constexpr int kThreads = 32 * config::kNumWarps;
 constexpr int kColumnLanes = kValueDim > 192 ? 16 : 8, kGroups = kThreads / kColumnLanes;
-constexpr int kVector = Vector<float>::kLength, kWidth = kColumnLanes * kVector;  // of what a group moves at once
-constexpr int kVectors = kValueDim / kWidth;                                      // of a thread
+// kWidth: the columns that a group loads at once
+constexpr int kVector = Vector<float>::kLength, kWidth = kColumnLanes * kVector;
+constexpr int kVectors = kValueDim / kWidth;  // vectors per thread
 static_assert(kValueDim % kWidth == 0, "a group's threads share the columns evenly");
 
-// exp of a number that is not positive.
+// exp(lse - max_lse), the weight of a part; the exponent is not positive.
 CUFLASH_DEVICE float weight(float lse, float max_lse) {
   return ptx::exp2_accurate((lse - max_lse) * static_cast<float>(attention::kLog2E));
 }
@@ -34,7 +36,7 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   if (work.is_empty()) return;
   const BatchHead& batch_head = work.batch_head;
   const int query = work.first, seqlen_q = shape.seqlen_q;
-  const int num_rows = shape.num_splits * seqlen_q;  // those of a part follow the last part's
+  const int num_rows = shape.num_splits * seqlen_q;  // the rows of a part follow those of the part before it
   const auto lse_parts = matrix<float>(params.parts.lse_parts, batch_head, batch_head.head, num_rows, 1);
   const auto o_parts = matrix<float>(params.parts.o_parts, batch_head, batch_head.head, num_rows, kValueDim);
 
@@ -45,8 +47,8 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) max_lse =
       fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, lane_offset));
   const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
-  if (config::kHasSink) max_lse = fmaxf(max_lse, logit);  // the sink is one more part, with o = 0
-  if (max_lse == ptx::negative_infinity<float>()) max_lse = 0;  // -inf - (-inf) must not arise
+  if (config::kHasSink) max_lse = fmaxf(max_lse, logit);  // the sink counts as one more part, with o = 0
+  if (max_lse == ptx::negative_infinity<float>()) max_lse = 0;  // avoids -inf - (-inf), which is NaN
   for (int row = first; row < num_rows; row += 32 * seqlen_q) total += weight(lse_parts.at(row, 0), max_lse);
 #pragma unroll
   for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) total += __shfl_xor_sync(0xffffffffu, total,
@@ -63,14 +65,14 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
       const auto x = reinterpret_cast<const Vector<float>&>(o_parts.at(row, first_column + c * kWidth));
 #pragma unroll
       for (int e = 0; e < kVector; ++e)
-        // else o of the part was not written
+        // the part wrote o only if it saw a key
         if (lse != ptx::negative_infinity<float>()) o[c].at[e] += factor * x.at[e];
     }
   }
   float* const sums = ptx::dynamic_shared<float>() + threadIdx.x / kColumnLanes * kValueDim + first_column;
 #pragma unroll
   for (int c = 0; c < kVectors; ++c) reinterpret_cast<Vector<float>&>(sums[c * kWidth]) = o[c];
-  __syncthreads();  // every group's sums are there
+  __syncthreads();  // all groups have stored their sums
   const bool is_empty = total == 0;
   const auto to = matrix<Element>(params.o, batch_head, batch_head.head, seqlen_q, shape.value_dim);
   for (int column = threadIdx.x; column < shape.value_dim; column += kThreads) {

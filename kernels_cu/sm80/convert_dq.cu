@@ -1,5 +1,5 @@
-// The end of a backward pass whose blocks added to dQ in float32: dQ is scaled, and rounded to the dtype of Q. A block
-// works on one tile of queries, and its warps hold it as those did that added.
+// The last kernel of a backward pass that sums dQ in float32: it scales dQ and rounds it to the dtype of Q. A thread
+// block converts one tile of queries; its warps hold the sums in the accumulator layout of the warps that added them.
 #include <attention/epilogue_mma.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)

@@ -1,4 +1,4 @@
-// Attention of a few new tokens to a cache whose keys and values are what q is.
+// Attention of a few new tokens to a KV cache that has the dtype of Q (sm80/decode.cuh).
 #include <sm80/decode.cuh>
 
 namespace cuflash {

@@ -1,6 +1,6 @@
-// Attention of a few new tokens to a cache whose keys and values are numbers of 8 bits, with a scale for each row: a key's
-// multiplies its scores, a value's its weights. Keys are multiplied in q's format, weights and values in bfloat16, whose range
-// is that of the scales.
+// Attention of a few new tokens to a KV cache in e4m3, with a scale for each row (sm80/decode.cuh). The scale of a key
+// multiplies its scores, and the scale of a value multiplies its weights. Scores are multiplied in the dtype of Q;
+// weights and values are multiplied in bfloat16, whose range includes that of the scales.
 #include <attention/cache_scales.cuh>
 #include <sm80/decode.cuh>
 #include <tile/e4m3.cuh>
@@ -25,7 +25,8 @@ struct ScaledStage {
   CUFLASH_DEVICE float* scales(bool of_values) const {
     return reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + start + kScales) + of_values * kBlockKv;
   }
-  // A half of the warp takes the keys' scales, and the other half the values'.
+  // Start to copy the scales of 16 rows: one half of the warp copies those of the keys, the other half those of the
+  // values.
   CUFLASH_DEVICE void start_scales(const Arrays& arrays, int to, const attention::BatchHead& place, int row, int first_row,
                                    int last_row) const {
     const int lane = ptx::lane(), own_row = lane % 16;

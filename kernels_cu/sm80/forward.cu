@@ -1,8 +1,8 @@
-// FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1) on the tensor cores of Ampere: a block works on one
-// tile of queries and walks their keys; each warp keeps its rows of S, P and O in registers. K of the next step is
-// copied while this one's softmax runs, V while its scores are multiplied.
-// Where tiles are too few for the chip, several blocks share a tile's keys, and combine.cu merges what they leave;
-// where queries are few too, a tile holds those of all the heads that share keys.
+// FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1) on the tensor cores of Ampere. A thread block works
+// on one tile of queries and walks their keys; each warp keeps its rows of S, P and O in registers. K of the next step
+// is copied while the softmax of this step runs, and V while its scores are multiplied. If there are too few tiles for
+// the chip, several blocks share the keys of a tile (split-KV), and combine.cu merges their parts. If there are few
+// queries too, a tile holds those of all heads that share a key/value head (pack_gqa).
 #include <attention/config_mma.cuh>
 #include <attention/dropout.cuh>
 #include <attention/page_table.cuh>
@@ -21,22 +21,22 @@ using Output = tile::WarpTile<kRowTiles, kValueDim / 8, kNumWarps>;
 using Softmax = attention::LazySoftmax<Scores::kRows>;
 
 constexpr QTile q_smem{0};
-constexpr OTile o_smem{0};  // in Q's place, once that is read
+constexpr OTile o_smem{0};  // takes the place of Q, once Q is read
 constexpr KTile k_smem{QTile::kBytes > OTile::kBytes ? QTile::kBytes : OTile::kBytes};
 constexpr VTile v_smem{k_smem.start + KTile::kBytes};
 constexpr int kStateOffset = v_smem.start + VTile::kBytes;
 
-// What a block remembers of its tile in shared memory: registers are for accumulators.
+// State of a thread block that lies in shared memory, so that registers are left for accumulators.
 struct BlockState {
   Element* k;
   Element* v;
   attention::WorkTile work;
   attention::VisitRange visit_range;
   float softmax_scale_log2;
-  bool rows_fill_tiles;  // K's and V's are those of their tiles
+  bool rows_fill_tiles;  // rows of K and V have as many columns as their tiles
 };
 
-// The tile that a block works on, alone or with others.
+// Return the tile of a thread block, which other blocks may share.
 CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, attention::NoPages) {
   if (kPackGqa) return attention::packed_query_tile(params, kBlockQ, params.shape.num_splits);
   return attention::query_tile<Listed>(params, kBlockQ, kIsSplit ? params.shape.num_splits : 1);
@@ -46,10 +46,10 @@ CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params
   return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, attention::first_tile_number());
 }
 
-// What the block visits of the keys that the tile's queries reach.
+// Return the range of keys that the block visits: all that the tile's queries attend, or its part of them.
 CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Params& params, attention::WorkTile work) {
   using namespace attention;
-  if (kPackGqa) work.last = params.shape.seqlen_q;  // each head's queries are the same
+  if (kPackGqa) work.last = params.shape.seqlen_q;  // all heads have the same queries
   VisitRange full_range = visit_range_of_queries(params, work);
   if (config::kIsPaged) align_steps(full_range, kBlockKv);
   const int num_splits = params.shape.num_splits;
@@ -65,14 +65,14 @@ CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::Wor
   else tile::load_async<kThreads>(q_smem, q.rows(work.first, work.last));
 }
 
-// Note where the tile lies, and K and V. By one thread.
+// Store the tile of the block, and the addresses of K and V. Called by one thread.
 CUFLASH_DEVICE void save_state(const attention::Params& params, const attention::WorkTile& work,
                                const attention::VisitRange& visit_range,
                                BlockState& state) {
   using namespace attention;
   const Shape& shape = params.shape;
   const int kv_head = divmod(work.batch_head.head, shape.group_size).quotient;
-  const BatchHead place = config::kIsPaged ? BatchHead{} : work.batch_head;  // of pages, the first
+  const BatchHead place = config::kIsPaged ? BatchHead{} : work.batch_head;  // the first page, if there are pages
   state.k = matrix<Element>(params.k, place, kv_head, 0, 0).data;
   state.v = matrix<Element>(params.v, place, kv_head, 0, 0).data;
   state.work = work;
@@ -83,7 +83,7 @@ CUFLASH_DEVICE void save_state(const attention::Params& params, const attention:
           has_full_rows<VTile>(state.v, params.v, shape.value_dim);
 }
 
-// A step's rows of K, or of V.
+// Start to copy the rows of K, or of V, of a step.
 template <class Tile>
 CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
                                const attention::KvBlock& block, bool rows_fill_tiles, attention::NoPages,
@@ -98,8 +98,8 @@ CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices
   }
 }
 
-// The same of a sequence whose rows lie in pages; zeros in the place of those that are not visited, and of those that have no
-// page, which are counted.
+// Start to copy the rows of K, or of V, of a step from the pages of a sequence. Rows that are not visited become 0, and
+// rows that have no page too; the latter are counted.
 template <class Tile>
 CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
                                const attention::KvBlock& block, bool, const attention::Pages& pages,
@@ -133,7 +133,7 @@ CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const
   else mask_scores<config::kIsListed>(s, params, state.work, block, hidden);
 }
 
-// The score function of a step's scores, in their place.
+// Replace the scores of a step by their score function.
 template <class Score>
 CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
                                const attention::KvBlock& block, const Score& score) {
@@ -161,7 +161,7 @@ CUFLASH_DEVICE void drop_step(Scores& p, const attention::Params& params, const 
   }));
 }
 
-// A part's rows of what is left to be merged.
+// Return the rows of this block's part in a workspace of partial results.
 CUFLASH_DEVICE tile::StackedRows<float> rows_of_part(const attention::Shape& shape, const attention::Matrices& parts,
                                                      const attention::BatchHead& batch_head, int num_columns) {
   const int seqlen_q = shape.seqlen_q, first = attention::split_index(shape.num_splits) * seqlen_q;
@@ -169,7 +169,7 @@ CUFLASH_DEVICE tile::StackedRows<float> rows_of_part(const attention::Shape& sha
   return {all.rows(first, first + seqlen_q), parts.head_stride, seqlen_q};
 }
 
-// What a block that shares its tile leaves: O and lse of its keys; of rows that see none of them, lse alone.
+// Write the partial results of a block that shares its tile: lse of its keys, and O of rows that see one of them.
 CUFLASH_DEVICE void write_part(const attention::Params& params, const BlockState& state, const Softmax& softmax,
                                Output& o, attention::DropoutArgument dropout) {
   const attention::WorkTile& work = state.work;
@@ -178,7 +178,7 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const BlockState
   float row_lse[Output::kRows];
   softmax.finalize(o, state.softmax_scale_log2, row_lse);
   if constexpr (config::kHasDropout) o.scale(dropout.factor);
-  ptx::cp_async_wait<0>();  // Q is there, even without a step
+  ptx::cp_async_wait<0>();  // Q has arrived, even without a step
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
     const int row = work.first + o.first_row() + o.row(i);
@@ -188,7 +188,7 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const BlockState
   }
 }
 
-// lse, and O by way of Q's room.
+// Write lse, and O by way of shared memory in the place of Q.
 CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockState& state, const Softmax& softmax,
                                   Output& o,
                                   attention::SinkArgument sink, attention::DropoutArgument dropout) {
@@ -209,9 +209,9 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockSt
   for (int i = 0; i < o.kRows; ++i)
     if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
   ptx::cp_async_wait<0>();
-  __syncthreads();  // Q is there, even without a step, and read
+  __syncthreads();  // Q has arrived, even without a step, and is read
   tile::store(o_smem, o);
-  __syncthreads();  // O is there
+  __syncthreads();  // all of O is stored
   const auto all = matrix<Element>(params.o, batch_head, batch_head.head, length, params.shape.value_dim);
   tile::store<kThreads>(all.rows(work.first, work.last), o_smem);
 }
@@ -226,13 +226,14 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
   const WorkTile work = tile_of_block(params, pages);
   if (work.is_empty()) return;
-  const VisitRange block_range = visit_range_of_block(params, work);  // first: a list takes time to answer
+  // computed first, since loads from a list have a long latency
+  const VisitRange block_range = visit_range_of_block(params, work);
   load_q(params, work);
   if (threadIdx.x == 0) save_state(params, work, block_range, state);
   Softmax softmax;
   Output o;
   o.fill(0);
-  __syncthreads();  // what is kept is there
+  __syncthreads();  // the state is stored
   Element* const k = state.k;
   Element* const v = state.v;
   const VisitRange visit_range = state.visit_range;
@@ -244,13 +245,13 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   ptx::cp_async_commit();
   while (has_block) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // K, and Q before the first step, is there; V of the last step is read
+    __syncthreads();  // K has arrived, and Q before the first step; V of the last step is read
     load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
     Scores s;
     tile::gemm_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
-    __syncthreads();  // V is there; K is read
+    __syncthreads();  // V has arrived; K is read
     if constexpr (kHasScore) score_step(s, params, state.work, block, score_function);
     else if (Softmax::needs_negation(shape.softmax_scale)) Softmax::negate(s, shape.softmax_scale);
     if (!is_unmasked<kBlockKv>(block)) mask_block(s, params, state, block);

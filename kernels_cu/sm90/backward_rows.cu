@@ -5,10 +5,6 @@
 #include <attention/score_gradient_mma.cuh>
 #include <sm90/epilogue_gradient.cuh>
 #include <sm90/query_stats.cuh>
-
-namespace cuflash {
-constexpr bool kLoadsDo = true;
-}  // namespace cuflash
 #include <sm90/kv_pipeline.cuh>
 
 namespace cuflash {
@@ -22,14 +18,17 @@ using Dq = tile::WarpTile<1, kHeadDim / 8, 4>;
 using PackedDs = tile::PackedOperand<Element, Scores>;  // dS
 using Statistics = attention::RowStatistics<Scores>;
 
-CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
-                                     attention::SinkArgument) {
-  using namespace attention;
-  const int head = work.batch_head.head, num_columns = params.shape.head_dim;
-  if (params.dq.is_accumulator) tile::clear(matrix<float>(params.dq, work.batch_head, head, 0,
-                                                          num_columns).rows(work.first, work.last));
-  else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
-}
+struct BackwardRowsHooks {
+  // Write dq = 0 of queries that see no key. Called by a warp.
+  static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
+                                              attention::SinkArgument) {
+    using namespace attention;
+    const int head = work.batch_head.head, num_columns = params.shape.head_dim;
+    if (params.dq.is_accumulator) tile::clear(matrix<float>(params.dq, work.batch_head, head, 0,
+                                                            num_columns).rows(work.first, work.last));
+    else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
+  }
+};
 
 // lse and delta of a thread's rows, which the kernel before left by tiles; without a list these are cut from the first query
 // on, and this kernel's from the last.
@@ -68,7 +67,7 @@ CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      const float ds = p.at(i, j) * (dp.at(i, j) - stats.delta[i]);
+      const float ds = attention::score_gradient(p.at(i, j), dp.at(i, j), stats.delta[i]);
       dp.at(i, j) = IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f;
     }
 }
@@ -151,7 +150,7 @@ sm90_backward_rows(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (threadIdx.x < kWarpgroupThreads) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce(params, maps, attention::sink, attention::pages, attention::scales);
+    produce<BackwardRowsHooks>(params, maps, attention::sink, attention::pages, attention::scales);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params);

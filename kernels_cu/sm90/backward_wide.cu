@@ -107,7 +107,7 @@ CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const StageQueries& queries, 
     const float delta = queries.stats.delta[Scores::first_row() + Scores::row(i)];
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; ++j)
-      dp.at(i, j) = !IsMasked || mask.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta) : 0.0f;
+      dp.at(i, j) = !IsMasked || mask.at(i, j) ? attention::score_gradient(p.at(i, j), dp.at(i, j), delta) : 0.0f;
   }
 }
 

@@ -5,17 +5,14 @@
 #include <attention/config_mma.cuh>
 #include <attention/dropout.cuh>
 #include <attention/sink.cuh>
-
-namespace cuflash {
-constexpr bool kLoadsDo = false;
-}  // namespace cuflash
 #include <attention/score.cuh>
+#include <sm90/forward_epilogue.cuh>
+#include <sm90/forward_hooks.cuh>
 #include <sm90/kv_pipeline.cuh>
 #include <sm90/tile_score.cuh>
 
 namespace cuflash {
 
-constexpr bool kPingPong = kNumConsumers > 1;
 // for rooms, under weights; where steps are short it costs more than waiting
 constexpr bool kTestsBarriersEarly = kHeadDim > 64;
 // Whether no maxima are looked for in a tile's masked steps and its last one either. Rooms of keys are left later for it, and
@@ -36,95 +33,11 @@ constexpr int kConsumerRegisters =
                       : 200;
 static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
 
-using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
-using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 using PackedP = tile::PackedOperand<Element, Scores>;
-using Softmax = attention::LazySoftmax<Scores::kRows>;
 using ScoresOfTile = TileScoreOr<Scores, score::Function>::Type;
 using Kept = attention::KeptWeights<Scores>;
 
-// O goes through the room that its Q had, where each warp's rows of both have one place.
-using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
-constexpr bool kStoresOByTma =
-    kQStages > 1 && kValueDim <= kHeadDim && SmemO::kPanelWidth == SmemQ::kPanelWidth;
-
-constexpr int kPingPongBarrier = 1, kQEmptyBarrier = 4;  // names of barriers, one for each warpgroup of consumers
-
-// Queries without a key: nobody hears of them.
-CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
-                                     attention::SinkArgument sink) {
-  using namespace attention;
-  const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
-  const auto lse = matrix<float>(params.lse, work.batch_head, work.batch_head.head, length, 1);
-  const auto o = matrix<Element>(params.o, work.batch_head, work.batch_head.head, length, num_columns);
-  float row_lse = ptx::negative_infinity<float>();
-  Element zero = {};
-  if (config::kHasSink) tile::to_element(0 * merge_sink(row_lse, sink_logit<float>(sink, work.batch_head,
-                                                                                   work.batch_head.head)), zero);
-#pragma unroll 1
-  for (int row = work.first; row < work.last; ++row) {
-    if (elect_one()) lse.at(row, 0) = row_lse;
-#pragma unroll 1
-    for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = zero;
-  }
-}
-
 // ---- the consumers ----
-
-// Whose turn it is to start products: groups are numbered from 1 on. Asked for again, to save registers.
-CUFLASH_DEVICE int own_group() { return threadIdx.x / kWarpgroupThreads; }
-CUFLASH_DEVICE void ping_pong_wait() {
-  if (kPingPong) ptx::bar_sync(kPingPongBarrier + own_group() - 1, 2 * kWarpgroupThreads);
-}
-CUFLASH_DEVICE void ping_pong_signal() {
-  if (kPingPong) ptx::bar_arrive(kPingPongBarrier + own_group() % kNumConsumers, 2 * kWarpgroupThreads);
-}
-
-// lse and O of a tile. O leaves by the room of its Q where the accelerator writes it, a box for each warp's rows.
-CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
-                             const Softmax& softmax, Output& o, bool is_last, attention::SinkArgument sink,
-                             attention::DropoutArgument dropout) {
-  using namespace attention;
-  const BatchHead& batch_head = shared().tile_infos[tile_info_index(num_tiles_done)].work.batch_head;
-  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
-  float row_lse[Output::kRows];
-  softmax.finalize(o, shared().softmax_scale_log2, row_lse);
-  if constexpr (config::kHasDropout) o.scale(dropout.factor);
-  if constexpr (config::kHasSink)
-#pragma unroll
-    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
-  const EpilogueTarget target = shared().tile_infos[tile_info_index(num_tiles_done)].epilogue_target;
-  if (kStoresOByTma && target.uses_tma_store) {
-    // All of the warpgroup's products have read Q: with the next tile's first ones a turn was waited for, if there are both.
-    if (!kPingPong || is_last) ptx::bar_sync(kQEmptyBarrier + own_group(), kWarpgroupThreads);
-    const SmemO o_smem{q_smem(q_stage_of(num_tiles_done)).start};
-    tile::PackedOperand<Element, Output> rounded;
-    rounded = o;
-    tile::store(o_smem, rounded, o.warp_row());
-    ptx::fence_proxy_async();
-    __syncwarp();
-#pragma unroll
-    for (int panel = 0; panel < SmemO::kNumPanels && o.warp_row() < target.num_rows; ++panel)
-      ptx::tma_store_5d(&maps.o.map, o_smem.panel(panel).address(o.warp_row(), 0), panel * SmemO::kPanelWidth,
-                        target.first + o.warp_row(), target.o_coords.x, target.o_coords.y, target.o_coords.z);
-    ptx::bulk_commit();
-  } else {
-    const WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-    const auto all = matrix<Element>(params.o, work.batch_head, work.batch_head.head, 0, params.shape.value_dim);
-    tile::store(all.rows(work.first, work.last), o);
-  }
-#pragma unroll
-  for (int i = 0; i < o.kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
-  }
-}
-
-// Leave the room of a tile's Q, one of two, once O has left it.
-CUFLASH_DEVICE void release_q(unsigned num_tiles_done) {
-  ptx::bulk_wait_read<0>();
-  tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
-}
 
 // Numbers count what a warpgroup has read: tiles of queries, and of keys.
 
@@ -462,7 +375,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce(params, maps, sink, pages, scales);
+    produce<ForwardHooks>(params, maps, sink, pages, scales);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, score_function, dropout);

@@ -7,10 +7,7 @@
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <attention/softmax_fp8.cuh>
-
-namespace cuflash {
-constexpr bool kLoadsDo = false;
-}  // namespace cuflash
+#include <sm90/forward_hooks.cuh>
 #include <sm90/kv_pipeline.cuh>
 
 namespace cuflash {
@@ -58,34 +55,18 @@ CUFLASH_DEVICE float scale_of_row(const attention::Matrices& scales, const atten
   return attention::matrix<float>(scales, batch_head, head, 0, 1).at(number, 0);
 }
 
-CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage, int first_key) {
-  const attention::BatchHead& batch_head = tile_info.work.batch_head;
-  const float key = scale_of_row(scales.k_scale, batch_head, tile_info.kv_head, first_key, scales.k_rows);
-  const float value = scale_of_row(scales.v_scale, batch_head, tile_info.kv_head, first_key, scales.v_rows);
-  if (elect_one()) {
-    step_scales().key[stage] = key;
-    step_scales().value[stage] = value;
+struct Fp8Hooks : ForwardHooks {
+  static CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage,
+                                          int first_key) {
+    const attention::BatchHead& batch_head = tile_info.work.batch_head;
+    const float key = scale_of_row(scales.k_scale, batch_head, tile_info.kv_head, first_key, scales.k_rows);
+    const float value = scale_of_row(scales.v_scale, batch_head, tile_info.kv_head, first_key, scales.v_rows);
+    if (elect_one()) {
+      step_scales().key[stage] = key;
+      step_scales().value[stage] = value;
+    }
   }
-}
-
-// Queries without a key: no consumer is told of them.
-CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
-                                     attention::SinkArgument sink) {
-  using namespace attention;
-  const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
-  const auto lse = matrix<float>(params.lse, work.batch_head, work.batch_head.head, length, 1);
-  const auto o = matrix<Element>(params.o, work.batch_head, work.batch_head.head, length, num_columns);
-  float row_lse = ptx::negative_infinity<float>();
-  Element zero = {};
-  if (config::kHasSink) tile::to_element(0 * merge_sink(row_lse, sink_logit<float>(sink, work.batch_head,
-                                                                                   work.batch_head.head)), zero);
-#pragma unroll 1
-  for (int row = work.first; row < work.last; ++row) {
-    if (elect_one()) lse.at(row, 0) = row_lse;
-#pragma unroll 1
-    for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = zero;
-  }
-}
+};
 
 // ---- the consumers ----
 
@@ -399,7 +380,7 @@ sm90_forward_fp8(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce(params, maps, sink, pages, scales);
+    produce<Fp8Hooks>(params, maps, sink, pages, scales);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, scales);

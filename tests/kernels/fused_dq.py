@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from cuflash import api
+from cuflash.calls import checked_plan
 from cuflash.planning import plan_cache
 from cuflash.planning.families import sm90_dq
 from cuflash.planning.launches import DqSemaphoreOrder
@@ -69,9 +69,9 @@ def of_lists(*, finishes: bool) -> Iterator[None]:
 def on_few_processors(number: int = 3, *, finishes: bool = True) -> Iterator[None]:
     """As if a GPU had few multiprocessors, so that small calls have tiles enough for blocks to finish dQ; and as if
     that always paid, or never."""
-    device = api._device
+    device = checked_plan._device
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "_device", lambda executor: replace(device(executor), num_processors=number))
+        patch.setattr(checked_plan, "_device", lambda executor: replace(device(executor), num_processors=number))
         patch.setattr(sm90_dq, "_is_faster", lambda *_: finishes)
         with plans_of_its_own():
             yield

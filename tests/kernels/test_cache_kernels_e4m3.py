@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_calls import FEW, KINDS, LENGTHS, NEW, appended, attended, drawn, expected, paged, same_bits
-from cuflash import DeviceSpec, masks
+from cache_calls import (
+    KINDS, LENGTHS, NEW, appended, assert_bits_are_of_own_sequences, assert_is_attention, attended, drawn,
+    expected, same_bits,
+)  # fmt: skip
+from cuflash import DeviceSpec
 from cuflash.executors.sim import Simulator
 from cuflash.fp8.rows import dequantized_rows, quantized_rows
 from cuflash.planning.decoding import decode_reasons
 from cuflash.planning.problem import Problem
-from cuflash.testing import Example, assert_within_bounds
+from cuflash.testing import Example
 from executors import RUNS, SIM, Run, hostile_schedules
 
 on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
@@ -43,25 +47,12 @@ def kept(rows: Any, dtype: Any) -> Any:
 @pytest.mark.parametrize("kind", OF_DECODE)
 def test_it_is_attention_to_the_rows_that_are_kept(run: Run, kind: str) -> None:
     """Within the bound of weights in bfloat16; alone, in another order, and in pages anywhere: the same bits."""
-    call, device = drawn(OF_DECODE[kind]), OF_DECODE[kind]["device"]
-    *results, faults = attended(run, call, device, is_quantized=True)
+    call, attend = drawn(OF_DECODE[kind]), partial(attended, run, device=OF_DECODE[kind]["device"], is_quantized=True)
+    o, lse, faults = attend(call)
     assert not faults
-    o, lse = results
-    for b, length in enumerate(call.lengths):
-        new, rows = min(call.q.shape[2], length), call.q.shape[2]
-        mask = masks.Causal("bottom_right")
-        mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
-        k, v = (kept(x[b, :, :length], call.q.dtype) for x in (call.k, call.v))
-        example = Example(q=call.q[b, :, rows - new :], k=k, v=v, mask=mask, sink=call.sink)
-        example = example.but(product_dtype=BFLOAT16)
-        assert_within_bounds(example, o=o[b, :, rows - new :], lse=lse[b, :, rows - new :])
-        assert not o[b, :, : rows - new].any()
-    for rows in ([6], range(len(LENGTHS))[::-1]):
-        made = attended(run, call.of(rows), device, is_quantized=True)[:2]
-        assert same_bits(made, [x[list(rows)] for x in results])
-    for seed, page_size in enumerate((16, 48, 128)):
-        *made, faults = attended(run, call, device, paged(call, page_size, seed), is_quantized=True)
-        assert same_bits(made, results) and not faults
+    rounded = partial(Example.but, product_dtype=BFLOAT16)
+    assert_is_attention(call, o, lse, rounded, partial(kept, dtype=call.q.dtype))
+    assert_bits_are_of_own_sequences(attend, call, (o, lse), ([6], range(len(LENGTHS))[::-1]), (16, 48, 128))
 
 
 @on_kernels
@@ -78,7 +69,7 @@ def test_numbers_of_8_bits_are_multiplied_exactly(run: Run, dtype: str) -> None:
     for column in (3, 0x46, 0x81, 0xFE):
         call.q[...] = 0
         call.q[..., column] = 0.5
-        o, lse, _ = attended(run, call, FEW, is_quantized=True)
+        o, lse, _ = attended(run, call, is_quantized=True)
         assert np.array_equal(o[:, :, 0], rows[:, :, 0])
         assert np.array_equal(lse[:, :, 0], np.float32(rows[:, :, 0, column]) * np.float32(0.5 / 16))
 
@@ -88,7 +79,7 @@ def test_a_row_of_nan_reaches_the_queries_that_see_it(run: Run) -> None:
     for array in ("k", "v"):
         call = drawn(NEW, (70, 33))
         getattr(call, array)[0, 0, 3, 5] = np.inf
-        o, lse, _ = attended(run, call, FEW, is_quantized=True)
+        o, lse, _ = attended(run, call, is_quantized=True)
         assert np.isnan(o[0, 0].astype(np.float32)).all() and np.isfinite(o[0, 1].astype(np.float32)).all()
         assert np.isfinite(o[1].astype(np.float32)).all() and np.isnan(lse[0, 0, 0]) == (array == "k")
 
@@ -96,9 +87,9 @@ def test_a_row_of_nan_reaches_the_queries_that_see_it(run: Run) -> None:
 @pytest.mark.parametrize("kind", ["many parts", "a full tile"])
 def test_every_schedule_decodes_alike(kind: str) -> None:
     call, device = drawn(OF_DECODE[kind], (300, 130)), OF_DECODE[kind]["device"]
-    results = attended(SIM, call, device, is_quantized=True)[:2]
+    results = attended(SIM, call, device=device, is_quantized=True)[:2]
     for schedule in hostile_schedules(kind):
-        assert same_bits(attended(SIM, call, device, target=Simulator(schedule), is_quantized=True)[:2], results)
+        assert same_bits(attended(SIM, call, device=device, target=Simulator(schedule), is_quantized=True)[:2], results)
 
 
 def test_dims_that_are_no_whole_chunks_are_refused() -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_calls import CAPACITY, FEW, KINDS, LENGTHS, NEW, attended, drawn, paged, same_bits
-from cuflash import DeviceSpec, KVCache, UnsupportedProblem, masks
+from cache_calls import (
+    FEW, KINDS, LENGTHS, NEW, assert_bits_are_of_own_sequences, assert_is_attention,
+    assert_numbers_out_of_range_lead_nowhere, assert_rows_may_be_fewer, attended, cache_of, drawn, same_bits,
+)  # fmt: skip
+from cuflash import DeviceSpec, UnsupportedProblem
 from cuflash.cache import kv_cache
 from cuflash.executors import gpu
 from cuflash.executors.sim import Simulator
 from cuflash.planning.decoding import decode_reasons, num_parts
 from cuflash.planning.problem import Problem
-from cuflash.testing import Example, assert_within_bounds
 from executors import RUNS, SIM, Run, hostile_schedules
 
 import cuflash
@@ -27,81 +30,47 @@ on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, kind: str) -> None:
     """Within the bound; alone, in another order, and in pages of any size in any place: the same bits."""
-    call, device = drawn(KINDS[kind]), KINDS[kind]["device"]
-    *results, faults = attended(run, call, device)
+    call, attend = drawn(KINDS[kind]), partial(attended, run, device=KINDS[kind]["device"])
+    o, lse, faults = attend(call)
     assert not faults
-    o, lse = results
-    for b, length in enumerate(call.lengths):
-        new, rows = min(call.q.shape[2], length), call.q.shape[2]
-        mask = masks.Causal("bottom_right")
-        mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
-        k, v = call.k[b, :, :length], call.v[b, :, :length]
-        example = Example(q=call.q[b, :, rows - new :], k=k, v=v, mask=mask, sink=call.sink)
-        assert_within_bounds(run.rounded(example), o=o[b, :, rows - new :], lse=lse[b, :, rows - new :])
-        assert not o[b, :, : rows - new].any()
-    for rows in ([6], [2, 0, 5], range(len(LENGTHS))[::-1]):
-        made = attended(run, call.of(rows), device)[:2]
-        assert same_bits(made, [x[list(rows)] for x in results])
-    for seed, page_size in enumerate((16, 48, 64, 128)):
-        *made, faults = attended(run, call, device, paged(call, page_size, seed))
-        assert same_bits(made, results) and not faults
+    assert_is_attention(call, o, lse, run.rounded)
+    parts = [6], [2, 0, 5], range(len(LENGTHS))[::-1]
+    assert_bits_are_of_own_sequences(attend, call, (o, lse), parts, (16, 48, 64, 128))
 
 
 @on_kernels
 def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run) -> None:
     """With counts of 3, 1 and 0 of 3 rows."""
     call = replace(drawn(NEW | {"rows": 3, "heads": 4}, (193, 70, 9)), counts=(3, 1, 0))
-    o, lse, faults = attended(run, call, FEW)
-    for b, count in enumerate(call.counts or ()):
-        one = replace(call.of([b]), q=call.q[b : b + 1, :, :count], counts=None)
-        if count:
-            assert same_bits(attended(run, one, FEW)[:2], (o[b : b + 1, :, :count], lse[b : b + 1, :, :count]))
-        assert not o[b, :, count:].any() and np.isneginf(lse[b, :, count:]).all()
-    assert not faults
+    assert_rows_may_be_fewer(partial(attended, run), call)
 
 
 @on_kernels
 def test_numbers_out_of_range_are_counted_and_lead_nowhere(run: Run) -> None:
-    """Page numbers, lengths and counts: nothing but the sequence's own result is lost, which is finite."""
-    call = drawn(NEW, (100, 200, 33))
-    k, v, table = paged(call, 16, 0)
-    right = attended(run, call, FEW, (k, v, table))
-    assert right[2] == 0
-    for junk in (-1, len(k), 2**31 - 1, -(2**31)):
-        wrong = table.copy()
-        wrong[1, 3] = junk
-        o, lse, faults = attended(run, call, FEW, (k, v, wrong))
-        assert faults > 0 and np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
-        assert same_bits([x[[0, 2]] for x in (o, lse)], [x[[0, 2]] for x in right[:2]])
-    for lengths in ((100, CAPACITY + 1, 33), (100, 2**31 - 1, 33), (100, -7, 33)):
-        o, lse, faults = attended(run, replace(call, lengths=lengths), FEW, (k, v, table * 0))
-        assert faults > 0
+    assert_numbers_out_of_range_lead_nowhere(partial(attended, run), drawn(NEW, (100, 200, 33)))
 
 
 @pytest.mark.parametrize("kind", ["many parts", "a full tile"])
 def test_every_schedule_gives_the_same_bits(kind: str) -> None:
     call, device = drawn(KINDS[kind], (300, 130)), KINDS[kind]["device"]
-    results = attended(SIM, call, device)[:2]
+    results = attended(SIM, call, device=device)[:2]
     for schedule in hostile_schedules(kind):
-        assert same_bits(attended(SIM, call, device, target=Simulator(schedule))[:2], results)
+        assert same_bits(attended(SIM, call, device=device, target=Simulator(schedule))[:2], results)
 
 
 @on_kernels
 @pytest.mark.parametrize("pages", [{}, {"page_size": 16, "num_pages": 40}], ids=["contiguous", "pages"])
 def test_a_cache_takes_the_kernel_where_it_serves(run: Run, pages: dict[str, int], monkeypatch: Any) -> None:
     call = drawn(KINDS["many parts"], (300, 7))
-    sizes = {"batch": 2, "num_kv_heads": 2, "head_dim": 64, "capacity": CAPACITY, "dtype": call.q.dtype, **pages}
-    cache = KVCache(**sizes, **({"xp": pytest.importorskip("cupy")} if run.is_on_device else {}))
-    cache.k[...], cache.v[...] = np.nan, np.nan
-    cache.append(run.put(call.k), run.put(call.v), counts=call.lengths)
+    cache = cache_of(run, call, pages)
     q, sink, options = run.put(call.q), run.put(call.sink), {"executor": run.executor, "return_lse": True}
     one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
     monkeypatch.setattr(kv_cache, "attention", None)  # what else would serve
     made = [run.get(x) for x in cache.attention(q, sink=sink, **options)]
     device = gpu.current_device() if run.is_on_device else DeviceSpec.gpu("H100")
-    assert same_bits(made, attended(run, call, device)[:2])
-    for x, y in zip(made, one_by_one):
-        assert np.allclose(x.astype(np.float32), y.astype(np.float32), atol=0.02)
+    assert same_bits(made, attended(run, call, device=device)[:2])
+    for o, lse in (made, one_by_one):
+        assert_is_attention(call, o, lse, run.rounded)
 
 
 REASONS = {

@@ -4,10 +4,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-from executors import on_every_executor, on_kernels
+from cuflash.planning.list_kernels import AT_CALL
+from cuflash.testing import assert_within_bounds
+from executors import Run, on_every_executor, on_kernels
 from poison import EMPTY, STRUCTURES, Guarded, call
 
-from cuflash.testing import assert_within_bounds
+import cuflash
 
 
 @on_kernels
@@ -15,6 +17,16 @@ from cuflash.testing import assert_within_bounds
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run, name):
     example = run.rounded(STRUCTURES[name].example())
     call(example, run, check=partial(assert_within_bounds, example))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["bits", "full and interval blocks of 128", "blocks of 100 x 24, each head its own"])
+def test_kernels_read_lists_made_at_the_call_amid_poison(mask):
+    run, example = Run("gpu"), STRUCTURES[f"mask: {mask}"].example()
+    q, k, v = (run.put(getattr(example, name)) for name in "qkv")
+    made = cuflash.plan(q, k, v, mask=run.put_mask(example.mask, q, k, v), scale=example.scale, executor="gpu")
+    assert set(made.captured) == {AT_CALL}
+    call(example, run, check=partial(assert_within_bounds, example), made=made)
 
 
 @on_every_executor

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_calls import CAPACITY, drawn, paged, same_bits
-from cuflash import DeviceSpec, KVCache, UnsupportedProblem, masks
+from cache_calls import (
+    CAPACITY, assert_bits_are_of_own_sequences, assert_is_attention, assert_numbers_out_of_range_lead_nowhere,
+    assert_rows_may_be_fewer, cache_of, drawn, paged, same_bits,
+)  # fmt: skip
+from cuflash import DeviceSpec, KVCache, UnsupportedProblem
 from cuflash.cache import kv_cache
 from cuflash.executors.sim import Simulator
 from cuflash.planning.prefill import prefill_reasons, prefill_spec
@@ -27,37 +31,19 @@ of_families = pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family: str, kind: str) -> None:
     """Within the bound; alone, in another order, and in pages of any size in any place: the same bits."""
-    call = drawn(KINDS[kind], LENGTHS)
-    *results, faults = prefilled(run, family, call)
+    call, attend = drawn(KINDS[kind], LENGTHS), partial(prefilled, run, family)
+    o, lse, faults = attend(call)
     assert not faults
-    o, lse = results
-    for b, length in enumerate(call.lengths):
-        new, rows = min(call.q.shape[2], length), call.q.shape[2]
-        mask = masks.Causal("bottom_right")
-        mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
-        k, v = call.k[b, :, :length], call.v[b, :, :length]
-        example = Example(q=call.q[b, :, rows - new :], k=k, v=v, mask=mask, sink=call.sink)
-        assert_within_bounds(run.rounded(example), o=o[b, :, rows - new :], lse=lse[b, :, rows - new :])
-        assert not o[b, :, : rows - new].any()
-    for rows in ([2], [0, 1]):
-        made = prefilled(run, family, call.of(rows))[:2]
-        assert same_bits(made, [x[list(rows)] for x in results])
-    for seed, page_size in enumerate((16, 48, 128) if run.is_on_device else (16, 48)):
-        *made, faults = prefilled(run, family, call, paged(call, page_size, seed))
-        assert same_bits(made, results) and not faults
+    assert_is_attention(call, o, lse, run.rounded)
+    page_sizes = (16, 48, 128) if run.is_on_device else (16, 48)
+    assert_bits_are_of_own_sequences(attend, call, (o, lse), ([2], [0, 1]), page_sizes)
 
 
 @on_kernels
 @of_families
 def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run, family: str) -> None:
     """Rows that belong to no sequence may be anything: those that do have the bits that they have alone."""
-    call = with_counts()
-    o, lse, faults = prefilled(run, family, call)
-    for b, count in enumerate(call.counts or ()):
-        one = replace(call.of([b]), q=call.q[b : b + 1, :, :count], counts=None)
-        assert same_bits(prefilled(run, family, one)[:2], (o[b : b + 1, :, :count], lse[b : b + 1, :, :count]))
-        assert not o[b, :, count:].any() and np.isneginf(lse[b, :, count:]).all()
-    assert not faults
+    assert_rows_may_be_fewer(partial(prefilled, run, family), with_counts())
 
 
 @on_kernels
@@ -65,18 +51,8 @@ def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run, family: str)
 def test_numbers_out_of_range_are_counted_and_lead_nowhere(run: Run, family: str) -> None:
     """Page numbers, lengths and counts: nothing but the sequence's own result is lost, which is finite."""
     call = drawn(CHUNK, (100, 200))
-    k, v, table = paged(call, 16, 0)
-    right = prefilled(run, family, call, (k, v, table))
-    assert right[2] == 0
-    for junk in (-1, len(k), 2**31 - 1, -(2**31)):
-        wrong = table.copy()
-        wrong[1, 3] = junk
-        o, lse, faults = prefilled(run, family, call, (k, v, wrong))
-        assert faults > 0 and np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
-        assert same_bits([x[:1] for x in (o, lse)], [x[:1] for x in right[:2]])
-    for lengths in ((100, CAPACITY + 1), (100, -7)):
-        assert prefilled(run, family, replace(call, lengths=lengths), (k, v, table * 0))[2] > 0
-    assert prefilled(run, family, replace(call, counts=(70, 71)), (k, v, table))[2] > 0
+    assert_numbers_out_of_range_lead_nowhere(partial(prefilled, run, family), call)
+    assert prefilled(run, family, replace(call, counts=(70, 71)), paged(call, 16, 0))[2] > 0
 
 
 @of_families
@@ -91,18 +67,15 @@ def test_every_schedule_gives_the_same_bits(family: str) -> None:
 @pytest.mark.parametrize("pages", [{}, {"page_size": 16, "num_pages": 40}], ids=["contiguous", "pages"])
 def test_a_cache_takes_the_kernels_where_they_serve(run: Run, pages: dict[str, int], monkeypatch: Any) -> None:
     call = drawn(KINDS["grouped heads and a sink"], (193, 7))
-    sizes = {"batch": 2, "num_kv_heads": 2, "head_dim": 64, "capacity": CAPACITY, "dtype": call.q.dtype, **pages}
-    cache = KVCache(**sizes, **({"xp": pytest.importorskip("cupy")} if run.is_on_device else {}))
-    cache.k[...], cache.v[...] = np.nan, np.nan
-    cache.append(run.put(call.k[:, :, :193]), run.put(call.v[:, :, :193]), counts=call.lengths)
+    cache = cache_of(run, call, pages)
     q, sink, options = run.put(call.q), run.put(call.sink), {"executor": run.executor, "return_lse": True}
     one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
+    assert_is_attention(call, *one_by_one, run.rounded)
     monkeypatch.setattr(kv_cache, "attention", None)  # what else would serve
     for kernel in FAMILIES:
         made = [run.get(x) for x in cache.attention(q, sink=sink, kernel=kernel, **options)]
         assert same_bits(made, prefilled(run, kernel, call)[:2])
-        for x, y in zip(made, one_by_one):
-            assert np.allclose(x.astype(np.float32), y.astype(np.float32), atol=0.02)
+        assert_is_attention(call, *made, run.rounded)
     assert same_bits([run.get(x) for x in cache.attention(q, sink=sink, **options)], made)
 
 

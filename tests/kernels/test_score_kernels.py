@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.planning.problem import Problem
+from cuflash.testing import Example
 from executors import GPU, SIM, Run, needs_compiler
 
 import cuflash
-from cuflash import DeviceSpec, masks, sim
+from cuflash import DeviceSpec, Score, masks, sim
 from cuflash.executors import sim as executor
 
 pytestmark = needs_compiler
@@ -343,23 +344,32 @@ def test_the_kind_of_sums_follows_what_shares_an_array(shape: tuple[int, ...], k
     assert default.kernels.is_repeatable <= (kind == "own")
 
 
-def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **given: Any) -> dict[str, Any]:
-    """The gradients of captured arrays whose terms are rounded when they are added in another order."""
+def normal_example(kernel: str) -> Example:
+    """A call whose gradients of captured arrays have terms that are rounded when they are added in another order."""
     rng = np.random.default_rng(3)
     dtype = "float32" if kernel in ("simt", "naive") else "float16"
-    q, k, v, do = (run.put(rng.standard_normal((2, 2, 70, 16)).astype(dtype)) for _ in range(4))
+    q, k, v, do = (rng.standard_normal((2, 2, 70, 16)).astype(dtype) for _ in range(4))
     arrays = {
-        "pairs": run.put(rng.standard_normal((2, 70, 70)).astype(np.float32)),
-        "slopes": run.put(rng.standard_normal(2).astype(np.float32)),
-        "table": run.put(rng.standard_normal((2, 8)).astype(np.float32)),
+        "pairs": rng.standard_normal((2, 70, 70)).astype(np.float32),
+        "slopes": rng.standard_normal(2).astype(np.float32),
+        "table": rng.standard_normal((2, 8)).astype(np.float32),
     }
 
     def function(s: Any, b: Any, h: Any, i: Any, j: Any, pairs: Any, slopes: Any, table: Any) -> Any:
         return s + slopes[h] * (j - i) / 8 + table[h, (i * j) % 8] + pairs[h, i, j]
 
-    score = library.Score(function, **arrays)
+    return Example(q=q, k=k, v=v, do=do, score=Score(function, **arrays), wrt=tuple(arrays))
+
+
+def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **given: Any) -> dict[str, Any]:
+    """The gradients of captured arrays of `normal_example`."""
+    example = normal_example(kernel)
+    q, k, v, do = (run.put(x) for x in (example.q, example.k, example.v, example.do))
+    arrays = {name: run.put(x) for name, x in example.score.arrays.items()}
     options = {**run.options, "kernel": kernel, **given}
-    _, vjp = library.attention_vjp(q, k, v, score=score, wrt=tuple(arrays), **options)
+    _, vjp = library.attention_vjp(
+        q, k, v, score=library.Score(example.score.function, **arrays), wrt=example.wrt, **options
+    )
     gradients = vjp(do)
     return {name: run.get(gradients[name]) for name in arrays}
 

@@ -111,9 +111,7 @@ def test_a_failure_under_other_tiles_leaves_no_plan_behind() -> None:
 
 
 def plan_of(example: Example, run: Run = SIM90) -> KernelPlan:
-    q, k, v = (run.put(array) for array in (example.q, example.k, example.v))
-    mask = run.put_mask(example.mask, example.q, example.k, example.v)
-    return cuflash.plan(q, k, v, mask=mask, scale=example.scale, **run.options).plan
+    return run.kernel_plan(example)
 
 
 def on_two_blocks(plan: KernelPlan) -> KernelPlan:

@@ -168,12 +168,12 @@ FAULTS = {
         "a block is worked on twice": Edit(
             "attention/tile_scheduler.cuh", "work_tile",
             "block_rank = block_and_tile.quotient;",
-            "rank = turn.quotient / 2 * 2;",
+            "block_rank = block_and_tile.quotient / 2 * 2;",
         ),
         "blocks of a list come as they stand": Edit(
             "attention/tile_scheduler.cuh", "work_tile",
             "axis.order[list_index(params.work, work.batch_head) * scheduler.num_blocks + block_rank]",
-            "rank",
+            "block_rank",
         ),
         "the order of one list serves all": Edit(
             "attention/tile_scheduler.cuh", "work_tile",
@@ -206,11 +206,12 @@ FAULTS = {
         ),
         "dS that is made apart misses delta": Edit(
             "attention/score_gradient_mma.cuh", "score_gradient_columns",
-            "p.at(i, j) * (dp.at(i, j) - row.delta[i]);",
-            "p.at(i, j) * dp.at(i, j);",
+            "score_gradient(p.at(i, j), dp.at(i, j), row.delta[i]);",
+            "score_gradient(p.at(i, j), dp.at(i, j), 0.0f);",
         ),
         "all columns of P are stored as the first eight": Edit(
-            "attention/score_gradient_mma.cuh", "overlap_probabilities_with_dp", "store_columns(j / 2);", "put(0);"
+            "attention/score_gradient_mma.cuh", "overlap_probabilities_with_dp", "store_columns(j / 2);",
+            "store_columns(0);",
         ),
         "a gradient that is summed afterwards loses its last column": Edit(
             "attention/score_gradient_mma.cuh", "write_accumulators",

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
-from cache_calls import FEW, NEW, appended, attended, drawn, expected, paged, same_bits
-from cuflash import masks
+from cache_calls import NEW, appended, assert_is_attention, attended, drawn, expected, paged, same_bits
 from cuflash.fp8.rows import dequantized_rows, quantized_rows
-from cuflash.testing import Example, assert_within_bounds
 from executors import SIM
 from mutations.planting import Edit
 
@@ -22,12 +20,11 @@ def decode_is_right() -> None:
     """Within the bound for rows of scales far apart, in pages as without."""
     factors = np.exp2(np.arange(300) % 5 - 2)[:, None]
     call = replace(_CALL, k=(_CALL.k * factors[::-1]).astype(_BFLOAT16), v=(_CALL.v * factors).astype(_BFLOAT16))
-    o, lse, faults = attended(SIM, call, FEW, is_quantized=True)
-    assert not faults and same_bits(attended(SIM, call, FEW, paged(call, 16, 0), is_quantized=True)[:2], (o, lse))
-    for b, length in enumerate(call.lengths):
-        k, v = (dequantized_rows(*quantized_rows(x[b, :, :length]), _BFLOAT16) for x in (call.k, call.v))
-        example = SIM.rounded(Example(q=call.q[b], k=k, v=v, mask=masks.Causal("bottom_right")))
-        assert_within_bounds(example, o=o[b], lse=lse[b])
+    o, lse, faults = attended(SIM, call, is_quantized=True)
+    assert not faults and same_bits(attended(SIM, call, paged(call, 16, 0), is_quantized=True)[:2], (o, lse))
+    assert_is_attention(
+        call, o, lse, SIM.rounded, lambda rows: dequantized_rows(*quantized_rows(rows), _BFLOAT16)
+    )
 
 
 def append_is_right() -> None:

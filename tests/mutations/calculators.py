@@ -30,7 +30,7 @@ def memory_is_right(library: ModuleType) -> None:
     assert told.forward == told.inputs + told.results + told.workspace
 
 
-FILE = "calculators.py"
+FILE = "study/calculators.py"
 FAULTS = {
     bytes_are_right: {
         "values are as wide as keys": Edit(

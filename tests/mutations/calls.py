@@ -407,31 +407,33 @@ FAULTS = {
     },
     refuses(attends(executor=["cpu"]), "executor must be 'auto'"): {
         "executors are unhashable": Edit(
-            "api.py", "_option_reasons",
+            "calls/checked_plan.py", "_option_reasons",
             "if not isinstance(executor, str) or executor not in EXECUTORS:",
             "if executor not in EXECUTORS:",
         ),
     },
     refuses(attends(executor=Q), "executor must be 'auto'"): {
         "executors are arrays": Edit(
-            "api.py", "_executor", 'if not isinstance(executor, str) or executor != "auto":', 'if executor != "auto":'
+            "calls/checked_plan.py", "_executor",
+            'if not isinstance(executor, str) or executor != "auto":', 'if executor != "auto":'
         ),
     },
     refuses(attends(kernel=Q), "kernel must be 'auto'"): {
         "kernels are arrays": Edit(
-            "api.py", "_option_reasons",
+            "calls/checked_plan.py", "_option_reasons",
             'if not isinstance(kernel, str) or kernel not in ("auto", *families):',
             'if kernel not in ("auto", *families):',
         ),
     },
     refuses(lambda library: library.plan(Q, Q, Q, device="H100"), "device must be a DeviceSpec", "DeviceSpec.gpu"): {
         "devices are names": Edit(
-            "api.py", "_planned", "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
+            "calls/checked_plan.py", "planned",
+            "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
         ),
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
         "a flag is whatever is true": Edit(
-            "api.py", "_planned", 'reasons += flag_reasons("deterministic", options.deterministic)', ""
+            "calls/checked_plan.py", "planned", 'reasons += flag_reasons("deterministic", options.deterministic)', ""
         ),
     },
     refuses(attends(return_lse=1), "return_lse must be True or False; got 1"): {
@@ -468,17 +470,17 @@ FAULTS = {
     },
     takes(lambda library: library.error_bound(Foreign(Q), Q, Q).o.shape == Q.shape): {
         "bounds take no arrays of another library": Edit(
-            "bounds.py", "_host_arrays", "arrays = as_arrays(given)", "arrays = given"
+            "bounds/host.py", "host_arrays", "arrays = as_arrays(given)", "arrays = given"
         ),
     },
     refuses(lambda library: library.error_bound(Q, Q, Q, Q[:, :3]), "do must have shape (2, 10, 8)"): {
         "bounds take any gradient": Edit(
-            "bounds.py", "error_bound", 'reasons += _cotangent_reasons("do", do, problem.o_shape())', ""
+            "bounds/elements.py", "error_bound", 'reasons += _cotangent_reasons("do", do, problem.o_shape())', ""
         ),
     },
     refuses(lambda library: library.error_bound(Q, Q, Q, product_dtype=int), "product_dtype must be a dtype of"): {
         "bounds are for any dtype of products": Edit(
-            "bounds.py", "_product_dtype", "except ValueError as error:", "except KeyError as error:"
+            "bounds/elements.py", "_product_dtype", "except ValueError as error:", "except KeyError as error:"
         ),
     },
     refuses(

@@ -8,7 +8,7 @@ from mutations.planting import Edit
 FAULTS = {
     decode_is_right: {
         "the last part to arrive waits for one more": Edit(
-            "sm80/decode.cuh", "arrives_last", "ptx::fetch_add(arrivals, 1) == num_parts - 1",
+            "sm80/decode_epilogue.cuh", "arrives_last", "ptx::fetch_add(arrivals, 1) == num_parts - 1",
             "ptx::fetch_add(arrivals, 1) == num_parts",
         ),
         "the next launch finds parts that have arrived": Edit(
@@ -23,33 +23,33 @@ FAULTS = {
             "if (step + kNumStages - 1 < num_steps) copy.start_next(stage);",
         ),
         "rows past the end are copied": Edit(
-            "sm80/decode.cuh", "CacheCopy.start_next", "last_row = is_page ? stop_ - position : 0",
+            "sm80/cache_copy.cuh", "CacheCopy.start_next", "last_row = is_page ? stop_ - position : 0",
             "last_row = is_page ? kUnit : 0",
         ),
         "rows before the window are copied": Edit(
-            "sm80/decode.cuh", "CacheCopy.start_next", "is_page ? first_key_ - position : kUnit",
+            "sm80/cache_copy.cuh", "CacheCopy.start_next", "is_page ? first_key_ - position : kUnit",
             "is_page ? 0 : kUnit",
         ),
         "a page is that of the step after": Edit(
-            "sm80/decode.cuh", "CacheCopy.start_next", "next_ += kBlockKv; look_up();", "next_ += kBlockKv;"
+            "sm80/cache_copy.cuh", "CacheCopy.start_next", "next_ += kBlockKv; look_up();", "next_ += kBlockKv;"
         ),
         "sums of parts are not brought to one maximum": Edit(
-            "sm80/decode.cuh", "merge_parts", "sum += sums[part * num_rows + row] * weight;",
+            "sm80/decode_epilogue.cuh", "merge_parts", "sum += sums[part * num_rows + row] * weight;",
             "sum += sums[part * num_rows + row];",
         ),
         "sums of warps are not brought to one maximum": Edit(
-            "sm80/decode.cuh", "merge_warps",
+            "sm80/decode_softmax.cuh", "merge_warps",
             "o.scale_row(i, RowStats::weight(stats.max[i], highest, softmax_scale_log2));", "",
         ),
         "sixteen keys lie on the page of those before them": Edit(
-            "sm80/decode.cuh", "CacheCopy.advance", "number += pages;", ""
+            "sm80/cache_copy.cuh", "CacheCopy.advance", "number += pages;", ""
         ),
         "parts that are read ahead are left out": Edit(
-            "sm80/decode.cuh", "merge_parts", "if (part < num_parts) add(part, ahead[part]);",
+            "sm80/decode_epilogue.cuh", "merge_parts", "if (part < num_parts) add(part, ahead[part]);",
             "if (part > 0 && part < num_parts) add(part, ahead[part]);",
         ),
         "sums are not brought to a maximum that rose": Edit(
-            "sm80/decode.cuh", "RowStats.update",
+            "sm80/decode_softmax.cuh", "RowStats.update",
             "if (__any_sync(0xffffffffu, factor != 1)) o.scale_row(i, factor);", "",
         ),
         "the last query's keys count as seen by all": Edit(
@@ -69,14 +69,17 @@ FAULTS = {
             "attention/decode_work.cuh", "packed_row_mask", "min(of.length - position, params.right + 1) + position",
             "of.length",
         ),
-        "a sink is left out of o": Edit("sm80/decode.cuh", "finish_row", "factor *= merge_sink(", "merge_sink("),
+        "a sink is left out of o": Edit(
+            "sm80/decode_epilogue.cuh", "finish_row", "factor *= merge_sink(", "merge_sink("
+        ),
     },
     pages_out_of_range_are_counted: {
         "a negative page is read": Edit(
-            "sm80/decode.cuh", "CacheCopy.start_next", "page >= 0 && page < cache_.num_pages", "page < cache_.num_pages"
+            "sm80/cache_copy.cuh", "CacheCopy.start_next",
+            "page >= 0 && page < cache_.num_pages", "page < cache_.num_pages"
         ),
         "a page beyond the last is read": Edit(
-            "sm80/decode.cuh", "CacheCopy.start_next", "page >= 0 && page < cache_.num_pages", "page >= 0"
+            "sm80/cache_copy.cuh", "CacheCopy.start_next", "page >= 0 && page < cache_.num_pages", "page >= 0"
         ),
         "a length beyond the capacity is not told": Edit(
             "attention/decode_work.cuh", "sequence", "length == clamped && count == clamped_count",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from cache_calls import FEW, NEW, appended, attended, drawn, expected, paged, same_bits
-from cuflash import masks, sim
+from cache_calls import NEW, appended, assert_is_attention, attended, drawn, expected, paged, same_bits
+from cuflash import sim
 from cuflash.executors.sim import Simulator
-from cuflash.testing import Example, assert_within_bounds
 from executors import SIM
 
 SIGNS = (AssertionError,)
@@ -19,17 +18,12 @@ _HOSTILE = [Simulator(sim.Schedule(seed=1, order=order, copies="late")) for orde
 def decode_is_right() -> None:
     """Within the bound in pages, and in a batch the same bits as alone, with fewer rows than given and at bad times."""
     call = replace(_CALL, counts=(3, 3, 2))
-    o, lse, faults = attended(SIM, call, FEW, paged(call, 16, 0))
-    mask = masks.Causal("bottom_right") & masks.SlidingWindow(130, None, "bottom_right")
-    for b, (length, count) in enumerate(zip(call.lengths, (3, 3, 2))):
-        rows = slice(max(0, count - length), count)
-        arrays = {"q": call.q[b, :, rows], "k": call.k[b, :, :length], "v": call.v[b, :, :length]}
-        example = SIM.rounded(Example(**arrays, mask=mask, sink=call.sink))
-        assert_within_bounds(example, o=o[b, :, rows], lse=lse[b, :, rows])
-    assert not faults and not o[1, :, 0].any() and not o[2, :, 2].any()
+    o, lse, faults = attended(SIM, call, paged(call, 16, 0))
+    assert_is_attention(call, o, lse, SIM.rounded)
+    assert not faults
     for target in _HOSTILE:
-        assert same_bits(attended(SIM, call, FEW, target=target)[:2], (o, lse))
-    alone = attended(SIM, call.of([0]), FEW)
+        assert same_bits(attended(SIM, call, target=target)[:2], (o, lse))
+    alone = attended(SIM, call.of([0]))
     assert same_bits(alone[:2], (o[:1], lse[:1]))
 
 
@@ -39,9 +33,9 @@ def pages_out_of_range_are_counted() -> None:
     for junk in (-1, len(k)):
         wrong = table.copy()
         wrong[0, 6] = junk
-        o, lse, faults = attended(SIM, _CALL, FEW, (k, v, wrong))
+        o, lse, faults = attended(SIM, _CALL, (k, v, wrong))
         assert faults > 0 and np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
-    assert attended(SIM, replace(_CALL, lengths=(301, 2, 70)), FEW, (k, v, table * 0))[2] > 0
+    assert attended(SIM, replace(_CALL, lengths=(301, 2, 70)), (k, v, table * 0))[2] > 0
 
 
 def append_is_right() -> None:

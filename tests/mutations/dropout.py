@@ -39,10 +39,12 @@ FAULTS = {
     },
     bounds_are_sharp: {
         "what dropout multiplies does not round": Edit(
-            "bounds.py", "_Weights.of", "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2",
+            "bounds/forward.py", "Weights.of", "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2",
             "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 1",
         ),
-        "dropped weights count in dv": Edit("bounds.py", "_gradient_tolerances", "weights = z * (", "weights = ("),
+        "dropped weights count in dv": Edit(
+            "bounds/gradients.py", "gradient_tolerances", "weights = z * (", "weights = ("
+        ),
     },
     wrong_numbers_are_refused: {
         "p may be negative": Edit(
@@ -101,12 +103,13 @@ FAULTS = {
         ),
         "dropped weights have no gradient at all": Edit(
             "attention/dropout_gradient_mma.cuh", "dropout_score_gradients",
-            "is_allowed ? p * (by_weight - row.delta[i])", "is_allowed && is_kept ? p * (by_weight - row.delta[i])",
+            "is_allowed ? score_gradient(p, by_weight, row.delta[i])",
+            "is_allowed && is_kept ? score_gradient(p, by_weight, row.delta[i])",
         ),
     },
     hopper_gradients_are_right: {
         "where a plain step stands is not told": Edit(
-            "sm90/q_pipeline.cuh", None, "constexpr bool kTellsPlaces = kHasScore || config::kHasDropout;",
+            "sm90/q_tiles.cuh", None, "constexpr bool kTellsPlaces = kHasScore || config::kHasDropout;",
             "constexpr bool kTellsPlaces = false;",
         ),
         "neighbours keep what they drew": Edit(
@@ -124,14 +127,16 @@ FAULTS = {
             "if ((place.keys.first | place.queries.first) % 16 != 0)", "if (false)",
         ),
         "dP of a dropped weight is kept": Edit(
-            "sm90/backward.cu", "make_changed_operands", "kept.at(i, j) ? dp.at(i, j) * dropout.single_factor : 0.0f",
+            "sm90/backward_changed_scores.cuh", "make_changed_operands",
+            "kept.at(i, j) ? dp.at(i, j) * dropout.single_factor : 0.0f",
             "dp.at(i, j) * dropout.single_factor",
         ),
         "dV has what is dropped": Edit(
-            "sm90/backward.cu", "make_changed_operands", "s.at(i, j) = kept.at(i, j) ? s.at(i, j) : 0.0f;", ";"
+            "sm90/backward_changed_scores.cuh", "make_changed_operands",
+            "s.at(i, j) = kept.at(i, j) ? s.at(i, j) : 0.0f;", ";"
         ),
         "dV keeps its size": Edit(
-            "sm90/backward.cu", "write_gradients", "dv.scale(dropout.single_factor);", ";"
+            "sm90/backward_epilogue.cuh", "write_gradients", "dv.scale(dropout.single_factor);", ";"
         ),
     },
     sm90_is_right: {

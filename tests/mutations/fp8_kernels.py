@@ -5,14 +5,14 @@ from __future__ import annotations
 from mutations.fp8_guards import fp8_is_right, fp8_is_scheduled_right, rounding_is_right, transposition_is_right
 from mutations.planting import Edit
 
-FORWARD, SOFTMAX, PIPELINE = "sm90/forward_fp8.cu", "attention/softmax_fp8.cuh", "sm90/kv_pipeline.cuh"
+FORWARD, SOFTMAX, PIPELINE = "sm90/forward_fp8.cu", "attention/softmax_fp8.cuh", "sm90/kv_producer.cuh"
 FAULTS = {
     fp8_is_right: {
         "K's scale is V's": Edit(
             FORWARD, "write_scales", "step_scales().key[stage] = key", "step_scales().key[stage] = value"
         ),
         "windows begin in the middle of a scale": Edit(
-            PIPELINE, "schedule_tiles",
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
             "if (config::kIsQuantized && visit_range.start < visit_range.stop) "
             "visit_range.start -= visit_range.start % kBlockKv;",
             "",

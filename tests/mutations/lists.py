@@ -14,7 +14,9 @@ FAULTS = {
         "what an index remembers leads back to it": Edit(
             "blocks/index.py", "BlockIndex.remembered", "IndexMask.of_index(replace(self))", "IndexMask.of_index(self)"
         ),
-        "a plan holds the index itself": Edit("api.py", "_planned", "mask = mask.remembered.mask", "pass"),
+        "a plan holds the index itself": Edit(
+            "calls/checked_plan.py", "planned", "mask = mask.remembered.mask", "pass"
+        ),
         "a call that is remembered holds its plan": Edit(
             "plans.py", "Plan.bind", "executor.forward(plan, dict(zip(names, (*arrays, *made))))",
             "EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))",

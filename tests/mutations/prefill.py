@@ -42,13 +42,14 @@ FAULTS = {
     },
     sm90_prefill_is_right: {
         "every tile is a band": Edit(
-            "sm90/kv_pipeline.cuh", "find_band", "__all_sync(0xffffffffu, is_band) && (lo_moves || lo_stays)", "true"
+            "sm90/kv_tile_scheduler.cuh", "find_band",
+            "__all_sync(0xffffffffu, is_band) && (lo_moves || lo_stays)", "true"
         ),
         "a box lies in two pages": Edit(
             "attention/page_table.cuh", "align_steps", "visit_range.start -= visit_range.start % width;", ""
         ),
         "a short last step starts earlier": Edit(
-            "sm90/kv_pipeline.cuh", None, "config::kIsListed || config::kIsPaged", "config::kIsListed"
+            "sm90/kv_producer.cuh", None, "config::kIsListed || config::kIsPaged", "config::kIsListed"
         ),
         "a box's row is that of the sequence": Edit(
             "sm90/page_copies.cuh", "PageCopy", "attention::divmod(position, pages.page_size).remainder", "position"
@@ -70,7 +71,7 @@ FAULTS = {
             "sm90/page_copies.cuh", "PageCopy.count_faults", "!has_page_", "false"
         ),
         "queries that belong to no sequence turn a warp's maxima": Edit(
-            "sm90/kv_pipeline.cuh", "load_keys", "config::kIsPaged && ends_before_others(params, tile_info.work)",
+            "sm90/kv_producer.cuh", "load_keys", "config::kIsPaged && ends_before_others(params, tile_info.work)",
             "false",
         ),
         "a tile has queries that belong to no sequence": Edit(

@@ -165,14 +165,15 @@ FAULTS = {
             "sm90/changed_weights.cuh", "StepScore.flush", "score_.flush(sums.of_score);", ""
         ),
         "P of a masked step is kept": Edit(
-            "sm90/backward.cu", "make_changed_p", "clamp_and_mask<true>(s, queries);", ""
+            "sm90/backward_changed_scores.cuh", "make_changed_p", "clamp_and_mask<true>(s, queries);", ""
         ),
         "a hidden query has a P": Edit(
-            "sm90/backward.cu", "make_changed_p", "== -ptx::negative_infinity<float>()) s.at(i, j) = 0;",
+            "sm90/backward_changed_scores.cuh", "make_changed_p",
+            "== -ptx::negative_infinity<float>()) s.at(i, j) = 0;",
             "== -ptx::negative_infinity<float>()) s.at(i, j) = s.at(i, j);",
         ),
         "dO of hidden queries is multiplied": Edit(
-            "sm90/q_pipeline.cuh", "has_rows_to_zero", "if constexpr (kHasScore)", "if constexpr (false)"
+            "sm90/q_producer.cuh", "has_rows_to_zero", "if constexpr (kHasScore)", "if constexpr (false)"
         ),
         "exponents are scaled twice": Edit(
             "sm90/q_pipeline.cuh", "run_roles", "(kHasScore ? 1 : attention::kLog2E)", "attention::kLog2E"

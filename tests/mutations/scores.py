@@ -281,14 +281,15 @@ FAULTS = {
             CPU, "_HostCall.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"
         ),
         "f's own error is left out of the bound": Edit(
-            "bounds.py", "_forward_tolerances", "score, e_score = (np.where(allowed, x, 0) for x in final[:2])",
+            "bounds/forward.py", "_scores", "score, e_score = (np.where(allowed, x, 0) for x in final[:2])",
             "score, e_score = np.where(allowed, final.f, 0), 0 * e_score",
         ),
         "the bound has no slope": Edit(
-            "bounds.py", "_through_slope", "e_ds = slope * e_df +", "e_ds = 0 * e_df +"
+            "bounds/gradients.py", "_through_slope", "e_ds = slope * e_df +", "e_ds = 0 * e_df +"
         ),
         "the bound of an array's gradient is that of one read": Edit(
-            "bounds.py", "_gradient_tolerance", "((exact, df * load.value), (tolerance, terms), (masses, mass))",
+            "bounds/captured.py", "_gradient_tolerance",
+            "((exact, df * load.value), (tolerance, terms), (masses, mass))",
             "((exact, df * load.value), (masses, mass))",
         ),
     },
@@ -301,7 +302,7 @@ FAULTS = {
             "planning/options.py", "Options.key", "score.program, score.numbers", "score.program"
         ),
         "arrays of a plan are left out": Edit(
-            "api.py", "_planned", "if not isinstance(each, ShapeDtype)", "if isinstance(each, ShapeDtype)"
+            "calls/checked_plan.py", "planned", "if not isinstance(each, ShapeDtype)", "if isinstance(each, ShapeDtype)"
         ),
         "arrays of a plan cannot be replaced": Edit(
             "plans.py", "Plan.forward", "{**self.captured, **operands}", "{**operands, **self.captured}"

@@ -58,16 +58,17 @@ FAULTS = {
     },
     bounds_are_sharp: {
         "the sink's weight has no error": Edit(
-            "bounds.py", "_forward_tolerances",
-            "r = p_excess.sum(axis=-1, keepdims=True) + _excess(log_p_sink, p_sink, eta_sink)",
+            "bounds/forward.py", "forward_tolerances",
+            "r = p_excess.sum(axis=-1, keepdims=True) + excess_of(log_p_sink, p_sink, eta_sink)",
             "r = p_excess.sum(axis=-1, keepdims=True)",
         ),
         "the merge with a sink does not round": Edit(
-            "bounds.py", "_forward_tolerances", "tol_lse = tol_lse + has_sink * 4", "tol_lse = tol_lse + has_sink * 0"
+            "bounds/forward.py", "forward_tolerances",
+            "tol_lse = tol_lse + has_sink * 4", "tol_lse = tol_lse + has_sink * 0",
         ),
-        "delta has no error": Edit("bounds.py", "_sink_tolerance", "+ p_sink * e_delta", ""),
+        "delta has no error": Edit("bounds/gradients.py", "sink_tolerance", "+ p_sink * e_delta", ""),
         "lse has no error for the sink": Edit(
-            "bounds.py", "_sink_tolerance", "eta = forward.tol_lse + 4", "eta = 4"
+            "bounds/gradients.py", "sink_tolerance", "eta = forward.tol_lse + 4", "eta = 4"
         ),
     },
     sinks_are_refused: {
@@ -166,12 +167,12 @@ FAULTS = {
     },
     sm90_is_right: {
         "o of a tile keeps the weights without a sink": Edit(
-            "sm90/forward.cu", "epilogue",
+            "sm90/forward_epilogue.cuh", "epilogue",
             "o.scale_row(i, merge_sink(row_lse[i], logit));",
             "merge_sink(row_lse[i], logit);",
         ),
         "tiles without a key know no sink": Edit(
-            "sm90/forward.cu", "write_empty_rows",
+            "sm90/forward_hooks.cuh", "write_empty_rows",
             "lse.at(row, 0) = row_lse;",
             "lse.at(row, 0) = ptx::negative_infinity<float>();",
         ),

@@ -15,72 +15,74 @@ FAULTS = {
     gradients_are_right: {
         "rooms are not fenced": Edit("sm90/q_pipeline.cuh", "run_roles", "ptx::fence_mbarrier_init();", ""),
         "queries past a step are alive": Edit(
-            "sm90/q_pipeline.cuh", "has_rows_to_zero",
+            "sm90/q_producer.cuh", "has_rows_to_zero",
             "if (block.stop < min(block.start",
             "if (false && block.stop < min(block.start",
         ),
         "queries without a key are alive": Edit(
-            "sm90/q_pipeline.cuh", "has_rows_to_zero",
+            "sm90/q_producer.cuh", "has_rows_to_zero",
             "return first.lo >= first.hi || last.lo >= last.hi;",
             "return false;",
         ),
         "K is kept where no query sees it": Edit(
-            "sm90/q_pipeline.cuh", "visible_keys",
+            "sm90/q_producer.cuh", "visible_keys",
             "max(work.first, interval(params, work.batch_head, 0).lo), min(work.last,",
             "work.first, max(work.last,",
         ),
         "every step is whole": Edit(
-            "sm90/q_pipeline.cuh", "produce", "smem.kv_phases | (is_full_block ?", "smem.kv_phases | (true ?"
+            "sm90/q_producer.cuh", "produce", "smem.kv_phases | (is_full_block ?", "smem.kv_phases | (true ?"
         ),
         "a step's keys are all seen": Edit(
-            "sm90/q_pipeline.cuh", "bit_range",
+            "sm90/q_copy_warps.cuh", "bit_range",
             "return ptx::bits_at_or_above(lo) & ~ptx::bits_at_or_above(hi);",
             "return ~0u;",
         ),
         "a band starts a query late": Edit(
-            "sm90/q_pipeline.cuh", "compute_band_masks",
+            "sm90/q_copy_warps.cuh", "compute_band_masks",
             "(start - params.work.upper)",
             "(start + 1 - params.work.upper)",
         ),
         "a band ends a query early": Edit(
-            "sm90/q_pipeline.cuh", "compute_band_masks",
+            "sm90/q_copy_warps.cuh", "compute_band_masks",
             "(start - params.work.lower + 1)",
             "(start - params.work.lower)",
         ),
         "queries past a step see keys": Edit(
-            "sm90/q_pipeline.cuh", "compute_band_masks",
+            "sm90/q_copy_warps.cuh", "compute_band_masks",
             "min(last + key, block.stop - block.start) : 0",
             "last + key : 0",
         ),
         "bits of queries stand for keys": Edit(
-            "sm90/q_pipeline.cuh", "compute_row_masks", "tile::transpose_bits_in_warp(bits)", "bits"
+            "sm90/q_copy_warps.cuh", "compute_row_masks", "tile::transpose_bits_in_warp(bits)", "bits"
         ),
         "a key's first query is searched for among rows that start": Edit(
-            "sm90/q_pipeline.cuh", "find_visit_range",
+            "sm90/q_producer.cuh", "find_visit_range",
             "(end % 2 == 0 ? keys.hi : keys.lo) <= key",
             "keys.lo <= key",
         ),
         "the last row is not searched": Edit(
-            "sm90/q_pipeline.cuh", "find_visit_range", "row < last && (end", "row < last - 1 && (end"
+            "sm90/q_producer.cuh", "find_visit_range", "row < last && (end", "row < last - 1 && (end"
         ),
         "a head's work is read before it is written": Edit(
-            "sm90/q_pipeline.cuh", "produce", "__syncwarp(); HeadWork& head_work", "HeadWork& head_work"
+            "sm90/q_producer.cuh", "produce", "__syncwarp(); HeadWork& head_work", "HeadWork& head_work"
         ),
         "K comes while the last one is read": Edit(
-            "sm90/q_pipeline.cuh", "prepare_steps", "tile::wait_empty(smem.k, k_phase(message.flags));", ""
+            "sm90/q_copy_warps.cuh", "prepare_steps", "tile::wait_empty(smem.k, k_phase(message.flags));", ""
         ),
         "P of masked keys is kept": Edit(
-            "sm90/backward.cu", "make_p_and_ds", "if (!queries.is_plain()) clamp_and_mask<true>(s, queries);", ""
+            "sm90/backward_scores.cuh", "make_p_and_ds",
+            "if (!queries.is_plain()) clamp_and_mask<true>(s, queries);", ""
         ),
-        "bits of a list are all 1": Edit("sm90/q_pipeline.cuh", "row_mask_bits", "bits &= listed;", ""),
+        "bits of a list are all 1": Edit("sm90/q_copy_warps.cuh", "row_mask_bits", "bits &= listed;", ""),
         "a warp has another's bits": Edit(
-            "sm90/backward.cu", "ThreadMask.ThreadMask", "row_masks[Scores::first_row()]", "mask[ptx::lane() / 4]"
+            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask",
+            "row_masks[Scores::first_row()]", "row_masks[ptx::lane() / 4]"
         ),
         "a thread has another's bits": Edit(
-            "sm90/backward.cu", "ThreadMask.ThreadMask", "[x] | all) >> queries.first_query;", "[x] | all);"
+            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "[x] | all) >> queries.first_query;", "[x] | all);"
         ),
         "a query has its neighbour's delta": Edit(
-            "sm90/backward.cu", "StepQueries.delta",
+            "sm90/backward_tiles.cuh", "StepQueries.delta",
             "return stage.stats.delta + first_query;",
             "return stage.stats.delta + (first_query ^ 2);",
         ),
@@ -129,67 +131,68 @@ FAULTS = {
             "lse.at(work.first + row, 0)",
         ),
         "what is known is the first tile's": Edit(
-            "sm90/q_pipeline.cuh", "produce", "head_work.stats[number]", "head_work.stats[0]"
+            "sm90/q_producer.cuh", "produce", "head_work.stats[number]", "head_work.stats[0]"
         ),
         "what is known is not waited for": Edit(
-            "sm90/q_pipeline.cuh", "produce",
+            "sm90/q_producer.cuh", "produce",
             "flags & StepMessage::kThreadsCopyQ, sizeof stats",
             "flags & StepMessage::kThreadsCopyQ",
         ),
         "a large lse hides keys": Edit(
-            "sm90/backward.cu", "ThreadMask.ThreadMask",
+            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask",
             "all = queries.flags & StepMessage::kMasked ? 0 : ~0u;",
             "all = 0;",
         ),
         "a mask hides nothing": Edit(
-            "sm90/backward.cu", "ThreadMask.ThreadMask",
+            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask",
             "all = queries.flags & StepMessage::kMasked ? 0 : ~0u;",
             "all = ~0u;",
         ),
         "dS is multiplied before it is there": Edit(
-            "sm90/backward.cu", "start_dq", "ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);", ""
+            "sm90/backward_epilogue.cuh", "start_dq",
+            "ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);", ""
         ),
-        "dS is not fenced": Edit("sm90/backward.cu", "start_dq", "ptx::fence_proxy_async();", ""),
+        "dS is not fenced": Edit("sm90/backward_epilogue.cuh", "start_dq", "ptx::fence_proxy_async();", ""),
         "dS is written while the other warpgroup's dQ is made": Edit(
-            "sm90/backward.cu", "wait_ds",
+            "sm90/backward_epilogue.cuh", "wait_ds",
             "if constexpr (kMakesDq) ptx::bar_sync(kDsEmpty + part, kNumConsumers * kWarpgroupThreads);",
             "",
         ),
         "dQ is written while the last one is added": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer", "release_dq<0>(1, is_end);", "release_dq<2>(1, is_end);"
+            "sm90/dq_writer.cuh", "dq_writer", "release_dq<0>(1, is_end);", "release_dq<2>(1, is_end);"
         ),
         "dQ's first part is written while the last one is added": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer", "release_dq<1>(0, is_end);", "release_dq<2>(0, is_end);"
+            "sm90/dq_writer.cuh", "dq_writer", "release_dq<1>(0, is_end);", "release_dq<2>(0, is_end);"
         ),
         "dQ is added before it is there": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer",
+            "sm90/dq_writer.cuh", "dq_writer",
             "ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32); store_dq_sum(sum,",
             "store_dq_sum(sum,",
         ),
-        "dQ is not fenced": Edit("sm90/q_pipeline.cuh", "store_dq_sum", "ptx::fence_proxy_async();", ""),
+        "dQ is not fenced": Edit("sm90/dq_writer.cuh", "store_dq_sum", "ptx::fence_proxy_async();", ""),
         "both parts of dQ are added to the first": Edit(
-            "sm90/q_pipeline.cuh", "store_dq_sum", "= sum + part * kDqPartBytes / 4;", "= sum;"
+            "sm90/dq_writer.cuh", "store_dq_sum", "= sum + part * kDqPartBytes / 4;", "= sum;"
         ),
         "both parts of dQ are the first": Edit(
-            "sm90/q_pipeline.cuh", "store_dq_sum",
+            "sm90/dq_writer.cuh", "store_dq_sum",
             "bulk_add(part_sum, dq_address(part)",
             "bulk_add(part_sum, dq_address(0)",
         ),
         "a note is read before it is there": Edit(
-            "sm90/q_pipeline.cuh", "prepare_steps",
+            "sm90/q_copy_warps.cuh", "prepare_steps",
             "ptx::mbarrier_wait(ptx::shared_address(&smem.message_ready[state.stage]), state.phase);",
             "",
         ),
         "a head takes the place of one that helpers work on": Edit(
-            "sm90/q_pipeline.cuh", "produce",
+            "sm90/q_producer.cuh", "produce",
             "has_sent_step ? (work_slot + 1) % kNumHeadWorks",
             "has_sent_step ? (work_slot + 1) % 2",
         ),
         "a head's queries have the mask of the one before": Edit(
-            "sm90/q_pipeline.cuh", "produce", "message.work = work_slot;", "message.work = 0;"
+            "sm90/q_producer.cuh", "produce", "message.work = work_slot;", "message.work = 0;"
         ),
         "both warpgroups make one part of dQ": Edit(
-            "sm90/backward.cu", "start_dq", "kRowParts == 1 ? part * KOfWarpgroup::kBytes : 0", "0"
+            "sm90/backward_epilogue.cuh", "start_dq", "kRowParts == 1 ? part * KOfWarpgroup::kBytes : 0", "0"
         ),
         "Q is left before dK is made": Edit(
             "sm90/backward.cu", "consume",
@@ -203,15 +206,15 @@ FAULTS = {
             "sm90/backward.cu", "consume", "else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);", ""
         ),
         "who comes first adds": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer", "is_first || (kFinishesDqInOrder", "false || (kFinishesDqInOrder"
+            "sm90/dq_writer.cuh", "dq_writer", "is_first || (kFinishesDqInOrder", "false || (kFinishesDqInOrder"
         ),
         "who comes second stores too": Edit(
-            "sm90/q_pipeline.cuh", "arrives_first",
+            "sm90/dq_writer.cuh", "arrives_first",
             "return num_before == 0;",
             "return num_before <= 1 || num_before == kDqIsStored + 1;",
         ),
         "nobody tells that sums are stored": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer", "tile::signal(arrivals, attention::kDqIsStored);", ""
+            "sm90/dq_writer.cuh", "dq_writer", "tile::signal(arrivals, attention::kDqIsStored);", ""
         ),
         "delta of a whole tile misses a chunk": Edit(
             "sm90/backward_statistics.cu", "for_each_delta_of_full_tile",
@@ -248,39 +251,41 @@ FAULTS = {
         ),
         "keys are never left": Edit("sm90/backward.cu", "consume", "if (starts_next_tile(flags)) release_kv();", ""),
         "K of every tile has one phase": Edit(
-            "sm90/q_pipeline.cuh", "produce",
+            "sm90/q_producer.cuh", "produce",
             "smem.kv_phases ^= StepMessage::kPhaseOfK | (",
             "smem.kv_phases ^= 0 | (",
         ),
         "V of every tile has one phase": Edit(
-            "sm90/q_pipeline.cuh", "produce", "(has_k ? 0 : StepMessage::kPhaseOfV)", "0"
+            "sm90/q_producer.cuh", "produce", "(has_k ? 0 : StepMessage::kPhaseOfV)", "0"
         ),
         "a tile that nobody works on takes a place": Edit(
-            "sm90/q_pipeline.cuh", "produce", "has_sent_step = false; }", "}"
+            "sm90/q_producer.cuh", "produce", "has_sent_step = false; }", "}"
         ),
         "a tile takes the place of the one before": Edit(
-            "sm90/q_pipeline.cuh", "produce",
+            "sm90/q_producer.cuh", "produce",
             "if (has_sent_step) work_slot = (work_slot + 1)",
             "if (false) work_slot = (work_slot + 1)",
         ),
         "dK of keys that no query sees is what stands there": Edit(
-            "sm90/q_pipeline.cuh", "produce",
+            "sm90/q_producer.cuh", "produce",
             "write_empty_rows(params, params.dk, smem.works[work_slot].tile, shape.head_dim);",
             "",
         ),
         "the count of tiles starts anywhere": Edit(
             "sm90/backward_statistics.cu", "sm90_backward_statistics", "reset_tile_counter(params);", ""
         ),
-        "dK is not scaled": Edit("sm90/backward.cu", "write_gradients", "dk.scale(params.shape.softmax_scale);", ""),
-        "one head gives dK and dV": Edit("sm90/q_pipeline.cuh", "produce", "head < shape.group_size", "head < 1"),
+        "dK is not scaled": Edit(
+            "sm90/backward_epilogue.cuh", "write_gradients", "dk.scale(params.shape.softmax_scale);", ""
+        ),
+        "one head gives dK and dV": Edit("sm90/q_producer.cuh", "produce", "head < shape.group_size", "head < 1"),
         "sums of dQ go to the first tile": Edit(
-            "sm90/q_pipeline.cuh", "produce", "head_work.dq_sum + number * params", "head_work.dq_sum + 0 * params"
+            "sm90/q_producer.cuh", "produce", "head_work.dq_sum + number * params", "head_work.dq_sum + 0 * params"
         ),
         "dQ is not scaled": Edit("sm90/convert_dq.cu", "sm90_convert_dq", "dq.scale(shape.softmax_scale);", ""),
     },
     wide_gradients_are_right: {
         "dO is brought while the last one is read": Edit(
-            "sm90/q_pipeline.cuh", "produce",
+            "sm90/q_producer.cuh", "produce",
             "if constexpr (kReleasesDo) tile::wait_empty(d_o, do_phase(state));",
             "",
         ),
@@ -294,12 +299,12 @@ FAULTS = {
         ),
         "V is not awaited": Edit("sm90/q_pipeline.cuh", "wait_kv", "tile::wait_full(smem.v, v_phase(flags));", ""),
         "helpers are a phase of dO ahead": Edit(
-            "sm90/q_pipeline.cuh", "prepare_steps",
+            "sm90/q_copy_warps.cuh", "prepare_steps",
             "tile::wait_empty(smem.d_o[do_stage(state)], do_phase(state));",
             "{}",
         ),
         "the one stage of dO has Q's phase": Edit(
-            "sm90/q_pipeline.cuh", "do_phase", "kDoStages == 1 ? state.stage : state.phase", "state.phase"
+            "sm90/q_storage.cuh", "do_phase", "kDoStages == 1 ? state.stage : state.phase", "state.phase"
         ),
     },
     finished_gradients_are_right: {
@@ -339,26 +344,26 @@ FAULTS = {
             "sm90/dq_semaphore.cuh", "DqSchedule.at", "is_last && !finishes}", "false}"
         ),
         "sums are taken before they are brought": Edit(
-            "sm90/q_pipeline.cuh", "load_dq_sum",
+            "sm90/dq_writer.cuh", "load_dq_sum",
             "ptx::mbarrier_wait(ptx::shared_address(&smem.dq_sum_loaded), phase);",
             "",
         ),
-        "all sums are awaited in one phase": Edit("sm90/q_pipeline.cuh", "dq_writer", "phase ^= 1;", ""),
+        "all sums are awaited in one phase": Edit("sm90/dq_writer.cuh", "dq_writer", "phase ^= 1;", ""),
         "half of the sums are brought": Edit(
-            "sm90/q_pipeline.cuh", "load_dq_sum",
+            "sm90/dq_writer.cuh", "load_dq_sum",
             "ptx::bulk_load(dq_address(0), sum, kNumConsumers * kDqPartBytes,",
             "ptx::bulk_load(dq_address(0), sum, kDqPartBytes,",
         ),
         "sums are stored where they should be added": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer",
+            "sm90/dq_writer.cuh", "dq_writer",
             "kFinishesDqInOrder && flags & StepMessage::kStoresDq",
             "kFinishesDqInOrder",
         ),
         "sums are added where they should be stored": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer", "kFinishesDqInOrder && flags & StepMessage::kStoresDq", "false"
+            "sm90/dq_writer.cuh", "dq_writer", "kFinishesDqInOrder && flags & StepMessage::kStoresDq", "false"
         ),
         "the room is left before it is read": Edit(
-            "sm90/backward.cu", "finish_dq",
+            "sm90/backward_epilogue.cuh", "finish_dq",
             "softmax_scale);",
             "softmax_scale); ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);",
         ),
@@ -368,15 +373,15 @@ FAULTS = {
             "finish_dq(params, dq, dq_staging, smem.messages[next_state.stage], part,",
         ),
         "dQ is not scaled": Edit(
-            "sm90/backward.cu", "finish_dq",
+            "sm90/backward_epilogue.cuh", "finish_dq",
             "tile::store_full_rows(rows, dq, first, scale)",
             "tile::store_full_rows(rows, dq, first, 1.0f)",
         ),
         "steps that finish are walked as others": Edit(
-            "sm90/q_pipeline.cuh", "produce", "(head_work.dq.finishes ? StepMessage::kFinalizesDq : 0)", "0"
+            "sm90/q_producer.cuh", "produce", "(head_work.dq.finishes ? StepMessage::kFinalizesDq : 0)", "0"
         ),
         "blocks have their first tiles by their own numbers": Edit(
-            "sm90/q_pipeline.cuh", "advance_tile",
+            "sm90/q_producer.cuh", "advance_tile",
             "if constexpr (kFinishesDqInOrder) number = attention::next_tile_number_in_order",
             "if (false) number = attention::next_tile_number_in_order",
         ),
@@ -442,53 +447,53 @@ FAULTS = {
             "const bool is_last = false;",
         ),
         "who comes alone adds sums": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused",
+            "sm90/dq_writer.cuh", "dq_writer_fused",
             "is_first ? DqFinish::kAlone : DqFinish::kWithSums;",
             "DqFinish::kWithSums;",
         ),
         "sums of others are left out": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused",
+            "sm90/dq_writer.cuh", "dq_writer_fused",
             "is_first ? DqFinish::kAlone : DqFinish::kWithSums;",
             "DqFinish::kAlone;",
         ),
         "who comes first adds": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused",
+            "sm90/dq_writer.cuh", "dq_writer_fused",
             "store_dq_sum(message.dq_sum, part, is_first);",
             "store_dq_sum(message.dq_sum, part, false);",
         ),
         "who comes second stores": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused",
+            "sm90/dq_writer.cuh", "dq_writer_fused",
             "store_dq_sum(message.dq_sum, part, is_first);",
             "store_dq_sum(message.dq_sum, part, arrival.before <= 1);",
         ),
         "who finishes adds too": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused", "if (!is_last) store_dq_sum(", "store_dq_sum("
+            "sm90/dq_writer.cuh", "dq_writer_fused", "if (!is_last) store_dq_sum(", "store_dq_sum("
         ),
         "sums are brought while the room is read": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused", "ptx::bulk_wait_read<0>(); __syncwarp();", ""
+            "sm90/dq_writer.cuh", "dq_writer_fused", "ptx::bulk_wait_read<0>(); __syncwarp();", ""
         ),
-        "all sums are awaited in one phase": Edit("sm90/q_pipeline.cuh", "dq_writer_fused", "phase ^= 1;", ""),
+        "all sums are awaited in one phase": Edit("sm90/dq_writer.cuh", "dq_writer_fused", "phase ^= 1;", ""),
         "nobody tells that a visit is done": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused", "tile::signal(unsignalled, attention::kArrivalIsDone);", ""
+            "sm90/dq_writer.cuh", "dq_writer_fused", "tile::signal(unsignalled, attention::kArrivalIsDone);", ""
         ),
         "the last addition is not told": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused", "} signal_previous();", "}"
+            "sm90/dq_writer.cuh", "dq_writer_fused", "} signal_previous();", "}"
         ),
         "what is told may not be made yet": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused",
+            "sm90/dq_writer.cuh", "dq_writer_fused",
             "tile::wait_bulk_copies(); tile::signal(unsignalled",
             "tile::signal(unsignalled",
         ),
         "the queries' room is left before they are asked": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused",
+            "sm90/dq_writer.cuh", "dq_writer_fused",
             "const PipelineState next_state = state.next();",
             "tile::arrive(smem.q[state.stage].empty); const PipelineState next_state = state.next();",
         ),
         "dQ is added before it is there": Edit(
-            "sm90/q_pipeline.cuh", "dq_writer_fused", "ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);", ""
+            "sm90/dq_writer.cuh", "dq_writer_fused", "ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);", ""
         ),
         "steps that hide nothing are not noted": Edit(
-            "sm90/q_pipeline.cuh", "produce",
+            "sm90/q_producer.cuh", "produce",
             "if (kLastArrivalFinishesDq || kTellsPlaces || flags & (", "if (kTellsPlaces || flags & (",
         ),
         "whether a step finishes is asked too early": Edit(
@@ -497,12 +502,12 @@ FAULTS = {
             "dq_finish = smem.dq_finish; wait_dq(part);",
         ),
         "queries past the step's last one are left": Edit(
-            "sm90/backward.cu", "finish_dq",
+            "sm90/backward_epilogue.cuh", "finish_dq",
             "attention::query_tile_end<Listed>(params, message.block.start, kBlockQ)",
             "message.block.stop",
         ),
         "dQ is not scaled": Edit(
-            "sm90/backward.cu", "finish_dq",
+            "sm90/backward_epilogue.cuh", "finish_dq",
             "tile::store_full_rows(rows, dq, first, scale)",
             "tile::store_full_rows(rows, dq, first, 1.0f)",
         ),
@@ -512,7 +517,7 @@ FAULTS = {
             "sm90/q_pipeline.cuh", "run_roles", "(kHasDqWriter && has_messages)", "has_messages"
         ),
         "rows past a step are copied": Edit(
-            "sm90/q_pipeline.cuh", "copy_queries",
+            "sm90/q_copy_warps.cuh", "copy_queries",
             "(kIsWide || row < message.block.stop - message.block.start) &&",
             "",
         ),

@@ -43,7 +43,9 @@ FAULTS = {
         "what stands at hidden keys matters": Edit(
             "sm90/backward_rows.cu", "make_ds", "IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f", "ds"
         ),
-        "delta is left out": Edit("sm90/backward_rows.cu", "make_ds", "(dp.at(i, j) - stats.delta[i])", "dp.at(i, j)"),
+        "delta is left out": Edit(
+            "sm90/backward_rows.cu", "make_ds", "dp.at(i, j), stats.delta[i])", "dp.at(i, j), 0.0f)"
+        ),
         "scores are read before they are there": Edit(
             "sm90/backward_rows.cu", "process_tile",
             "tile::wait_wgmma<1>(s); while (true) {",

@@ -9,14 +9,14 @@ FAULTS = {
     forward_is_right: {
         "barriers are not fenced": Edit("sm90/kv_pipeline.cuh", "init_barriers", "ptx::fence_mbarrier_init();", ""),
         "copied rows count as there before they are": Edit(
-            "sm90/kv_pipeline.cuh", "load_operand",
+            "sm90/kv_producer.cuh", "load_operand",
             "tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; "
             "}); tile::arrive(slot.full);",
             "tile::arrive(slot.full); tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), "
             "[](int) { return true; });",
         ),
         "V past a step is what stands there": Edit(
-            "sm90/kv_pipeline.cuh", "load_values",
+            "sm90/kv_producer.cuh", "load_values",
             "bool zero_fills = ends_inside_block(block, length)",
             "bool zero_fills = false",
         ),
@@ -24,10 +24,10 @@ FAULTS = {
             "sm90/kv_pipeline.cuh", "mask_block", "row_mask.lo = max(row_mask.lo, message.unread_start);", ""
         ),
         "a wider step is whole": Edit(
-            "sm90/kv_pipeline.cuh", "step_flags", "is_unmasked = !is_shifted &&", "is_unmasked ="
+            "sm90/kv_producer.cuh", "step_flags", "is_unmasked = !is_shifted &&", "is_unmasked ="
         ),
         "V is that of a step that is not wider": Edit(
-            "sm90/kv_pipeline.cuh", "load_values",
+            "sm90/kv_producer.cuh", "load_values",
             "shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);",
             "",
         ),
@@ -41,18 +41,18 @@ FAULTS = {
             "sm90/tensor_maps.cuh", "tma_coords", "strides[2] == 0 ? 0 :", ""
         ),
         "K is that of the query's head": Edit(
-            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
             "tile_info.kv_head = work.batch_head.head / params.shape.group_size",
             "tile_info.kv_head = work.batch_head.head",
         ),
-        "one stage serves all": Edit("sm90/kv_pipeline.cuh", "stage_of", "return count % kNumStages;", "return 0;"),
+        "one stage serves all": Edit("sm90/kv_storage.cuh", "stage_of", "return count % kNumStages;", "return 0;"),
         "every lane asks for a tile": Edit(
-            "sm90/kv_pipeline.cuh", "advance_tile",
+            "sm90/kv_tile_scheduler.cuh", "advance_tile",
             "if (elect_one()) number = attention::next_tile_number",
             "number = attention::next_tile_number",
         ),
         "nobody has the first tiles": Edit(
-            "sm90/kv_pipeline.cuh", "advance_tile", "if (is_first) return attention::first_tile_number();", ""
+            "sm90/kv_tile_scheduler.cuh", "advance_tile", "if (is_first) return attention::first_tile_number();", ""
         ),
         "K is left before it is multiplied": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages",
@@ -76,36 +76,39 @@ FAULTS = {
             "if (shared().messages[stage_of(num_k_blocks)].start == 0 && kQStages == 1) tile",
         ),
         "Q's room is left before O went through it": Edit(
-            "sm90/forward.cu", "epilogue",
+            "sm90/forward_epilogue.cuh", "epilogue",
             "tile::store(o_smem",
             "tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty); tile::store(o_smem",
         ),
-        "O is written before it is there": Edit("sm90/forward.cu", "epilogue", "__syncwarp();", ""),
-        "O is not fenced": Edit("sm90/forward.cu", "epilogue", "ptx::fence_proxy_async();", ""),
-        "Q's room is left while O leaves it": Edit("sm90/forward.cu", "release_q", "ptx::bulk_wait_read<0>();", ""),
+        "O is written before it is there": Edit("sm90/forward_epilogue.cuh", "epilogue", "__syncwarp();", ""),
+        "O is not fenced": Edit("sm90/forward_epilogue.cuh", "epilogue", "ptx::fence_proxy_async();", ""),
+        "Q's room is left while O leaves it": Edit(
+            "sm90/forward_epilogue.cuh", "release_q", "ptx::bulk_wait_read<0>();", ""
+        ),
         "O is put where another warp's is": Edit(
-            "sm90/forward.cu", "epilogue", "(o_smem, rounded, o.warp_row());", "(o_smem, rounded, 0);"
+            "sm90/forward_epilogue.cuh", "epilogue", "(o_smem, rounded, o.warp_row());", "(o_smem, rounded, 0);"
         ),
         "a panel of O is written over the first": Edit(
-            "sm90/forward.cu", "epilogue", "panel * SmemO::kPanelWidth,", "0 * panel,"
+            "sm90/forward_epilogue.cuh", "epilogue", "panel * SmemO::kPanelWidth,", "0 * panel,"
         ),
         "a panel of O is the first one's": Edit(
-            "sm90/forward.cu", "epilogue", "o_smem.panel(panel).address(o", "o_smem.panel(0).address(o"
+            "sm90/forward_epilogue.cuh", "epilogue", "o_smem.panel(panel).address(o", "o_smem.panel(0).address(o"
         ),
         "rows past a tile are written": Edit(
-            "sm90/kv_pipeline.cuh", "schedule_tiles", "(num_rows % kBoxRows == 0 ||", "(true ||"
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "(num_rows % kBoxRows == 0 ||", "(true ||"
         ),
         "warps past a tile write": Edit(
-            "sm90/forward.cu", "epilogue", "&& o.warp_row() < target.num_rows; ++panel", "; ++panel"
+            "sm90/forward_epilogue.cuh", "epilogue", "&& o.warp_row() < target.num_rows; ++panel", "; ++panel"
         ),
         "lse past a tile is written": Edit(
-            "sm90/forward.cu", "epilogue", "row < target.num_rows) target.lse", "true) target.lse"
+            "sm90/forward_epilogue.cuh", "epilogue", "row < target.num_rows) target.lse", "true) target.lse"
         ),
         "results of queries without a key stay as they are": Edit(
-            "sm90/forward.cu", "write_empty_rows", "o.at(row, column) = zero", "continue"
+            "sm90/forward_hooks.cuh", "write_empty_rows", "o.at(row, column) = zero", "continue"
         ),
         "lse of queries without a key stays as it is": Edit(
-            "sm90/forward.cu", "write_empty_rows", "if (elect_one()) lse.at(row, 0)", "if (false) lse.at(row, 0)"
+            "sm90/forward_hooks.cuh", "write_empty_rows",
+            "if (elect_one()) lse.at(row, 0)", "if (false) lse.at(row, 0)"
         ),
         "scores are read before they are there": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages", "tile::wait_wgmma<1>(s);", "tile::wait_wgmma<2>(s);"
@@ -177,7 +180,7 @@ FAULTS = {
             "kAsPlain) == kAsPlain",
         ),
         "turned scores are as they are": Edit(
-            "sm90/kv_pipeline.cuh", "step_flags",
+            "sm90/kv_producer.cuh", "step_flags",
             "!kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale)",
             "false",
         ),
@@ -195,15 +198,15 @@ FAULTS = {
             "sm90/kv_pipeline.cuh", "flags_of_warpgroup", ".flags[group % kNumConsumers];", ".flags[0];"
         ),
         "warpgroups see what the tile's first rows see": Edit(
-            "sm90/kv_pipeline.cuh", "schedule_tiles", "work, 64 * tile::lane());", "work, 0);"
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "work, 64 * tile::lane());", "work, 0);"
         ),
         "what some of a warpgroup's queries see all do": Edit(
-            "sm90/kv_pipeline.cuh", "group_visit_range",
+            "sm90/kv_tile_scheduler.cuh", "group_visit_range",
             "visit_range.stop, visit_range.full_start, visit_range.full_stop}",
             "visit_range.stop, visit_range.full_start, visit_range.stop}",
         ),
         "a warpgroup leaves a tile a step too soon": Edit(
-            "sm90/kv_pipeline.cuh", "step_flags",
+            "sm90/kv_producer.cuh", "step_flags",
             "block.stop >= group_range.stop);",
             "block.stop + kBlockKv >= group_range.stop);",
         ),
@@ -260,7 +263,7 @@ FAULTS = {
             "sm90/forward.cu", "consume_with_two_q_stages", "softmax = Softmax();", ""
         ),
         "there is a task for each room": Edit(
-            "sm90/kv_pipeline.cuh", None, "kNumTileInfos = 4;", "kNumTileInfos = 2;"
+            "sm90/kv_storage.cuh", None, "kNumTileInfos = 4;", "kNumTileInfos = 2;"
         ),
         "a task is left before V is brought": Edit(
             "sm90/kv_pipeline.cuh", "init_barriers",
@@ -268,12 +271,12 @@ FAULTS = {
             "&tile_info_slot.empty), tile::kArrivalsPerWarp);",
         ),
         "a task is left before its results are written": Edit(
-            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
             "wait_slot(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));",
             "wait_slot(tile_info_slot, tile_info_phase(num_tiles_done));",
         ),
         "a row that ends within a chunk is left to the accelerator": Edit(
-            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
             "params.shape.value_dim % tile::kChunkOf<Element> == 0 &&",
             "true &&",
         ),
@@ -284,12 +287,12 @@ FAULTS = {
             "sm90/forward.cu", "q_operand", "64 * (group % kNumConsumers)", "64 * (group - 1)"
         ),
         "a task overwrites the one before": Edit(
-            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
             "WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];",
             "WorkTileInfo& tile_info = shared().tile_infos[0];",
         ),
         "every step is whole": Edit(
-            "sm90/kv_pipeline.cuh", "step_flags",
+            "sm90/kv_producer.cuh", "step_flags",
             "!is_shifted && attention::is_unmasked<kBlockKv>(group_block)",
             "true",
         ),
@@ -304,36 +307,36 @@ FAULTS = {
             "tile::kArrivalsPerWarp",
         ),
         "the end is told once": Edit(
-            "sm90/kv_pipeline.cuh", "load_keys", "if constexpr (kLoadsDo) tile::arrive(q.full);", ""
+            "sm90/kv_producer.cuh", "load_keys", "if constexpr (kLoadsDo) tile::arrive(q.full);", ""
         ),
         "dO is not brought": Edit(
-            "sm90/kv_pipeline.cuh", "load_keys",
+            "sm90/kv_producer.cuh", "load_keys",
             "if constexpr (kLoadsDo) load_operand<kDo>",
             "if constexpr (false) load_operand<kDo>",
         ),
         "dO is that of another head": Edit(
-            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
             "if constexpr (kLoadsDo) tile_info.coords[kDo] = tma_coords(params.do_, work.batch_head, "
             "work.batch_head.head);",
             "if constexpr (kLoadsDo) tile_info.coords[kDo] = tma_coords(params.do_, work.batch_head, "
             "tile_info.kv_head);",
         ),
         "dO that is copied is that of another head": Edit(
-            "sm90/kv_pipeline.cuh", "load_operand",
+            "sm90/kv_producer.cuh", "load_operand",
             "kIsOfQueries = kOperand == kQ || kOperand == kDo,",
             "kIsOfQueries = kOperand == kQ,",
         ),
         "dO that is copied is as wide as Q": Edit(
-            "sm90/kv_pipeline.cuh", "load_operand",
+            "sm90/kv_producer.cuh", "load_operand",
             "kHasValueDim = kOperand == kV || kOperand == kDo;",
             "kHasValueDim = kOperand == kV;",
         ),
-        "dO is Q": Edit("sm90/kv_pipeline.cuh", "load_operand", "kOperand == kDo ? params.do_ :", ""),
+        "dO is Q": Edit("sm90/kv_producer.cuh", "load_operand", "kOperand == kDo ? params.do_ :", ""),
         "dO lies where V does": Edit(
-            "sm90/kv_pipeline.cuh", "do_smem", "kDoOffset + slot * SmemDo::kBytes}", "v_smem(0).start}"
+            "sm90/kv_storage.cuh", "do_smem", "kDoOffset + slot * SmemDo::kBytes}", "v_smem(0).start}"
         ),
         "K past a step is what stands there": Edit(
-            "sm90/kv_pipeline.cuh", "load_keys",
+            "sm90/kv_producer.cuh", "load_keys",
             "kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv)",
             "false",
         ),

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from cuflash.planning.routing import FAMILIES
+
 ROOT = Path(__file__).parents[2]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
 ROOMS = """errors arrays layouts dropout scores masks patterns reference blocks planning compiler sim executors plans
-calls merging packing fp8 bounds api torch jax cache calculators study selectors doctor cuflash __main__
+fp8 calls merging packing bounds api torch jax cache study selectors doctor cuflash __main__
 testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
@@ -34,7 +36,7 @@ THIRD_PARTY = {
     "masks.pictures": {"matplotlib"},
     "patterns": {"scipy"},
     "blocks.index": {"scipy"},
-    "bounds": {"ml_dtypes", "scipy"},
+    "bounds.rounding": {"ml_dtypes"},
     "fp8.e4m3": {"ml_dtypes"},
     "layouts": {"cupy"},
     "compiler.nvrtc": {"cuda", "cupy"},
@@ -75,6 +77,7 @@ WORDS = {
     "planning.device": {"head_dim", "seqlen_q", "seqlen_kv"},
     "plans": {"head_dim", "block_q", "block_kv"},
 }
+NAMES_OF_FAMILIES = {"planning.families", "planning.options"}
 SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "legacy", "experimental"}
 
 
@@ -192,7 +195,18 @@ def test_modules_of_a_room_import_each_other_in_no_circle(room: str) -> None:
 
 
 def test_few_modules_are_directly_under_the_package() -> None:
-    assert len([module for module in MODULES if "." not in module and module not in PACKAGES]) <= 15
+    assert len(list((ROOT / "cuflash").glob("*.py"))) <= 14
+
+
+def test_names_of_families_are_written_once() -> None:
+    """They stand where they are defined, in the type of `kernel=`, and in docstrings and messages."""
+    found = {
+        (room, node.value)
+        for room, path in _library().items()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and node.value in FAMILIES and room not in NAMES_OF_FAMILIES
+    }
+    assert found <= {("executors.params", "naive"), ("compiler.params_layout", "naive")}  # a part of a record
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.py")), ids=lambda path: path.stem)

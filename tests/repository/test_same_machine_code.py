@@ -188,8 +188,10 @@ def test_renamed_fields_and_kernels_are_matched(proof: ModuleType) -> None:
         proof.matched(before, after, {})
 
 
-def test_every_kernel_is_compared_and_the_quick_choice_has_whatever_one_of_them_has(proof: ModuleType) -> None:
-    kernels = proof.kernels_of(ROOT)
+def test_every_kernel_is_compared_and_the_quick_choice_has_whatever_one_of_them_has(
+    proof: ModuleType, tmp_path: Path
+) -> None:
+    kernels = proof.kernels_of(ROOT, tmp_path)
     on_disk = {f"{path.parent.name}_{path.stem}" for path in sources.KERNELS.glob("*/*.cu")}
     assert {kernel.name for kernel in kernels} == on_disk
     chosen = proof.quick(kernels)
@@ -250,7 +252,8 @@ def test_two_trees_are_compared_from_end_to_end(
     gate.write_text(_GATE.replace("NAME", "rows"))
     text.write_text('extern "C" __global__ void copied(float* x) { x[threadIdx.x] = WIDTH; }  // renamed\n')
     assert proof.main([*asked, "--renamed", "block_q=rows"], tree) == 0
-    assert "2 kernels of 1 architectures compared with HEAD: the same machine code" in capsys.readouterr().out
+    told = "2 kernels of 1 architectures compared with HEAD, 0 by equal text: the same machine code"
+    assert told in capsys.readouterr().out
     assert json.loads(record.read_text())["differences"] == []
 
     gate.write_text(_GATE.replace("NAME", "block_q").replace("4 * width", "8 * width").replace("64)", "96)"))

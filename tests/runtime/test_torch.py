@@ -351,6 +351,24 @@ def test_calls_on_a_gpu_give_what_the_cpu_gives_and_make_no_array_of_cupy(machin
     assert cupy.allocated == 0
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3), (2, 1, 0, 3), (0, 1, 3, 2)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_results_lie_in_memory_as_tensors_do(machines, order, deterministic):
+    """Axes of o lie as those of q, and gradients as their tensors, where rows are dense; elsewhere in C order."""
+    back = [order.index(axis) for axis in range(4)]
+    tensors = [tensor.permute(order).contiguous().permute(back) for tensor in (Q, K, V)]
+    given = [on_device(tensor).requires_grad_() for tensor in tensors]
+    do = DO.permute(order).contiguous().permute(back)
+    expected = gradients(lambda *x: attention(*x, return_lse=True), (Q, K, V), DO)
+    for _ in range(2):
+        o, lse = attention(*given, deterministic=deterministic, return_lse=True)
+        found = torch.autograd.grad(o, given, on_device(do))
+        assert close(o, attention(Q, K, V)) and all(map(close, found, expected))
+        for made, like in zip((o, *found), (tensors[0], *tensors)):  # o is as wide as q here
+            assert made.stride() == (like if order[-1] == 3 else like.contiguous()).stride()
+        assert lse.is_contiguous()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_dtypes_run_on_a_gpu(machines, dtype):
     tensors = [tensor.to(getattr(torch, dtype)) for tensor in (Q, K, V)]

@@ -62,6 +62,20 @@ def test_every_result_is_within_its_bound(dtype, mask):
     assert all(tensor.is_cuda and tensor.dtype == tensors[0].dtype for name, tensor in found.items() if name != "lse")
 
 
+@pytest.mark.parametrize("kernel", ["sm80", "sm90", "simt"])
+@pytest.mark.parametrize("mask", [None, masks.Causal("bottom_right"), masks.BlockPattern(np.tri(2, dtype=bool), 128)])
+def test_results_lie_in_memory_as_tensors_do(mask, kernel):
+    """Tokens before heads, as models keep them."""
+    if kernel == "sm90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the GPU must have compute capability 9.0")
+    tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in drawn()]
+    found = passes(tensors, mask=mask, kernel=kernel)
+    within_bounds(tensors, mask, found)
+    assert found["lse"].is_contiguous()
+    for name, like in zip(("o", "dq", "dk", "dv"), (tensors[0], *tensors)):
+        assert found[name].stride() == like.stride()
+
+
 MASKS = {
     "tensor": lambda: torch.from_numpy(KEPT).cuda(),
     "mask of a tensor": lambda: masks.Dense(torch.from_numpy(KEPT).cuda()),

@@ -15,7 +15,8 @@ from ml_dtypes import bfloat16
 from test_recall import problems, weights
 
 import cuflash
-from cuflash import DeviceSpec, api, masks
+from cuflash import DeviceSpec, masks
+from cuflash.calls import checked_plan
 
 
 def summed(p: Any, block: tuple[int, int]) -> Any:
@@ -126,7 +127,7 @@ def check_on_chip(chip: str, num_processors: int | None = None, **case: Any) -> 
     """On the simulator, which plays another chip, or one of fewer multiprocessors."""
     device = replace(DeviceSpec.gpu(chip), name="simulator")
     device = device if num_processors is None else replace(device, num_processors=num_processors)
-    with patch.object(api, "_SIMULATED", device):
+    with patch.object(checked_plan, "_SIMULATED", device):
         check_halves(SIM, **case)
 
 

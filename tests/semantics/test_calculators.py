@@ -16,7 +16,7 @@ from test_wrong_inputs import JUNK
 
 import cuflash
 from cuflash import DeviceSpec, KVCache, ShapeDtype, UnsupportedProblem, kv_cache_bytes, largest_length
-from cuflash.calculators import memory_report
+from cuflash.study.calculators import memory_report
 from cuflash.testing import Structure
 
 ROOT = Path(__file__).parents[2]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from cuflash import DeviceSpec
-from cuflash.executors.appending import append
-from cuflash.executors.decoding import decode, target_of
+import pytest
+from cuflash import DeviceSpec, KVCache, masks
+from cuflash.executors.appending import bound_append
+from cuflash.executors.bound_launch import launch_once
+from cuflash.executors.decoding import bound_decode, target_of
 from cuflash.fp8.rows import quantized_rows
 from cuflash.planning.appending import append_plan
 from cuflash.planning.decoding import CacheLayout, decode_plan, decode_reasons
 from cuflash.planning.problem import Problem, with_operands
+from cuflash.testing import Example, assert_within_bounds
 from executors import Run
 
 CAPACITY = 300
@@ -89,8 +92,9 @@ def paged(call: Drawn, page_size: int, seed: int) -> tuple[Any, Any, Any]:
 def attended(
     run: Run,
     call: Drawn,
-    device: DeviceSpec,
     pages: tuple[Any, Any, Any] | None = None,
+    *,
+    device: DeviceSpec = FEW,
     target: Any = None,
     is_quantized: bool = False,
 ) -> tuple[Any, Any, int]:
@@ -117,9 +121,87 @@ def attended(
         "num_faults": np.zeros(1, np.int32), **sink, **scales,
     }  # fmt: skip
     arrays = {name: run.put(bits_of(array)) for name, array in arrays.items()}
-    made = dict(zip(plan.workspaces, decode(plan, arrays, target or target_of(run.executor))))
+    parts = launch_once(bound_decode, plan, arrays, target or target_of(run.executor))
+    made = dict(zip(plan.workspaces, parts))
     assert not run.get(made["arrivals"]).any()  # it is left as it was
     return run.get(arrays["o"]), run.get(arrays["lse"]), int(run.get(arrays["num_faults"])[0])
+
+
+Attend = Callable[..., tuple[Any, Any, int]]  # (call, pages=None) -> o, lse and the number of faults
+
+
+def assert_is_attention(
+    call: Drawn, o: Any, lse: Any, rounded: Callable[[Example], Example], kept: Callable[[Any], Any] = lambda rows: rows
+) -> None:
+    """Each sequence's results are within their bounds, and o is 0 for queries before its first position.
+
+    Parameters
+    ----------
+    rounded : callable
+        Gives an example the dtype to which the kernels round weights.
+    kept : callable
+        Gives rows of k and v as the cache keeps them.
+    """
+    mask: masks.Mask = masks.Causal("bottom_right")
+    mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
+    rows = call.q.shape[2]
+    for b, length in enumerate(call.lengths):
+        count = rows if call.counts is None else call.counts[b]
+        seen = slice(max(0, count - length), count)
+        k, v = (kept(x[b, :, :length]) for x in (call.k, call.v))
+        example = rounded(Example(q=call.q[b, :, seen], k=k, v=v, mask=mask, sink=call.sink))
+        assert_within_bounds(example, o=o[b, :, seen], lse=lse[b, :, seen])
+        assert not o[b, :, : seen.start].any() and not o[b, :, count:].any()
+
+
+def assert_bits_are_of_own_sequences(
+    attend: Attend, call: Drawn, results: tuple[Any, Any], parts: Iterable[Sequence[int]], page_sizes: Iterable[int]
+) -> None:
+    """Sequences alone, in another order, and in pages of any size in any place have the same bits, without a fault."""
+    for rows in parts:
+        assert same_bits(attend(call.of(rows))[:2], [x[list(rows)] for x in results])
+    for seed, page_size in enumerate(page_sizes):
+        *made, faults = attend(call, paged(call, page_size, seed))
+        assert same_bits(made, results) and not faults
+
+
+def assert_rows_may_be_fewer(attend: Attend, call: Drawn) -> None:
+    """Rows that belong to a sequence have the bits that they have alone; those that belong to none are empty."""
+    o, lse, faults = attend(call)
+    for b, count in enumerate(call.counts or ()):
+        one = replace(call.of([b]), q=call.q[b : b + 1, :, :count], counts=None)
+        if count:
+            assert same_bits(attend(one)[:2], (o[b : b + 1, :, :count], lse[b : b + 1, :, :count]))
+        assert not o[b, :, count:].any() and np.isneginf(lse[b, :, count:]).all()
+    assert not faults
+
+
+def assert_numbers_out_of_range_lead_nowhere(attend: Attend, call: Drawn) -> None:
+    """Page numbers and lengths of sequence 1: nothing but its own result is lost, which is finite; they are counted."""
+    k, v, table = paged(call, 16, 0)
+    others = [b for b in range(len(call.lengths)) if b != 1]
+    right = attend(call, (k, v, table))
+    assert right[2] == 0
+    for junk in (-1, len(k), 2**31 - 1, -(2**31)):
+        wrong = table.copy()
+        wrong[1, 3] = junk
+        o, lse, faults = attend(call, (k, v, wrong))
+        assert faults > 0 and np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
+        assert same_bits([x[others] for x in (o, lse)], [x[others] for x in right[:2]])
+    for length in (CAPACITY + 1, 2**31 - 1, -7):
+        lengths = [length if b == 1 else each for b, each in enumerate(call.lengths)]
+        assert attend(replace(call, lengths=lengths), (k, v, table * 0))[2] > 0
+
+
+def cache_of(run: Run, call: Drawn, pages: dict[str, int]) -> KVCache:
+    """A cache with a call's keys and values, in arrays that held NaN, whether contiguous or in pages."""
+    longest, (batch, num_kv_heads, _, head_dim) = max(call.lengths), call.k.shape
+    sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": call.q.dtype}
+    cupy = {"xp": pytest.importorskip("cupy")} if run.is_on_device else {}
+    cache = KVCache(**sizes, capacity=CAPACITY, **pages, **cupy)
+    cache.k[...], cache.v[...] = np.nan, np.nan
+    cache.append(run.put(call.k[:, :, :longest]), run.put(call.v[:, :, :longest]), counts=call.lengths)
+    return cache
 
 
 def bits_of(array: Any) -> Any:
@@ -181,7 +263,7 @@ def appended(
     arrays = {name: run.put(array) for name, array in host.items()}
     layout = CacheLayout(ROOM, PAGE, PAGES, 3)
     plan = append_plan(rows[0].shape, dims[1], np.dtype(dtype), layout, is_quantized=is_quantized)
-    arrivals = append(plan, arrays, target or target_of(run.executor))[0]
+    arrivals = launch_once(bound_append, plan, arrays, target or target_of(run.executor))[0]
     assert not run.get(arrivals).any()  # it is left as it was
     return rows, *(run.get(arrays[name]) for name in ("cache_k", "cache_v", "lengths", "num_faults", *scales))
 

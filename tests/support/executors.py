@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from cuflash import masks, sim
 from cuflash.executors.sim import Simulator
+from cuflash.planning.plan import KernelPlan
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example, examples
 from hypothesis import given, settings
@@ -109,6 +110,12 @@ class Run:
         if _is_unsorted(mask):
             return cuflash.BlockIndex.from_mask(mask, block=32, **Problem.of(*arrays).mask_shape._asdict())
         return mask.to(cupy.asarray)
+
+    def kernel_plan(self, example: Example, **options: Any) -> KernelPlan:
+        """A plan for kernels whose lists of blocks are made on the host, once, where the plan is made."""
+        shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
+        options = {"scale": example.scale, "precision": example.precision, **self.options, **options}
+        return cuflash.plan(*shapes, mask=example.mask, **options).plan
 
     def attention(self, q: Any, k: Any, v: Any, *, mask: Any = None, **options: Any) -> Any:
         arrays, mask = [self.put(x) for x in (q, k, v)], self.put_mask(mask, q, k, v)

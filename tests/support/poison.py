@@ -80,19 +80,20 @@ def call(
     machine: Any = None,
     margin: int = MARGIN,
     check: Callable[..., object] = lambda **results: None,
+    made: cuflash.Plan | None = None,
 ) -> dict[str, Any]:
     """All results of both passes on guarded memory.
 
     `machine` runs the kernels, the executor's own unless given; `check` sees what each pass returns, before the next.
+    `made` is a plan with the arrays that its kernels read beside q, k and v; without it a plan is made on the host.
     """
     machine = machine or (PoisonedGpu() if run.is_on_device else Simulator())
     q, k, v, do, dlse = (run.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
-    mask = run.put_mask(example.mask, example.q, example.k, example.v)
-    plan = cuflash.plan(q, k, v, mask=mask, scale=example.scale, precision=example.precision, **run.options).plan
+    plan = run.kernel_plan(example) if made is None else made.plan
     problem = plan.problem
     o = Guarded.of(problem.o_shape(), problem.dtype, run, margin)
     lse = Guarded.of(problem.lse_shape(), problem.accumulator, run, margin)
-    operands = {"q": q, "k": k, "v": v}
+    operands = {"q": q, "k": k, "v": v, **({} if made is None else made.captured)}
     run_pass(plan, plan.kernels.forward, machine, operands | {"o": o.view, "lse": lse.view})
     forward = {"o": o.result("o", run), "lse": lse.result("lse", run)}
     check(**forward)

@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 from cache_calls import NEW, Drawn, hidden
 from cuflash import DeviceSpec
+from cuflash.executors.bound_launch import launch_once
 from cuflash.executors.decoding import target_of
-from cuflash.executors.prefill import prefill
+from cuflash.executors.prefill import BoundPrefill
 from cuflash.planning.decoding import CacheLayout
 from cuflash.planning.prefill import prefill_plan, prefill_reasons
 from cuflash.planning.problem import Problem, with_operands
@@ -52,6 +53,6 @@ def prefilled(
         "num_faults": np.zeros(1, np.int32), **sink,
     }  # fmt: skip
     arrays = {name: run.put(array) for name, array in arrays.items()}
-    made = prefill(plan, arrays, target or target_of(run.executor))
+    made = launch_once(BoundPrefill, plan, arrays, target or target_of(run.executor))
     assert len(made) == len(plan.workspaces)
     return run.get(arrays["o"]), run.get(arrays["lse"]), int(run.get(arrays["num_faults"])[0])

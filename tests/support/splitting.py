@@ -12,7 +12,6 @@ from cuflash.testing import Example, Structure
 from executors import SIM, Run
 from poison import MARGIN, Guarded, PoisonedGpu
 
-import cuflash
 from cuflash import masks
 from cuflash.executors.launch import run as run_pass
 
@@ -27,10 +26,7 @@ class Left(NamedTuple):
 
 
 def split_plan(example: Example, num_splits: int | None, run: Run = SIM) -> KernelPlan:
-    q, k, v = (run.put(array) for array in (example.q, example.k, example.v))
-    mask = run.put_mask(example.mask, example.q, example.k, example.v)
-    options = {"mask": mask, "scale": example.scale, "precision": example.precision}
-    plan = cuflash.plan(q, k, v, kernel="sm80", executor=run.executor, **options).plan
+    plan = run.kernel_plan(example, kernel="sm80", deterministic=False)
     if plan.is_empty:
         return plan
     made = plan.family.launches(plan.problem, plan.device, plan.work, num_splits=num_splits)

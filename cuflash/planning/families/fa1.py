@@ -19,6 +19,7 @@ from ..device import DeviceSpec
 from ..launches import MATRICES, Feature, Kernels, Launch, Pass, Workspace
 from ..problem import Problem
 from ..spec import KernelSpec
+from . import FA1
 from .family import BACKWARD_INPUTS, FORWARD_INPUTS, Family, list_block_of, query_tiles
 from .sm80 import Sm80
 
@@ -51,7 +52,7 @@ _BACKWARD = {64: (64, 128), 128: (32, 128)}
 class FlashAttention1(Family):
     """FlashAttention-1 (arXiv 2205.14135), algorithms 1, 4 and 5, for compute capability 8.0 and newer."""
 
-    name = "fa1"
+    name = FA1
     dtypes = (np.dtype(np.float16), BFLOAT16)
     oldest = (8, 0)
 
@@ -165,7 +166,7 @@ def _forward_spec(problem: Problem, device: DeviceSpec, largest: tuple[int, int]
             1 << min(side, most).bit_length() - 1 for side, most in zip(tile[:2], largest or tile[:2])
         )
         spec = KernelSpec(
-            family="fa1", entry="forward", dtype=problem.dtype, head_dim=width, value_dim=width,
+            family=FA1, entry="forward", dtype=problem.dtype, head_dim=width, value_dim=width,
             block_q=block_q, block_kv=block_kv, num_warps=block_q // _ROWS_OF_WARP, min_blocks=1,
             is_listed=largest is not None, num_stages=tile.num_stages,
         )  # fmt: skip

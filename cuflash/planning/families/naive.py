@@ -12,6 +12,7 @@ from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
+from . import NAIVE
 from .family import Family, key_tiles, list_block_of, query_tiles
 
 _SIDE = 32  # of a tile, and the columns that it multiplies at a time
@@ -38,7 +39,7 @@ _WRITES = {
 class Naive(Family):
     """Six kernels of standard attention: every score is made and kept, whatever the mask."""
 
-    name = "naive"
+    name = NAIVE
     dtypes = (np.dtype(np.float16), np.dtype(np.float32))
     operands = ("sink", "dropout_seed")
 

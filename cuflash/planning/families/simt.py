@@ -19,6 +19,7 @@ from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..tile_order import heads_per_wave
+from . import SIMT
 from .family import (
     BACKWARD_INPUTS,
     FORWARD_INPUTS,
@@ -61,7 +62,7 @@ _STATISTICS_BLOCK_Q = 64  # of backward_statistics, which multiplies nothing and
 class Simt(Family):
     """Kernels on multiply-add units, and for float64 on tensor cores."""
 
-    name = "simt"
+    name = SIMT
     dtypes = DTYPES
     operands = ("sink", "dropout_seed")
 

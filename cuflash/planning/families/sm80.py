@@ -22,6 +22,7 @@ from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..split_kv import num_splits as best_num_splits
 from ..tile_order import heads_per_wave, listed_heads, listed_kv_heads
+from . import SM80
 from .family import (
     BACKWARD_INPUTS,
     FORWARD_INPUTS,
@@ -97,7 +98,7 @@ _MAX_ACCUMULATORS = {"ieee": 208, "tf32": 192, "tf32x3": 128}
 class Sm80(Family):
     """Kernels with cp.async copies and mma.sync, for compute capability 8.0 and newer."""
 
-    name = "sm80"
+    name = SM80
     dtypes = (np.dtype(np.float16), BFLOAT16)
     operands = ("sink", "dropout_seed")
     oldest = (8, 0)
@@ -287,7 +288,7 @@ def _fitting(
     max_accumulators = _MAX_ACCUMULATORS[problem.precision] if entry == "backward" else None
     for tile in _candidates(tiles, dims, largest, max_accumulators):
         spec = KernelSpec(
-            family="sm80", entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
+            family=SM80, entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
             block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
             min_blocks=max(1, tile.threads_per_processor // (32 * tile.num_warps)), is_listed=largest is not None,
             num_stages=tile.num_stages,

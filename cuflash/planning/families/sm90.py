@@ -22,7 +22,8 @@ from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Works
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
-from ..tile_order import balanced_heads, heads_per_wave, is_uneven_band, listed_heads, listed_kv_heads
+from ..tile_order import forward_order, heads_per_wave
+from . import SM90
 from .family import (
     BACKWARD_INPUTS,
     FORWARD_INPUTS,
@@ -46,7 +47,7 @@ _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
-_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_pipeline.cuh
+_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_tiles.cuh
 _MASS_MESSAGE, _MASS_TILE = 24, 56  # of sm90/block_mass.cu, the tile without its queries
 
 
@@ -77,7 +78,7 @@ class Sm90(Family):
     beyond 128 columns and where dQ has a kernel of its own.
     """
 
-    name = "sm90"
+    name = SM90
     dtypes = (np.dtype(np.float16), BFLOAT16)
     operands = ("sink", "dropout_seed")
     oldest = (9, 0)
@@ -221,17 +222,14 @@ class Sm90(Family):
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
         """Heads that alternate: those that fit the cache with a list; under a band, those that end together."""
+        tile = forward.block_q, forward.block_kv
+        order = forward_order(problem, device, work, tile, self.resident_blocks(forward, device))
         if isinstance(work, ListedWork):
-            return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
+            return order
         owner = self if backward.family == self.name else _SM80
         blocks = owner.resident_blocks(backward, device)
         kv_heads = heads_per_wave(work, blocks, -(-problem.seqlen_kv // backward.block_kv))
-        if not is_uneven_band(work) or not problem.seqlen_q:
-            return TileOrder(1, kv_heads)
-        blocks = self.resident_blocks(forward, device)
-        return TileOrder(
-            balanced_heads(problem, device, work, (forward.block_q, forward.block_kv), blocks), kv_heads
-        )
+        return order._replace(kv_heads_per_group=kv_heads)
 
     def _launch(
         self, spec: KernelSpec, device: DeviceSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]
@@ -302,7 +300,7 @@ def forward_spec(
         if largest[1] % block_kv:
             block_kv = max(_MMA_COLUMNS, _power_of_two(min(largest[1], block_kv)))
     spec = KernelSpec(
-        family="sm90", entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
+        family=SM90, entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
         num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
     )  # fmt: skip
@@ -339,7 +337,7 @@ def backward_specs(
     if largest is not None and (largest[0] < block_q or largest[1] < block_kv):
         return {}
     backward = KernelSpec(
-        family="sm90", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
+        family=SM90, entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
         block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages,
         dq_atomic_width=4,
     )  # fmt: skip
@@ -357,7 +355,7 @@ def _backward_in_two_kernels(
         return {}
     stages = _NARROW_STAGES if max(dims) <= 64 else _STAGES
     rows = KernelSpec(
-        family="sm90", entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
+        family=SM90, entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
         block_kv=ROWS, num_warps=8, min_blocks=2, is_listed=largest is not None, num_stages=stages,
     )  # fmt: skip
     statistics = replace(

@@ -1,6 +1,6 @@
 """Decides whether the thread blocks of the sm90 family's backward kernel finish dQ, and in which order under a band.
 
-The device's side is kernels_cu/attention/dq_semaphore_order.cuh, and for lists the end of q_pipeline.cuh.
+The device's side is kernels_cu/sm90/dq_semaphore.cuh, and for lists kernels_cu/sm90/dq_writer.cuh.
 """
 
 from __future__ import annotations

@@ -12,15 +12,16 @@ from dataclasses import replace
 import numpy as np
 
 from ...arrays import BFLOAT16
-from ...blocks.work_list import ListedWork, WorkList
+from ...blocks.work_list import WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
-from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
+from ..launches import Kernels, Launch, Pass, Workspace
 from ..problem import Problem
 from ..scales import SCALE_ARRAYS
 from ..sinks import sink_forward
 from ..spec import KernelSpec
-from ..tile_order import balanced_heads, is_uneven_band, listed_heads, listed_kv_heads
+from ..tile_order import forward_order
+from . import SM90
 from .family import FORWARD_INPUTS, Family, list_block_of, query_tiles
 from .sm90 import LIST_BLOCK, ROWS, storage_bytes
 
@@ -102,7 +103,7 @@ class Sm90Fp8(Family):
         block_kv = _MIN_KEYS if block_q == ROWS or any(count % _KEYS for count in keys) else _KEYS
         return {
             "forward": KernelSpec(
-                family="sm90", entry="forward_fp8", dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
+                family=SM90, entry="forward_fp8", dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
                 block_q=block_q, block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS),
                 min_blocks=2 if block_q == ROWS else 1, is_listed=largest is not None,
                 num_stages=_STAGES,
@@ -134,15 +135,9 @@ class Sm90Fp8(Family):
             forward, launches={"forward": replace(launch, features=(*launch.features, "scales"))},
             features=(*forward.features, rows.feature()),
         )  # fmt: skip
-        return Kernels(forward=forward, backward=Pass({}), order=self._order(problem, device, work, spec))
-
-    def _order(self, problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec) -> TileOrder:
-        if isinstance(work, ListedWork):
-            return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
-        if not is_uneven_band(work) or not problem.seqlen_q:
-            return TileOrder()
         blocks = self.resident_blocks(spec, device)
-        return TileOrder(balanced_heads(problem, device, work, (spec.block_q, spec.block_kv), blocks))
+        order = forward_order(problem, device, work, (spec.block_q, spec.block_kv), blocks)
+        return Kernels(forward=forward, backward=Pass({}), order=order)
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         return shared_bytes(spec)

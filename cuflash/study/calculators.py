@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import as_dtype, describe, is_int, is_number
-from .errors import UnsupportedProblem, collecting
-from .fp8.e4m3 import E4M3
-from .fp8.rows import SCALE_BYTES
-from .planning.plan import KernelPlan
-from .plans import Plan
+from ..arrays import as_dtype, describe, is_int, is_number
+from ..errors import UnsupportedProblem, collecting
+from ..fp8.e4m3 import E4M3
+from ..fp8.rows import SCALE_BYTES
+from ..planning.plan import KernelPlan
+from ..plans import Plan
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,234 @@
+"""Bound each element of the results of a call: check its arguments, then bound the forward pass and the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..arrays import DTYPES, Array, as_dtype, describe, flag_reasons
+from ..blocks.work_list import requested_mask
+from ..dropout import Dropout
+from ..errors import UnsupportedProblem, collecting
+from ..fp8 import e4m3, operands as fp8
+from ..fp8.cuts import Cuts
+from ..planning.problem import Problem, with_operands
+from ..plans import as_mask_of_arrays
+from ..reference import allowed_of, expand_heads, with_heads
+from ..scores import library
+from .captured import Captured
+from .forward import Weights, forward_tolerances
+from .gradients import gradient_tolerances, sink_tolerance
+from .host import host_arrays
+from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, rounded_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bounds:
+    """Bounds on the error of each element of a result, as float64 arrays.
+
+    Parameters
+    ----------
+    o, lse : array
+        Shaped as `attention` returns them.
+    dq, dk, dv : array or None
+        Shaped as q, k, v; None where no `do` was given.
+    dsink : array or None
+        Shaped as sink; None where no `do` or no sink was given.
+    others : dict of arrays by name
+        Of the gradients of a score function's arrays that `wrt` names, where `do` was given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = v = np.ones((4, 8), np.float32)
+    >>> bounds = error_bound(q, k, v)
+    >>> bounds.o.shape, bounds.lse.shape, bounds.dq
+    ((4, 8), (4,), None)
+    """
+
+    o: Array
+    lse: Array
+    dq: Array = None
+    dk: Array = None
+    dv: Array = None
+    dsink: Array = None
+    others: Mapping[str, Array] = field(default_factory=dict)
+
+
+def error_bound(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array | None = None,
+    *,
+    dlse: Array | None = None,
+    mask: Any = None,
+    causal: bool | str = False,
+    window: Any = None,
+    scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
+    wrt: str | tuple[str, ...] = (),
+    sink: Array | None = None,
+    dropout: Dropout | None = None,
+    precision: str = "ieee",
+    product_dtype: Any = None,
+    probable: bool = False,
+) -> Bounds:
+    """Bound the error of every element of attention and its gradients, against exact arithmetic on the same inputs.
+
+    Parameters
+    ----------
+    q, k, v : arrays
+        As in `attention`. Their values count as exact, those of `Quantized` ones as they are dequantised;
+        `quantization_bound` says what quantisation changes.
+    do : array, optional
+        The gradient of o. With it the gradients are bounded too.
+    dlse : array, optional
+        The gradient of lse; zero unless given.
+    mask, causal, window, scale, score, softcap, bias : optional
+        As in `attention`.
+    wrt : str or tuple of str
+        As in `attention_vjp`.
+    sink, dropout, precision : optional
+        As in `attention`.
+    product_dtype : dtype, optional
+        The dtype that P and dS are rounded to before they multiply v, do, k and q. It is the accumulator's dtype unless
+        given, as in the `cpu` executor; kernels on tensor cores round to float16 or bfloat16. Of `Quantized`
+        operands, float8_e4m3fn stands for the kernels' arithmetic: tensor cores cut sums too.
+    probable : bool
+        Let a sum of n terms err by min(n, 6 sqrt(n)) roundoffs instead of n. That is no guarantee any more (rounding
+        errors that all point one way can exceed it), but at thousands of keys it sees far smaller faults; Higham and
+        Mary, A new approach to probabilistic rounding error analysis (SIAM J. Sci. Comput. 41, 2019).
+
+    Returns
+    -------
+    Bounds
+        Each result is within its bound of the exact one, element by element. Rows with no key have bound 0, since o is
+        0 and lse is -inf, or the sink, exactly. A bound is infinite where nothing is promised: for a result that its
+        dtype may overflow, for gradients from a dS that may overflow the dtype it is rounded to (65504 in float16), and
+        for scores so large (around 10^6 in float32) that exp(score) has no correct digit.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention` does.
+
+    Notes
+    -----
+    Takes some ten float64 arrays of [*batch, num_heads, seqlen_q, seqlen_kv] and the time of a few `reference` calls.
+    For float64 inputs "exact" needs more than float64: give `reference` long doubles. The derivation
+    heads the source of `cuflash.bounds`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import reference
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 100, 32))
+    >>> exact, _ = reference.attention(q, k, v)
+    >>> rounded = exact.astype(np.float16)
+    >>> bound = error_bound(q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)).o
+    >>> bound.shape, bool(bound.max() < 2e-3)
+    ((4, 100, 32), True)
+    """
+    reasons, storage, quantized = flag_reasons("probable", probable), None, (q, k, v)
+    if fp8.are_quantized(q, k, v):
+        reasons += fp8.bound_reasons(q, k, v, do, precision)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        storage, (q, k, v) = v.source_dtype, (x.scaled(np.float64) for x in (q, k, v))
+    q, k, v, do, dlse, sink = host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
+    problem = composed = None
+    with collecting(reasons):
+        composed = library.composed(score, softcap, bias)
+    with collecting(reasons):
+        problem = Problem.of(q, k, v, scale=scale, precision=precision)
+        problem = with_operands(problem, {"sink": sink}, wrt, composed, dropout)
+    with collecting(reasons):
+        product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
+    if problem is not None:
+        reasons += _cotangent_reasons("do", do, problem.o_shape())
+        reasons += _cotangent_reasons("dlse", dlse, problem.lse_shape())
+        with collecting(reasons):
+            asked = requested_mask(as_mask_of_arrays(mask, "cpu"), causal, window, problem.mask_shape, np)
+    if reasons or problem is None:
+        raise UnsupportedProblem(reasons)
+    allowed = asked.toarray(**problem.mask_shape._asdict())
+    model = Rounding.of(storage or problem.dtype, precision, product_dtype, probable)
+    cuts = None
+    if storage is not None:
+        cuts = Cuts.of(*quantized) if product_dtype == e4m3.E4M3 else None
+        model = model.of_quantized(are_products_cut=cuts is not None)
+    captured = None if composed is None else Captured.of(composed, problem)
+    weights = Weights.of(dropout, problem)
+    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured, weights, cuts)
+
+
+def _cotangent_reasons(name: str, array: Array | None, shape: tuple[int, ...]) -> list[str]:
+    if array is None or array.shape == shape and (array.dtype in DTYPES or array.dtype.kind in "iuf"):
+        return []
+    return [f"{name} must have shape {shape} and hold real numbers; got {describe(array)}"]
+
+
+def _product_dtype(given: Any) -> np.dtype[Any]:
+    dtype = as_dtype("product_dtype", given)
+    try:
+        limits(dtype)
+    except ValueError as error:
+        told = f"product_dtype must be a dtype of floats; got {dtype}: np.float16 is one"
+        raise UnsupportedProblem([told]) from error
+    return dtype
+
+
+# Overflow to inf, and inf * 0, are answers here: "nothing is promised".
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
+def _dense_bounds(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array | None,
+    dlse: Array | None,
+    sink: Array | None,
+    mask: Array | None,
+    scale: float,
+    model: Rounding,
+    captured: Captured | None,
+    weights: Weights,
+    cuts: Cuts | None,
+) -> Bounds:
+    """`error_bound` with the mask as a bool array, or None, and the scale as a number."""
+    batch = np.broadcast_shapes(*(np.shape(x)[:-3] for x in (q, k, v)))
+    queries = with_heads(np.asarray(q).astype(np.float64))
+    num_heads = queries.shape[-3]
+    allowed = allowed_of(mask, (*batch, num_heads, np.shape(q)[-2], np.shape(k)[-2]))
+    # Keys that no query attends, and rows without a key, change no result, whatever they hold.
+    is_seen = allowed.any(axis=-2)[..., None]
+    is_row = allowed.any(axis=-1)[..., None]
+    queries = np.where(is_row, queries, 0)
+    keys, values = (np.where(is_seen, expand_heads(np.asarray(x).astype(np.float64), num_heads), 0) for x in (k, v))
+
+    logit = np.full((), -np.inf) if sink is None else np.atleast_1d(sink).astype(np.float64)[..., None, None]
+
+    forward = forward_tolerances(queries, keys, values, allowed, scale, logit, model, captured, weights, cuts)
+    is_row = forward.allowed.any(axis=-1)[..., None]
+    tol_o = rounded_up(forward.tol_o, forward.o, model)
+    tol_lse = nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
+    headed = np.ndim(q) > 2
+    o_bound, lse_bound = (tol_o, tol_lse) if headed else (tol_o[0], tol_lse[0])
+    if do is None:
+        return Bounds(o=o_bound, lse=lse_bound)
+
+    do = np.where(is_row, with_heads(np.asarray(do).astype(np.float64)), 0)
+    counts = is_row | ~np.isneginf(logit)
+    dlse = 0.0 if dlse is None else np.where(counts, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
+    shapes = np.shape(q), np.shape(k), np.shape(v)
+    df, e_df, tolerances = gradient_tolerances(queries, keys, values, do, dlse, scale, model, forward, shapes)
+    dq, dk, dv = tolerances
+    dsink = None if sink is None else sink_tolerance(values, do, dlse, logit, model, forward, sink)
+    others = {} if captured is None or forward.final is None else captured.tolerances(forward.final, df, e_df, model)
+    return Bounds(o=o_bound, lse=lse_bound, dq=dq, dk=dk, dv=dv, dsink=dsink, others=others)

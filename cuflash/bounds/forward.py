@@ -1,0 +1,158 @@
+"""The exact forward pass in float64, and how far computed o and lse may be from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..dropout import Dropout
+from ..fp8.cuts import Cuts
+from ..planning.problem import Problem
+from ..scores.roundoff import ScoreErrors
+from .captured import Captured
+from .rounding import Rounding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Factors of the weights under dropout, the largest factor, and the number of roundings that it takes."""
+
+    factors: Any = 1.0
+    most: float = 1.0
+    roundoffs: int = 0
+
+    @classmethod
+    def of(cls, dropout: Dropout | None, problem: Problem) -> Weights:
+        if dropout is None or problem.dropout is None:
+            return cls()
+        shape, factor = problem.mask_shape, problem.dropout.factor
+        return cls(factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2)
+
+    @property
+    def is_dropping(self) -> bool:
+        return self.roundoffs > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forward:
+    """The exact forward pass and its unscaled tolerances, as far as the backward needs them."""
+
+    allowed: Array
+    score: Array  # final, 0 where masked
+    p: Array
+    log_p: Array  # -inf where masked
+    eta: Array
+    lse: Array  # [..., rows, 1], 0 in empty rows
+    o: Array
+    tol_lse: Array  # [..., rows, 1]
+    tol_o: Array
+    final: ScoreErrors | None
+    log_p_sink: Array  # [..., rows, 1], -inf without a sink
+    weights: Weights
+
+
+def forward_tolerances(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    allowed: Array,
+    scale: float,
+    logit: Array,
+    model: Rounding,
+    captured: Captured | None,
+    weights: Weights,
+    cuts: Cuts | None,
+) -> Forward:
+    seqlen_kv, ua, k_n = keys.shape[-2], model.ua, model.k(keys.shape[-2])
+    has_sink = ~np.isneginf(logit)
+    score, e_score, allowed, final = _scores(queries, keys, allowed, scale, model, captured, cuts)
+    is_row = allowed.any(axis=-1, keepdims=True)
+    row_max = np.max(score, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
+    row_max = np.where(is_row, row_max, 0)
+    row_sum = np.sum(np.exp(score - row_max), axis=-1, keepdims=True, where=allowed)
+    lse_of_keys = row_max + np.log(np.where(is_row, row_sum, 1))
+    lse = np.logaddexp(np.where(is_row, lse_of_keys, -np.inf), logit)
+    lse = np.where(np.isneginf(lse), 0, lse)
+    log_p_sink = np.broadcast_to(logit - lse, lse.shape)
+    log_p = np.where(allowed, score - lse, -np.inf)
+    p = np.exp(log_p)
+
+    eta = e_score + 4 * ua * (np.abs(score) + np.abs(row_max)) + 4 * ua
+    eta = np.where(allowed, eta, 0)
+    p_excess = excess_of(log_p, p, eta)
+    abs_max, abs_lse, abs_sink = np.abs(row_max), np.abs(lse_of_keys), np.abs(np.where(has_sink, logit, 0))
+    eta_sink = 4 * ua * (abs_max + abs_lse) + 2 * ua * (abs_sink + abs_lse) + 8 * ua
+    p_sink = np.exp(log_p_sink)
+    r = p_excess.sum(axis=-1, keepdims=True) + excess_of(log_p_sink, p_sink, eta_sink)
+    tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (abs_max + np.abs(lse))
+    tol_lse = tol_lse + has_sink * 4 * ua * ((1 - p_sink) * abs_lse + 1)
+
+    z, z_rounding = weights.factors, weights.roundoffs * ua
+    o = (z * p) @ values
+    lost = np.minimum(p, model.wp * np.exp(row_max - lse))
+    rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua + z_rounding
+    first = (z * (p_excess + lost + rounding * (p + p_excess))) @ np.abs(values)
+    cut = 0.0 if cuts is None else cuts.of_output(p + p_excess, allowed, np.exp(row_max - lse))
+    first = first + cut
+    by_weights = (1 + r) * (first + r * np.abs(o)) + model.u * np.abs(o)
+    of_mean = _rounding_of_sum(values, rounding + seqlen_kv * model.wp + model.u, has_sink | weights.is_dropping)
+    tol_o = np.fmin(by_weights, weights.most * of_mean + cut)
+    tol_o = tol_o + model.w + seqlen_kv * model.wa
+    return Forward(
+        allowed=allowed,
+        score=score,
+        p=p,
+        log_p=log_p,
+        eta=eta,
+        lse=lse,
+        o=o,
+        tol_lse=np.where(is_row, tol_lse, 0),
+        tol_o=np.where(is_row, tol_o, 0),
+        final=final,
+        log_p_sink=log_p_sink,
+        weights=weights,
+    )
+
+
+def _scores(
+    queries: Array,
+    keys: Array,
+    allowed: Array,
+    scale: float,
+    model: Rounding,
+    captured: Captured | None,
+    cuts: Cuts | None,
+) -> tuple[Array, Array, Array, ScoreErrors | None]:
+    """Final scores and their error, the keys that have one, and what a score function makes of them."""
+    head_dim, transposed = keys.shape[-1], np.swapaxes(keys, -1, -2)
+    score = np.where(allowed, scale * (queries @ transposed), 0)
+    mass = np.where(allowed, abs(scale) * (np.abs(queries) @ np.abs(transposed)), 0)
+    e_score = ((model.k(head_dim) + 4) * model.ua + model.t) * mass
+    e_score = e_score if cuts is None else e_score + cuts.of_scores(allowed, scale)
+    if captured is None:
+        return score, e_score, allowed, None
+    final = captured.final(score, e_score + head_dim * model.wa * abs(scale), allowed, model)
+    allowed = allowed & ~(np.isneginf(final.f) & (final.e_f == 0))  # the function hides them
+    score, e_score = (np.where(allowed, x, 0) for x in final[:2])
+    return score, e_score, allowed, final
+
+
+def excess_of(log_p: Array, p: Array, eta: Array) -> Array:
+    """p (exp(eta) - 1), also where exp(eta) overflows and p underflows."""
+    return np.where(eta < 1, p * np.expm1(np.minimum(eta, 1)), np.exp(log_p + eta))
+
+
+def _rounding_of_sum(values: Array, rounding: Array, has_sink: Array) -> Array:
+    """How far a weighted mean of the rows of v can be from another one, with that relative rounding of the result.
+
+    With a sink 0 is one of the rows.
+    """
+    if not values.shape[-2]:
+        return np.zeros((*values.shape[:-2], 1, values.shape[-1]))
+    largest, smallest = (reduce(values, axis=-2, keepdims=True) for reduce in (np.max, np.min))
+    largest = np.where(has_sink, np.maximum(largest, 0), largest)
+    smallest = np.where(has_sink, np.minimum(smallest, 0), smallest)
+    return largest - smallest + rounding * np.maximum(np.abs(largest), np.abs(smallest))

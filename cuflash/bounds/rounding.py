@@ -1,0 +1,84 @@
+"""Roundoffs and underflow of dtypes, as the derivation of the bounds names them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import Array, accumulator_dtype
+from ..fp8.cuts import LOST_WEIGHT
+
+SECOND_ORDER = 1.5
+_OPERAND_ROUNDING = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 * 2.0**-24}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """The module docstring's u, ua, up, t, w, wa, wp and k."""
+
+    u: float
+    ua: float
+    up: float
+    t: float
+    w: float
+    wa: float
+    wp: float
+    largest: float
+    largest_product: float
+    largest_sum: float
+    probable: bool
+
+    @classmethod
+    def of(cls, storage: np.dtype[Any], precision: str, product: Any, probable: bool) -> Rounding:
+        accumulator = accumulator_dtype(storage)
+        product = accumulator if product is None else np.dtype(product)
+        return cls(
+            u=roundoff(storage),
+            ua=roundoff(accumulator),
+            up=roundoff(product),
+            t=_OPERAND_ROUNDING[precision],
+            w=underflow(storage),
+            wa=underflow(accumulator),
+            wp=underflow(product),
+            largest=float(limits(storage).max),
+            largest_product=float(limits(product).max),
+            largest_sum=float(limits(accumulator).max),
+            probable=probable,
+        )
+
+    def of_quantized(self, are_products_cut: bool) -> Rounding:
+        """Tolerances where operands are rounded to A as they are dequantised, and results to A before T."""
+        made = replace(self, t=2 * self.ua * (1 + self.ua), u=self.u if self.u == self.ua else self.u + 2 * self.ua)
+        return replace(made, wp=LOST_WEIGHT) if are_products_cut else made
+
+    def k(self, terms: int) -> float:
+        return min(terms, 6 * math.sqrt(terms)) if self.probable else terms
+
+
+def limits(dtype: np.dtype[Any]) -> Any:
+    """`numpy.finfo` that knows bfloat16 too."""
+    return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+
+
+def roundoff(dtype: np.dtype[Any]) -> float:
+    return float(limits(dtype).eps) / 2
+
+
+def underflow(dtype: np.dtype[Any]) -> float:
+    """Half the smallest subnormal of float16; elsewhere the smallest normal, as CUDA compilers may flush below it."""
+    info = limits(dtype)
+    return float(info.smallest_subnormal) / 2 if dtype == np.float16 else float(info.smallest_normal)
+
+
+def rounded_up(tolerance: Array, exact: Array, model: Rounding) -> Array:
+    """The published bound: the margin for second-order terms, and inf where the storage dtype may overflow."""
+    bound = nan_to_inf(SECOND_ORDER * tolerance)
+    return np.where(np.abs(exact) + bound > model.largest, np.inf, bound)
+
+
+def nan_to_inf(bound: Array) -> Array:
+    return np.where(np.isnan(bound), np.inf, bound)

@@ -1,0 +1,173 @@
+"""Plans of calls: all arguments are checked, and all that is wrong with them is said at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from ..arrays import ShapeDtype, describe, flag_reasons, is_array, namespace
+from ..blocks.index import BlockIndex
+from ..blocks.work_list import requested_mask
+from ..compiler import nvrtc
+from ..errors import UnsupportedProblem, collecting
+from ..executors import gpu
+from ..fp8 import operands as fp8
+from ..layouts import device_number, is_differentiated
+from ..masks.base import Mask
+from ..masks.content import held_arrays
+from ..planning.device import DeviceSpec
+from ..planning.dropout_launches import seed_array
+from ..planning.families import SM90
+from ..planning.options import Options
+from ..planning.plan_cache import plan_for
+from ..planning.problem import Problem, precision_reasons, with_operands
+from ..planning.routing import FAMILIES, named, routed
+from ..planning.scales import RowsPerScale
+from ..plans import EXECUTORS, Plan, as_arrays, as_mask_of_arrays
+from ..scores import Score, library
+
+_SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
+
+
+def planned(
+    q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None = None, rows: RowsPerScale | None = None
+) -> Plan:
+    """Return the plan of a call.
+
+    Parameters
+    ----------
+    q, k, v : arrays
+        Arrays, or their shapes and dtypes.
+    options : Options
+        The arguments of the call.
+    device : DeviceSpec, optional
+        The device that the plan is for; unless given, the current one.
+    rows : RowsPerScale, optional
+        The rows of q, k and v that share a scale, where these stand for operands of 8 bits.
+    """
+    if rows is None:
+        require_plain(q, k, v, options.precision)
+    q, k, v, sink = as_arrays({"q": q, "k": k, "v": v, "sink": options.sink}).values()
+    kernel, precision, mask = options.kernel, options.precision, options.mask
+    where = _executor((q, k, v), options.executor, device)
+    reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
+    reasons += flag_reasons("deterministic", options.deterministic)
+    where = where if isinstance(where, str) else ""
+    precision = "ieee" if precision_reasons(q, precision) else precision  # what else is wrong is said too
+    problem = composed = None
+    captured = dict[str, Any]()
+    with collecting(reasons):
+        composed = composed_score(options)
+        captured = as_arrays(seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays)))
+    with collecting(reasons):
+        problem = Problem.of(q, k, v, scale=options.scale, precision=precision)
+        problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
+    if problem is not None and rows is not None:
+        problem = replace(problem, precision=fp8.PRECISION, rows_per_scale=rows)
+        if isinstance(kernel, str) and kernel in FAMILIES and kernel != SM90:
+            reasons.append(f"kernel must be 'auto' or {SM90!r} for 8-bit q, k and v; got {kernel!r}")
+        if precision != "ieee":
+            told = f"precision must be 'ieee' or 'fp8' for Quantized q, k and v; got {precision!r}"
+            reasons.append(f"{told}: leave it out")
+    if device is not None and not isinstance(device, DeviceSpec):
+        reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
+    elif device is not None and (where == "cpu") != (device.compute_capability is None):
+        kind = "the host" if where == "cpu" else "a GPU"
+        makes = "DeviceSpec.host()" if where == "cpu" else "DeviceSpec.gpu('H100')"
+        reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}: {makes} is one")
+    if type(mask) is BlockIndex and mask.remembered is not None:
+        mask = mask.remembered.mask  # so that nothing that the index remembers leads back to it
+    resolved = None
+    if problem is not None:
+        with collecting(reasons):
+            # A plan for elsewhere leaves a mask's arrays where they are.
+            if device is None or not isinstance(mask, Mask):
+                mask = as_mask_of_arrays(mask, where)
+            resolved = requested_mask(
+                mask, options.causal, options.window, problem.mask_shape, namespace(q) if is_array(q) else None
+            )
+        if isinstance(kernel, str) and kernel in FAMILIES and where != "cpu":
+            reasons += named(kernel, problem).reasons(problem, None)
+    if resolved is not None and where == "gpu" and device is None and not reasons:
+        reasons += _mask_device_reasons(resolved)
+    if reasons or problem is None or resolved is None:
+        raise UnsupportedProblem(reasons)
+    target = device or _device(where)
+    if where != "cpu":
+        family = routed(problem, target)[0] if kernel == "auto" else named(kernel, problem)
+        reasons = family.reasons(problem, target)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+    made = plan_for(problem, resolved, target, kernel if where != "cpu" else None, bool(options.deterministic))
+    return Plan(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
+
+
+def composed_score(options: Options) -> Score | None:
+    """score, softcap and bias as one Score, over tensors of PyTorch and arrays of JAX where these are given."""
+    bias = options.bias
+    if not is_differentiated(bias):
+        bias = as_arrays({"bias": bias})["bias"]
+    return library.composed(options.score, options.softcap, bias)
+
+
+def require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:
+    """Refuse what is neither planned nor differentiated."""
+    if fp8.is_asked_for(q, k, v, precision) and (reasons := fp8.gradient_reasons(q, k, v, precision=precision)):
+        raise UnsupportedProblem(reasons)
+
+
+_host = lru_cache(maxsize=1)(DeviceSpec.host)
+
+
+def _executor(arrays: tuple[Any, ...], executor: str, device: DeviceSpec | None) -> str:
+    """The executor that "auto" stands for: where the arrays are, or what a device given is."""
+    if not isinstance(executor, str) or executor != "auto":
+        return executor
+    if isinstance(device, DeviceSpec):
+        return "cpu" if device.compute_capability is None else "gpu"
+    return "gpu" if any(namespace(array).__name__ == "cupy" for array in arrays) else "cpu"
+
+
+def _device(executor: str) -> DeviceSpec:
+    if executor == "gpu":
+        return gpu.current_device()
+    return _host() if executor == "cpu" else _SIMULATED
+
+
+def _option_reasons(
+    arrays: tuple[Any, ...], kernel: str, executor: str, precision: str, *, is_elsewhere: bool
+) -> list[str]:
+    if not isinstance(executor, str) or executor not in EXECUTORS:
+        return [f"executor must be 'auto', {', '.join(map(repr, EXECUTORS))}; got {describe(executor)}"]
+    reasons = []
+    spaces = {namespace(array).__name__ for array in arrays if is_array(array)}
+    if len(spaces) > 1:
+        reasons.append(
+            f"q, k and v must be of one kind; got arrays of {', '.join(sorted(spaces))}: copy them explicitly"
+        )
+    elif not is_elsewhere and spaces - {"cupy" if executor == "gpu" else "numpy"}:
+        wanted = "CuPy" if executor == "gpu" else "NumPy"
+        makes = "cupy.asarray(q)" if executor == "gpu" else "cupy.asnumpy(q)"
+        reasons.append(
+            f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s as q, k and v: pass {makes}, or leave "
+            f"executor= out"
+        )
+    families = () if executor == "cpu" else FAMILIES
+    if not isinstance(kernel, str) or kernel not in ("auto", *families):
+        known, why = ", ".join(map(repr, ("auto", *families))), "" if families else ": the cpu executor has one kernel"
+        reasons.append(f"kernel must be {known}{why}; got {describe(kernel)}")
+    precision_problems = precision_reasons(arrays[0], precision)
+    if executor == "cpu" and not precision_problems and precision != "ieee":
+        precision_problems = [
+            f"precision={precision!r} needs a GPU's tensor cores; executor='cpu' has precision='ieee'"
+        ]
+    reasons += precision_problems
+    return reasons
+
+
+def _mask_device_reasons(mask: Mask) -> list[str]:
+    """Why kernels on the current device cannot read what a mask holds."""
+    _, current = nvrtc.current_device()
+    numbers = {device_number(array) for array in held_arrays(mask)} - {None, current}
+    return [f"mask's arrays must be on the current device, {current}; got device {number}" for number in numbers]

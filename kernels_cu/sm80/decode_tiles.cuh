@@ -1,0 +1,42 @@
+#pragma once
+#include <attention/config_mma.cuh>
+#include <attention/decode_work.cuh>
+#include <ptx/cp_async.cuh>
+#include <tile/accumulator_layout.cuh>
+
+// Constants, register tiles and shared memory of decode kernels (sm80/decode.cuh).
+namespace cuflash {
+
+using attention::Decode;
+using attention::Part;
+using attention::Sequence;
+using config::kNumStages;
+
+constexpr int kRowGroups = kBlockQ / 16, kKeyGroups = kNumWarps / kRowGroups, kKeysOfWarp = kBlockKv / kKeyGroups;
+using Scores = tile::WarpTile<1, kKeysOfWarp / 8, kRowGroups, kKeyGroups>;
+using Output = tile::WarpTile<1, kValueDim / 8, kRowGroups>;
+using Softmax = attention::LazySoftmax<Scores::kRows>;  // for its scale alone, since its maxima are shared by a warp
+static_assert(kRowGroups * kKeyGroups == kNumWarps && kKeysOfWarp % 16 == 0 && kBlockKv % 16 == 0, "warps share evenly");
+
+constexpr QTile q_smem{0};
+template <class Stage>
+CUFLASH_DEVICE Stage stage_smem(int number) {
+  static_assert(Stage::kBytes % 128 == 0, "chunks of a row are told apart by their addresses");
+  return {QTile::kBytes + number * Stage::kBytes};
+}
+CUFLASH_DEVICE int key_group() { return threadIdx.x / 32 / kRowGroups; }
+// Wait for the warps that read the same keys.
+CUFLASH_DEVICE void sync_key_group() {
+  if constexpr (kRowGroups == 1) __syncwarp();
+  else __syncthreads();
+}
+
+// Sizes of the merge buffer, in floats. It takes the place of queries, keys and values once all warps have read them.
+constexpr int kFloatsOfWarp = Output::kColumnTiles * 4 * 32;
+constexpr int kStatsFloats = 2 * kKeyGroups * kBlockQ;
+constexpr int kMergeFloats = kStatsFloats + kKeyGroups / 2 * kRowGroups * kFloatsOfWarp;
+constexpr int kMostParts = 128;
+constexpr int kPartsFloats = (2 * kMostParts + 1) * kBlockQ;
+CUFLASH_DEVICE float* merge_room() { return ptx::dynamic_shared<float>(); }
+
+}  // namespace cuflash

@@ -1,0 +1,105 @@
+#pragma once
+#include <sm90/backward_scores.cuh>
+#include <sm90/changed_weights.cuh>
+
+// P and dS of a step of sm90_backward, in registers, for calls whose weights a score function or dropout changes.
+namespace cuflash {
+
+using Kept = attention::KeptWeights<Scores>;
+
+// P is made while dP is multiplied: where slopes do not need scores, and registers hold dP of the next step.
+constexpr bool kMakesPEarly = kChangesWeights && !kMakesPairs && kDpRunsAhead;
+
+// visit(i, j) of a thread's elements of 16 queries.
+template <class Visit>
+CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
+#pragma unroll
+  for (int j = 4 * k; j < 4 * (k + 1); ++j)
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) visit(i, j);
+}
+
+// P in the place of q k^T for 16 queries: 0 where it is hidden, and of queries without a key. `scale` is that of products
+// with a score function, else of exponents.
+template <bool IsPlain, class Step>
+CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
+                                   const ThreadMask<IsPlain>& mask, float scale) {
+  step.apply(s, k, scale);
+  const float exponent_scale = kHasScore ? static_cast<float>(attention::kLog2E) : scale;
+  for_each_of_fragment(k, [&](int i, int j) {
+    const float lse_2 = queries.lse_2()[Scores::column(j)];
+    const float p = attention::unclamped_probability(attention::score_exponent(s.at(i, j), exponent_scale, lse_2));
+    const bool is_seen = mask.at(i, j) && lse_2 != -ptx::negative_infinity<float>();
+    s.at(i, j) = IsPlain ? p : is_seen ? attention::clamp_probability(p) : 0.0f;
+  });
+}
+
+// The same for all, as of a plain step, and mended if it is none: under products code is in one piece.
+template <class Step>
+CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQueries& queries, float scale) {
+  const ThreadMask<true> all(queries);
+#pragma unroll
+  for (int k = 0; k < PackedScores::kNumFragments; ++k) make_changed_p(s, step, k, queries, all, scale);
+  if (queries.is_plain()) return;
+  clamp_and_mask<true>(s, queries);
+#pragma unroll
+  for (int k = 0; k < PackedScores::kNumFragments; ++k)
+    for_each_of_fragment(k, [&](int i, int j) {
+      if (queries.lse_2()[Scores::column(j)] == -ptx::negative_infinity<float>()) s.at(i, j) = 0;
+    });
+}
+
+// Which weights are kept.
+CUFLASH_DEVICE void draw_step(Kept& kept, const StepPlace& place, attention::DropoutArgument dropout,
+                              const attention::Shape& shape) {
+  if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
+}
+
+// Which of two copies of a function, of plain steps and of others.
+template <bool Value>
+struct IsPlain {
+  static constexpr bool kValue = Value;
+};
+
+// P and dS as left operands, of P, or q k^T, and dP; and dS, transposed, where dQ's product reads it. P is left as dV
+// has it, without what is dropped.
+template <bool IsPlain, class Score>
+CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
+                                          const Kept& kept, const StepQueries& queries, const StepPlace& place,
+                                          const Score& score, attention::DropoutArgument dropout, float scale,
+                                          uint32_t ds_address) {
+  using Step = StepScoreIf<Scores, Score>;
+  const Step step(score, place);
+  typename Step::Sums sums;
+  const ThreadMask<IsPlain> mask(queries);
+#pragma unroll
+  for (int k = 0; k < PackedScores::kNumFragments; ++k) {
+    if constexpr (config::kHasDropout)
+      for_each_of_fragment(k, [&](int i, int j) {
+        dp.at(i, j) = kept.at(i, j) ? dp.at(i, j) * dropout.single_factor : 0.0f;
+      });
+    if constexpr (kMakesPairs) {
+      step.make_pairs(
+          s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
+          [&](int j) { return queries.lse_2()[Scores::column(j)]; },
+          [&](int j) { return queries.delta()[Scores::column(j)]; }, k, sums);
+    } else {
+      if constexpr (!kMakesPEarly) make_changed_p(s, step, k, queries, mask, scale);
+      for_each_of_fragment(k, [&](int i, int j) {
+        const float delta = queries.delta()[Scores::column(j)];
+        const float ds = attention::score_gradient(s.at(i, j), dp.at(i, j), delta);
+        // of a query that the score function hides from all keys too
+        dp.at(i, j) = IsPlain || s.at(i, j) != 0 ? ds : 0.0f;
+      });
+      if constexpr (kHasSlopes) step.apply_slopes(s, dp, k, sums);
+    }
+    if constexpr (config::kHasDropout)
+      for_each_of_fragment(k, [&](int i, int j) { s.at(i, j) = kept.at(i, j) ? s.at(i, j) : 0.0f; });
+    p.pack(s, k);
+    ds.pack(dp, k);
+    if constexpr (kMakesDq) tile::store_transposed<SmemDs>(ds_address, ds, k);
+  }
+  step.flush(sums);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,59 @@
+#pragma once
+#include <sm90/backward_tiles.cuh>
+
+// Results of sm90_backward: dQ of a step, which is multiplied, then staged for the dQ writer or finished; and dK and dV
+// of a tile.
+namespace cuflash {
+
+// What the keys add to dQ of a step, a part of it for each warpgroup. Called by both, each once it has stored dS of its keys.
+CUFLASH_DEVICE void start_dq(WarpDq& dq, int part) {
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);  // dS is there
+  const KOfWarpgroup k_part{k_smem.start + (kRowParts == 1 ? part * KOfWarpgroup::kBytes : 0)};
+  tile::start_gemm_nn(dq, tile::KMajor<SmemDs>(ds_smem, kRowParts == 1 ? 0 : 64 * part),
+                      tile::MnMajor<KOfWarpgroup>(k_part));
+}
+
+// A warpgroup may write dS anew, once the other has left it.
+CUFLASH_DEVICE void wait_ds(int part) {
+  if constexpr (kMakesDq) ptx::bar_sync(kDsEmpty + part, kNumConsumers * kWarpgroupThreads);
+}
+CUFLASH_DEVICE void release_ds(int part) {
+  if constexpr (kMakesDq) ptx::bar_arrive(kDsEmpty + (1 - part), kNumConsumers * kWarpgroupThreads);
+}
+
+// Have it added up, or finish it: in its room, once that is free, or has the sums of what other tiles of keys made.
+CUFLASH_DEVICE void wait_dq(int part) { ptx::bar_sync(kDqEmpty + part, kWarpgroupThreads + 32); }
+CUFLASH_DEVICE void stage_dq(const WarpDq& dq, float* staged, int part) {
+  DqSumLayout::store_shared(staged, dq);
+  ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);
+}
+// Of all queries of the tile, whichever the step goes on to. Four columns of 8 at a time, as registers are few.
+CUFLASH_DEVICE void finish_dq(const attention::Params& params, WarpDq& dq, const float* staged,
+                              const StepMessage& message, int part,
+                              bool adds) {
+  const attention::BatchHead& batch_head = shared().works[message.work].tile.batch_head;
+  const auto all = attention::matrix<Element>(params.dq, batch_head, batch_head.head, params.shape.seqlen_q,
+                                              params.shape.head_dim);
+  const auto rows = all.rows(message.block.start,
+                             attention::query_tile_end<Listed>(params, message.block.start, kBlockQ));
+  const float scale = static_cast<float>(params.shape.softmax_scale);
+#pragma unroll
+  for (int first = 0; first < WarpDq::kColumnTiles; first += 4) {
+    if (adds) DqSumLayout::add_shared(staged, dq, first, 4);
+    tile::store_full_rows(rows, dq, first, scale);
+  }
+  ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);
+}
+
+// Of a tile, all of whose steps were walked.
+CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work, WarpDk& dk,
+                                    WarpDv& dv, attention::DropoutArgument dropout) {
+  const int kv_head = work.batch_head.head / params.shape.group_size;
+  dk.scale(params.shape.softmax_scale);
+  if constexpr (config::kHasDropout) dv.scale(dropout.single_factor);
+  write_gradient(params.dk, work, kv_head, params.shape.head_dim, dk);
+  write_gradient(params.dv, work, kv_head, params.shape.value_dim, dv);
+}
+
+}  // namespace cuflash

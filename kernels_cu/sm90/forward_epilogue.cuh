@@ -1,0 +1,67 @@
+#pragma once
+#include <attention/dropout.cuh>
+#include <attention/mask_softmax_mma.cuh>
+#include <attention/sink.cuh>
+#include <sm90/kv_pipeline.cuh>
+#include <sm90/ping_pong.cuh>
+
+// Results of sm90_forward: lse and O of a tile.
+namespace cuflash {
+
+using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
+using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
+
+using Softmax = attention::LazySoftmax<Scores::kRows>;
+
+// O goes through the room that its Q had, where each warp's rows of both have one place.
+using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
+constexpr bool kStoresOByTma =
+    kQStages > 1 && kValueDim <= kHeadDim && SmemO::kPanelWidth == SmemQ::kPanelWidth;
+
+// lse and O of a tile. O leaves by the room of its Q where the accelerator writes it, a box for each warp's rows.
+CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
+                             const Softmax& softmax, Output& o, bool is_last, attention::SinkArgument sink,
+                             attention::DropoutArgument dropout) {
+  using namespace attention;
+  const BatchHead& batch_head = shared().tile_infos[tile_info_index(num_tiles_done)].work.batch_head;
+  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
+  float row_lse[Output::kRows];
+  softmax.finalize(o, shared().softmax_scale_log2, row_lse);
+  if constexpr (config::kHasDropout) o.scale(dropout.factor);
+  if constexpr (config::kHasSink)
+#pragma unroll
+    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
+  const EpilogueTarget target = shared().tile_infos[tile_info_index(num_tiles_done)].epilogue_target;
+  if (kStoresOByTma && target.uses_tma_store) {
+    // All of the warpgroup's products have read Q: with the next tile's first ones a turn was waited for, if there are both.
+    if (!kPingPong || is_last) ptx::bar_sync(kQEmptyBarrier + own_group(), kWarpgroupThreads);
+    const SmemO o_smem{q_smem(q_stage_of(num_tiles_done)).start};
+    tile::PackedOperand<Element, Output> rounded;
+    rounded = o;
+    tile::store(o_smem, rounded, o.warp_row());
+    ptx::fence_proxy_async();
+    __syncwarp();
+#pragma unroll
+    for (int panel = 0; panel < SmemO::kNumPanels && o.warp_row() < target.num_rows; ++panel)
+      ptx::tma_store_5d(&maps.o.map, o_smem.panel(panel).address(o.warp_row(), 0), panel * SmemO::kPanelWidth,
+                        target.first + o.warp_row(), target.o_coords.x, target.o_coords.y, target.o_coords.z);
+    ptx::bulk_commit();
+  } else {
+    const WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
+    const auto all = matrix<Element>(params.o, work.batch_head, work.batch_head.head, 0, params.shape.value_dim);
+    tile::store(all.rows(work.first, work.last), o);
+  }
+#pragma unroll
+  for (int i = 0; i < o.kRows; ++i) {
+    const int row = o.first_row() + o.row(i);
+    if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
+  }
+}
+
+// Leave the room of a tile's Q, one of two, once O has left it.
+CUFLASH_DEVICE void release_q(unsigned num_tiles_done) {
+  ptx::bulk_wait_read<0>();
+  tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,29 @@
+#pragma once
+#include <attention/sink.cuh>
+#include <sm90/kv_storage.cuh>
+
+// The part of the producers (sm90/kv_pipeline.cuh) that forward kernels have in common.
+namespace cuflash {
+
+struct ForwardHooks {
+  // Write lse = -inf and o = 0 of queries that see no key, or what their sink makes of them. Called by a warp.
+  static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
+                                              attention::SinkArgument sink) {
+    using namespace attention;
+    const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
+    const auto lse = matrix<float>(params.lse, work.batch_head, work.batch_head.head, length, 1);
+    const auto o = matrix<Element>(params.o, work.batch_head, work.batch_head.head, length, num_columns);
+    float row_lse = ptx::negative_infinity<float>();
+    Element zero = {};
+    if (config::kHasSink) tile::to_element(0 * merge_sink(row_lse, sink_logit<float>(sink, work.batch_head,
+                                                                                     work.batch_head.head)), zero);
+#pragma unroll 1
+    for (int row = work.first; row < work.last; ++row) {
+      if (elect_one()) lse.at(row, 0) = row_lse;
+#pragma unroll 1
+      for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = zero;
+    }
+  }
+};
+
+}  // namespace cuflash

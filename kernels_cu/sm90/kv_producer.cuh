@@ -1,0 +1,169 @@
+#pragma once
+#include <attention/mask_softmax_mma.cuh>
+#include <attention/scales.cuh>
+#include <sm90/kv_storage.cuh>
+#include <sm90/page_copies.cuh>
+
+// The producer warps of the pipeline over keys (sm90/kv_pipeline.cuh): one loads Q, dO and K, another loads V, by TMA
+// where it can copy the rows. The first also writes the message of each step.
+namespace cuflash {
+
+// How an operand's room is made up.
+template <Operand kOperand>
+CUFLASH_DEVICE tile::TmaBoxes boxes_of(int stage) {
+  if constexpr (kOperand == kQ) return tile::TmaBoxes(q_smem(stage));
+  else if constexpr (kOperand == kK) return tile::TmaBoxes(k_smem(stage));
+  else if constexpr (kOperand == kV) return tile::TmaBoxes(v_smem(stage));
+  else return tile::TmaBoxes(do_smem(stage));
+}
+
+// Fill an operand's room, which is empty, with rows first <= x < last. `zero_fills` asks for zeros past them. By a
+// warp.
+template <Operand kOperand>
+CUFLASH_DEVICE void load_operand(const attention::Params& params, const attention::TensorMaps& maps,
+                                 const tile::PipelineSlot& slot,
+                                 int stage, const WorkTileInfo& tile_info, int first, int last, bool zero_fills) {
+  const attention::TensorMapParam& map = (&maps.q)[kOperand];
+  const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
+  constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;  // rows are columns of the map's matrix
+  if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {  // quantised ones have maps
+    if (elect_one()) tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
+                                                          kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
+    else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
+    return;
+  }
+  if constexpr (!config::kIsQuantized) {
+    constexpr bool kIsOfQueries = kOperand == kQ || kOperand == kDo, kHasValueDim = kOperand == kV || kOperand == kDo;
+    const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
+    const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
+    const auto all = attention::matrix<Element>(matrices, tile_info.work.batch_head, head, 0, num_columns);
+    tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; });
+    tile::arrive(slot.full);
+  }
+}
+
+// Fill a room of keys or values, which is empty, with those of a step, or with zeros past them where that is asked for. By a
+// warp.
+template <Operand kOperand>
+CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps, attention::NoPages,
+                              const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
+                              const attention::KvBlock& block, bool zero_fills) {
+  load_operand<kOperand>(params, maps, slot, stage, tile_info, block.start, block.stop, zero_fills);
+}
+// The same of a sequence that lies in pages. Values that no query of the tile sees, since the sequence ends or their window starts,
+// are always zeros, as 0 times what may be anything is not 0; scores of such keys are masked.
+template <Operand kOperand>
+CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps,
+                              const attention::Pages& pages, const tile::PipelineSlot& slot, int stage,
+                              const WorkTileInfo& tile_info, const attention::KvBlock& block, bool) {
+  const int sequence = tile_info.work.batch_head.batch_index;
+  const attention::Interval seen{attention::first_key(tile_info.visit_range),
+                                 attention::rows_of_sequence(pages, sequence).length};
+  PageCopy copy(boxes_of<kOperand>(stage), pages, sequence, tile_info.kv_head, block.start, seen);
+  if (kOperand == kV) copy.copy_cut_boxes((&params.q)[kOperand], params.shape.value_dim);
+  else copy.count_faults();
+  copy.start((&maps.q)[kOperand], slot);
+}
+
+// What a step is for a warpgroup. Further places of a list may lie anywhere: which keys are the last is not known there.
+CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::KvBlock& block,
+                              const GroupVisitRange& group_range, bool is_shifted,
+                              bool is_last_of_tile) {
+  using attention::BlockKind;
+  attention::KvBlock group_block = block;
+  if (block.kind == BlockKind::kInterval && block.start >= group_range.full_start &&
+      block.stop <= group_range.full_stop) group_block.kind = BlockKind::kFull;
+  const bool is_unmasked = !is_shifted && attention::is_unmasked<kBlockKv>(group_block);
+  const bool is_last = is_last_of_tile || (!config::kIsListed && block.stop >= group_range.stop);
+  // of P its exponent does
+  const bool needs_negation = !kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
+  return (is_unmasked && !needs_negation) * StepMessage::kUnmasked + is_last * StepMessage::kLastForWarpgroup +
+      is_last_of_tile * StepMessage::kLastOfTile;
+}
+
+// Whether rows past a step, which may be anything, must be zeros: 0 times that is not 0.
+CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int length) {
+  return block.stop - block.start < kBlockKv && block.stop < length;
+}
+
+// Whether steps stay where their block is: a list's, or those that start at multiples of their width, of keys in pages or of 8
+// bits.
+constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged || config::kIsQuantized;
+
+// Whether queries follow on a tile's that belong to no sequence: they may be anything, and a warp's rows decide together when
+// their maxima rise.
+CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const attention::WorkTile& work) {
+  return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
+}
+
+template <class Hooks>
+CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
+                              attention::PagesArgument pages, attention::ScalesArgument scales) {
+  using namespace attention;
+  unsigned num_k_blocks = 0, num_tiles_done = 0;  // tiles brought
+  while (true) {
+    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
+    const int q_stage = q_stage_of(num_tiles_done);
+    const tile::PipelineSlot& q = shared().q[q_stage];
+    if (tile_info.is_end) {
+      wait_slot(q, q_phase_of(num_tiles_done));
+      if constexpr (kLoadsDo) tile::arrive(q.full);
+      return tile::arrive(q.full);
+    }
+    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+    KvBlock block;
+    for (bool is_first = true; blocks.next(block); is_first = false) {
+      const int stage = stage_of(num_k_blocks), start = block.start;
+      const tile::PipelineSlot& k = shared().k[stage];
+      const bool is_shifted = shift_short_block<kBlockKv,
+          kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
+      const bool is_last_of_tile = !blocks.has_next();
+      const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
+                                   is_shifted, is_last_of_tile);
+      if (kFetchesTileEarly ? is_first : is_last_of_tile) tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done + 1)].empty);
+      wait_slot(k, phase_of(num_k_blocks));
+      StepMessage& message = shared().messages[stage];
+      if (tile::lane() < kNumConsumers) message.flags[tile::lane()] = flags;
+      if (elect_one()) {
+        message.block = block;
+        message.unread_start = start;
+      }
+      if constexpr (config::kIsQuantized) Hooks::write_scales(scales, tile_info, stage, start);
+      __syncwarp();
+      load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
+                    ends_inside_block(block, params.shape.seqlen_kv));
+      ++num_k_blocks;
+      if (!is_first) continue;
+      wait_slot(q, q_phase_of(num_tiles_done));
+      load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last,
+                       config::kIsPaged && ends_before_others(params, tile_info.work));
+      if constexpr (kLoadsDo) load_operand<kDo>(params, maps, q, q_stage, tile_info, tile_info.work.first,
+                                                tile_info.work.last, false);
+    }
+    ++num_tiles_done;
+  }
+}
+
+CUFLASH_DEVICE void load_values(const attention::Params& params, const attention::TensorMaps& maps,
+                                attention::PagesArgument pages) {
+  using namespace attention;
+  unsigned num_v_blocks = 0;
+  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);  // nobody reads them yet
+  for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
+    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
+    if (tile_info.is_end) return;
+    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+    KvBlock block;
+    while (blocks.next(block)) {
+      const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
+      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);
+      const bool zero_fills = ends_inside_block(block, length);
+      wait_slot(shared().v[stage], phase_of(num_v_blocks));
+      load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
+      ++num_v_blocks;
+    }
+    tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
+  }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,116 @@
+#pragma once
+#include <attention/page_table.cuh>
+#include <attention/sink.cuh>
+#include <sm90/kv_storage.cuh>
+
+// The scheduler warp of the pipeline over keys (sm90/kv_pipeline.cuh): it takes tiles of queries one after the other and
+// writes for each what the other warps need to know, without tiles that see no key.
+namespace cuflash {
+
+// The number of a block's next tile, which nobody else has. By a warp.
+CUFLASH_DEVICE int advance_tile(const attention::Params& params, bool is_first, int num_tiles) {
+  if (is_first) return attention::first_tile_number();
+  int number = 0;
+  if (elect_one()) number = attention::next_tile_number(params, num_tiles);
+  return __shfl_sync(0xffffffffu, number, 0);
+}
+
+// The tile of a number; of sequences in pages, without queries that belong to none.
+CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, attention::NoPages, int number) {
+  return attention::query_tile_at<Listed>(params, kBlockQ, number);
+}
+CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, const attention::Pages& pages, int number) {
+  return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, number);
+}
+
+// What 64 of a tile's queries see.
+CUFLASH_DEVICE GroupVisitRange group_visit_range(const attention::Params& params, attention::WorkTile work,
+                                                 int first_row) {
+  work.first += first_row;
+  work.last = min(work.last, work.first + 64);
+  if (work.is_empty()) return {};
+  const attention::VisitRange visit_range = attention::visit_range_of_queries(params, work);
+  return {visit_range.stop, visit_range.full_start, visit_range.full_stop};
+}
+
+// Whether a tile's queries see a band, which is that of the first one: each sees one key further than the one before, and starts
+// one key further too, or with the first key of all. By a warp.
+CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::WorkTile& work, attention::Interval& band) {
+  using namespace attention;
+  const Interval first = interval(params, work.batch_head, work.first);
+  bool is_band = true, lo_moves = true, lo_stays = true;
+#pragma unroll
+  for (int i = 0; i < kBlockQ / 32; ++i) {  // all at once: a tile's first keys wait for it
+    const int rows = min(32 * i + tile::lane(), work.last - work.first - 1);
+    const Interval keys = interval(params, work.batch_head, work.first + rows);
+    is_band &= keys.hi == first.hi + rows;
+    lo_moves &= keys.lo == first.lo + rows;
+    lo_stays &= keys.lo == 0;
+  }
+  lo_moves = __all_sync(0xffffffffu, lo_moves);
+  lo_stays = __all_sync(0xffffffffu, lo_stays);
+  band = {lo_moves ? first.lo : clamped_to_int(-(int64_t{1} << 32)), first.hi};
+  return __all_sync(0xffffffffu, is_band) && (lo_moves || lo_stays);
+}
+
+// Look up the tiles of this block, each once the last steps, or the first, of the one before are brought: who took tiles
+// further ahead would keep what others could do sooner.
+template <class Hooks>
+CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attention::TensorMaps& maps,
+                                   attention::SinkArgument sink, attention::PagesArgument pages) {
+  using namespace attention;
+  const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
+  unsigned num_tiles_done = 0;
+  for (bool is_first = true;; is_first = false) {
+    const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
+    wait_slot(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));  // the first is looked up at once
+    const int number = advance_tile(params, is_first, num_tiles);
+    const bool is_end = number >= num_tiles;
+    WorkTile work{};
+    VisitRange visit_range{};
+    if (!is_end) {
+      work = tile_at(params, pages, number);
+      if (work.is_empty()) continue;
+      visit_range = visit_range_of_queries(params, work);
+      if (config::kIsPaged) align_steps(visit_range, kBlockKv);
+      if (config::kIsQuantized && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % kBlockKv;
+      if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
+        Hooks::write_empty_rows(params, work, sink);
+        continue;
+      }
+    }
+    WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
+    Interval band{};
+    const bool has_band = config::kIsPaged && !is_end && find_band(params, work, band);
+    if (!is_end && tile::lane() < kNumConsumers)
+      tile_info.group_ranges[tile::lane()] = group_visit_range(params, work, 64 * tile::lane());
+    if (elect_one()) {
+      tile_info.work = work;
+      tile_info.visit_range = visit_range;
+      tile_info.is_end = is_end;
+      tile_info.kv_head = work.batch_head.head / params.shape.group_size;
+      tile_info.coords[kQ] = tma_coords(params.q, work.batch_head, work.batch_head.head);
+      tile_info.coords[kK] = tma_coords(params.k, work.batch_head, tile_info.kv_head);
+      tile_info.coords[kV] = tma_coords(params.v, work.batch_head, tile_info.kv_head);
+      if constexpr (kLoadsDo) tile_info.coords[kDo] = tma_coords(params.do_, work.batch_head, work.batch_head.head);
+      if constexpr (!kLoadsDo) {
+        const int num_rows = work.last - work.first;
+        tile_info.epilogue_target = {&matrix<float>(params.lse, work.batch_head, work.batch_head.head, 0,
+                                                    1).at(work.first, 0),
+                                     num_rows,
+                                     (num_rows % kBoxRows == 0 || work.last == params.shape.seqlen_q) &&
+                            params.shape.value_dim % tile::kChunkOf<Element> == 0 && has_tensor_map(maps.o, params.o),
+                                     work.first,
+                                     tma_coords(params.o, work.batch_head, work.batch_head.head)};
+      }
+      tile_info.is_band = config::kIsPaged ? has_band : !config::kIsListed && params.work.lo == nullptr;
+      tile_info.band = config::kIsPaged ? band : Interval{clamped_to_int(work.first + params.work.lower),
+                                                          clamped_to_int(work.first + params.work.upper + 1)};
+    }
+    tile::arrive(tile_info_slot.full);
+    if (is_end) return;
+    ++num_tiles_done;
+  }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,21 @@
+#pragma once
+#include <sm90/kv_storage.cuh>
+
+// The order in which consumer warpgroups of forward kernels start products: one after the other (FlashAttention-3's
+// ping-pong), so that the softmax of one runs under the products of the others.
+namespace cuflash {
+
+constexpr bool kPingPong = kNumConsumers > 1;
+
+constexpr int kPingPongBarrier = 1, kQEmptyBarrier = 4;  // names of barriers, one for each warpgroup of consumers
+
+// Whose turn it is to start products: groups are numbered from 1 on. Asked for again, to save registers.
+CUFLASH_DEVICE int own_group() { return threadIdx.x / kWarpgroupThreads; }
+CUFLASH_DEVICE void ping_pong_wait() {
+  if (kPingPong) ptx::bar_sync(kPingPongBarrier + own_group() - 1, 2 * kWarpgroupThreads);
+}
+CUFLASH_DEVICE void ping_pong_signal() {
+  if (kPingPong) ptx::bar_arrive(kPingPongBarrier + own_group() % kNumConsumers, 2 * kWarpgroupThreads);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,237 @@
+#pragma once
+#include <sm90/epilogue_gradient.cuh>
+#include <sm90/q_storage.cuh>
+
+// The first warp of the producer warpgroup: it takes tiles of keys, walks the blocks of queries that visit them, writes
+// a message for each step, and starts the copies that TMA makes.
+namespace cuflash {
+
+// Its first warp says what is to be brought and has it copied by the tensor memory accelerator; others find out about a
+// step's queries, and copy what the accelerator cannot; the last one may have parts of dQ added.
+
+CUFLASH_DEVICE bool elect_one() { return ptx::elect_one_lane(); }
+
+// The keys of the tile that some query of the head may see. What stands at others must not reach dQ, where it would meet
+// a dS of 0.
+CUFLASH_DEVICE attention::Interval visible_keys(const attention::Params& params, const attention::WorkTile& work) {
+  using namespace attention;
+  return {max(work.first, interval(params, work.batch_head, 0).lo),
+          min(work.last, interval(params, work.batch_head, params.shape.seqlen_q - 1).hi)};
+}
+
+// Whether the room of a step has rows that must be 0: queries without a key, whatever they bring, and rows of the matrix
+// past the step. Called by the first warp.
+CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const HeadWork& work,
+                                     const attention::KvBlock& block) {
+  using namespace attention;
+  if (block.stop < min(block.start + kBlockQ, params.shape.seqlen_q)) return true;
+  if constexpr (kHasScore)  // it may hide a query from all keys
+    if (work.stats[query_tile_number<Listed>(params, block.start, kBlockQ)].has_empty_rows) return true;
+  if (block.kind == BlockKind::kFull) return false;
+  if (!Listed::has_list(params.work) && params.work.lo == nullptr) {  // of a band, which ends at both ends
+    const BatchHead& batch_head = work.tile.batch_head;
+    const Interval first = interval(params, batch_head, block.start),
+        last = interval(params, batch_head, block.stop - 1);
+    return first.lo >= first.hi || last.lo >= last.hi;
+  }
+  return work.stats[query_tile_number<Listed>(params, block.start, kBlockQ)].has_empty_rows;
+}
+
+// Start the copies of an operand, or count on those of a copy warp; other copies bring so many bytes with it.
+CUFLASH_DEVICE void load_operand(const tile::TmaBoxes& to, const attention::TensorMapParam& map,
+                                 const tile::TmaCoords& at, int first,
+                                 const tile::PipelineSlot& slot, bool threads_copy, int extra_bytes = 0) {
+  if (threads_copy) ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&slot.full), extra_bytes);
+  else tile::tma_load_boxes(to, map, at, first, slot.full, extra_bytes);
+}
+
+// Keys that no query sees: consumers do not hear of them. By a warp.
+CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::Matrices& to,
+                                     const attention::WorkTile& work, int num_columns) {
+  using namespace attention;
+  const int head = work.batch_head.head / params.shape.group_size;
+  if (to.is_accumulator) tile::clear(matrix<float>(to, work.batch_head, head, work.last, num_columns).rows(work.first,
+                                                                                                           work.last));
+  else tile::clear(matrix<Element>(to, work.batch_head, head, work.last, num_columns).rows(work.first, work.last));
+}
+
+// Go on to a tile, which is noted; false where none is left. Called by the first warp.
+CUFLASH_DEVICE bool advance_tile(const attention::Params& params, int work_slot) {
+  SharedStorage& smem = shared();
+  __syncwarp();
+  if (threadIdx.x == 0) {  // an election takes registers, which are few
+    const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
+    int number;
+    if constexpr (kFinishesDqInOrder) number = attention::next_tile_number_in_order(params, num_tiles);
+    else number = smem.has_tile ? attention::next_tile_number(params, num_tiles) : attention::first_tile_number();
+    smem.has_tile = number < num_tiles;
+    if (smem.has_tile)
+      smem.works[ptx::opaque(work_slot)].tile = kFinishesDqInOrder
+                                              ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
+                                              : attention::key_tile_at<Listed>(params, kBlockKv, number);
+  }
+  __syncwarp();
+  return smem.has_tile;
+}
+
+// The queries that a tile of keys reaches. Where lengths say it, eight threads search together for each end. Called by the
+// first warp.
+CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const attention::WorkTile& work) {
+  using namespace attention;
+  const int end = ptx::thread_index() / 8, number = ptx::thread_index() % 8;  // start, stop, full_start, full_stop
+  const int key = end == 0 || end == 3 ? work.first : work.last - 1;
+  int first = 0, last = params.shape.seqlen_q;
+  if (params.work.lo == nullptr) {
+    first = end % 2 == 0 ? rows_ending_by(params, work.batch_head, key)
+        : rows_starting_by(params, work.batch_head, key);
+  } else {
+    while (__any_sync(0xffffffffu, first < last)) {
+      const int width = (last - first + 8) / 9, row = first + (number + 1) * width - 1;
+      const Interval keys = interval(params, work.batch_head, min(row, params.shape.seqlen_q - 1));
+      const bool is_before = row < last && (end % 2 == 0 ? keys.hi : keys.lo) <= key;
+      const int num_before = __popc(__ballot_sync(0xffffffffu, is_before) >> 8 * end & 0xff);
+      if (num_before < 8) last = min(last, first + (num_before + 1) * width - 1);  // else nobody looked there
+      first += num_before * width;
+    }
+  }
+  const auto found = [&](int which) { return __shfl_sync(0xffffffffu, first, 8 * which); };
+  VisitRange visit_range{found(0), found(1), found(2), found(3)};
+  if (!elect_one()) return;
+  find_list_entries(params, work, visit_range);
+  shared().visit_range = aligned_to_tiles(params, visit_range, kBlockQ);
+}
+
+// Have a tile's steps brought. Called by the first warp.
+CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps, PipelineState& state,
+                            int& work_slot,
+                            bool& has_sent_step) {
+  using namespace attention;
+  SharedStorage& smem = shared();
+  const Shape& shape = params.shape;
+  bool has_k = false;
+  for (int head = 0; head < shape.group_size; head = ptx::opaque(head + 1)) {  // asked at its end: registers are few
+    __syncwarp();
+    if (head > 0) {
+      const int next_work_slot = has_sent_step ? (work_slot + 1) % kNumHeadWorks : work_slot;
+      if (elect_one()) {
+        smem.works[next_work_slot].tile = smem.works[work_slot].tile;
+        ++smem.works[next_work_slot].tile.batch_head.head;
+      }
+      work_slot = next_work_slot;
+    }
+    has_sent_step = false;
+    __syncwarp();
+    HeadWork& head_work = smem.works[work_slot];
+    const WorkTile& work = head_work.tile;
+    find_visit_range(params, work);
+    if (elect_one()) {
+      const BatchHead& batch_head = work.batch_head;
+      head_work.stats = query_stats(params, batch_head);
+      ptx::compiler_barrier();  // registers are few
+      if constexpr (kMakesDq) head_work.dq_sum = matrix<float>(params.dq_sum, batch_head, batch_head.head, 0, 0).data;
+      head_work.q_coords = tma_coords(params.q, batch_head, batch_head.head);
+      head_work.do_coords = tma_coords(params.do_, batch_head, batch_head.head);
+      head_work.flags = (work.last - work.first == kBlockKv ? 0 : StepMessage::kMasked) |
+                       (has_tensor_map(maps.q, params.q) ? 0 : StepMessage::kThreadsCopyQ) |
+                       (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
+      if constexpr (kFinishesDqInOrder) {
+        head_work.dq = dq_schedule<kBlockQ, kBlockKv>(params, work);
+        head_work.flags |= (head_work.dq.finishes ? StepMessage::kFinalizesDq : 0) |
+            (head_work.dq.stores ? StepMessage::kStoresDq : 0);
+      }
+    }
+    __syncwarp();
+    BlockIterator<kBlockQ, OverQBlocks, Listed> blocks(params, smem.visit_range);
+    KvBlock block;
+    for (bool loads_k = !has_k || params.work.interval_head_stride != 0; blocks.next(block); loads_k = false) {
+      const bool zero_fills = has_rows_to_zero(params, head_work, block);
+      StepMessage& message = smem.messages[state.stage];
+      tile::wait_empty(smem.q[state.stage], state.phase);  // by the whole warp: none misses a phase
+      __syncwarp();
+      if (elect_one()) {
+        if constexpr (kFinishesDqInOrder) {  // before all else, as registers are few
+          constexpr int kSemaphoreFlags = StepMessage::kStoresDq | StepMessage::kUsesDqSemaphore;
+          DqSchedule& dq = head_work.dq;
+          if (block.stop >= dq.next) {
+            head_work.flags = (head_work.flags & ~kSemaphoreFlags) | StepMessage::kUsesDqSemaphore |
+                (dq.stores ? StepMessage::kStoresDq : 0);
+            message.dq = dq.at(block.stop, shape.seqlen_q);
+          } else if (head_work.flags & StepMessage::kUsesDqSemaphore) {
+            head_work.flags &= ~StepMessage::kUsesDqSemaphore;
+          }
+        }
+        const bool is_full_block = block.kind == BlockKind::kFull && block.stop - block.start == kBlockQ;
+        int flags = head_work.flags | smem.kv_phases | (is_full_block ? 0 : StepMessage::kMasked);
+        if (zero_fills) flags |= StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo;
+        if (loads_k) {
+          const Interval keys = visible_keys(params, work);
+          const bool threads_copy_k = keys.lo > work.first || keys.hi < min(work.first + kBlockKv, shape.seqlen_kv) ||
+                                !has_tensor_map(maps.k, params.k);
+          flags |= StepMessage::kLoadsK | (threads_copy_k ? StepMessage::kThreadsCopyK : 0);
+          if (!has_k) flags |= StepMessage::kLoadsV |
+              (has_tensor_map(maps.v, params.v) ? 0 : StepMessage::kThreadsCopyV);
+          message.k_coords = tma_coords(params.k, work.batch_head, work.batch_head.head / shape.group_size);
+          message.v_coords = tma_coords(params.v, work.batch_head, work.batch_head.head / shape.group_size);
+        }
+        message.flags = flags;
+        message.work = work_slot;
+        const int number = query_tile_number<Listed>(params, block.start, kBlockQ);
+        if constexpr (kMakesDq) message.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
+        QueryStats& stats = head_work.stats[number];
+        if constexpr (kFirstArrivalStoresDq && kMakesDq) message.arrivals = &stats.arrivals.count;
+        if (kLastArrivalFinishesDq || kTellsPlaces || flags & (StepMessage::kMasked | StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo | StepMessage::kFinalizesDq)) message.block = block;
+        if (flags & (StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo)) {
+#pragma unroll 1
+          for (int x = 0; x < kNonemptyWords; ++x) message.nonempty[x] = stats.nonempty[x];
+        }
+        load_operand(tile::TmaBoxes(q_smem(state.stage)), maps.q, head_work.q_coords, block.start, smem.q[state.stage],
+                     flags & StepMessage::kThreadsCopyQ,
+                     sizeof stats);
+        ptx::bulk_load(ptx::shared_address(&smem.queries[state.stage].stats), &stats, sizeof stats,
+                       ptx::shared_address(&smem.q[state.stage].full));
+        ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));
+        if (loads_k) {  // copy warps load them once their slots are empty, and find them in the level-2 cache
+          if (!message.is(StepMessage::kThreadsCopyK)) tile::tma_prefetch_boxes(tile::TmaBoxes(k_smem), maps.k,
+                                                                                message.k_coords, work.first);
+          if (!has_k && !message.is(StepMessage::kThreadsCopyV)) tile::tma_prefetch_boxes(tile::TmaBoxes(v_smem), maps.v, message.v_coords, work.first);
+          smem.kv_phases ^= StepMessage::kPhaseOfK | (has_k ? 0 : StepMessage::kPhaseOfV);
+        }
+      }
+      has_k = true;
+      const tile::PipelineSlot& d_o = smem.d_o[do_stage(state)];
+      if constexpr (kReleasesDo) tile::wait_empty(d_o, do_phase(state));  // else Q's stage says it
+      __syncwarp();
+      if (elect_one())
+        load_operand(tile::TmaBoxes(do_smem(do_stage(state))), maps.do_, head_work.do_coords, block.start, d_o,
+                     message.is(StepMessage::kThreadsCopyDo));
+      state = state.next();
+      has_sent_step = true;
+    }
+  }
+  if (has_k) return;
+  write_empty_rows(params, params.dk, smem.works[work_slot].tile, shape.head_dim);
+  write_empty_rows(params, params.dv, smem.works[work_slot].tile, shape.value_dim);
+}
+
+CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
+  SharedStorage& smem = shared();
+  PipelineState state;
+  int work_slot = 0;  // of the works
+  bool has_sent_step = false;
+  while (advance_tile(params, work_slot)) {
+    if (!smem.works[work_slot].tile.is_empty()) produce(params, maps, state, work_slot, has_sent_step);
+    if (has_sent_step) work_slot = (work_slot + 1) % kNumHeadWorks;
+    has_sent_step = false;
+  }
+  tile::wait_empty(smem.q[state.stage], state.phase);
+  __syncwarp();
+  if (elect_one()) {
+    smem.messages[state.stage].flags = StepMessage::kEndOfWork;
+    smem.queries[state.stage].stats.has_large_lse = 0;  // asked of every step
+    if constexpr (kHasScore) smem.queries[state.stage].stats.has_empty_rows = 0;
+    ptx::mbarrier_arrive(ptx::shared_address(&smem.q[state.stage].full));
+    ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));
+  }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,74 @@
+"""Modules and functions of the package stay short, counted without docstrings, comments and overloads."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LIBRARY = Path(__file__).parents[2] / "cuflash"
+MOST_OF_FILE, MOST_OF_FUNCTION = 400, 60
+WITHOUT_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def lines_of(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def code_lines(text: str) -> set[int]:
+    """Return the numbers of the lines that hold code, those of docstrings and overloads left out."""
+    found = {
+        number
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in WITHOUT_CODE
+        for number in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, Function)) and ast.get_docstring(node, clean=False) is not None:
+            found -= set(lines_of(node.body[0]))
+        if isinstance(node, Function) and "overload" in map(ast.unparse, node.decorator_list):
+            found -= {*lines_of(node), *(decorator.lineno for decorator in node.decorator_list)}
+    return found
+
+
+def too_long(text: str) -> Iterator[str]:
+    """List what is longer in a module than the rules allow."""
+    code = code_lines(text)
+    if len(code) > MOST_OF_FILE:
+        yield f"the file has {len(code)} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, Function) and (size := len(code & set(lines_of(node)))) > MOST_OF_FUNCTION:
+            yield f"{node.name} has {size} lines"
+
+
+@pytest.mark.parametrize("path", sorted(LIBRARY.rglob("*.py")), ids=lambda path: str(path.relative_to(LIBRARY)))
+def test_modules_and_functions_are_short(path: Path) -> None:
+    assert list(too_long(path.read_text("utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("x = 1  # one\n\n# two\n", 1),
+        ('"""Several\nlines."""\nx = [\n    1,\n]\n', 3),
+        ('def f():\n    """Do nothing."""\n', 1),
+        ('x = """a\nb"""\n', 2),
+        ("@overload\ndef f(\n    x: int,\n) -> int: ...\n\n\ndef f(x):\n    return x\n", 2),
+    ],
+)
+def test_code_is_counted_without_what_is_not_code(text: str, size: int) -> None:
+    assert len(code_lines(text)) == size
+
+
+def test_long_modules_and_functions_are_named() -> None:
+    function = "def f():\n" + "    x = 1\n" * MOST_OF_FUNCTION
+    assert list(too_long(function)) == [f"f has {MOST_OF_FUNCTION + 1} lines"]
+    assert list(too_long("x = 1\n" * (MOST_OF_FILE + 1))) == [f"the file has {MOST_OF_FILE + 1} lines"]
+    assert list(too_long("x = 1\n" * MOST_OF_FILE)) == []
