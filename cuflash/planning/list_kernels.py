@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
 from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
+from .interval_kernels import IntervalsAtCall, IntervalSource
 from .launches import BATCH_AXES
 from .spec import KernelSpec
 
@@ -53,7 +55,10 @@ LIST_PARAMS = np.dtype(
     align=True,
 )
 _ALIGNMENT = 256  # bytes; of each list in the array that holds all of them
-_WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 4}
+_SHARED_BYTES = {"pointers": 4, "entries": 4}  # of a thread
+# Fields of a block index, and the results of the kernels that they are.
+_FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
+_WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 8}
 LIST_SPECS = {
     entry: KernelSpec(
         family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
@@ -163,6 +168,19 @@ class ListSource:
         """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
         return list_results(lists, self, tuple(name for name in _RESULTS if name not in _OF_LISTS_ALONE))
 
+    def fields_of(self, lists: Array) -> dict[str, Array]:
+        """Return the arrays of a block index by its fields, as views of the array that holds all results."""
+        found = list_results(lists, self, tuple(_FIELDS.values()))
+        return {field: found[name] for field, name in _FIELDS.items()}
+
+    array_names = ("mask",)  # fields of the record for the arrays of a mask, which each call hands over
+    row_names = MappingProxyType({"lo": "lo", "hi": "hi"})  # and for those of `rows`
+
+    @property
+    def written(self) -> dict[str, int]:
+        """Return the offset of each result that kernels write."""
+        return {name: start for name, start in self.offsets.items() if name != "bits" or not self.is_whole}
+
     def params(self) -> Any:
         """The record of the kernels, without addresses."""
         matrices, num_rows, num_columns = self.grid
@@ -183,6 +201,13 @@ class ListSource:
             record[name] = value
         return record
 
+    def launches(self) -> list[tuple[KernelSpec, int, int]]:
+        """The kernels in order, each with its thread blocks and the bytes of their shared memory."""
+        return [
+            (LIST_SPECS[entry], grid, _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads)
+            for entry, grid in self.grids().items()
+        ]
+
     def grids(self) -> dict[str, int]:
         """Thread blocks of each launch, in order."""
         matrices, num_rows, num_columns = self.grid
@@ -195,7 +220,7 @@ class ListSource:
             "classify": blocks("classify", (1 if self.is_whole else 32) * rows * num_columns),
             "ranks": blocks("ranks", 32 * rows) + blocks("ranks", columns),
             "pointers": 2,
-            "entries": blocks("entries", 32 * rows) + blocks("entries", columns + rows),
+            "entries": blocks("entries", 32 * rows) + -(-columns // 32) + blocks("entries", columns + rows),
         }
 
 
@@ -242,18 +267,31 @@ class ListedAtCall(ListedWork):
         return {name: start for name, start in self.source.offsets.items() if name not in _OF_LISTS_ALONE}
 
 
+WorkAtCall = ListedAtCall | IntervalsAtCall  # whose arrays a call makes, and hands to its kernels as `AT_CALL`
+
+
 def _blocks_of(mask: BlockGrid) -> tuple[Array, tuple[int, int]]:
     return mask.blocks.array, mask.block
 
 
-def work_of_kernels(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
-    """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it."""
+def work_of_kernels(
+    mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False
+) -> WorkList:
+    """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it.
+
+    Row intervals have orders of blocks, where `is_ordered`.
+    """
     mask, is_at_each_call = without_at_each_call(mask)
     if is_at_each_call and isinstance(mask, IndexGrid) and mask.index.carried is not None:
         if listed_block(mask, tile) == mask.index.block:
             return ListedAtCall.of(mask.index.carried.source, is_carried=True)
-    found = ListSource.of(mask, shape, listed_block(mask, tile)) if is_at_each_call else None
-    return work_list(mask, shape, tile) if found is None else ListedAtCall.of(found[0])
+    if not is_at_each_call:
+        return work_list(mask, shape, tile, is_ordered=is_ordered)
+    source = IntervalSource.of(mask, shape, tile if is_ordered else None)
+    if source is not None:
+        return IntervalsAtCall.of(source, tile, is_ordered=is_ordered)
+    found = ListSource.of(mask, shape, listed_block(mask, tile))
+    return work_list(mask, shape, tile, is_ordered=is_ordered) if found is None else ListedAtCall.of(found[0])
 
 
 def list_results(lists: Array, source: ListSource, names: tuple[str, ...] = _RESULTS) -> dict[str, Array]:

@@ -194,11 +194,11 @@ def gpu_plan(
         No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
     """
     family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
-    work = work_of_kernels(mask, problem.mask_shape, family.list_block(problem, device))
+    work = _work(problem, mask, device, family)
     other = rerouted(family, work) if kernel == "auto" else None
     if other is not None:
         family, why = other
-        work = work_of_kernels(mask, problem.mask_shape, family.list_block(problem, device))
+        work = _work(problem, mask, device, family)
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
@@ -212,6 +212,11 @@ def gpu_plan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
     )  # fmt: skip
+
+
+def _work(problem: Problem, mask: Mask, device: DeviceSpec, family: Family) -> WorkList:
+    block = family.list_block(problem, device)
+    return work_of_kernels(mask, problem.mask_shape, block, is_ordered=family.takes_orders)
 
 
 def _visits_all(work: WorkList) -> bool:

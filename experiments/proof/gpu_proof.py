@@ -63,6 +63,7 @@ from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
 from cuflash.planning.launches import Launch
+from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.problem import Problem
@@ -249,6 +250,7 @@ class Case(NamedTuple):
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         sink = {} if example.sink is None else {"sink": cuflash.ShapeDtype(example.sink.shape, example.sink.dtype)}
         options = {**self.options, **sink, "wrt": tuple(sink), "device": self.device(device)}
+        options["dropout"] = example.dropout
         return cuflash.plan(*shapes, mask=self.mask, **options, executor="gpu").plan
 
 
@@ -279,9 +281,9 @@ def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
 
 
 def cases(config: Config) -> Iterator[tuple[str, Case]]:
-    """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then wide dims;
-    many heads, whose blocks go on from tile to tile, those that finish dQ, and a list of too many blocks for that; and
-    few queries, whose blocks share keys, and whose heads share tiles."""
+    """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then a sink;
+    dropout; wide dims; many heads, whose blocks go on from tile to tile, those that finish dQ, and a list of too many
+    blocks for that; and few queries, whose blocks share keys, and whose heads share tiles."""
     rows, keys = config.seqlen_q, config.seqlen_kv
     kinds = kinds_of_mask(rows, keys)
     for turn, (kernel, dtype, precision) in enumerate(KERNELS):
@@ -303,6 +305,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
             yield kind, case(number, mask)
         if kernel != "fa1":
             yield "dense", case(turn, sink=(4,))
+            yield "causal", case(turn, masks.Causal("bottom_right"), dropout=cuflash.Dropout(0.3, seed=turn))
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
@@ -346,6 +349,7 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
         mask = masked(mask, "gpu")
     sink = {} if example.sink is None else {"sink": to_device(example.sink, "contiguous")}
     options = {**case.options, **sink, "wrt": tuple(sink), "device": case.device(gpu.current_device())}
+    options["dropout"] = example.dropout
     ready = cuflash.plan(q, k, v, mask=mask, executor="gpu", **options)
     problem = ready.plan.problem
     out = cupy.zeros(problem.o_shape(), problem.dtype) if case.kernel in UNSEEN else None
@@ -591,7 +595,8 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     constants = {"section": "sanitizers", "sanitizer": version[1] if version else "unknown"}
     lengths = {"seqlen_q": config.seqlen_q, "seqlen_kv": config.seqlen_kv}
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
-    specs = {spec for case in every for spec in case.plan(device).specs.values()} | set(LIST_SPECS.values())
+    specs = {spec for case in every for spec in case.plan(device).specs.values()}
+    specs |= {*LIST_SPECS.values(), *INTERVAL_SPECS.values()}
     specs |= specs_of_caches(device) if "sm80" in runs else set()
     if "simt" in runs:
         specs |= specs_of_masses(device) | specs_of_selectors() | specs_of_captured_sums()

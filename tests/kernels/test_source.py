@@ -38,6 +38,8 @@ CHANGED = {
     "num_stages": 2,
     "dq_atomic_width": 4,
     "fuses_dq_epilogue": True,
+    "counts_dq_arrivals": True,
+    "is_ordered": True,
     "mma_rows": 8,
     "is_split": True,
     "pack_gqa": True,

@@ -577,6 +577,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.compiler.source").KERNELS.glob("*/*.cu")}
     assert any(case.makes_lists for _, case in found)
     of_lists = {spec.name for spec in load("cuflash.planning.list_kernels").LIST_SPECS.values()}
+    of_lists |= {spec.name for spec in load("cuflash.planning.interval_kernels").INTERVAL_SPECS.values()}
     specs_beside = proof.specs_of_caches(device) | proof.specs_of_masses(device) | proof.specs_of_quantized(device)
     specs_beside |= proof.specs_of_captured_sums() | proof.specs_of_selectors()
     specs_beside |= proof.specs_of_masses(load("cuflash").DeviceSpec.gpu("A100"))  # whose masses no GPU of Hopper runs
@@ -592,6 +593,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
             assert {getattr(case, fact) for _, case in mine} == {False, True}, (family, fact)
         structures = [case.structure for _, case in mine]
         assert {each.has_dlse for each in structures} == {False, True}
+        assert any(each.dropout for each in structures) == (family != "fa1")
         assert {each.num_heads // each.num_kv_heads for each in structures} == {1, 2, 4}
         assert {each.layouts[0] for each in structures} == set(proof.LAYOUTS)
     of_backward = {
