@@ -8,6 +8,7 @@
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <attention/softmax_fp8.cuh>
+#include <sm90/forward_fp8_epilogue.cuh>
 #include <sm90/forward_hooks.cuh>
 #include <sm90/kv_pipeline.cuh>
 
@@ -19,44 +20,6 @@ constexpr int kProducerRegisters = kIsWide ? 24 : 40;
 constexpr int kConsumerRegisters = kIsWide ? 240 : kMinBlocks == 1 ? 232 : 216;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
-
-using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
-using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
-using PackedP = tile::E4M3Operand<Scores>;
-using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
-using RowScales = float[Scores::kRows];
-constexpr int kStepsOfSum = 512 / kBlockKv;  // upper limit of the steps in a sum: 512 keys, as in fp8/cuts.py
-// weights absorb a scale that differs from the sum's by at most so many powers of two
-constexpr float kLargestShift = 1;
-
-// Scales of steps, which are stored beside the messages.
-struct alignas(16) StepScales {
-  struct alignas(16) Step {
-    float key;
-    float shift, unshift;  // base-2 logarithm of the ratio of the values' scale to that of their sum; 2^-shift
-    float ended_scale;  // scale of the sum that ends before the step; negative if the step continues the sum
-  };
-  Step steps[kNumStages];
-  float value[kNumStages];  // scale of the sum that has the step's values
-  float sum_scale, sum_scale_log2;  // of the last step; used by the producer alone
-  int num_steps_of_sum;
-};
-// State of a consumer thread in shared memory, which saves registers: the scales of its rows, and their maxima.
-struct alignas(16) ThreadRoom {
-  float row_scales[2], row_max[2];
-};
-constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
-CUFLASH_DEVICE StepScales& step_scales() {
-  return *reinterpret_cast<StepScales*>(ptx::dynamic_shared<unsigned char>() + kStepScalesOffset);
-}
-constexpr bool kStoresOByTma = sizeof(Element) == 2;
-constexpr int kThreadRoomsOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 15) / 16 * 16;
-CUFLASH_DEVICE ThreadRoom& thread_room() {
-  const int number = ptx::thread_index() - kWarpgroupThreads;
-  return reinterpret_cast<ThreadRoom*>(ptx::dynamic_shared<unsigned char>() + kThreadRoomsOffset)[number];
-}
-constexpr int kThreadRoomsEnd = kThreadRoomsOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadRoom));
-constexpr int kSmemOOffset = (kThreadRoomsEnd + 1023) / 1024 * 1024;
 
 constexpr int kPingPongBarrier = 1;  // numbers of named barriers, one for each consumer warpgroup
 
@@ -91,7 +54,6 @@ struct Fp8Hooks : ForwardHooks {
   }
 };
 
-
 // Wait until the warpgroup may start products; groups are numbered from 1 on. Below, let the next warpgroup start its
 // own.
 CUFLASH_DEVICE void ping_pong_wait(int group) {
@@ -99,69 +61,6 @@ CUFLASH_DEVICE void ping_pong_wait(int group) {
 }
 CUFLASH_DEVICE void ping_pong_signal(int group) {
   if (kPingPong) ptx::bar_arrive(kPingPongBarrier + group % kNumConsumers, 2 * kWarpgroupThreads);
-}
-
-// Write a warp's rows of O by threads: rounded if TMA cannot store them, or as floats.
-template <class T>
-CUFLASH_DEVICE void store_rows(const tile::Matrix<T>& to, Output& o) {
-  tile::store(to, o);
-}
-CUFLASH_DEVICE void store_rows(const tile::Matrix<float>& to, Output& o) {
-#pragma unroll
-  for (int i = 0; i < Output::kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-#pragma unroll
-    for (int j = 0; j < Output::kColumns; ++j) {
-      const int column = o.first_column() + o.column(j);
-      if (row < to.num_rows && column < to.num_columns) to.at(row, column) = o.at(i, j);
-    }
-  }
-}
-
-// Round a warp's rows of O, stage them in shared memory, and store them by TMA.
-template <class T>
-CUFLASH_DEVICE void store_boxes(T, const attention::TensorMaps& maps, const EpilogueTarget& target, const Output& o) {
-  using SmemO = tile::WgmmaTile<T, kBlockQ, kValueDim>;
-  const SmemO o_smem{kSmemOOffset};
-  ptx::bulk_wait_read<0>();  // TMA has read the tile before
-  __syncwarp();
-  tile::PackedOperand<T, Output> rounded;
-  rounded = o;
-  tile::store(o_smem, rounded, o.warp_row());
-  ptx::fence_proxy_async();
-  __syncwarp();
-#pragma unroll
-  for (int panel = 0; panel < SmemO::kNumPanels && o.warp_row() < target.num_rows; ++panel)
-    ptx::tma_store_5d(&maps.o.map, o_smem.panel(panel).address(o.warp_row(), 0), panel * SmemO::kPanelWidth,
-                      target.first + o.warp_row(), target.o_coords.x, target.o_coords.y, target.o_coords.z);
-  ptx::bulk_commit();
-}
-CUFLASH_DEVICE void store_boxes(float, const attention::TensorMaps&, const EpilogueTarget&, const Output&) {}
-
-// Write lse and O of a tile. If TMA can store O, each warp stages its rows in shared memory and stores them as a box.
-CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
-                             const Softmax& softmax, Output& o, attention::SinkArgument sink) {
-  using namespace attention;
-  const WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
-  const BatchHead& batch_head = tile_info.work.batch_head;
-  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
-  float row_lse[Output::kRows];
-  softmax.finalize(o, row_lse);
-  if constexpr (config::kHasSink)
-#pragma unroll
-    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
-  const EpilogueTarget target = tile_info.epilogue_target;
-  if (kStoresOByTma && target.uses_tma_store) {
-    store_boxes(Element{}, maps, target, o);
-  } else {
-    const auto all = matrix<Element>(params.o, batch_head, batch_head.head, 0, params.shape.value_dim);
-    store_rows(all.rows(tile_info.work.first, tile_info.work.last), o);
-  }
-#pragma unroll
-  for (int i = 0; i < o.kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
-  }
 }
 
 // num_tiles_done and num_k_blocks count the tiles and the blocks of keys that a warpgroup has read.
