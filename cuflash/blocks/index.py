@@ -382,7 +382,7 @@ class BlockIndex:
 
     @cached_property
     def on_host(self) -> BlockIndex:
-        """The same index in NumPy arrays, without the room behind the last entry; waits for a device and copies.
+        """A copy of the index in NumPy arrays, without the room behind the last entry; making it waits for a device.
 
         Examples
         --------

@@ -200,7 +200,7 @@ class KVCache:
         cache._hold(arrays, pages, positions, max_pages * page_size)
         return cache
 
-    # What it holds
+    # The content
 
     @property
     def k(self) -> Array:
@@ -300,7 +300,7 @@ class KVCache:
             f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages})"
         )
 
-    # What changes it
+    # Changes of the content
 
     def append(self, k: Array, v: Array, *, counts: Any = None) -> None:
         """Add rows at the end of each sequence.
@@ -551,7 +551,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if faults:
             raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
 
-    # What reads it
+    # Attention
 
     def attention(
         self,

@@ -63,7 +63,7 @@ class _Printer:
         self, program: Program, wrt: tuple[str, ...], accumulator: np.dtype[Any], sums: tuple[str, ...]
     ) -> None:
         self.program, self.wrt, self.sums = program, wrt, sums
-        self.kinds = dict(zip(wrt, sums))  # by name; OWN where there is none
+        self.kinds = dict(zip(wrt, sums))  # kind of sum by name; OWN where there is none
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
         has_slopes_of_arrays = len(program.results) > 2
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()

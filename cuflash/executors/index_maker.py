@@ -22,7 +22,7 @@ from .list_maker import ListMaker
 _FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
 _MAX_MAKERS = 256
 
-_makers: dict[Hashable, IndexMaker | None] = {}  # by what decides an index but the blocks chosen
+_makers: dict[Hashable, IndexMaker | None] = {}  # keys are all that decides an index but the chosen blocks
 
 
 class IndexMaker:

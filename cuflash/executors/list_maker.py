@@ -13,7 +13,7 @@ from ..planning.list_kernels import LIST_PARAMS, LIST_SPECS, ListSource
 from .arguments import Arguments, Place
 from .launch import LaunchTarget
 
-_SHARED_BYTES = {"pointers": 4}  # of a thread
+_SHARED_BYTES = {"pointers": 4}  # bytes for each thread
 
 
 def _word(name: str) -> int:

@@ -153,5 +153,5 @@ class Selection:
         masses = address(made := self._mass(*self._prepare(q, k, stream))[0])
         kept = self._choose(masses, masses, stream)
         index = self._make_index(address(kept), stream)
-        del made  # which the stream has read by whatever takes its memory next
+        del made  # the stream reads it before the next owner of its memory writes
         return index
