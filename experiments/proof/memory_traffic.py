@@ -13,9 +13,9 @@ that a kernel reads or writes once. A cache that holds an array between two turn
 model, and an array that is read again makes them larger. At these lengths the sums of all heads of "fa1" are larger
 than the cache.
 
-Counters are `dram__bytes_read.sum` and `dram__bytes_write.sum` of every kernel of a call, by `ncu --csv` in a process
-of its own, which empties the caches before each kernel. ncu needs a permission to read counters; where it lacks it, the
-experiment ends with what ncu says.
+Counters are `dram__bytes_read.sum` and `dram__bytes_write.sum` of every kernel of a call, by `ncu --csv` in one process
+for all lengths, which empties the caches before each kernel. ncu needs a permission to read counters; where it lacks
+it, the experiment ends with what ncu says.
 
 Found:  by the model, bytes of standard attention and of FlashAttention-1 grow with the square of the length, and those
 of all other kernels with the length.
@@ -28,7 +28,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ from traffic_model import WAYS, modelled
 KERNELS = ("naive", "fa1", "sm80", "sm90")
 MOST_OF_MEMORY = 0.6  # of a GPU, for a workspace: that of the forward pass stays in the pool
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-CALL = "import sys; sys.path[:0] = {folders!r}; import memory_traffic; memory_traffic.call({kernels!r}, {shape!r})"
+CALL = "import sys; sys.path[:0] = {folders!r}; import memory_traffic; memory_traffic.call({calls!r})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +73,22 @@ def plan_of(shape: tuple[int, ...], kernel: str, device: cuflash.DeviceSpec) -> 
     return cuflash.plan(x, x, x, kernel=kernel, device=device)
 
 
-def call(kernels: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    """Both passes of each family once, in the process whose kernels are counted."""
+def call(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> None:
+    """Both passes of each family once at each shape, in the process whose kernels are counted."""
     import cupy
 
-    q, k, v, do = (cupy.random.standard_normal(shape, dtype=np.float32).astype(np.float16) for _ in range(4))
-    for kernel in kernels:
-        ready = cuflash.plan(q, k, v, executor="gpu", kernel=kernel)
-        o, lse = ready.forward(q, k, v)
-        ready.backward(do, q, k, v, o, lse)
+    for shape, kernels in calls:
+        q, k, v, do = (cupy.random.standard_normal(shape, dtype=np.float32).astype(np.float16) for _ in range(4))
+        for kernel in kernels:
+            ready = cuflash.plan(q, k, v, executor="gpu", kernel=kernel)
+            o, lse = ready.forward(q, k, v)
+            ready.backward(do, q, k, v, o, lse)
+            del ready, o, lse
     cupy.cuda.Device().synchronize()
 
 
-def counted(kernels: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
-    """Bytes of each kernel by its name, from the profiler's counters, of one call of each family.
+def counted(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> list[dict[str, int]]:
+    """Bytes of each kernel by its name, from the profiler's counters, of one call of each family, by shape.
 
     Raises
     ------
@@ -97,17 +99,19 @@ def counted(kernels: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
         raise RuntimeError("ncu is not on the PATH: install NVIDIA Nsight Compute")
     command = [
         "ncu", "--csv", "--print-units", "base", "--metrics", ",".join(METRICS), "-k", "regex:^(naive|fa1|sm80|sm90)_",
-        sys.executable, "-c", CALL.format(folders=FOLDERS, kernels=kernels, shape=shape),
+        sys.executable, "-c", CALL.format(folders=FOLDERS, calls=calls),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
     if done.returncode:
         complaints = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==ERROR==")]
         raise RuntimeError("; ".join(complaints) or f"ncu ended with {done.returncode}: {done.stderr[-300:]}")
-    return parsed(done.stdout)
+    return by_shape(parsed(done.stdout), len(calls))
 
 
-def parsed(printed: str) -> dict[str, int]:
-    """Bytes read and written by each kernel, from what ncu prints: messages, then a table of comma-separated values.
+def parsed(printed: str) -> list[tuple[str, int]]:
+    """Names of kernels in the order of their launches, and bytes that each read and wrote.
+
+    ncu prints messages, and then a table of comma-separated values.
 
     Raises
     ------
@@ -116,17 +120,35 @@ def parsed(printed: str) -> dict[str, int]:
     """
     lines = printed.splitlines()
     start = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    found: dict[str, int] = {}
+    found: dict[int, tuple[str, int]] = {}
     for row in csv.DictReader(lines[start:]):
-        value = row["Metric Value"].replace(",", "")
+        value, name = row["Metric Value"].replace(",", ""), row["Kernel Name"]
         if row["Metric Name"] not in METRICS:
             continue
         if not value.replace(".", "", 1).isdigit():
-            raise RuntimeError(f"ncu has no number for {row['Metric Name']} of {row['Kernel Name']}: {value}")
-        found[row["Kernel Name"]] = found.get(row["Kernel Name"], 0) + round(float(value))
+            raise RuntimeError(f"ncu has no number for {row['Metric Name']} of {name}: {value}")
+        found[int(row["ID"])] = name, found.get(int(row["ID"]), (name, 0))[1] + round(float(value))
     if not found:
         raise RuntimeError(f"ncu saw no kernel: {printed[-300:]}")
-    return found
+    return [found[number] for number in sorted(found)]
+
+
+def by_shape(launches: list[tuple[str, int]], count: int) -> list[dict[str, int]]:
+    """Bytes of each kernel by its name, for each shape, at which the first kernel of all is launched once.
+
+    Raises
+    ------
+    RuntimeError
+        That kernel was not launched as often.
+    """
+    made: list[dict[str, int]] = []
+    for name, moved in launches:
+        if name == launches[0][0]:
+            made.append({})
+        made[-1][name] = made[-1].get(name, 0) + moved
+    if len(made) != count:
+        raise RuntimeError(f"ncu saw {launches[0][0]} {len(made)} times at {count} shapes")
+    return made
 
 
 def run(config: Config) -> Iterator[Record]:
@@ -138,15 +160,21 @@ def run(config: Config) -> Iterator[Record]:
         import cupy
 
         device, free = gpu.current_device(), cupy.cuda.Device().mem_info[0]
-    for seqlen in track(config.seqlens, "lengths"):
-        plans = {kernel: plan_of(config.shape(seqlen), kernel, device) for kernel in config.kernels}
-        fitting = {kernel: ready for kernel, ready in plans.items() if ready.workspace_bytes < MOST_OF_MEMORY * free}
-        try:
-            counters = counted(tuple(fitting), config.shape(seqlen)) if config.gpu else {}
-        except RuntimeError as error:
-            sys.exit(f"memory_traffic: {error}")
+    plans = {
+        seqlen: {
+            kernel: ready for kernel in config.kernels
+            if (ready := plan_of(config.shape(seqlen), kernel, device)).workspace_bytes < MOST_OF_MEMORY * free
+        }
+        for seqlen in track(config.seqlens, "plans")
+    }  # fmt: skip
+    try:  # the last family first, which fits at every length
+        calls = [(config.shape(seqlen), tuple(reversed(fitting))) for seqlen, fitting in plans.items()]
+        counters = counted(calls) if config.gpu else [{} for _ in calls]
+    except RuntimeError as error:
+        sys.exit(f"memory_traffic: {error}")
+    for (seqlen, fitting), found in zip(plans.items(), counters, strict=True):
         for kernel, ready in fitting.items():
-            for row in rows_of(config, kernel, seqlen, modelled(ready), counters):
+            for row in rows_of(config, kernel, seqlen, modelled(ready), found):
                 yield row | (gpu_versions() if config.gpu else {})
 
 

@@ -2,6 +2,7 @@
 
     python -m experiments selector_shootout                                    # a minute on two cores
     python -m experiments selector_shootout --data minilm --top-ks 2,4         # a part of it
+    python -m experiments selector_shootout --gpu                              # on a GPU, in float16
 
 Data: activations of four heads of layer 2 of a sentence encoder, bidirectional, and of four heads of a layer of a
 language model of source text, causal (`language`; data/README.md has both); and heads of known structure, causal:
@@ -11,87 +12,117 @@ noise beside.
 Every selector keeps as many blocks in each row, those on the diagonal among them if the data is causal; of
 `vertical_slash`, which keeps columns and diagonals, as many of both, a power of two, as cross no more blocks over all
 than the budget has, and one of both at least. Recall is exact, the mean over queries; error is |o_sparse - o_dense|
-over |o_dense|. Times are medians of calls made in turn, with a new index each time: attention_ms of a call with the
-index made before.
+over |o_dense|, and gradient_error the same of dq, dk and dv together, for a normal gradient of o. Times are medians of
+calls made in turn: both_ms of a selection and attention to what it chose, select_ms of the selection, attention_ms of
+a call with an index made before. On a GPU the heads of known structure are 16 heads of 16384 tokens, in blocks of 64.
+`quest`, which is for decoding, chooses pages of 16 keys for each of the last 32 queries, beside the selectors that have
+no structure in mind.
 
 Expect: nothing with as many blocks in each row above the oracle, every selector above random, antidiagonals where
 structure is finer than a block.
 Found:  with 4 of 16 blocks a row the oracle keeps 86 % of the encoder's mass, means and antidiagonals 83 %, compressed
 keys 82 %, and the blocks nearest to the diagonal 76 %. The language model's heads look at the last characters: two
-blocks hold all but 0.2 % of their mass, by `local` as by the oracle, and random blocks 94 %. Clusters of a block's size
+blocks hold all but 0.2 % of their mass, by `local` as by the oracle, and random blocks 93 %. Clusters of a block's size
 all three find. On columns antidiagonals keep 69 % and means 66 % of what the oracle finds in 78 %. Antidiagonals of
-sharp slashes keep 48 %, less than random blocks with 65 %: a sum over eight distances of which one counts. Columns and
-diagonals in equal numbers, by powers of two, keep less than random blocks on columns (42 % and 55 %), and the most, 91
+sharp slashes keep 48 %, less than random blocks with 66 %: a sum over eight distances of which one counts. Columns and
+diagonals in equal numbers, by powers of two, keep less than random blocks on columns (42 % and 57 %), and the most, 91
 %, on slashes but for the oracle. The times are of a busy machine with one thread.
 
-Cost: A minute on two cores.
+Cost: A minute on two cores; --gpu half a minute of a GPU.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cuflash
+import matplotlib.pyplot as plt
 import numpy as np
+from block_sparsity import sent
 from cuflash import selectors
 from cuflash.selectors import Budget, Forced
-from harness import Record, check_names, machine, main, time_alternately, track
+from harness import (
+    Record, check_names, gpu_versions, machine, main, time_alternately, time_on_device, track, why_no_gpu,
+)  # fmt: skip
+from rich.console import Group
 from rich.table import Table
 from workloads import activations, language_activations
 
 SELECTORS = ("oracle", "pooled", "antidiagonal", "nsa", "vertical_slash", "local", "random")
-Heads = tuple[np.ndarray, np.ndarray, np.ndarray, bool]  # q, k, v and whether the mask is causal
+OF_PAGES = ("oracle", "quest", "local", "random")
+PAGE, LAST = 16, 32  # keys of a page, and queries that choose some
+CAPTURED = ("minilm", "language")  # 512 tokens
+CALLS = ("select", "attention", "both", "dense")
+Heads = tuple[Any, Any, Any, bool | str]  # q, k, v and whether, or how, the mask is causal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    data: tuple[str, ...] = ("minilm", "language", "clusters", "columns", "slashes")
-    names: tuple[str, ...] = SELECTORS
+    """Every combination is a row; fields that begin with gpu are those of heads of known structure with --gpu."""
+
+    gpu: bool = False
+    data: tuple[str, ...] = (*CAPTURED, "clusters", "columns", "slashes")
+    names: tuple[str, ...] = (*SELECTORS, "quest")
     top_ks: tuple[int, ...] = (2, 4, 8)
     block: int = 32
     seqlen: int = 512
     repeats: int = 2
+    gpu_top_ks: tuple[int, ...] = (16, 32, 64)
+    gpu_block: int = 64
+    gpu_seqlen: int = 16384
+    gpu_num_heads: int = 16
+    gpu_repeats: int = 5
 
     def __post_init__(self) -> None:
-        check_names(self, {"data": DATA, "names": SELECTORS})
-        if min(self.top_ks, default=0) < 1 or self.repeats < 1:
-            raise ValueError("top_ks and repeats must be at least 1")
-        if self.block < 16 or self.block % 16 or self.seqlen < self.block:
-            raise ValueError(f"block must be a multiple of 16 and at most seqlen; got {self.block} and {self.seqlen}")
+        check_names(self, {"data": DATA, "names": (*SELECTORS, *OF_PAGES)})
+        counts = (*self.top_ks, *self.gpu_top_ks, self.repeats, self.gpu_num_heads, self.gpu_repeats)
+        if min(counts) < 1:
+            raise ValueError("top_ks, repeats and gpu_num_heads must be at least 1")
+        for block, seqlen in ((self.block, self.seqlen), (self.gpu_block, self.gpu_seqlen)):
+            if block < 16 or block % 16 or seqlen < block:
+                raise ValueError(f"block must be a multiple of 16 and at most seqlen; got {block} and {seqlen}")
+
+    def sizes(self, data: str) -> tuple[int, int, tuple[int, ...], int]:
+        """Tokens, block, budgets, and the number of heads of known structure."""
+        if self.gpu and data not in CAPTURED:
+            return self.gpu_seqlen, self.gpu_block, self.gpu_top_ks, self.gpu_num_heads
+        return self.seqlen, self.block, self.top_ks, 4
 
 
-def minilm(seqlen: int) -> Heads:
+def minilm(seqlen: int, num_heads: int) -> Heads:
     q, k, v = (x[1, :4] for x in activations())
     return q, k, v, False
 
 
-def language(seqlen: int) -> Heads:
+def language(seqlen: int, num_heads: int) -> Heads:
     return *language_activations(), True
 
 
-def _noise(seqlen: int) -> list[np.ndarray]:
-    """q, k and v of four heads of 32 columns."""
-    return list(np.random.default_rng(0).standard_normal((3, 4, seqlen, 32), dtype=np.float32))
+def _noise(seqlen: int, num_heads: int) -> list[np.ndarray]:
+    """q, k and v of heads of 32 columns."""
+    return list(np.random.default_rng(0).standard_normal((3, num_heads, seqlen, 32), dtype=np.float32))
 
 
-def clusters(seqlen: int) -> Heads:
-    q, k, v = _noise(seqlen)
+def clusters(seqlen: int, num_heads: int) -> Heads:
+    q, k, v = _noise(seqlen, num_heads)
     rng = np.random.default_rng(1)
     topics = np.resize(rng.integers(0, 8, -(-seqlen // 32)).repeat(32), seqlen)
     means = 2 * rng.standard_normal((8, 32), dtype=np.float32)
     return q + means[topics], k + means[topics], v, True
 
 
-def columns(seqlen: int) -> Heads:
-    q, k, v = _noise(seqlen)
+def columns(seqlen: int, num_heads: int) -> Heads:
+    q, k, v = _noise(seqlen, num_heads)
     direction = np.full(32, 32**-0.5, np.float32)
     k[:, np.random.default_rng(1).choice(seqlen, 12, replace=False)] += 18 * direction
     return q + 3 * direction, k, v, True
 
 
-def slashes(seqlen: int) -> Heads:
+def slashes(seqlen: int, num_heads: int) -> Heads:
     """Rotations by position, whose products depend on the distance alone and peak at three of them."""
-    q, k, v = _noise(seqlen)
+    q, k, v = _noise(seqlen, num_heads)
     frequencies = 2 * np.pi * np.random.default_rng(1).integers(1, seqlen // 2, 16) / seqlen
     angles = np.arange(seqlen)[:, None] * frequencies
     turned = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
@@ -100,13 +131,15 @@ def slashes(seqlen: int) -> Heads:
 
 
 HEADS = (minilm, language, clusters, columns, slashes)
-DATA: dict[str, Callable[[int], Heads]] = {each.__name__: each for each in HEADS}
+DATA: dict[str, Callable[[int, int], Heads]] = {each.__name__: each for each in HEADS}
 
 
-def selection(name: str, heads: Heads, config: Config, top_k: int) -> Callable[[], Any]:
+def selection(name: str, heads: Heads, block: int | tuple[int, int], top_k: int) -> Callable[[], Any]:
     """A function that makes the index of a selector."""
     q, k, _, causal = heads
-    options: dict[str, Any] = {"block": config.block, "causal": causal, "forced": Forced(diagonal=causal)}
+    options: dict[str, Any] = {"block": block, "causal": causal, "forced": Forced(diagonal=bool(causal))}
+    if name == "quest":
+        options["page_size"] = options.pop("block")[1]
     if name != "vertical_slash":
         return lambda: getattr(selectors, name)(q, k, budget=Budget(top_k=top_k), **options)
     most = selectors.local(q, k, budget=Budget(top_k=top_k), **options).num_entries
@@ -122,41 +155,123 @@ def _lines(count: int) -> dict[str, Budget]:
     return {"vertical": Budget(top_k=count), "slash": Budget(top_k=count)}
 
 
+def gradients(heads: Heads, index: Any = None) -> list[Any]:
+    """dq, dk and dv of dense attention, or of attention to an index."""
+    q, k, v, causal = heads
+    do = np.random.default_rng(2).standard_normal(q.shape, dtype=np.float32).astype(q.dtype)
+    _, vjp = cuflash.attention_vjp(q, k, v, mask=index, causal=index is None and causal)
+    return list(vjp(do if isinstance(q, np.ndarray) else sent(do)))
+
+
+def distance(found: list[Any], right: list[Any]) -> float:
+    """The norm of the difference of arrays over that of the right ones."""
+    wide = [(x.astype(np.float32), y.astype(np.float32)) for x, y in zip(found, right, strict=True)]
+    apart = sum(float(((x - y) ** 2).sum()) for x, y in wide)
+    return (apart / sum(float((y * y).sum()) for _, y in wide)) ** 0.5
+
+
+def timed(config: Config, heads: Heads, select: Callable[[], Any], index: Any) -> dict[str, float]:
+    """Milliseconds of each call."""
+    q, k, v, causal = heads
+    calls: dict[str, Callable[[], object]] = {
+        "select": select,
+        "attention": lambda: cuflash.attention(q, k, v, mask=index),
+        "both": lambda: cuflash.attention(q, k, v, mask=select()),
+        "dense": lambda: cuflash.attention(q, k, v, causal=causal),
+    }
+    if config.gpu:
+        times = time_on_device(calls, repeats=config.gpu_repeats, warmup=1)
+    else:
+        times = time_alternately(calls, repeats=config.repeats)
+    return {f"{call}_ms": timing.median_ms for call, timing in times.items()}
+
+
 def run(config: Config) -> Iterator[Record]:
-    cases = [(data, name, top_k) for data in config.data for name in config.names for top_k in config.top_ks]
-    for data, name, top_k in track(cases, "selectors"):
-        heads = DATA[data](config.seqlen)
-        q, k, v, causal = heads
-        select = selection(name, heads, config, top_k)
+    """A row a selector and budget, by data: blocks of all queries first, then pages of the last ones."""
+    if config.gpu and (reason := why_no_gpu()):
+        sys.exit(f"selector_shootout --gpu times kernels on a GPU: {reason}")
+    constants = machine() | (gpu_versions() if config.gpu else {})
+    cases = [(data, names) for names in (SELECTORS, OF_PAGES) for data in config.data]
+    for data, names in track(cases, "data"):
+        seqlen, block, top_ks, num_heads = config.sizes(data)
+        q, k, v, causal = DATA[data](seqlen, num_heads)
+        if config.gpu:
+            q, k, v = (sent(x.astype(np.float16)) for x in (q, k, v))
+        if names == OF_PAGES and "quest" in config.names:
+            heads = q[:, -LAST:], k, v, causal and "bottom_right"
+            pages = [top_k * block // PAGE for top_k in top_ks]
+            yield from rows(config, data, names, heads, (1, PAGE), pages, constants)
+        elif names == SELECTORS:
+            yield from rows(config, data, names, (q, k, v, causal), block, top_ks, constants)
+
+
+def rows(
+    config: Config, data: str, names: tuple[str, ...], heads: Heads, block: Any, top_ks: Sequence[int],
+    constants: Record,
+) -> Iterator[Record]:  # fmt: skip
+    """A row a selector and budget, of some heads."""
+    q, k, v, causal = heads
+    right = gradients(heads)
+    for name, top_k in itertools.product((name for name in names if name in config.names), top_ks):
+        select = selection(name, heads, block, top_k)
         index = select()
         kept = cuflash.recall(q, k, v, index, causal=causal)
-        calls: dict[str, Callable[[], object]] = {
-            "select": select,
-            "attention": lambda: cuflash.attention(q, k, v, mask=index),
-            "dense": lambda: cuflash.attention(q, k, v, causal=causal),
-        }
-        times = time_alternately(calls, repeats=config.repeats)
         grid = index.num_q_blocks * index.num_kv_blocks * index.num_heads
         yield {
-            "data": data, "selector": name, "top_k": top_k, "block": config.block, "seqlen": q.shape[-2],
-            "density": index.num_entries / grid, "recall": float(kept.mass.mean()), "error": kept.output_error,
-            **{f"{call}_ms": time.median_ms for call, time in times.items()}, **machine(),
+            "data": data, "selector": name, "top_k": top_k, "block": f"1 x {PAGE}" if names == OF_PAGES else block,
+            "seqlen": k.shape[-2], "num_heads": len(q), "dtype": q.dtype.name, "density": index.num_entries / grid,
+            "recall": float(kept.mass.mean()), "error": kept.output_error,
+            "gradient_error": distance(gradients(heads, index), right),
+            **timed(config, heads, select, index), **constants,
         }  # fmt: skip
 
 
-def table(records: list[Record]) -> Table:
-    """Recall and error by data and budget, and times of the largest budget."""
-    made = Table(title="recall (error) with top_k blocks a row; ms of selection and attention against dense")
-    budgets = sorted({row["top_k"] for row in records})
-    for column in ("data", "selector", *map(str, budgets), "select", "attention", "dense"):
-        made.add_column(column, justify="left" if column in ("data", "selector") else "right")
-    for data, name in dict.fromkeys((row["data"], row["selector"]) for row in records):
-        rows = [row for row in records if (row["data"], row["selector"]) == (data, name)]
-        cells = [f"{row['recall']:.2f} ({row['error']:.2f})" for row in sorted(rows, key=lambda row: row["top_k"])]
-        cells += [f"{rows[-1][f'{call}_ms']:.1f}" for call in ("select", "attention", "dense")]
-        made.add_row(data, name, *cells)
-    return made
+def table(records: list[Record]) -> Group:
+    """A table for each data and size of blocks: recall and errors by budget, and times of the largest budget."""
+    made = []
+    for data, block in dict.fromkeys((row["data"], row["block"]) for row in records):
+        of_data = [row for row in records if (row["data"], row["block"]) == (data, block)]
+        budgets = sorted({row["top_k"] for row in of_data})
+        sizes = f"{data}, {of_data[0]['seqlen']} tokens in blocks of {block}"
+        shown = Table(title=f"{sizes}: recall (error, of gradients) by blocks a row")
+        for column in ("selector", *map(str, budgets), *(f"{call} ms" for call in CALLS)):
+            shown.add_column(column, justify="left" if column == "selector" else "right")
+        for name in dict.fromkeys(row["selector"] for row in of_data):
+            rows = sorted((row for row in of_data if row["selector"] == name), key=lambda row: row["top_k"])
+            cells = (f"{row['recall']:.2f} ({row['error']:.2f}, {row['gradient_error']:.2f})" for row in rows)
+            shown.add_row(name, *cells, *(f"{rows[-1][f'{call}_ms']:.3g}" for call in CALLS))
+        made.append(shown)
+    return Group(*made)
 
+
+def plot(records: list[Record]) -> Any:
+    """Recall over the share of blocks, and the time of selection and attention over that of dense, by data."""
+    blocks = [row for row in records if "x" not in str(row["block"])]
+    names = list(dict.fromkeys(row["data"] for row in blocks))
+    figure, axes = plt.subplots(2, len(names), figsize=(2 * len(names), 3.8), sharex="col", squeeze=False)
+    for column, data in zip(axes.T, names):
+        for name in dict.fromkeys(row["selector"] for row in blocks):
+            rows = [row for row in blocks if (row["data"], row["selector"]) == (data, name)]
+            shares = [row["density"] for row in rows]
+            style = ":" if name in ("local", "random") else "--" if name == "oracle" else "-"
+            column[0].plot(shares, [row["recall"] for row in rows], style, marker="o", markersize=3, label=name)
+            column[1].plot(shares, [row["both_ms"] / row["dense_ms"] for row in rows], style, marker="o", markersize=3)
+        column[0].set(title=data, ylim=(0, 1.03))
+        column[1].axhline(1, color="black", linewidth=0.8)
+        column[1].set(xlabel="density", yscale="log")
+    axes[0][0].set_ylabel("recall")
+    axes[1][0].set_ylabel("selection and attention / dense")
+    lines, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(lines, labels, ncols=len(labels), loc="upper center", fontsize="small")
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    return figure
+
+
+# What tells the rows of a result apart.
+ROW = ("gpu", "data", "selector", "top_k", "block", "seqlen")
 
 if __name__ == "__main__":
-    main(Config, run, table)
+    main(
+        Config, run, table, plot, replacing=lambda config: ROW if config.gpu else (),
+        name=lambda config: "selector_shootout_gpu" if config.gpu else "selector_shootout",
+    )  # fmt: skip

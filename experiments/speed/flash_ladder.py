@@ -39,6 +39,7 @@ from block_sparsity import sent
 from cuflash import masks
 from cuflash.compiler import nvrtc
 from cuflash.executors import gpu
+from device_memory import peak_on_device
 from harness import Record, check_names, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from rich.table import Table
 from spot_check import SpotCheck
@@ -171,25 +172,17 @@ def host_peaks(config: Config) -> Peaks:
     return peaks
 
 
-def in_new_pool(call: Callable[[], Any]) -> tuple[Any, int]:
-    """Results of a call, and the bytes that it took from the device beside them."""
-    import cupy
-
-    pool = cupy.cuda.MemoryPool()  # nothing returns to the device before the end: what it took is the peak
-    with cupy.cuda.using_allocator(pool.malloc):
-        results = tuple(call())
-    cupy.cuda.Device().synchronize()
-    peak = pool.total_bytes() - sum(x.nbytes for x in results)
-    pool.free_all_blocks()
-    return results, peak
-
-
 def device_peaks(ready: Any, arrays: list[Any]) -> dict[str, int]:
-    """The peak of each pass of a plan that has not run yet."""
+    """The peak of each pass of a plan beside its arguments and results."""
     q, k, v, do = arrays
     ready.compile()
-    (o, lse), forward = in_new_pool(partial(ready.forward, q, k, v))
-    return {"forward": forward, "backward": in_new_pool(partial(ready.backward, do, q, k, v, o, lse))[1]}
+
+    def beside(call: Callable[[], Any]) -> tuple[Any, int]:
+        results, peak = peak_on_device(call)
+        return results, peak - sum(x.nbytes for x in results)
+
+    (o, lse), forward = beside(partial(ready.forward, q, k, v))
+    return {"forward": forward, "backward": beside(partial(ready.backward, do, q, k, v, o, lse))[1]}
 
 
 def checked(name: str, ready: Any, arrays: list[Any], check: SpotCheck) -> dict[str, Callable[[], object]]:

@@ -46,6 +46,7 @@ from cuflash.executors import gpu
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.plan import KernelPlan
 from cuflash.blocks.work_list import requested_mask, work_list
+from device_memory import peak_on_device
 from harness import Record, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from mask_compile import document_ids
 from rich.table import Table
@@ -224,8 +225,6 @@ def run_costs(config: Config) -> list[Record]:
 
 def run_memory(config: Config) -> list[Record]:
     """The peak of CuPy's pool in a forward and a backward call, beside what they take and return."""
-    import cupy
-
     q, k, v, do = draw(1, config.memory_seqlen, 64)
     plan = cuflash.plan(q, k, v, window=(1023, 0))
     plan.compile()
@@ -235,11 +234,7 @@ def run_memory(config: Config) -> list[Record]:
         ("forward", lambda: plan.forward(q, k, v), o.nbytes + lse.nbytes),
         ("backward", lambda: plan.backward(do, q, k, v, o, lse), q.nbytes + k.nbytes + v.nbytes),
     ):
-        pool = cupy.cuda.MemoryPool()  # a fresh one: what it took from the device is the peak
-        with cupy.cuda.using_allocator(pool.malloc):
-            call()
-        cupy.cuda.Device().synchronize()
-        beside = pool.total_bytes() - results
+        beside = peak_on_device(call)[1] - results
         row = {"measure": f"memory beside arrays, {name}", "seqlen": config.memory_seqlen, "head_dim": 64}
         records.append(row | {"mib": beside / 2**20, "ratio": plan.workspace_bytes / 2**20})
     return records

@@ -6,6 +6,7 @@ from block_sparsity import pays_below
 from peer_tables import markdown
 
 Row = dict[str, str]
+BOUNDS = ("oracle", "local", "random")  # of selectors: the most that is there to recall, and what one has to beat
 
 
 def number(row: Row, name: str, form: str = ".3g") -> str:
@@ -14,17 +15,58 @@ def number(row: Row, name: str, form: str = ".3g") -> str:
 
 
 def shootout(rows: list[Row]) -> str:
-    """Recall, with the error of the output in brackets, by data, selector and number of blocks a row."""
-    budgets = sorted({row["top_k"] for row in rows}, key=int)
-    lines = []
-    for data, name in dict.fromkeys((row["data"], row["selector"]) for row in rows):
-        found = {row["top_k"]: row for row in rows if (row["data"], row["selector"]) == (data, name)}
-        cells = (f"{number(found[k], 'recall', '.2f')} ({number(found[k], 'error', '.2f')})" for k in budgets)
-        last = found[budgets[-1]]
-        times = (number(last, f"{call}_ms", ".2g") for call in ("select", "attention", "dense"))
-        lines.append([data, name, *cells, *times])
-    header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
-    return markdown([*header, "ms to select", "ms of attention", "ms of dense"], lines)
+    """Recall and errors by selector and number of blocks a row, a table for each length and size of blocks."""
+    made = []
+    for sizes, group in by_sizes(rows).items():
+        budgets = sorted({row["top_k"] for row in group}, key=int)
+        lines = []
+        for data, name in dict.fromkeys((row["data"], row["selector"]) for row in group):
+            found = {row["top_k"]: row for row in group if (row["data"], row["selector"]) == (data, name)}
+            cells = (
+                f"{number(found[k], 'recall', '.2f')} ({number(found[k], 'error', '.2f')}, "
+                f"{number(found[k], 'gradient_error', '.2f')})"
+                for k in budgets
+            )
+            last = found[budgets[-1]]
+            times = (number(last, f"{call}_ms", ".2g") for call in ("select", "attention", "both", "dense"))
+            lines.append([data, name, *cells, *times])
+        header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
+        shown = markdown([*header, "ms to select", "ms of attention", "ms of both", "ms of dense"], lines)
+        made.append(f"{sizes}:\n\n{shown}")
+    return "\n\n".join(made)
+
+
+def by_sizes(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows of the experiment on selectors by length and size of blocks, whose data have equal budgets."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(f"{row['seqlen']} tokens, blocks of {row['block']}", []).append(row)
+    return found
+
+
+def unbeaten(rows: list[Row]) -> str:
+    """Selectors that recall no more than blocks at random or near the diagonal do, by data and budget."""
+    made = []
+    for sizes, group in by_sizes(rows).items():
+        recalls = {(row["data"], row["selector"], row["top_k"]): float(row["recall"]) for row in group}
+        budgets, lines = sorted({row["top_k"] for row in group}, key=int), []
+        for data, name in dict.fromkeys((row["data"], row["selector"]) for row in group):
+            if name in BOUNDS:
+                continue
+            cells = []
+            for budget in budgets:
+                own = recalls[data, name, budget]
+                ahead = {bound: recalls[data, bound, budget] for bound in BOUNDS[1:]}
+                told = [f"{bound} {share:.4f}" for bound, share in ahead.items() if own <= share]
+                cells.append(f"{own:.4f}; {', '.join(told)}" if told else "")
+            if any(cells):
+                lines.append([data, name, *cells])
+        header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
+        many = len({(row["data"], row["selector"]) for row in group if row["selector"] not in BOUNDS})
+        made.append(f"{sizes}: {many - len(lines)} of {many} selectors and data recall more at every budget.")
+        if lines:
+            made[-1] += f" The others:\n\n{markdown(header, lines)}"
+    return "\n\n".join(made)
 
 
 def crossover(rows: list[Row]) -> str:
@@ -73,14 +115,18 @@ def language(rows: list[Row]) -> str:
 
 
 def language_long(rows: list[Row]) -> str:
-    """Steps of GPT-2 small's layers, and how much faster than naive attention they are."""
-    names = {"ms": ".3g", "tokens_per_s": ".3g", "speedup": ".2f", "published_speedup": ".2g", "peak_mib": ".3g"}
-    lines = (
-        [row["attention"], row["context"], row["batch"], *(number(row, *each) for each in names.items()), row["note"]]
-        for row in rows
-    )
+    """Steps of GPT-2 small's layers, and how much faster than naive attention they are at this and the least length."""
+    names = {"ms": ".3g", "tokens_per_s": ".3g", "speedup": ".2f"}
+    shortest = min(int(row["context"]) for row in rows)
+    (naive,) = (row for row in rows if (row["attention"], row["context"]) == ("naive", str(shortest)))
+    lines = []
+    for row in rows:
+        rate = float(row["tokens_per_s"]) if row["tokens_per_s"] else None
+        over = "" if rate is None else f"{rate / float(naive['tokens_per_s']):.2f}"
+        cells = [*(number(row, *each) for each in names.items()), over, number(row, "published_speedup", ".2g")]
+        lines.append([row["attention"], row["context"], row["batch"], *cells, number(row, "peak_mib"), row["note"]])
     header = ["attention", "context", "batch", "ms a step", "tokens/s", "speed-up over naive"]
-    return markdown([*header, "FlashAttention's paper", "peak MiB", "note"], lines)
+    return markdown([*header, f"over naive at {shortest}", "FlashAttention's paper", "peak MiB", "note"], lines)
 
 
 def long_range(rows: list[Row]) -> str:
@@ -95,25 +141,45 @@ def long_range(rows: list[Row]) -> str:
     return markdown(["pattern", "tokens", "density", *(f"seed {seed}" for seed in seeds), "seconds of a seed"], lines)
 
 
+def errors(rows: list[Row]) -> str:
+    """Errors of attention against float64 at the longest length."""
+    longest = max((row["seqlen"] for row in rows), key=int)
+    names = ("rounding", "tiled", "plain")
+    lines = (
+        [row["dtype"], row["seqlen"], row["logit_std"], row["outliers"]] + [number(row, name, ".2g") for name in names]
+        for row in rows
+        if row["seqlen"] == longest
+    )
+    header = ["dtype", "tokens", "logits' deviation", "outliers", "rounding alone", "tiled", "plain"]
+    return markdown(header, lines)
+
+
 def overhead(rows: list[Row]) -> str:
     """What sweeps take beside their tasks."""
     lines = (
         [row["engine"], row["tasks"], row["workers"], number(row, "task_s"), number(row, "seconds", ".4g")]
-        + [number(row, "overhead", ".2%")]
+        + [number(row, name, form) for name, form in {"overhead": ".2%", "cpu_s": ".3g", "cpu_overhead": ".2%"}.items()]
         for row in rows
     )
-    return markdown(["engine", "tasks", "at once", "s of a task", "s of the sweep", "overhead"], lines)
+    header = ["engine", "tasks", "at once", "s of a task", "s of the sweep", "overhead", "CPU s", "overhead by CPU"]
+    return markdown(header, lines)
 
 
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "selector-shootout": ("selector_shootout", shootout),
+    "selectors-unbeaten": ("selector_shootout", unbeaten),
+    "selector-shootout-gpu": ("selector_shootout_gpu", shootout),
+    "selectors-unbeaten-gpu": ("selector_shootout_gpu", unbeaten),
     "crossover": ("crossover", crossover),
     "crossover-gpu": ("crossover_gpu", crossover),
     "pattern-zoo": ("pattern_zoo", zoo),
     "flash-ladder": ("flash_ladder", ladder),
     "language-model": ("train_language_model", language),
+    "language-model-gpu": ("train_language_model_gpu", language),
     "language-model-long": ("train_language_model_long", language_long),
     "long-range": ("long_range", long_range),
     "long-range-gpu": ("long_range_gpu", long_range),
+    "numerical-error": ("numerical_error", errors),
+    "numerical-error-gpu": ("numerical_error_gpu", errors),
     "sweep-overhead": ("sweep_overhead", overhead),
 }

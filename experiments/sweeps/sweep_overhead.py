@@ -5,13 +5,18 @@
 
 Tasks that only wait run on `workers` processes, each engine in turn; submitit runs them as processes of this machine,
 all at once. Overhead is the time from the first call to the last result, over the time that the tasks sleep in a row
-on one worker, minus 1: it holds the start of the workers, the import of the library in each, and the files.
+on one worker, minus 1: it holds the start of the workers, the import of the library in each, and the files. Other
+programs on the machine make it larger. They do not change `cpu_s`, the seconds that the sweep and its workers keep a
+processor: the naps need none, so that `cpu_overhead`, these seconds for each worker over the time that it sleeps, is
+what a sweep adds to its tasks on a machine with nothing else to do.
 
-Found:  with one-minute tasks, two after another on each worker, the start of the workers is nearly all of it.
+Found:  with one-minute tasks, two after another on each worker, processes of one machine keep a processor for 1.5 % of
+the time of the tasks; the start of the workers is nearly all of it.
 
 Cost: twice `seconds` for each engine.
 """
 
+import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -52,23 +57,31 @@ def run(config: Config) -> Iterator[Record]:
                 "dask": {"scheduler": "", "workers": config.workers},
                 "submitit": {"folder": Path(folder) / "logs", "cluster": "local", "parameters": {}},
             }
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), processor_seconds()
             failed = sweep.run(naps, engine, options[name])
-            seconds = time.perf_counter() - start
+            seconds, busy = time.perf_counter() - start, processor_seconds() - busy
             at_once = config.tasks if name == "submitit" else config.workers
             asleep = config.seconds * -(-config.tasks // at_once)
             yield {
                 "engine": name, "tasks": config.tasks, "workers": at_once, "task_s": config.seconds,
-                "seconds": seconds, "overhead": seconds / asleep - 1, "failed": len(failed),
+                "seconds": seconds, "overhead": seconds / asleep - 1, "cpu_s": busy,
+                "cpu_overhead": busy / at_once / asleep, "failed": len(failed),
             }  # fmt: skip
+
+
+def processor_seconds() -> float:
+    """Seconds that this process, and those that it started and that have ended, kept a processor."""
+    spent = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in spent)
 
 
 def table(records: list[Record]) -> Table:
     made = Table(title="time of a sweep over that of its tasks, minus 1")
-    for column in ("engine", "tasks", "at once", "seconds of a task", "seconds of the sweep", "overhead"):
+    for column in ("engine", "tasks", "at once", "seconds of a task", "of the sweep", "overhead", "of CPU"):
         made.add_column(column, justify="left" if column == "engine" else "right")
     for row in records:
         numbers = (f"{row['task_s']:.3g}", f"{row['seconds']:.2f}", f"{row['overhead']:.2%}")
+        numbers += (f"{row['cpu_overhead']:.2%}",)
         made.add_row(row["engine"], str(row["tasks"]), str(row["workers"]), *numbers)
     return made
 

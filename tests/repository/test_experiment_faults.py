@@ -41,6 +41,13 @@ HELD_OUT = "test_training.test_steps_never_see_the_held_out_text"
 GRADIENTS = "test_training.test_naive_attention_is_exact_and_a_wrong_key_is_not"
 DONE = "test_sweeps.test_what_is_done_is_not_measured_again_and_other_commits_are"
 FAILED = "test_sweeps.test_a_failure_is_recorded_and_the_sweep_goes_on"
+PEAK = "test_device_memory.test_a_call_after_others_has_the_peak_of_the_first"
+LIMIT = "test_device_memory.test_more_than_a_limit_is_a_memory_error"
+GRADIENT_ERROR = "test_selector_shootout.test_all_blocks_have_no_error_and_equal_gradients"
+UNBEATEN = "test_selector_shootout.test_pages_tell_what_a_selector_does_not_beat"
+COUNTERS = "test_flashattention1_experiments.test_counters_are_read_from_what_ncu_prints"
+TRAFFIC = "proof/memory_traffic.py"
+SHOOTOUT = "sparsity/selector_shootout.py"
 ENDS = "test_training.test_ends_are_far_apart_and_labels_are_equal_colours"
 FAULTS = {
     "squares start anew": Fault(TRAINING, "continued", "xp.asarray(file[part])", "0 * xp.asarray(file[part])", RESUMES),
@@ -52,6 +59,19 @@ FAULTS = {
     "a done task is measured again": Fault(TASKS, "measure", "task.result.exists()", "False", DONE),
     "results of another commit count": Fault(TASKS, "stem", "self.commit]", "'']", DONE),
     "a failure is a result": Fault(TASKS, "measure", 'if "failure" in told else', "if False else", FAILED),
+    "a call finds its workspace made": Fault(
+        "support/device_memory.py", "peak_on_device", ", cupy.cuda.Stream.ptds", "", PEAK
+    ),
+    "memory has no limit": Fault(
+        "support/device_memory.py", "peak_on_device", "pool.set_limit(size=limit)", "pass", LIMIT
+    ),
+    "gradients are those of all keys": Fault(SHOOTOUT, "gradients", "mask=index", "mask=None", GRADIENT_ERROR),
+    "errors are squares": Fault(SHOOTOUT, "distance", ") ** 0.5", ")", GRADIENT_ERROR),
+    "as good is better": Fault("support/experiment_tables.py", "unbeaten", "own <= share", "own < share", UNBEATEN),
+    "only writes are counted": Fault(
+        TRAFFIC, "parsed", 'found.get(int(row["ID"]), (name, 0))[1] + round', "round", COUNTERS
+    ),
+    "the last launch counts": Fault(TRAFFIC, "by_shape", "made[-1].get(name, 0) + moved", "moved", COUNTERS),
     "one end alone tells": Fault(
         "sparsity/long_range.py", "sequences", "(colours + np.where(", "(0 * colours + np.where(", ENDS
     ),
@@ -63,8 +83,9 @@ FAULTS = {
 
 def arguments(test: str, load: Load, folder: Path) -> list[Any]:
     """What a test takes, in the order of its parameters."""
-    first = {"test_sweeps": "sweep", "test_training": "training"}[test.partition(".")[0]]
+    first = {"test_sweeps": "sweep", "test_training": "training"}.get(test.partition(".")[0], "selector_shootout")
     return {
+        PEAK: [load], LIMIT: [load], COUNTERS: [load], GRADIENT_ERROR: [load(first)], UNBEATEN: [load(first)],
         RESUMES: [load(first), folder], HELD_OUT: [load(first)], GRADIENTS: [load(first)], DONE: [load(first), folder],
         FAILED: [load(first), folder], ENDS: [load],
     }[test]  # fmt: skip
@@ -76,7 +97,7 @@ def test_a_planted_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.
     for folder in ("language", "proof", "sparsity", "speed", "support", "sweeps"):
         monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
     path = EXPERIMENTS / fault.file
-    for module in ("sweep", "tasks", "training", "long_range"):
+    for module in (*("sweep", "tasks", "training", "long_range"), *(Path(each.file).stem for each in FAULTS.values())):
         monkeypatch.delitem(sys.modules, module, raising=False)
     planted = ModuleType(path.stem)
     planted.__file__ = str(path)

@@ -76,7 +76,7 @@ def test_every_method_is_timed_on_a_gpu(load) -> None:
     tables = load("flashattention1_tables")
     config = tables.Config(
         gpu=True, methods=("standard", "fa1", "dense", "butterfly"), gpu_seqlens=(256, 512), batch=1, gpu_num_heads=2,
-        budget_s=0.05,
+        gpu_budget_s=0.05,
     )  # fmt: skip
     rows = list(tables.run(config))
     assert len(rows) == 2 * 4 * 3 and all(row["ms"] > 0 and row["memory_mib"] > 0 for row in rows)
@@ -101,6 +101,26 @@ def test_pages_show_every_row_with_its_commit(load) -> None:
         assert all(any(f"| {float(row[column]):{form}} |" in line for line in shown) for row in rows)
 
 
+def test_published_dense_calls_are_ahead_of_standard_attention_in_memory_linear_in_the_length(load) -> None:
+    """By 2 at least from 1024 tokens on, and forward by 7.6 of three separate kernels at 2048."""
+    rows = load("harness").read_csv(EXPERIMENTS / "results" / "flashattention1_tables_gpu.csv")
+    ms = {(row["method"], row["pass"], int(row["seqlen"])): float(row["ms"]) for row in rows}
+    for method, way, seqlen in ms:
+        if method in ("standard", "pytorch") and seqlen >= 1024:
+            assert ms[method, way, seqlen] >= 2 * ms["dense", way, seqlen]
+    assert ms["standard", "forward", 2048] >= 7.6 * ms["dense", "forward", 2048]
+    for method in ("fa1", "dense", "butterfly"):
+        mib = {int(row["seqlen"]): float(row["memory_mib"]) for row in rows if row["method"] == method}
+        assert all(1.9 < mib[2 * seqlen] / mib[seqlen] < 2.1 for seqlen in mib if 2 * seqlen in mib and seqlen >= 512)
+
+
+def test_published_counters_are_near_the_model(load) -> None:
+    """Of FlashAttention-1 and of the kernels that `auto` takes, within a fifth."""
+    rows = load("harness").read_csv(EXPERIMENTS / "results" / "memory_traffic_gpu.csv")
+    assert {row["kernel"] for row in rows} >= {"fa1", "sm90"}
+    assert all(0.8 <= float(row["measured_over_model"]) <= 1.2 for row in rows if row["kernel"] in ("fa1", "sm90"))
+
+
 # The traffic
 
 PRINTED = """==PROF== Connected to process 1503 (/usr/bin/python3)
@@ -116,7 +136,15 @@ PRINTED = """==PROF== Connected to process 1503 (/usr/bin/python3)
 
 def test_counters_are_read_from_what_ncu_prints(load) -> None:
     traffic = load("memory_traffic")
-    assert traffic.parsed(PRINTED) == {"fa1_forward": 5970816768, "fa1_backward": 13738378240}
+    launches = traffic.parsed(PRINTED)
+    assert launches == [("fa1_forward", 5970816768), ("fa1_backward", 13738378240)]
+    assert traffic.by_shape(launches, 1) == [dict(launches)]
+    longer = [(name, 4 * moved) for name, moved in launches]
+    assert traffic.by_shape([*launches, *longer, longer[1]], 2) == [
+        dict(launches), {"fa1_forward": longer[0][1], "fa1_backward": 2 * longer[1][1]}
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="ncu saw fa1_forward 1 times at 2 shapes"):
+        traffic.by_shape(launches, 2)
     with pytest.raises(RuntimeError, match="ncu saw no kernel: ==ERROR== ERR_NVGPUCTRPERM"):
         traffic.parsed("==ERROR== ERR_NVGPUCTRPERM")
     with pytest.raises(RuntimeError, match="no number for dram__bytes_read.sum of fa1_forward: n/a"):
@@ -130,7 +158,7 @@ def test_rows_compare_the_counters_of_a_pass_with_the_model(load) -> None:
     assert [(row["kernel"], row["pass"]) for row in rows] == list(itertools.product(("fa1", "naive"), traffic.WAYS))
     assert all(row["measured_mb"] is None for row in rows)
     moved = {(way, f"fa1_{way}"): 10**9 for way in traffic.WAYS}
-    forward, backward = traffic.rows_of(config, "fa1", 4096, moved, traffic.parsed(PRINTED))
+    forward, backward = traffic.rows_of(config, "fa1", 4096, moved, dict(traffic.parsed(PRINTED)))
     assert (forward["measured_over_model"], backward["measured_over_model"]) == (5.970816768, 13.73837824)
     assert len(traffic.table([forward, backward]).rows) == 2 and len(traffic.plot([forward, backward]).axes) == 2
 
@@ -176,4 +204,4 @@ def test_a_profiler_that_is_not_there_is_named(load, monkeypatch: pytest.MonkeyP
     traffic = load("memory_traffic")
     monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="ncu is not on the PATH: install NVIDIA Nsight Compute"):
-        traffic.counted(("fa1",), (1, 1, 128, 64))
+        traffic.counted([((1, 1, 128, 64), ("fa1",))])

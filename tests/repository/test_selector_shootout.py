@@ -30,7 +30,56 @@ def test_every_selector_keeps_as_much_and_none_more_than_the_oracle(shootout: Mo
         if name != "vertical_slash":  # it spends its blocks over all rows, and not as many in each
             assert row["density"] == rows["oracle"]["density"]
             assert row["recall"] <= rows["oracle"]["recall"] + 1e-6
-    assert shootout.table(list(rows.values())).row_count == len(rows)
+        assert row["both_ms"] > 0 and row["error"] > 0 and row["gradient_error"] > 0
+    (shown,) = shootout.table(list(rows.values())).renderables
+    assert shown.row_count == len(rows) and len(shootout.plot(list(rows.values())).axes) == 2
+
+
+def test_pages_are_chosen_for_single_queries(shootout: ModuleType) -> None:
+    """As many pages by each selector, and by the bound more than at random where keys are few and large."""
+    config = shootout.Config(data=("columns",), names=("oracle", "quest", "random"), top_ks=(2,), seqlen=256, repeats=1)
+    rows = {row["selector"]: row for row in shootout.run(config) if row["block"] == "1 x 16"}
+    assert tuple(rows) == ("oracle", "quest", "random") and {row["top_k"] for row in rows.values()} == {4}
+    assert rows["quest"]["density"] == rows["oracle"]["density"] == rows["random"]["density"]
+    assert rows["random"]["recall"] < rows["quest"]["recall"] <= rows["oracle"]["recall"] + 1e-6
+
+
+def test_all_blocks_have_no_error_and_equal_gradients(shootout: ModuleType) -> None:
+    """In float64, by a selection of all blocks; gradients of three times the size are apart by twice theirs."""
+    q, k, v, causal = shootout.columns(64, 2)
+    heads = *(x.astype(float) for x in (q, k, v)), causal
+    index = shootout.selection("local", heads, 16, 4)()
+    right = shootout.gradients(heads)
+    assert shootout.distance(shootout.gradients(heads, index), right) < 1e-6
+    assert shootout.distance([3 * x for x in right], right) == pytest.approx(2)
+    zeros = [0 * x for x in right[:2]]
+    assert 0 < shootout.distance([*zeros, right[2]], right) < 1
+
+
+def test_pages_tell_what_a_selector_does_not_beat(shootout: ModuleType) -> None:
+    """Of rows made by hand: `pooled` is ahead of both, `nsa` as good as `local` with 4 blocks, and behind with 8."""
+    recalls = {"oracle": (0.9, 0.9), "pooled": (0.8, 0.8), "nsa": (0.5, 0.6), "local": (0.5, 0.7), "random": (0.1, 0.2)}
+    rows = [
+        {"data": "x", "selector": name, "top_k": str(top_k), "seqlen": "64", "block": "16", "recall": str(recall)}
+        for name, each in recalls.items() for top_k, recall in zip((4, 8), each)
+    ]  # fmt: skip
+    told = importlib.import_module("experiment_tables").unbeaten(rows)
+    assert told.startswith("64 tokens, blocks of 16: 1 of 2 selectors and data recall more at every budget.")
+    (line,) = told.splitlines()[4:]
+    assert line == "| x | nsa | 0.5000; local 0.5000 | 0.6000; local 0.7000 |"
+    assert importlib.import_module("experiment_tables").shootout(rows).count("\n| x | ") == 5
+
+
+@pytest.mark.gpu
+def test_selectors_choose_on_a_gpu(shootout: ModuleType) -> None:
+    config = shootout.Config(
+        gpu=True, data=("minilm", "slashes"), gpu_top_ks=(4,), top_ks=(4,), gpu_seqlen=512, gpu_num_heads=2,
+        gpu_repeats=1,
+    )  # fmt: skip
+    rows = list(shootout.run(config))
+    assert [row["selector"] for row in rows] == 2 * list(shootout.SELECTORS) + 2 * list(shootout.OF_PAGES)
+    for row in rows:
+        assert row["dtype"] == "float16" and row["both_ms"] > 0 and 0 < row["recall"] <= 1.001
 
 
 @pytest.mark.parametrize(
@@ -45,4 +94,6 @@ def test_the_published_rows_are_those_of_the_published_run(shootout: ModuleType)
     with open(EXPERIMENTS / "results/selector_shootout.csv", newline="") as file:
         rows = [(row["data"], row["selector"], int(row["top_k"])) for row in csv.DictReader(file)]
     config = shootout.Config()
-    assert rows == [(data, name, k) for data in config.data for name in config.names for k in config.top_ks]
+    blocks = [(data, name, k) for data in config.data for name in shootout.SELECTORS for k in config.top_ks]
+    pages = [(data, name, 2 * k) for data in config.data for name in shootout.OF_PAGES for k in config.top_ks]
+    assert rows == blocks + pages
