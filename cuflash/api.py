@@ -23,7 +23,7 @@ from .masks.at_each_call import at_each_call
 from .masks.one_array import MaskContents
 from .planning.device import DeviceSpec
 from .planning.dropout_launches import seed_array
-from .planning.list_kernels import AT_CALL, ListedAtCall
+from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning.lookup import lookup, remember
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
@@ -548,7 +548,7 @@ def run(
     if found is not None:
         ready, forward, lists_of = found
         if contents is not None:
-            given[AT_CALL] = lists_of(contents.array)
+            given[AT_CALL] = lists_of(*contents.arrays)
         made = forward(*given.values(), *outs)
         if made is not None:
             return ready, given, made[0], made[1] if len(made) > 1 else None
@@ -579,20 +579,20 @@ def _first_call(
     asked = options if contents is None else options._replace(mask=at_each_call(options.mask))
     ready = planned(q, k, v, asked)
     work, lists_of = ready.plan.work, None
-    if isinstance(work, ListedAtCall) and not ready.can_bind:
+    if isinstance(work, WorkAtCall) and not ready.can_bind:
         ready = planned(q, k, v, options)
     ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
     is_bound = is_repeatable and ready.can_bind and (not outs or ready.executor == "gpu")
-    if not is_bound or contents is not None and not isinstance(work, ListedAtCall):
+    if not is_bound or contents is not None and not isinstance(work, WorkAtCall):
         made: Any = ready.forward(**given, out=out)
         gpu.pin(ready.plan)
         return ready, made, None
     out_o, out_lse, *_ = *outs, None, None
     ready.check_forward(given, "out" if out_lse is None else "out[0]", out_o, out_lse)
-    if contents is not None and isinstance(work, ListedAtCall):
+    if contents is not None and isinstance(work, WorkAtCall):
         ready = without_mask(ready)  # nor an array of the mask
         lists_of = gpu.lists_of_calls(ready.plan, work)
-        given[AT_CALL] = lists_of(contents.array)
+        given[AT_CALL] = lists_of(*contents.arrays)
     forward: Any = (
         ready.bind_into(given, dict(zip(("o", "lse"), outs)), wants_lse=wants_lse)
         if outs

@@ -19,7 +19,7 @@ from .masks.content import held_arrays
 from .layouts import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, reach, taken
 from .planning.device import DeviceSpec
 from .planning.explain import explain
-from .planning.list_kernels import AT_CALL, ListedAtCall
+from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning.plan import KernelPlan
 from .planning.problem import Problem
 
@@ -570,7 +570,7 @@ class Plan:
             "lse": (problem.lse_shape(), problem.accumulator),
             "dlse": (problem.lse_shape(), problem.accumulator),
         }
-        if isinstance(self.plan.work, ListedAtCall):
+        if isinstance(self.plan.work, WorkAtCall):
             wanted[AT_CALL] = (self.plan.work.source.nbytes,), np.dtype(np.uint8)
         reasons = [
             f"{name} must be given, of shape {shape} and dtype {dtype}: the plan was made with it"

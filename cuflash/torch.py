@@ -24,7 +24,7 @@ from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .layouts import dtype_of, is_tensor, taken, tensor_reasons
 from .masks.at_each_call import at_each_call
 from .planning.dropout_launches import require_number
-from .planning.list_kernels import AT_CALL, ListedAtCall
+from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning.lookup import Lookup, lookup, remember
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
@@ -179,7 +179,7 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
         if call is None:
             call = _first(calls, key, given, outs, options, key is not None and contents is not None, wants_lse)
         if contents is not None and isinstance(call, _OnGpu) and call.lists_of is not None:
-            call = _WithLists(call, call.lists_of(contents.array))
+            call = _WithLists(call, call.lists_of(*contents.arrays))
         if has_graph:
             o, lse = _Attention.apply(call, outs, *given.values())
         else:
@@ -296,7 +296,7 @@ class _OnGpu:
         made = {name: result for name, result in results.items() if name not in given}
         self._ready, self._is_given, self.lists_of = ready, bool(given), lists_of
         work = plan.work
-        self._lists = {AT_CALL: Layout.of_lists(work.source.nbytes)} if isinstance(work, ListedAtCall) else {}
+        self._lists = {AT_CALL: Layout.of_lists(work.source.nbytes)} if isinstance(work, WorkAtCall) else {}
         self._read = [(place, name) for place, name in enumerate([*layouts][3:]) if not problem.is_of_forward(name)]
         unwanted = {} if wants_lse or "lse" not in made else {"lse": made.pop("lse")}
         self._makes_lse = "lse" in made
@@ -416,7 +416,7 @@ def _first(
             return _ByArrays(tensors, options, is_on_gpu)
         given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
         work, lists_of = ready.plan.work, None
-        if isinstance(work, ListedAtCall):
+        if isinstance(work, WorkAtCall):
             ready = without_mask(ready)
             lists_of = gpu.lists_of_calls(ready.plan, work, torch_gpu.MACHINE)
         call = _OnGpu(ready, layouts, given, lists_of, wants_lse)

@@ -26,6 +26,9 @@ from .index import BlockIndex
 from .index_mask import IndexGrid, IndexMask
 
 
+MAX_LENGTH = 255  # blocks: orders of row intervals count what is longer as this long
+
+
 class Segment(NamedTuple):
     """A run of keys (or, in a column, of queries) start <= x < stop under one kind of mask."""
 
@@ -42,6 +45,8 @@ class IntervalWork:
     `band` alone says it all where it is given: a few integers, no array of any length.
     Otherwise `lo` and `hi` [batch or 1, num_heads or 1, seqlen_q] never decrease along a row's index, which makes
     the keys of a tile of rows, the rows of a tile of keys, and the full part of either binary searches.
+    Where `is_ordered`, kernels take blocks of rows, and of keys, in the order of their lengths. `mean_length` is how
+    many keys a sequence has on average, of those that do not see each other, where the host knows it.
     """
 
     seqlen_q: int
@@ -51,6 +56,8 @@ class IntervalWork:
     band: Band | None = None
     lo: Array | None = None
     hi: Array | None = None
+    is_ordered: bool = False
+    mean_length: float | None = None
 
     def __getstate__(self) -> Any:
         return without_memos(self)
@@ -68,12 +75,36 @@ class IntervalWork:
 
     @property
     def nbytes(self) -> int:
-        return sum(side.nbytes for side in (self.lo, self.hi) if side is not None)
+        return sum(side.nbytes for side in self.lists.values())
 
     @property
     def lists(self) -> dict[str, Array]:
         """The arrays that kernels read, by name."""
-        return {} if self.lo is None else {"lo": self.lo, "hi": self.hi}
+        return {} if self.lo is None else {"lo": self.lo, "hi": self.hi} | self.orders
+
+    @cached_property
+    def orders(self) -> dict[str, Array]:
+        """Numbers of the blocks of rows, and of those of keys, of each matrix, int32, the longest first.
+
+        Of equally long ones the last comes first. Lengths are counted in blocks, up to `MAX_LENGTH`.
+        """
+        if not self.is_ordered or self.lo is None or self.hi is None:
+            return {}
+        xp, (batch, num_heads, _) = namespace(self.lo), self.lo.shape
+        lo, hi = (side.reshape(batch * num_heads, self.seqlen_q) for side in (self.lo, self.hi))
+        first_row, last_row = (xp.asarray(side) for side in _block_ends(self.seqlen_q, self.block_q))
+        first_key, last_key = (xp.asarray(side) for side in _block_ends(self.seqlen_kv, self.block_kv))
+        rows = hi[:, last_row] - lo[:, first_row]
+        columns = xp.stack(
+            [
+                xp.searchsorted(of_lo, last_key, side="right") - xp.searchsorted(of_hi, first_key, side="right")
+                for of_lo, of_hi in zip(lo, hi)
+            ]
+        )
+        return {
+            "row_order": _longest_first(_in_blocks(rows, self.block_kv), MAX_LENGTH).reshape(-1),
+            "column_order": _longest_first(_in_blocks(columns, self.block_q), MAX_LENGTH).reshape(-1),
+        }
 
     def owner(self, b: int, h: int) -> tuple[int, int]:
         """The batch entry and head whose work this one shares."""
@@ -224,9 +255,7 @@ class ListedWork:
         Of equally many the last comes first, as it does without a list.
         """
         lengths = (pointers[1:] - pointers[:-1]).reshape(self.index.batch * self.index.num_heads, num_blocks)
-        if not self.index.is_on_host:
-            return longest_first(lengths, longest).reshape(-1)
-        return np.argsort(lengths, axis=1, kind="stable")[:, ::-1].reshape(-1)
+        return _longest_first(lengths, longest).reshape(-1)
 
     @cached_property
     def transposed(self) -> tuple[Array, Array]:
@@ -295,6 +324,24 @@ class ListedWork:
         return b * self.index.num_heads + h
 
 
+def _block_ends(length: int, block: int) -> tuple[Array, Array]:
+    """The first and the last element of each block, int32."""
+    first = np.arange(0, length, block, dtype=np.int32)
+    return first, np.minimum(first + block, length).astype(np.int32) - 1
+
+
+def _in_blocks(lengths: Array, block: int) -> Array:
+    """Lengths in blocks, up to `MAX_LENGTH`."""
+    return namespace(lengths).clip(-(-lengths // block), 0, MAX_LENGTH)
+
+
+def _longest_first(lengths: Array, longest: int) -> Array:
+    """Numbers of rows, int32 [matrices, rows], by lengths 0..longest, the longest first; of equal ones the last."""
+    if namespace(lengths) is not np:
+        return longest_first(lengths, longest)
+    return np.argsort(lengths, axis=1, kind="stable")[:, ::-1].astype(np.int32)
+
+
 def _owner(b: int, h: int, extents: tuple[int, ...]) -> tuple[int, int]:
     """Return an entry's index in arrays whose first axes may have extent 1."""
     return (b if extents[0] > 1 else 0), (h if extents[1] > 1 else 0)
@@ -335,8 +382,10 @@ LISTED_BLOCK = 128  # at most, for masks that are not made of blocks
 NATURAL_BLOCKS = (16, 512)  # a mask's own blocks are listed as they are within these sizes
 
 
-def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
+def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False) -> WorkList:
     """The work of a resolved mask at a kernel's tile; a mask made of blocks is listed at its own block size.
+
+    Row intervals have orders of blocks of that size, where `is_ordered`.
 
     Arrays on a device are not looked at: intervals are then taken as they are, with the keys that lie between them.
     """
@@ -351,7 +400,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
         over = extents(mask, shape) if xp is np else (shape.num_batch, shape.num_heads)
         lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *over, xp)
         if xp is not np or _widest_gap(lo, hi) < min(tile[1], LISTED_BLOCK):
-            return intervals(lo=lo, hi=hi)
+            return intervals(lo=lo, hi=hi, is_ordered=is_ordered)
     block = listed_block(mask, tile)
     if isinstance(mask, IndexMask):
         return _work_of_index(mask, block)

@@ -14,6 +14,7 @@ from ..executors.bound_launch import launch_once
 from ..executors.decoding import bound_decode, target_of
 from ..executors.prefill import BoundPrefill
 from ..fp8.quantize import SOURCES
+from ..layouts import is_foreign
 from ..masks import SlidingWindow
 from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.prefill import PrefillPlan
@@ -334,6 +335,9 @@ class KVCache:
 the cache has 3: truncate or reset the sequence, or make the cache with a larger capacity
         """
         step = None if self._device is None else self._device.steps.append(k, v)
+        if step is None and self._device is not None and (is_foreign(k) or is_foreign(v)):
+            k, v = as_arrays({"k": k, "v": v}).values()
+            step = self._device.steps.append(k, v)
         if step is None:
             k, v = self._checked_rows(k, v)
         news = self._counted(counts, int(k.shape[2]))
@@ -607,6 +611,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         """
         asked = causal, window, scale, kernel, executor, precision
         step = None if self._device is None else self._device.steps.decode(q, out, sink, asked)
+        if step is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
+            q, sink = as_arrays({"q": q, "sink": sink}).values()
+            step = self._device.steps.decode(q, out, sink, asked)
         if step is not None and type(return_lse) is bool:
             news = self._counted(counts, q.shape[2])
             o, lse = step.make_o() if out is None else out, step.make_lse() if return_lse else None
@@ -638,13 +645,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if plan is not None:
             self._decode(plan, arrays, None if counts is None else news, out, asked)
         elif self._is_counted_on_device:
-            raise UnsupportedProblem(
-                [
-                    "q must be what the cache's kernels serve in a cache that is counted on the device: float16 or "
-                    "bfloat16, head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90'; got "
-                    f"{q.shape} of {q.dtype}, kernel {describe(kernel)}"
-                ]
-            )
+            raise UnsupportedProblem([_not_served(q, kernel)])
         else:
             self._attend_one_by_one(q, o, lse, news, sink, limits, causal, options)
         return (o, lse) if return_lse else o
@@ -734,3 +735,12 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
     def _grow(self, growth: Growth) -> None:
         for copy in self._pages.grow(growth):
             self._arrays.copy(copy)
+
+
+def _not_served(q: Array, kernel: Any) -> str:
+    """The reason against a call that no kernel serves on a cache that is counted on the device."""
+    return (
+        "q must be what the cache's kernels serve in a cache that is counted on the device: float16 or bfloat16, "
+        f"head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90'; got {q.shape} of {q.dtype}, "
+        f"kernel {describe(kernel)}"
+    )

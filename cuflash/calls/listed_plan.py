@@ -12,7 +12,8 @@ from ..blocks.index_mask import IndexGrid
 from ..executors import gpu
 from ..masks.at_each_call import at_each_call
 from ..masks.base import Band
-from ..planning.list_kernels import AT_CALL, ListedAtCall, list_results
+from ..planning.interval_kernels import IntervalsAtCall
+from ..planning.list_kernels import AT_CALL, WorkAtCall, list_results
 from ..planning.lookup import lookup, remember
 from ..planning.options import Options
 from ..plans import BoundCall, Gradients, Plan, layout_key
@@ -22,7 +23,7 @@ _OF_INDEX = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds",
 
 @dataclass(frozen=True, eq=False)
 class ListedPlan(Plan):
-    """A plan whose calls read lists that kernels made on the device when the plan was made.
+    """A plan whose calls read lists, or row intervals, that kernels made on the device when the plan was made.
 
     Parameters
     ----------
@@ -37,12 +38,15 @@ class ListedPlan(Plan):
 
     @classmethod
     def of(cls, shared: Plan, lists: Array, captured: dict[str, Array]) -> ListedPlan:
-        """The plan for a mask with these lists, of the layout for which `shared` is."""
+        """The plan for a mask with these lists, or row intervals, of the layout for which `shared` is."""
         work = shared.plan.work
-        assert isinstance(work, ListedAtCall)
-        found = list_results(lists, work.source, tuple(_OF_INDEX.values()))
-        index: BlockIndex = replace(work.index, **{name: found[of_list] for name, of_list in _OF_INDEX.items()})
-        plan = replace(shared.plan, mask=IndexGrid(index), work=replace(work, index=index))
+        assert isinstance(work, WorkAtCall)
+        if isinstance(work, IntervalsAtCall):
+            plan = replace(shared.plan, work=work.with_intervals(lists))
+        else:
+            found = list_results(lists, work.source, tuple(_OF_INDEX.values()))
+            index: BlockIndex = replace(work.index, **{name: found[of_list] for name, of_list in _OF_INDEX.items()})
+            plan = replace(shared.plan, mask=IndexGrid(index), work=replace(work, index=index))
         made = cls(plan, shared.executor, {**captured, AT_CALL: lists}, shared)
         object.__setattr__(made, "_bound_calls", shared._bound_calls)
         object.__setattr__(made, "guard", gpu.current_target().guarded(made, {AT_CALL: lists}))
@@ -81,7 +85,7 @@ _shared_plans: dict[Hashable, tuple[Plan, Callable[[Any], Array]]] = {}  # and w
 def listed_plan(
     q: Any, k: Any, v: Any, options: Options, operands: Mapping[str, Any], planned: Callable[..., Plan]
 ) -> ListedPlan | None:
-    """A plan for a mask of one array on the GPU, whose blocks kernels list; None for any other plan.
+    """A plan for a mask of one array, or of sequences, on the GPU, of which kernels make lists; None for any other.
 
     Parameters
     ----------
@@ -106,14 +110,14 @@ def listed_plan(
     if found is None:
         shared = planned(q, k, v, options._replace(mask=at_each_call(options.mask)))
         work = shared.plan.work
-        if not isinstance(work, ListedAtCall) or not shared.can_bind:
+        if not isinstance(work, WorkAtCall) or not shared.can_bind:
             return None
         shared = replace(without_mask(shared), captured={})
         found = shared, gpu.lists_of_calls(shared.plan, work)
         remember(looked_up.calls, key, found)
     shared, lists_of = found
     captured = {name: array for name, array in operands.items() if name != "sink"}
-    return ListedPlan.of(shared, lists_of(contents.array), captured)
+    return ListedPlan.of(shared, lists_of(*contents.arrays), captured)
 
 
 def without_mask(ready: Plan) -> Plan:

@@ -19,6 +19,7 @@ from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.families.fa1 import RUNNING
 from ..planning.launches import BATCH_AXES, MATRICES
+from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
 from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.quantizing import QUANTIZE, TRANSPOSE
@@ -120,6 +121,7 @@ def assertions(parts: Collection[str] = (), *, host: bool = False) -> str:
 
 _LIST_RECORDS = {
     "lists/params.cuh": {"Params": LIST_PARAMS},
+    "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
     "lists/selection.cuh": {"Choice": CHOICE, "PooledRows": POOLED_ROWS, "Pooling": POOLING},
 }
 

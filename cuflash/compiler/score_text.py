@@ -7,14 +7,16 @@ what it depends on allows: once for a tile's batch entry and head, for a query, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
-from ..scores.program import Instruction, Program, depends, gradient_loads
+from ..planning.staged_array import staged_load
+from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
+from .uniform_text import KINDS, UniformText
 
 _ELEMENTS = {
     "float16": "ptx::Half", "bfloat16": "ptx::BFloat16", "float32": "float", "float64": "double",
@@ -31,7 +33,6 @@ _FUNCTIONS = {
     "log": "ptx::log_accurate", "log2": "ptx::log2_accurate", "tanh": "tangent", "tanh_fast": "tangent_fast",
     "sqrt": "ptx::sqrt_accurate", "isfinite": "is_finite",
 }  # fmt: skip
-_KINDS = {"real": "T", "int": "int", "bool": "bool"}
 _LEVELS = ("tile", "query", "key", "score")
 
 
@@ -40,6 +41,9 @@ def text(
     wrt: tuple[str, ...] = (),
     accumulator: np.dtype[Any] = np.dtype(np.float32),
     sums: tuple[str, ...] = (),
+    *,
+    is_staged: bool = False,
+    is_stored: bool = False,
 ) -> str:
     """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
@@ -54,20 +58,34 @@ def text(
         Of the numbers that kernels compute with: float32 or float64.
     sums : tuple of str
         The kinds of sums of these gradients in the repeatable form, as `planning.captured_sums` names them.
+    is_staged : bool
+        Kernels give the function the element of the array that `planning.staged_array` names.
+    is_stored : bool
+        Kernels store the gradient of that array themselves.
     """
-    return _Printer(program, wrt, accumulator, sums).text()
+    return Printer(program, wrt, accumulator, sums, staged_load(program) if is_staged else None, is_stored).text()
 
 
-class _Printer:
+class Printer:
     def __init__(
-        self, program: Program, wrt: tuple[str, ...], accumulator: np.dtype[Any], sums: tuple[str, ...]
+        self,
+        program: Program,
+        wrt: tuple[str, ...],
+        accumulator: np.dtype[Any],
+        sums: tuple[str, ...],
+        staged: int | None,
+        is_stored: bool,
     ) -> None:
         self.program, self.wrt, self.sums = program, wrt, sums
         self.kinds = dict(zip(wrt, sums))  # kind of sum by name; OWN where there is none
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
         has_slopes_of_arrays = len(program.results) > 2
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
+        self.staged, self.stored = staged, staged if is_stored else None
         self.levels = [_level(names) for names in depends(program)]
+        # Values that functions are given, by their names there.
+        self.renamed = {} if staged is None else {staged: "staged"}
+        self.given = "" if staged is None else ", T staged"
         # Values that functions of other levels name: they find them in the structure of their level.
         self.exported = self._exported()
         # Positions that are wanted as reals alone, which functions are given beside the integers.
@@ -76,6 +94,8 @@ class _Printer:
             if instruction.op in ("i", "j") and n not in self.exported and n not in program.results
             and all(user.op == "real" for user in program.instructions if n in user.args)
         }  # fmt: skip
+
+        self.uniform = UniformText(self)
 
     def text(self) -> str:
         is_derived = len(self.program.results) > 1
@@ -90,17 +110,20 @@ class _Printer:
             *(f"  T d{number};" for number in range(len(self.program.results) - 1)),
             "};",
             *(self._sums(level) for level in _LEVELS),
+            *self.uniform.structures(),
             "struct Function {",
             "  using Number = T;",
             "  using Derivatives = Slopes;",
             *(f"  using Of{name} = {name}; using Of{name}Sums = {name}Sums;" for name in ("Tile", "Query", "Key")),
             "  using OfScoreSums = ScoreSums;",
             f"  static constexpr bool kIsDerived = {str(is_derived).lower()};",
-            f"  static constexpr bool kAddsGradients = {str(bool(self.loads)).lower()};",
+            f"  static constexpr bool kAddsGradients = {str(bool({*self.loads} - {self.stored})).lower()};",
             *self._facts(),
             *self._fields(),
         ]
-        functions = [*self._of_levels(), *self._values(is_derived), *self._additions(), *self._flushes()]
+        functions = [*self._of_levels(), *self.values(is_derived), *self._additions(), *self._flushes()]
+        functions += self._matrices()
+        functions += self.uniform.functions(is_derived)
         size = self.layout.itemsize
         tail = ["};", f'static_assert(sizeof(Function) == {size}, "Function");']
         if EXACT in self.sums and self.loads:
@@ -113,11 +136,14 @@ class _Printer:
     def _facts(self) -> list[str]:
         """Constants that select code in kernels: whether arrays are read at positions, and what slopes depend on."""
         dependencies = depends(self.program)
-        loads = (n for n, instruction in enumerate(self.program.instructions) if instruction.op == "load")
+        loads = [n for n, each in enumerate(self.program.instructions) if each.op == "load" and n != self.staged]
         slopes = self.program.results[1:]
         is_one = Instruction("const", "real", (), 1.0)
         facts = {
             "kReadsAtPositions": any(self.levels[n] != "tile" for n in loads),
+            "kCanBeUniform": self.uniform.is_useful,
+            "kIsStaged": self.staged is not None,
+            "kStoresGradient": self.stored is not None,
             "kIsShift": bool(slopes) and self.program.instructions[slopes[0]] == is_one,
             "kSlopesNeedScore": any("s" in dependencies[n] for n in slopes),
         }
@@ -153,6 +179,8 @@ class _Printer:
 
     def _sum_type(self, array: int) -> str:
         """The type of what is added to for the gradient of an array: numbers, or words of exact sums."""
+        if self.stored is not None and array == self.program.instructions[self.stored].value:
+            return _ELEMENTS[self.program.arrays[array].dtype]
         return "int64_t" if self._kind(array) == EXACT else "T"
 
     def _num_part_axes(self, array: int) -> int:
@@ -160,7 +188,7 @@ class _Printer:
 
     def _members(self, level: str) -> str:
         values = (n for n in self.exported if self.levels[n] == level)
-        lines = [f"{_KINDS[self.program.instructions[n].kind]} x{n};" for n in values]
+        lines = [f"{KINDS[self.program.instructions[n].kind]} x{n};" for n in values]
         if level == "tile":
             lines += [f"int64_t at{name};" for name in self._leading()]
             lines += [f"int64_t part_{n};" for n in self._arrays_with_parts()]
@@ -202,25 +230,24 @@ class _Printer:
             lines += [f"    return of_{level}(tile, {position}, static_cast<T>({position}));", "  }"]
         return lines
 
-    def _values(self, is_derived: bool) -> list[str]:
+    def values(self, is_derived: bool) -> list[str]:
         """The function itself; of a derived program, with slopes."""
         f, *slopes = self.program.results
         given = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s"
         if is_derived:
-            lines = [f"  CUFLASH_DEVICE T value({given}, Slopes& slopes) const {{", *self._body("score")]
+            lines = [f"  CUFLASH_DEVICE T value({given}, Slopes& slopes{self.given}) const {{", *self._body("score")]
             lines += [f"    slopes.d{place} = {self._named(n, 'score')};" for place, n in enumerate(slopes)]
         else:
-            lines = [f"  CUFLASH_DEVICE T value({given}) const {{", *self._body("score")]
+            lines = [f"  CUFLASH_DEVICE T value({given}{self.given}) const {{", *self._body("score")]
         return [*lines, f"    return {self._named(f, 'score')};", "  }"]
 
     def _body(self, level: str) -> list[str]:
         """The operations of one level, in their order."""
         lines = []
         for n, instruction in enumerate(self.program.instructions):
-            if self.levels[n] != level or instruction.op == "const" or n in self.only_real:
+            if self.levels[n] != level or instruction.op == "const" or n in self.only_real or n in self.renamed:
                 continue
-            kind = _KINDS[instruction.kind]
-            lines.append(f"    const {kind} x{n} = {self._expression(instruction, level)};")
+            lines.append(self.assignment(n, level))
             if n in self.exported:
                 lines.append(f"    {level}.x{n} = x{n};")
         return lines
@@ -229,16 +256,16 @@ class _Printer:
 
     def _sums(self, level: str) -> str:
         if level == "score":
-            repeated = [place for place, n in self._loads_of(level) if self._repeats(n)]
-            of_place = {place: self._sum_type(self.program.instructions[n].value) for place, n in self._loads_of(level)}
+            repeated = [place for place, n in self.loads_of(level) if self._repeats(n)]
+            of_place = {place: self._sum_type(self.program.instructions[n].value) for place, n in self.loads_of(level)}
             members = " ".join(f"tile::RunningSum<T, {of_place[place]}> g{place};" for place in repeated)
         else:
-            members = " ".join(f"T g{place} = 0;" for place, n in self._loads_of(level))
+            members = " ".join(f"T g{place} = 0;" for place, n in self.loads_of(level))
         return f"struct {level.capitalize()}Sums {{ {members} }};"
 
-    def _loads_of(self, level: str) -> list[tuple[int, int]]:
+    def loads_of(self, level: str) -> list[tuple[int, int]]:
         """The place among the gradients and the instruction of each load of a level that has one."""
-        return [(place, n) for place, n in enumerate(self.loads) if self.levels[n] == level]
+        return [(place, n) for place, n in enumerate(self.loads) if self.levels[n] == level and n != self.stored]
 
     def _repeats(self, n: int) -> bool:
         """Return whether scores of a thread may read one element of a load: not if query and key are indices of it."""
@@ -246,7 +273,7 @@ class _Printer:
 
     def _addition(self, place: int, n: int) -> str:
         """A statement that adds a score's part to the gradient of the element that a load of its level reads."""
-        address, x = self._address(n, "score"), f"df * slopes.d{place + 1}"
+        address, x = self.address(n, "score"), f"df * slopes.d{place + 1}"
         if self._repeats(n):
             return f"    of_score.g{place}.add({address}, {x});"
         return f"    tile::add({address}, {x});"
@@ -256,21 +283,20 @@ class _Printer:
         sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key, ScoreSums& of_score"
         lines = [f"  CUFLASH_DEVICE void add({given}, {sums}) const {{"]
         for level in _LEVELS[:3]:
-            lines += [f"    of_{level}.g{place} += df * slopes.d{place + 1};" for place, _ in self._loads_of(level)]
-        own = self._loads_of("score")
+            lines += [f"    of_{level}.g{place} += df * slopes.d{place + 1};" for place, _ in self.loads_of(level)]
+        own = self.loads_of("score")
         if own:
             lines += self._indices([n for _, n in own])
         return [*lines, *(self._addition(place, n) for place, n in own), "  }"]
 
     def _indices(self, loads: Sequence[int]) -> list[str]:
         """The operations of the level of scores that the indices of these loads are made of."""
-        needed = _needed(self.program.instructions, [a for n in loads for a in self.program.instructions[n].args])
+        needed = needed_for(self.program.instructions, [a for n in loads for a in self.program.instructions[n].args])
         lines = []
         for n in needed:
             instruction = self.program.instructions[n]
             if self.levels[n] == "score" and instruction.op != "const":
-                kind = _KINDS[instruction.kind]
-                lines.append(f"    const {kind} x{n} = {self._expression(instruction, 'score')};")
+                lines.append(self.assignment(n, "score"))
         return lines
 
     def _flushes(self) -> list[str]:
@@ -279,13 +305,33 @@ class _Printer:
         lines = []
         for level, parameters in given.items():
             lines.append(f"  CUFLASH_DEVICE void flush({parameters}, const {level.capitalize()}Sums& sums) const {{")
-            for place, n in self._loads_of(level):
+            for place, n in self.loads_of(level):
                 add = "tile::add_of_warp" if level == "tile" else "tile::add"
-                lines.append(f"    {add}({self._address(n, '')}, sums.g{place});")
+                lines.append(f"    {add}({self.address(n, '')}, sums.g{place});")
             lines.append("  }")
-        repeated = [place for place, n in self._loads_of("score") if self._repeats(n)]
+        repeated = [place for place, n in self.loads_of("score") if self._repeats(n)]
         lines.append("  CUFLASH_DEVICE void flush(const ScoreSums& sums) const {")
         return [*lines, *(f"    sums.g{place}.flush();" for place in repeated), "  }"]
+
+    def _matrices(self) -> list[str]:
+        """The staged array and its gradient, of a tile's batch entry and head, as matrices of queries and keys."""
+        lines = []
+        for n, what, const in ((self.staged, "array", "const "), (self.stored, "gradient", "")):
+            if n is None:
+                continue
+            load = self.program.instructions[n]
+            axes = self.program.num_leading_axes(load)
+            row = axes + len(load.args) - 2
+            strides = ", ".join(f"{what}_{load.value}_strides[{axis}]" for axis in (row, row + 1))
+            element = _ELEMENTS[self.program.arrays[load.value].dtype]
+            if what == "array":
+                lines.append(f"  using StagedElement = {element};")
+            lines += [
+                f"  CUFLASH_DEVICE tile::Matrix<{const}{element}> staged_{what}(const Tile& tile) const {{",
+                f"    return {{{self._place(load._replace(args=load.args[:-2]), '', what, axes)}, {strides}, 0, 0}};",
+                "  }",
+            ]
+        return lines
 
     # Expressions.
 
@@ -303,7 +349,14 @@ class _Printer:
         instruction = self.program.instructions[n]
         if instruction.op == "const":
             return _constant(instruction)
+        if n in self.renamed:
+            return self.renamed[n]
         return f"x{n}" if self.levels[n] == level else f"{self.levels[n]}.x{n}"
+
+    def assignment(self, n: int, level: str) -> str:
+        """A line of C++ that makes the value of an instruction."""
+        instruction = self.program.instructions[n]
+        return f"    const {KINDS[instruction.kind]} x{n} = {self._expression(instruction, level)};"
 
     def _expression(self, instruction: Instruction, level: str) -> str:
         op = instruction.op
@@ -328,11 +381,12 @@ class _Printer:
         element = f"*{self._place(load, level, 'array')}"
         return {"real": f"real<T>({element})", "int": f"whole({element})", "bool": f"{element} != 0"}[load.kind]
 
-    def _address(self, n: int, level: str) -> str:
+    def address(self, n: int, level: str) -> str:
         return self._place(self.program.instructions[n], level, "gradient")
 
-    def _place(self, load: Instruction, level: str, what: str) -> str:
-        member, axes = f"{what}_{load.value}", self.program.num_leading_axes(load)
+    def _place(self, load: Instruction, level: str, what: str, axes: int | None = None) -> str:
+        member = f"{what}_{load.value}"
+        axes = self.program.num_leading_axes(load) if axes is None else axes
         skipped = self._num_part_axes(load.value) if what == "gradient" else 0
         terms = [member] + [f"tile.part_{load.value}"] * bool(skipped)
         if axes:
@@ -349,16 +403,6 @@ def _level(names: frozenset[str]) -> str:
     if names <= {"b", "h", "i"}:
         return "query"
     return "key" if names <= {"b", "h", "j"} else "score"
-
-
-def _needed(instructions: Sequence[Instruction], results: Iterable[int]) -> list[int]:
-    needed, stack = set[int](), list(results)
-    while stack:
-        n = stack.pop()
-        if n not in needed:
-            needed.add(n)
-            stack += instructions[n].args
-    return sorted(needed)
 
 
 def _constant(instruction: Instruction) -> str:

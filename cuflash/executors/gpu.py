@@ -23,7 +23,8 @@ from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import checks
 from .arguments import KernelArguments
-from ..planning.list_kernels import LIST_SPECS, ListedAtCall, ListSource
+from ..planning.interval_kernels import IntervalSource
+from ..planning.list_kernels import LIST_SPECS, ListSource, WorkAtCall
 from .launch import BoundPass, Lists, run
 from .list_maker import ListMaker
 from .params import View
@@ -467,8 +468,10 @@ def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
     nvrtc.precompile(not_loaded, _capability())
 
 
-def list_maker(plan: KernelPlan, source: ListSource, machine: Gpu | None = None) -> Callable[[Array], Array]:
-    """A function that makes the lists of masks of one layout for calls of a plan, on the current stream.
+def list_maker(
+    plan: KernelPlan, source: ListSource | IntervalSource, machine: Gpu | None = None
+) -> Callable[..., Array]:
+    """A function that makes what calls of a plan read of masks of one layout, from their arrays, on the current stream.
 
     Raises
     ------
@@ -476,13 +479,13 @@ def list_maker(plan: KernelPlan, source: ListSource, machine: Gpu | None = None)
         The stream is captured, and the kernels that make lists are not compiled yet.
     """
     machine = machine or _GPU
-    compile_list_kernels(machine)
+    compile_kernels((spec for spec, _, _ in source.launches()), machine)
     make, current_stream, address = ListMaker(source, machine), machine.stream, machine.mask_address
     keep_captured = machine.keep_captured
 
-    def call(mask: Array) -> Array:
+    def call(*arrays: Array) -> Array:
         stream = current_stream()
-        lists = make(address(mask), stream)
+        lists = make(list(map(address, arrays)), stream)
         if stream.is_capturing():
             keep_captured(plan, [lists], True)
             hold(make)
@@ -505,8 +508,8 @@ def carried_lists(plan: KernelPlan, machine: Gpu | None = None) -> Callable[[Arr
     return call
 
 
-def lists_of_calls(plan: KernelPlan, work: ListedAtCall, machine: Gpu | None = None) -> Callable[[Array], Array]:
-    """A function that gives calls of a plan their lists: of an array of a mask, or those that an index carries."""
+def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = None) -> Callable[..., Array]:
+    """A function that gives calls of a plan what they read of a mask, from its arrays, or what an index carries."""
     return carried_lists(plan, machine) if work.is_carried else list_maker(plan, work.source, machine)
 
 

@@ -45,7 +45,7 @@ class IndexMaker:
 
     def __call__(self, mask: int, stream: Any) -> BlockIndex:
         """The index of the mask at an address, once the stream has come so far."""
-        lists = self.lists(mask, stream)
+        lists = self.lists((mask,), stream)
         found = list_results(lists, self._source, self._names)
         arrays = {field: found[name] for field, name in _FIELDS.items()}
         intervals = self.lists.intervals if self._source.is_whole else {}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ..arrays import Array
 from ..blocks.work_list import WorkList
 from ..planning.launches import Launch, Pass, Workspace
-from ..planning.list_kernels import ListedAtCall
+from ..planning.list_kernels import WorkAtCall
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from .arguments import KernelArguments
@@ -157,7 +157,7 @@ class BoundPass:
         return taken.arrays
 
     def _checked_workspaces(self, check: Check) -> Taken:
-        if not isinstance(self._plan.work, ListedAtCall):
+        if not isinstance(self._plan.work, WorkAtCall):
             check_lists(self._plan.work, self._lists.arrays)
         made = []
         for name, workspace in self._kernels.workspaces.items():

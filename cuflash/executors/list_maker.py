@@ -1,65 +1,58 @@
-"""Makes the lists of a mask's blocks on a device, at each call: one allocation and four kernels, and nothing waits."""
+"""Makes what the work of calls reads, at each call on a device: one allocation and some kernels, and nothing waits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arrays import Array
+from ..planning.interval_kernels import IntervalSource
 from ..planning.launches import Workspace
-from ..planning.list_kernels import LIST_PARAMS, LIST_SPECS, ListSource
+from ..planning.list_kernels import ListSource
 from .arguments import Arguments, Place
 from .launch import LaunchTarget
 
-_SHARED_BYTES = {"pointers": 4}  # bytes for each thread
-
-
-def _word(name: str) -> int:
-    assert LIST_PARAMS.fields is not None
-    return LIST_PARAMS.fields[name][1] // 8
-
 
 class ListMaker:
-    """Four kernels that list the blocks of masks of one layout, complete but for addresses.
+    """Kernels that list the blocks, or find the row intervals, of masks of one layout, complete but for addresses.
 
     Parameters
     ----------
-    source : ListSource
+    source : ListSource or IntervalSource
     target : LaunchTarget
         What runs the kernels; they are compiled now.
     """
 
-    def __init__(self, source: ListSource, target: LaunchTarget) -> None:
+    def __init__(self, source: ListSource | IntervalSource, target: LaunchTarget) -> None:
         record = source.params()
         self._rows = None if source.rows is None else target.lists(source.rows)
         if self._rows is not None:
             for name, array in self._rows.arrays.items():
-                record[name] = target.address(array)
+                record[source.row_names[name]] = target.address(array)
+        assert record.dtype.fields is not None
+        word_of = {name: place[1] // 8 for name, place in record.dtype.fields.items()}
         words = record.reshape(1).view(np.uint64).copy()
-        offsets = {name: start for name, start in source.offsets.items() if name != "bits" or not source.is_whole}
-        places = [Place(_word("mask"), 0, 0), *(Place(_word(name), start, 1) for name, start in offsets.items())]
+        places = [Place(word_of[name], 0, number) for number, name in enumerate(source.array_names)]
+        places += (Place(word_of[name], start, len(source.array_names)) for name, start in source.written.items())
         self._arguments = Arguments(words, [[slice(0, len(words))]], places)
         self._allocate = target.allocator({"lists": Workspace((source.nbytes,), np.dtype(np.uint8))})
         self._target = target
         self._kept = source.rows  # its copy on the device goes with it
-        self._launchers = [
-            target.launcher(LIST_SPECS[entry], grid, _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads)
-            for entry, grid in source.grids().items()
-        ]
+        self._launchers = [target.launcher(spec, grid, nbytes) for spec, grid, nbytes in source.launches()]
 
     @property
     def intervals(self) -> Mapping[str, Array]:
         """The row intervals that the masks are intersected with, lo and hi, where kernels read them; or nothing."""
         return {} if self._rows is None else self._rows.arrays
 
-    def __call__(self, mask: int, stream: Any) -> Array:
-        """The lists of the mask at an address, as bytes, once the stream has come so far."""
+    def __call__(self, arrays: Sequence[int], stream: Any) -> Array:
+        """What the mask with arrays at these addresses has, as bytes, once the stream has come so far."""
         (lists,) = self._allocate(stream)
         if self._rows is not None:
             self._rows.use(stream)
-        buffer = self._arguments.take((mask, self._target.address(lists)))
+        buffer = self._arguments.take((*arrays, self._target.address(lists)))
         (arguments,) = buffer.kernels
         for launch in self._launchers:
             launch(arguments, stream)

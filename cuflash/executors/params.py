@@ -27,7 +27,7 @@ from ..compiler.params_layout import (
 )
 from ..layouts import dense_strides
 from ..planning.launches import BATCH_AXES, MATRICES, DqSemaphoreOrder, Feature, Workspace
-from ..planning.list_kernels import AT_CALL, ListedAtCall
+from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
 from .arguments import Arguments, Place
@@ -149,7 +149,7 @@ class ParamsTemplate:
                 filled[view.name] = (start, steps_of_batch, *steps[-3:], view.dtype == problem.accumulator)
             templates.append((record.copy(), *(part.copy() for part in parts.values())))
             record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
-        list_offsets = plan.work.offsets if isinstance(plan.work, ListedAtCall) else {}
+        list_offsets = plan.work.offsets if isinstance(plan.work, WorkAtCall) else {}
         return cls(views, tuple(templates), maps, map_offsets, features, list_offsets)
 
     def with_lists(self, lists: Mapping[str, int], kernels: Sequence[Sequence[int]] = ()) -> list[Arguments]:
@@ -285,7 +285,10 @@ def _work(work: WorkList) -> tuple[Any, ...]:
     lists = (0,) * len(LISTS)
     if isinstance(work, IntervalWork):
         lower, upper = (None, None) if work.band is None else (work.band.lower, work.band.upper)
-        return (*_band(lower, upper), 0, 0, *_leading_strides(work.lo), *lists, 0, 0, work.block_q, work.block_kv, 0, 0)
+        batch, num_heads, _ = (1, 1, 0) if work.lo is None else work.lo.shape
+        shared = (num_heads if batch > 1 else 0, 1 if num_heads > 1 else 0)  # of the orders
+        block = (work.block_q, work.block_kv)
+        return (*_band(lower, upper), 0, 0, *_leading_strides(work.lo), *lists, *shared, *block, 0, 0)
     index = work.index
     shared = (index.num_heads if index.batch > 1 else 0, 1 if index.num_heads > 1 else 0)
     grid = (index.num_q_blocks, index.num_kv_blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,11 @@ class Sequences(Mask):
             raise UnsupportedProblem(reasons)
         return cls(*offsets, causal=causal, window=window)
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Offsets of queries, and of keys where these have others."""
+        return (self.q_offsets,) if self.kv_offsets is None else (self.q_offsets, self.kv_offsets)
+
     def resolve(self, shape: MaskShape) -> Mask:
         reasons = []
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
@@ -154,24 +160,16 @@ class Sequences(Mask):
                 reasons.append(f"{own} must end at {which}={length} or before; got {last}{missing}")
         if reasons:
             raise UnsupportedProblem(dict.fromkeys(reasons))
-        q, kv = _as_int64(self.q_offsets), _as_int64(kv_offsets)
-        xp = namespace(q, kv)
-        leading = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
-        q, kv = (xp.broadcast_to(offsets, (*leading, offsets.shape[-1])) for offsets in (q, kv))
-        rows = xp.arange(shape.seqlen_q)
-        lo, hi = (xp.empty((*leading, shape.seqlen_q), dtype=np.int64) for _ in range(2))
-        for entry in np.ndindex(leading):
-            lo[entry], hi[entry] = self._keys_of(rows, q[entry], kv[entry])
-        return ResolvedSequences(LeadingArray.of(lo, shape.batch, 1), LeadingArray.of(hi, shape.batch, 1))
+        return ResolvedSequences(self, shape)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
         if self.q_offsets.ndim != 1 or kv_offsets.ndim != 1:
             raise UnsupportedProblem(["Sequences with leading axes depends on the batch: call .resolve(shape) first"])
-        lo, hi = self._keys_of(i, _as_int64(self.q_offsets), _as_int64(kv_offsets))
+        lo, hi = self.keys_of(i, _as_int64(self.q_offsets), _as_int64(kv_offsets))
         return (lo <= j) & (j < hi)
 
-    def _keys_of(self, i: Array, q: Array, kv: Array) -> Intervals:
+    def keys_of(self, i: Array, q: Array, kv: Array) -> Intervals:
         """lo and hi of queries, from the offsets of one batch entry.
 
         Every bound is clipped to the keys of the query's sequence, without which bounds would decrease from a sequence
@@ -219,11 +217,29 @@ class Sequences(Mask):
 class ResolvedSequences(Mask):
     """Resolved form of `Sequences`."""
 
-    lo: LeadingArray
-    hi: LeadingArray
+    source: Sequences
+    shape: MaskShape
+
+    @cached_property
+    def bounds(self) -> tuple[LeadingArray, LeadingArray]:
+        """First key of each query and the one past its last; not of calls whose kernels find them."""
+        q, kv = _as_int64(self.source.arrays[0]), _as_int64(self.source.arrays[-1])
+        xp, batch = namespace(q, kv), self.shape.batch
+        leading = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
+        q, kv = (xp.broadcast_to(offsets, (*leading, offsets.shape[-1])) for offsets in (q, kv))
+        rows = xp.arange(self.shape.seqlen_q)
+        lo, hi = (xp.empty((*leading, self.shape.seqlen_q), dtype=np.int64) for _ in range(2))
+        for entry in np.ndindex(leading):
+            lo[entry], hi[entry] = self.source.keys_of(rows, q[entry], kv[entry])
+        return LeadingArray.of(lo, batch, 1), LeadingArray.of(hi, batch, 1)
+
+    @property
+    def has_intervals(self) -> bool:
+        return True
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        return self.lo.at(b, i), self.hi.at(b, i)
+        lo, hi = self.bounds
+        return lo.at(b, i), hi.at(b, i)
 
 
 def _offset_reasons(name: str, offsets: Any) -> list[str]:

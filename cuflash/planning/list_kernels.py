@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
 from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
+from .interval_kernels import IntervalsAtCall, IntervalSource
 from .launches import BATCH_AXES
 from .spec import KernelSpec
 
@@ -53,6 +55,7 @@ LIST_PARAMS = np.dtype(
     align=True,
 )
 _ALIGNMENT = 256  # bytes; of each list in the array that holds all of them
+_SHARED_BYTES = {"pointers": 4}  # of a thread
 _WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 4}
 LIST_SPECS = {
     entry: KernelSpec(
@@ -163,6 +166,14 @@ class ListSource:
         """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
         return list_results(lists, self, tuple(name for name in _RESULTS if name not in _OF_LISTS_ALONE))
 
+    array_names = ("mask",)  # fields of the record for the arrays of a mask, which each call hands over
+    row_names = MappingProxyType({"lo": "lo", "hi": "hi"})  # and for those of `rows`
+
+    @property
+    def written(self) -> dict[str, int]:
+        """Return the offset of each result that kernels write."""
+        return {name: start for name, start in self.offsets.items() if name != "bits" or not self.is_whole}
+
     def params(self) -> Any:
         """The record of the kernels, without addresses."""
         matrices, num_rows, num_columns = self.grid
@@ -182,6 +193,13 @@ class ListSource:
         for name, value in zip((LIST_PARAMS.names or ())[-11:-1], values):
             record[name] = value
         return record
+
+    def launches(self) -> list[tuple[KernelSpec, int, int]]:
+        """The kernels in order, each with its thread blocks and the bytes of their shared memory."""
+        return [
+            (LIST_SPECS[entry], grid, _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads)
+            for entry, grid in self.grids().items()
+        ]
 
     def grids(self) -> dict[str, int]:
         """Thread blocks of each launch, in order."""
@@ -242,18 +260,31 @@ class ListedAtCall(ListedWork):
         return {name: start for name, start in self.source.offsets.items() if name not in _OF_LISTS_ALONE}
 
 
+WorkAtCall = ListedAtCall | IntervalsAtCall  # whose arrays a call makes, and hands to its kernels as `AT_CALL`
+
+
 def _blocks_of(mask: BlockGrid) -> tuple[Array, tuple[int, int]]:
     return mask.blocks.array, mask.block
 
 
-def work_of_kernels(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
-    """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it."""
+def work_of_kernels(
+    mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False
+) -> WorkList:
+    """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it.
+
+    Row intervals have orders of blocks, where `is_ordered`.
+    """
     mask, is_at_each_call = without_at_each_call(mask)
     if is_at_each_call and isinstance(mask, IndexGrid) and mask.index.carried is not None:
         if listed_block(mask, tile) == mask.index.block:
             return ListedAtCall.of(mask.index.carried.source, is_carried=True)
-    found = ListSource.of(mask, shape, listed_block(mask, tile)) if is_at_each_call else None
-    return work_list(mask, shape, tile) if found is None else ListedAtCall.of(found[0])
+    if not is_at_each_call:
+        return work_list(mask, shape, tile, is_ordered=is_ordered)
+    source = IntervalSource.of(mask, shape, tile if is_ordered else None)
+    if source is not None:
+        return IntervalsAtCall.of(source, tile, is_ordered=is_ordered)
+    found = ListSource.of(mask, shape, listed_block(mask, tile))
+    return work_list(mask, shape, tile, is_ordered=is_ordered) if found is None else ListedAtCall.of(found[0])
 
 
 def list_results(lists: Array, source: ListSource, names: tuple[str, ...] = _RESULTS) -> dict[str, Array]:

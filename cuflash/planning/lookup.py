@@ -38,7 +38,7 @@ def lookup(options: Options, shared: dict[Hashable, Any], layout_of: Callable[..
     if kept is not None:
         return Lookup(kept.calls, options._replace(mask=None), None)
     if type(mask) is BlockIndex and mask.carried is not None:
-        return Lookup(shared, options._replace(mask=None), MaskContents(mask.carried.source, mask.carried.lists))
+        return Lookup(shared, options._replace(mask=None), MaskContents(mask.carried.source, (mask.carried.lists,)))
     contents = mask_contents(mask, layout_of)
     return Lookup(shared, options if contents is None else options._replace(mask=None), contents)
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..arrays import ShapeDtype
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import UnsupportedProblem
-from ..masks.base import Mask
+from ..masks.base import Band, Mask
 from ..masks.content import without_memos
 from .device import DeviceSpec
 from .dropout_launches import with_dropout
@@ -21,7 +21,7 @@ from .launches import Kernels
 from .list_kernels import work_of_kernels
 from .problem import Problem
 from .routing import named, rerouted, routed
-from .score_launches import with_score
+from .score_launches import stored_gradient, with_score
 from .spec import KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
@@ -130,6 +130,8 @@ class KernelPlan:
         full |= {f"d{each.key}": each.shape if each.is_captured else problem.heads_shape() for each in problem.operands}
         are_operands_summed = self.kernels is None or self.is_empty or len(problem.batch) > _AXES_OF_A_LAUNCH
         captured = {f"d{each.key}" for each in problem.operands if each.is_captured}
+        if self.kernels is not None and (stored := stored_gradient(self.kernels.backward)) is not None:
+            captured.remove(stored)
         is_summed = {
             name: name in captured or (are_operands_summed if name not in _OF_ARGUMENTS else made.shape != full[name])
             for name, made in wanted.items()
@@ -192,15 +194,15 @@ def gpu_plan(
         No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
     """
     family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
-    work = work_of_kernels(mask, problem.mask_shape, family.list_block(problem, device))
+    work = _work(problem, mask, device, family)
     other = rerouted(family, work) if kernel == "auto" else None
     if other is not None:
         family, why = other
-        work = work_of_kernels(mask, problem.mask_shape, family.list_block(problem, device))
+        work = _work(problem, mask, device, family)
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
-        kernels = with_score(kernels, problem, deterministic=deterministic)
+        kernels = with_score(kernels, problem, deterministic=deterministic, is_whole=_visits_all(work))
     if problem.dropout is not None:
         kernels = with_dropout(kernels, problem.dropout)
     if reasons:
@@ -210,6 +212,16 @@ def gpu_plan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
     )  # fmt: skip
+
+
+def _work(problem: Problem, mask: Mask, device: DeviceSpec, family: Family) -> WorkList:
+    block = family.list_block(problem, device)
+    return work_of_kernels(mask, problem.mask_shape, block, is_ordered=family.takes_orders)
+
+
+def _visits_all(work: WorkList) -> bool:
+    """Return whether kernels visit every score: no mask hides any."""
+    return isinstance(work, IntervalWork) and work.band == Band(None, None)
 
 
 def _tile_reasons(kernels: Kernels, num_batch: int) -> list[str]:

@@ -12,6 +12,7 @@ from ..scores.program import Program, derived
 from .captured_sums import OWN, address_rank, kinds_of_sums, sums_name, with_captured_sums
 from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
+from .staged_array import staged_load
 
 NAME = "score"  # the feature's name
 _PREFIX, _GRADIENT_PREFIX = "score.", "dscore."
@@ -81,13 +82,17 @@ def _pointers(program: Program, wrt: Sequence[str], sums: Sequence[str]) -> list
     return found
 
 
-def with_score(kernels: Kernels, problem: Problem, *, deterministic: bool = False) -> Kernels:
+def with_score(
+    kernels: Kernels, problem: Problem, *, deterministic: bool = False, is_whole: bool = False
+) -> Kernels:
     """The launches with the problem's score function in each kernel that makes scores or their gradients.
 
     Parameters
     ----------
     deterministic : bool
         Gradients of captured arrays must be bitwise repeatable.
+    is_whole : bool
+        Kernels visit every score: a gradient that is stored needs no zeros before.
     """
     program = problem.score
     assert program is not None
@@ -111,11 +116,24 @@ def with_score(kernels: Kernels, problem: Problem, *, deterministic: bool = Fals
     if deterministic:
         made = with_captured_sums(made, problem, gradients, sums)
     else:
-        made = replace(made, zeroed=tuple(gradients.values()))
+        stored = stored_gradient(made) if is_whole else None
+        made = replace(made, zeroed=tuple(each for each in gradients.values() if each != stored))
     return replace(
         kernels, is_repeatable=is_repeatable, backward=made,
         forward=_pass(kernels.forward, forward, _feature(program, (), problem, ())),
     )  # fmt: skip
+
+
+def stored_gradient(backward: Pass) -> str | None:
+    """The gradient of a captured array that a kernel stores in the array's dtype, among the arrays of the pass."""
+    for launch in backward.launches.values():
+        if launch.spec.score_is_stored:
+            program = launch.spec.score
+            assert program is not None
+            load = staged_load(program)
+            assert load is not None
+            return gradient_name(program.arrays[program.instructions[load].value].name)
+    return None
 
 
 def captured_wrt(problem: Problem) -> tuple[str, ...]:

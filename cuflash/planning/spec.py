@@ -38,12 +38,17 @@ class KernelSpec:
         Thread blocks that a multiprocessor holds at least: what the compiler shares the registers among.
     is_listed : bool
         The kernel walks a list of blocks.
+    is_ordered : bool
+        Without a list too, tiles are taken in an order that the work has.
     num_stages : int
         Tiles that are copied ahead and at hand.
     dq_atomic_width : 0, 1 or 4
         Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
     fuses_dq_epilogue : bool
-        Blocks that add to dQ may finish it: of some batch entries and heads, or, of a list, all of it.
+        Blocks that add to dQ may finish it: of some batch entries and heads, or, where they count arrivals, all of it.
+    counts_dq_arrivals : bool
+        Without a list too, blocks count the tiles of keys that have come to a tile of queries: the first stores its
+        part of dQ, and with `fuses_dq_epilogue` the last finishes it.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged.
     pack_gqa : bool
@@ -72,6 +77,10 @@ class KernelSpec:
         Captured arrays whose gradients are arguments of the kernel.
     score_sums : tuple of str
         The kinds of their sums, as `planning.captured_sums` names them; empty if numbers are added to the gradients.
+    score_is_staged : bool
+        Producers put a step's elements of the array that `planning.staged_array` names into shared memory.
+    score_is_stored : bool
+        The kernel stores the gradient of that array, which no other thread block adds to.
     """
 
     family: str
@@ -84,9 +93,11 @@ class KernelSpec:
     num_warps: int = 4
     min_blocks: int = 2
     is_listed: bool = False
+    is_ordered: bool = False
     num_stages: int = 1
     dq_atomic_width: int = 0
     fuses_dq_epilogue: bool = False
+    counts_dq_arrivals: bool = False
     is_split: bool = False
     pack_gqa: bool = False
     mma_rows: int = 0
@@ -101,6 +112,8 @@ class KernelSpec:
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()
     score_sums: tuple[str, ...] = ()
+    score_is_staged: bool = False
+    score_is_stored: bool = False
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ A `Program` holds no data, no lengths, no addresses and no numbers of the user's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -244,7 +244,7 @@ class Builder:
         Integers that only become reals are reals from the start: it spares conversions, and the values are equal as
         long as all of them are exact.
         """
-        kept = _needed(self.instructions, results)
+        kept = needed_for(self.instructions, results)
         only_reals = _only_reals(self.instructions, kept, self.arrays)
         copy = Builder(self.arrays, self._num_given)
         copy.numbers, copy._slots = self.numbers, self._slots
@@ -273,7 +273,7 @@ class Builder:
 
     def _pruned(self, results: list[int]) -> tuple[Program, list[int]]:
         """The program of these results, and the slots of the numbers that it is given, in order."""
-        kept = _needed(self.instructions, results)
+        kept = needed_for(self.instructions, results)
         place = {n: count for count, n in enumerate(kept)}
         slots = sorted({self.instructions[n].value for n in kept if self.instructions[n].op == "number"})
         instructions = []
@@ -323,7 +323,7 @@ class Builder:
         return self.put("div", "real", a, b)
 
 
-def _needed(instructions: list[Instruction], results: Iterable[int]) -> list[int]:
+def needed_for(instructions: Sequence[Instruction], results: Iterable[int]) -> list[int]:
     """The instructions that these results need, in order."""
     needed: set[int] = set()
     stack = list(results)

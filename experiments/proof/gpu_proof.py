@@ -63,6 +63,7 @@ from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
 from cuflash.planning.launches import Launch
+from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.problem import Problem
@@ -591,7 +592,8 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     constants = {"section": "sanitizers", "sanitizer": version[1] if version else "unknown"}
     lengths = {"seqlen_q": config.seqlen_q, "seqlen_kv": config.seqlen_kv}
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
-    specs = {spec for case in every for spec in case.plan(device).specs.values()} | set(LIST_SPECS.values())
+    specs = {spec for case in every for spec in case.plan(device).specs.values()}
+    specs |= {*LIST_SPECS.values(), *INTERVAL_SPECS.values()}
     specs |= specs_of_caches(device) if "sm80" in runs else set()
     if "simt" in runs:
         specs |= specs_of_masses(device) | specs_of_selectors() | specs_of_captured_sums()

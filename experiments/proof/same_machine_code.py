@@ -45,6 +45,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -182,7 +183,7 @@ def _launch_shared_bytes(spec: Any) -> int:
 
     Trees from before families were objects are asked for ``cuflash.tiles.shared_bytes``.
     """
-    if spec.entry == "sink_gradient" or spec.family in ("cache", "lists"):
+    if spec.entry in ("sink_gradient", "captured_sums") or spec.family in ("cache", "lists"):
         return 0  # a sum for each thread, and `num_threads` is a field that is compared; and nothing
     if hasattr(spec, "shared_bytes"):
         return int(spec.shared_bytes)
@@ -241,8 +242,18 @@ def bare(text: str) -> str:
     return "\n".join(line for line in stripped if line and not line.startswith("#line"))
 
 
+_END_OF_CONSTANTS = "}  // namespace cuflash::config\n"
+
+
 def compared_text(text: str) -> str:
     """Everything of a text that its machine code may depend on."""
+    constants, end, rest = text.partition(_END_OF_CONSTANTS)
+    return bare(constants) + end + _compared_part(rest) if end else _compared_part(text)
+
+
+@lru_cache(maxsize=64)
+def _compared_part(text: str) -> str:
+    """Return what counts of a part of a text, which is the same for many specifications of a kernel."""
     return bare(text) if re.search(r"\b__(LINE|FILE|COUNTER|DATE|TIME)__\b", text) is None else text
 
 

@@ -13,7 +13,7 @@ The model has two layers of attention and perceptrons (model.py), no positions, 
 end. In two steps `exact` attention, `bigbird` (a window, global and random blocks) and `strided` (a window and every
 so many blocks) connect any two tokens. `window` reaches two windows far; in `sink_local`, where all see the first
 block too, that block itself sees a window, which ends before the first end. Lengths double while a model is trained,
-from 512 on, with patterns of as many blocks. Each pattern is trained on `seeds`, and judged on sequences that it did
+from 64 on, with patterns of 16 blocks or more. Each pattern is trained on `seeds`, and judged on sequences that it did
 not see, each with either colour of the first end: without a way to it, exactly half of the answers are right.
 
 Expect: every pattern with a way in two steps above 90 %, the two without one at 50 %.
@@ -35,13 +35,15 @@ import matplotlib.pyplot as plt
 import model
 import numpy as np
 from cuflash import masks, patterns
+from cuflash.compiler import nvrtc
+from cuflash.executors import gpu
 from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 
 NAMES = ("exact", "bigbird", "strided", "window", "sink_local")
 COLOURS = 2
 BLANK, DASH, START, GOAL, VOCABULARY = 0, 1, 1 + COLOURS, 1 + 2 * COLOURS, 1 + 3 * COLOURS
-LAYERS, DASHES = 2, 16
+LAYERS, WIDTH, DASHES = 2, 32, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class Config:
     gpu_block: int = 128
     gpu_tokens: int = 32768
     gpu_steps: int = 300
-    gpu_steps_more: int = 30
+    gpu_steps_more: int = 20
     rate: float = 3e-3
     gpu_tests: int = 256
     gpu_seeds: tuple[int, ...] = (0, 1, 2)
@@ -162,22 +164,38 @@ def step(
 def stages(config: Config) -> list[tuple[int, int, int]]:
     """Length, block and number of steps of each stage of a training, the shortest first.
 
-    On a GPU lengths double up to the longest, with 32 blocks or more each.
+    On a GPU lengths double from 64 up to the longest, with 16 blocks or more each.
     """
     if not config.gpu:
         return [(seqlen, config.block, config.steps) for seqlen in sorted(config.seqlens)]
     longest = max(config.gpu_seqlens)
-    lengths = [512 << shift for shift in range(longest.bit_length()) if 512 << shift <= longest]
+    lengths = [64 << shift for shift in range(longest.bit_length()) if 64 << shift <= longest]
     counts = [config.gpu_steps, *[config.gpu_steps_more] * (len(lengths) - 1)]
-    return [(length, min(config.gpu_block, length // 32), count) for length, count in zip(lengths, counts)]
+    return [(length, min(config.gpu_block, length // 16), count) for length, count in zip(lengths, counts)]
 
 
 def attention_of(config: Config, name: str, seqlen: int, block: int) -> tuple[model.Attend, float]:
     """Attention of a pattern, and its density."""
-    mask = mask_of(name, seqlen, block)
-    index = None if mask is None else cuflash.BlockIndex.from_mask(mask, seqlen, seqlen, block)
+    index = index_of(name, seqlen, block)
     attend = partial(cuflash.attention_vjp, mask=index, precision="tf32" if config.gpu else "ieee")
     return attend, 1.0 if index is None else index.report().density
+
+
+def index_of(name: str, seqlen: int, block: int) -> cuflash.BlockIndex | None:
+    """The blocks of a pattern; none of exact attention."""
+    mask = mask_of(name, seqlen, block)
+    return None if mask is None else cuflash.BlockIndex.from_mask(mask, seqlen, seqlen, block)
+
+
+def specs_of(config: Config, device: cuflash.DeviceSpec) -> set[Any]:
+    """The kernels of all stages and patterns on a GPU."""
+    found = set()
+    for name, (length, block, _) in itertools.product(config.gpu_names, stages(config)):
+        x = cuflash.ShapeDtype((config.gpu_tokens // length, 1, length, WIDTH), np.dtype(np.float32))
+        index = index_of(name, length, block)
+        ready = cuflash.plan(x, x, x, mask=index, precision="tf32", device=device, executor="gpu")
+        found |= set(ready.plan.specs.values())
+    return found
 
 
 def accuracy(
@@ -202,8 +220,9 @@ def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
     asked = config.gpu_seqlens if config.gpu else config.seqlens
     tests = config.gpu_tests if config.gpu else config.tests
     shape = model.Config(
-        vocabulary=VOCABULARY, context=max(asked), num_layers=LAYERS, num_heads=1, num_kv_heads=1, head_dim=32, width=32
-    )
+        vocabulary=VOCABULARY, context=max(asked), num_layers=LAYERS, num_heads=1, num_kv_heads=1, head_dim=WIDTH,
+        width=WIDTH,
+    )  # fmt: skip
     made = model.parameters(shape, seed)
     positions = xp.zeros_like(xp.asarray(made.pop("positions")))  # which stay 0
     flat = xp.asarray(np.concatenate([x.ravel() for x in made.values()]))
@@ -239,6 +258,9 @@ def run(config: Config) -> Iterator[Record]:
         if reason := why_no_gpu():
             sys.exit(f"long_range --gpu trains on a GPU: {reason}")
         import cupy as xp
+
+        device = gpu.current_device()
+        nvrtc.precompile(specs_of(config, device), device.compute_capability)
     versions = gpu_versions() if config.gpu else {}
     for seed, name in track(config.cases, "seeds and patterns"):
         for row in learned(config, name, seed, xp):

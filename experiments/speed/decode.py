@@ -12,8 +12,8 @@ own: above 1, the row is faster than all of them.
 Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 and of 16 in random order, and
 `KVCache.append`; those of 8 bits are on caches of float8_e4m3fn, whose bytes include the scales. Beside them stand,
 each where it can be imported, PyTorch's scaled_dot_product_attention with FlashAttention-2 and with cuDNN, the
-package flash_attn, and FlashInfer on pages of 16. A last row has the host's time of `append` and `attention` outside
-of a graph.
+package flash_attn, and FlashInfer on pages of 16. Last rows have the host's time of `append` and `attention` outside
+of a graph, on CuPy's arrays and on PyTorch's tensors.
 
 Found:  long caches are read at nearly the rate of the GPU's memory, by cuflash and by the fastest other libraries;
 docs/kv_cache.md has the table.
@@ -35,7 +35,7 @@ import numpy as np
 from command_line import Parser, check_writable
 from harness import machine, why_no_gpu
 
-SIZES = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (64, 8192))
+SIZES = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (32, 4096), (64, 8192))
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 COLUMNS = (
     "library", "operation", "batch", "keys", "us", "gb_per_s", "ratio", "calls", "replays", "gpu", "versions",
@@ -227,14 +227,32 @@ def timed(case: Case, nbytes: int, replays: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def host_time(calls: int) -> dict[str, Any]:
-    """Microseconds that `append` and `attention` keep the host, for a cache that it counts."""
+def zeros_of_cupy(*shape: int) -> Any:
+    import cupy
+
+    return cupy.zeros(shape, np.dtype(ml_dtypes.bfloat16))
+
+
+def zeros_of_torch(*shape: int) -> Any:
+    import torch
+
+    return torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+
+
+HOST_ROWS = {
+    "append and attention, host": zeros_of_cupy,
+    "append and attention of PyTorch's tensors, host": zeros_of_torch,
+}
+
+
+def host_time(calls: int, zeros: Callable[..., Any]) -> dict[str, Any]:
+    """Microseconds that `append` and `attention` of arrays of a kind keep the host, for a cache that it counts."""
     import cupy
 
     dtype = np.dtype(ml_dtypes.bfloat16)
     sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": calls + 8, "dtype": dtype}
     cache = cuflash.KVCache(batch=1, **sizes, xp=cupy)
-    q, row = (cupy.zeros((1, heads, 1, HEAD_DIM), dtype) for heads in (HEADS, KV_HEADS))
+    q, row = (zeros(1, heads, 1, HEAD_DIM) for heads in (HEADS, KV_HEADS))
     spent = []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -260,8 +278,20 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
-    """The rows of one size; what cannot be run is printed and left out."""
+def sizes_of(text: str) -> tuple[tuple[int, int], ...]:
+    """Sequences and keys of each, as the command line has them.
+
+    >>> sizes_of("1x1024,16x4096")
+    ((1, 1024), (16, 4096))
+    """
+    found = [tuple(map(int, size.split("x"))) for size in text.split(",")]
+    if not all(len(size) == 2 and min(size) > 0 for size in found):
+        raise ValueError(text)
+    return tuple((batch, keys) for batch, keys in found)
+
+
+def rows_of(batch: int, keys: int, replays: int, operations: str = "") -> list[dict[str, Any]]:
+    """The rows of one size whose operation starts with some text; what cannot be run is printed and left out."""
     import cupy
 
     cases, rows = list(cases_of_cuflash(batch, keys)), []
@@ -270,6 +300,8 @@ def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
     except ImportError as error:
         print(f"no rows of PyTorch: {error}")
     for case in cases:
+        if not case.operation.startswith(operations):
+            continue
         try:
             found = timed(case, batch * keys * KV_HEADS * case.position_bytes, replays)
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
@@ -298,6 +330,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="the smallest size, a few replays")
     parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="sequences x keys, as 1x1024,16x4096")
+    parser.add_argument("--operations", default="", help="rows whose operation starts so, and those of the host's time")
     chosen = parser.parse_args()
     if chosen.replays < 1:
         parser.error(f"replays must be positive; got {chosen.replays}")
@@ -307,12 +341,17 @@ def main() -> None:
         sys.exit(f"decode.py times kernels on a GPU, and there is none: {reason}")
     replays = 3 if chosen.quick else chosen.replays
     rows: list[dict[str, Any]] = []
-    for batch, keys in SIZES[: 1 if chosen.quick else None]:
-        rows += rows_of(batch, keys, replays)
+    for batch, keys in chosen.sizes[: 1 if chosen.quick else None]:
+        rows += rows_of(batch, keys, replays, chosen.operations)
         write(chosen.csv, rows)
-    host = {"library": "cuflash", "operation": "append and attention, host", "batch": 1, "keys": 1}
-    rows.append(host | host_time(100 if chosen.quick else 1000))
-    print(*rows[-1].values())
+    for operation, zeros in HOST_ROWS.items():
+        try:
+            found = host_time(100 if chosen.quick else 1000, zeros)
+        except ImportError as error:
+            print(f"no row of {operation}: {error}")
+            continue
+        rows.append({"library": "cuflash", "operation": operation, "batch": 1, "keys": 1, **found})
+        print(*rows[-1].values())
     write(chosen.csv, rows)
 
 

@@ -21,7 +21,7 @@ using VTile = tile::SwizzledTile<Element, kBlockKv, kValueDim>;
 using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // of O and dO
 using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;  // of P and dS
 
-using Listed = attention::StaticListed<config::kIsListed>;
+using Listed = attention::StaticListed<config::kIsListed, config::kIsOrdered>;
 
 // Return the rows first <= x < last of a matrix that starts at `data`.
 template <class T>

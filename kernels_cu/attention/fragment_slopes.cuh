@@ -1,11 +1,12 @@
 #pragma once
-#include <attention/score_gradient_mma.cuh>  // first, as P is made by its approximate exponential
+// first, since its `probability` with the approximate exponential must be found
+#include <attention/score_gradient_mma.cuh>
 #include <attention/score_slopes.cuh>
 
 namespace cuflash::attention {
 
-// `score_pairs` of scores as tensor cores leave them, whose rows are queries. Where the step is masked, `masked_score` tells
-// what is hidden. `holds` is false for warps whose elements other warps hold too.
+// Make P and dS as `score_pairs` does, of scores in the accumulator layout of tensor cores, whose rows are queries. In
+// a masked step, `masked_score` marks hidden scores. `holds` is false for warps whose elements other warps hold too.
 template <class Tile, class Score>
 CUFLASH_DEVICE void score_pairs_of_rows(Tile& s, Tile& dp, const Score& score, const Shape& shape,
                                         const BatchHead& batch_head,

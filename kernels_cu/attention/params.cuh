@@ -51,10 +51,12 @@ struct WorkList {
   const int32_t* column_pointers;  // [batch or 1, heads or 1, num_kv_blocks], then one more
   const int32_t* column_entries;   // entry numbers, column after column
   const int32_t* column_steps;  // [entries] 4 * q_block + kind, in the order of column_entries
-  const int32_t* row_order;        // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first
+  // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first, or of most keys without a list, if the
+  // kernel takes an order; else null
+  const int32_t* row_order;
   const int32_t* column_order;     // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
   int32_t list_batch_stride, list_head_stride;  // counted in matrices of the list; 0 if an axis shares them
-  int32_t block_q, block_kv;  // sizes of a block of the list
+  int32_t block_q, block_kv;  // sizes of a block of the list, or of the orders
   int32_t num_q_blocks, num_kv_blocks;
 };
 

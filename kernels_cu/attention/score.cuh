@@ -6,32 +6,33 @@
 
 namespace cuflash::attention {
 
-// What scores are multiplied by in exponents: nothing more where the score function has scaled them.
+// Return the factor of scores in exponents: 1 with a score function, which scales scores itself, else the softmax
+// scale.
 CUFLASH_DEVICE double exponent_scale(const Shape& shape) { return kHasScore ? 1.0 : shape.softmax_scale; }
 
-// Which query of which head a row of a tile of queries is.
+// The head and the query of a row of a tile.
 struct HeadAndQuery {
   int head, query;
 };
 
-// Rows or columns of a tile of scores, as positions first <= x < last. Past the last one a position is the last one, so that no
-// index into an array is out of range.
+// Rows or columns of a tile of scores, as positions first <= x < last. A position past the last one is replaced by the
+// last one, so that no index into an array is out of range.
 struct Positions {
   int first, last;
 
   CUFLASH_DEVICE int at(int number) const { return min(first + number, last - 1); }
 };
 
-// A position as an integer and as a real.
+// A position as an integer and as a real number.
 template <class T>
 struct Position {
   int whole;
   T real;
 };
 
-// Positions of rows or columns that come at constant distances from the first one, as a score function takes them. Where
-// it reads no array at them they may go on past the last one; then the reals too are sums, and not conversions, which are
-// slow.
+// Positions of rows or columns that have constant distances from the first one, as a score function takes them. If it
+// reads no array at a position, positions may exceed the last one; then the real numbers too are sums instead of
+// conversions, which are slow.
 template <class Score>
 class PositionsOf {
  public:
@@ -51,7 +52,7 @@ class PositionsOf {
   T real_;
 };
 
-// Scores by a thread's row and column, whichever units multiplied.
+// Return a score by a thread's row and column, for tiles of multiply-adds and of tensor cores.
 template <class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE T& element(tile::RegisterTile<T, Rows, Columns, Run>& s, int i, int j) {
   return s.at[i][j];
@@ -77,7 +78,7 @@ CUFLASH_DEVICE int column_of(const Tile& s, int j) {
   return s.first_column() + s.column(j);
 }
 
-// How far a thread's columns are from its first one.
+// Return the distance of a thread's column from its first one.
 template <class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE int column_distance(const tile::RegisterTile<T, Rows, Columns, Run>& s, int j) {
   return s.column(j) - s.column(0);
@@ -87,8 +88,8 @@ constexpr CUFLASH_DEVICE int column_distance(const Tile&, int j) {
   return Tile::column(j);
 }
 
-// The score function of q k^T times `scale`, in its place, times `unit`; rows are queries. `query_of(i)` says which query
-// of which head a thread's row is.
+// Replace q k^T by the score function of `scale` q k^T, times `unit`; rows are queries. `query_of(i)` returns the head
+// and query of a thread's row.
 template <class Tile, class Score, class QueryOf>
 CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, typename Score::Number scale, const BatchHead& batch_head,
                                 QueryOf query_of, const Positions& keys, double unit) {
@@ -105,7 +106,7 @@ CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, typename Score::Num
   }
   const PositionsOf<Score> positions(keys, column_of(s, 0));
 #pragma unroll
-  for (int j = 0; j < Tile::kColumns; ++j) {  // what depends on the key is needed in one column alone
+  for (int j = 0; j < Tile::kColumns; ++j) {  // values that depend on the key are live in one column alone
     const Position<T> key = positions.at(column_distance(s, j));
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
@@ -116,7 +117,7 @@ CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, typename Score::Num
   }
 }
 
-// The same of a tile whose rows are queries of one head.
+// Replace q k^T by the score function, as `apply_score` does, in a tile whose rows are queries of one head.
 template <class Tile, class Score>
 CUFLASH_DEVICE void score_of_queries(Tile& s, const Score& score, typename Score::Number scale, const WorkTile& work,
                                      const KvBlock& block, double unit) {

@@ -10,7 +10,7 @@ namespace score {
 struct Function {
   using Number = config::Accumulator;
   static constexpr bool kIsDerived = false, kAddsGradients = false, kReadsAtPositions = false, kIsShift = false,
-                        kSlopesNeedScore = false;
+                        kSlopesNeedScore = false, kIsStaged = false, kCanBeUniform = false, kStoresGradient = false;
 };
 }  // namespace score
 

@@ -5,33 +5,34 @@
 
 namespace cuflash::attention {
 
-// lse in base 2; +inf in rows without a key, so that P, recomputed from it, is 0 there and never NaN.
+// Return lse in base 2; +inf for rows without a key, so that P, recomputed from it, is 0 there and never NaN.
 template <class T>
 CUFLASH_DEVICE T lse_in_base_2(T lse) {
   return lse == ptx::negative_infinity<T>() ? -lse : lse * T(kLog2E);
 }
 
-// P = exp2(scale log2(e) q k^T - lse) of a score q k^T. At logits of 1e6 and more the rounding of lse alone would lift it
-// above 1, hence the minimum.
+// Return P = exp2(scale log2(e) s - lse) of a score s. At logits of 1e6 and more, the rounding of lse alone would lift
+// P above 1, hence the minimum.
 template <class T>
 CUFLASH_DEVICE T probability(T s, T softmax_scale_log2, T lse_2) {
   return tile::min_or_nan(ptx::exp2_accurate(s * softmax_scale_log2 - lse_2), T(1));
 }
 
-// dS = P (dP - delta) of an attended key. A P of 0 does not hide a dP or delta that is NaN or infinite.
+// Return dS = P (dP - delta) of an attended key. A P of 0 does not hide a dP or delta that is NaN or infinite.
 template <class T>
 CUFLASH_DEVICE T score_gradient(T p, T dp, T delta) {
   return p * (dp - delta);
 }
 
-// Tiles of keys keep P of masked places as -0, which no exponential is: their dS is 0, whatever dP and delta hold.
+// Return whether P marks a masked element: tiles of keys hold -0 there, which no exponential is. The dS of such an
+// element is 0, whatever dP and delta hold.
 CUFLASH_DEVICE bool is_masked(float p) { return __float_as_uint(p) == 0x80000000u; }
 CUFLASH_DEVICE bool is_masked(double p) {
   return static_cast<unsigned long long>(__double_as_longlong(p)) == 0x8000000000000000ull;
 }
 
-// lse (base 2) and delta = rowsum(dO o O) - dlse of a thread's rows of a tile; delta is written too, for other kernels.
-// Called by all threads.
+// Compute lse (base 2) and delta = rowsum(dO o O) - dlse of a thread's rows of a tile; write delta to global memory
+// too, for other kernels. Called by all threads.
 template <class Element, int Rows, int Columns, class T, int NumRows>
 CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T (&lse_2)[NumRows],
                                    T (&delta)[NumRows]) {
@@ -50,7 +51,7 @@ CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T
     lse_2[i] = in_bounds ? lse_in_base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
     const bool is_empty = lse_2[i] == -ptx::negative_infinity<T>();
     T sum = 0;
-#pragma unroll 4  // pairs of loads in flight
+#pragma unroll 4  // keeps pairs of loads in flight
     for (int j = 0; j < Tile::kColumns; ++j) {
       const int column = Tile::column(j);
       if (!is_empty && column < o.num_columns) sum += tile::to_accumulator(d_o.at(query, column)) * tile::to_accumulator(o.at(query, column));
@@ -62,7 +63,7 @@ CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T
   }
 }
 
-// dS of a tile of queries in one step, in the place of dP; 0 at masked places.
+// Replace dP by dS in a tile of queries in one step; dS of masked elements is 0.
 template <class T, int Rows, int Columns, int NumRows>
 CUFLASH_DEVICE void score_gradients_of_queries(const tile::RegisterTile<T, Rows, Columns>& s,
                                                tile::RegisterTile<T, Rows, Columns>& dp, const Params& params,
@@ -80,8 +81,8 @@ CUFLASH_DEVICE void score_gradients_of_queries(const tile::RegisterTile<T, Rows,
   mask_scores(dp, params, work, block, T(0));
 }
 
-// lse (base 2) and delta of a step's queries stand in shared memory behind a query's row: in columns `Column` and the next
-// of a tile whose rows are padded. Called by all threads.
+// Store lse (base 2) and delta of a step's queries in shared memory behind the rows of the queries: in columns `Column`
+// and the next one of a tile whose rows are padded. Called by all threads.
 template <int Column, class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void load_statistics(tile::SharedTile<T, Rows, Columns, Pitch> to, const KvBlock& block,
                                     const tile::Matrix<T>& lse, const tile::Matrix<T>& delta) {
@@ -95,7 +96,8 @@ CUFLASH_DEVICE void load_statistics(tile::SharedTile<T, Rows, Columns, Pitch> to
   }
 }
 
-// P^T of a tile of keys in one step, from S^T, -0 at masked places; queries by their columns in the tile.
+// Replace S^T by P^T in a tile of keys in one step; masked elements become -0. lse_2 is a function of the column of a
+// query in the tile.
 template <class T, int Rows, int Columns, class LseOf>
 CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& s, const Params& params,
                                           const WorkTile& work, const KvBlock& block, LseOf lse_2) {
@@ -116,7 +118,7 @@ CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& 
       if (!score_mask.allows(j, i)) s.at[i][j] = -T(0);
 }
 
-// dS^T of a tile of keys in one step, in the place of dP^T; P^T by row and column of a thread.
+// Replace dP^T by dS^T in a tile of keys in one step. P^T is a function of a thread's row and column.
 template <class T, int Rows, int Columns, class POf, class DeltaOf>
 CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>& dp, POf p, DeltaOf delta) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
@@ -129,8 +131,8 @@ CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>
   }
 }
 
-// Which keys of a tile some query of a step may see, as rows of the tile. What stands at the others never matters, and
-// the dS of 0 that they have would make NaN of NaN.
+// Return the keys of a tile that some query of a step may see, as rows of the tile. Rows of K at other keys must be
+// read as 0: they may hold NaN, and a dS of 0 times NaN is NaN.
 CUFLASH_DEVICE Interval visited_keys(const Params& params, const WorkTile& work, const KvBlock& block) {
   const int height = work.last - work.first;
   if (block.kind != BlockKind::kInterval) return {0, height};
@@ -138,11 +140,12 @@ CUFLASH_DEVICE Interval visited_keys(const Params& params, const WorkTile& work,
           min(interval(params, work.batch_head, block.stop - 1).hi - work.first, height)};
 }
 
-// Rows of a gradient, which is stored in the accumulator's dtype where it is summed over broadcast axes afterwards.
+// Store the rows of a gradient: in the accumulator's type if it is summed over broadcast axes afterwards, else in the
+// dtype of the operands.
 template <class Element, class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE void store_gradient(const Matrices& to, const WorkTile& work, int head, int num_rows, int num_columns,
                                    const tile::RegisterTile<T, Rows, Columns, Run>& gradient) {
-  if (sizeof(Element) == sizeof(T) || to.is_accumulator) {  // one text where the two are one type
+  if (sizeof(Element) == sizeof(T) || to.is_accumulator) {  // a single copy of the code if both types are one
     tile::store(matrix<T>(to, work.batch_head, head, num_rows, num_columns).rows(work.first, work.last), gradient);
   } else {
     tile::store(matrix<Element>(to, work.batch_head, head, num_rows, num_columns).rows(work.first, work.last),

@@ -5,7 +5,7 @@
 // Gradients, as the tensor cores leave them.
 namespace cuflash::attention {
 
-// lse (base 2, +inf in rows without a key and past the end) and delta of a thread's rows of scores.
+// Statistics of a thread's rows of scores: lse (base 2, +inf for rows without a key and past the end) and delta.
 template <class Tile>
 struct RowStatistics {
   float lse_2[Tile::kRows], delta[Tile::kRows];
@@ -36,7 +36,7 @@ CUFLASH_DEVICE float probability(float s, float softmax_scale_log2, float lse_2)
   return clamp_probability(unclamped_probability(score_exponent(s, softmax_scale_log2, lse_2)));
 }
 
-// P and dS = P (dP - delta) in the places of q k^T, which is `masked_score` where the mask says no, and dP.
+// Replace q k^T by P and dP by dS = P (dP - delta). Masked elements have `masked_score` in the place of q k^T.
 template <bool IsMasked, class Tile>
 CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2, const RowStatistics<Tile>& row) {
 #pragma unroll
@@ -50,8 +50,9 @@ CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2,
     }
 }
 
-// dP = dO V^T, and P in the place of q k^T, all of which is allowed: P is made while the tensor cores multiply, a few of
-// its columns after each sixteen of dO's. `put` is called with every eight of them that are there.
+// Multiply dP = dO V^T, and replace q k^T by P in a step without a mask. P is made while the tensor cores multiply, a
+// few of its columns after each 16 columns of dO. `store_columns` is called with the number of each group of eight
+// columns of P that is ready.
 template <class Tile, class Do, class V, class StoreColumns = tile::NoOp>
 CUFLASH_DEVICE void overlap_probabilities_with_dp(Tile& s, Tile& dp, Do do_smem, V v_smem, float softmax_scale_log2,
                                                   const RowStatistics<Tile>& row, StoreColumns store_columns = {}) {
@@ -67,7 +68,7 @@ CUFLASH_DEVICE void overlap_probabilities_with_dp(Tile& s, Tile& dp, Do do_smem,
   });
 }
 
-// dS = P (dP - delta) in the place of dP, eight columns of it.
+// Replace dP by dS = P (dP - delta) in one group of eight columns.
 template <class Tile>
 CUFLASH_DEVICE void score_gradient_columns(Tile& dp, Tile& p, const RowStatistics<Tile>& row, int column_tile) {
 #pragma unroll
@@ -77,7 +78,7 @@ CUFLASH_DEVICE void score_gradient_columns(Tile& dp, Tile& p, const RowStatistic
       dp.at(i, j) = score_gradient(p.at(i, j), dp.at(i, j), row.delta[i]);
 }
 
-// Rows of a gradient in float32, which is summed over broadcast axes afterwards.
+// Write the rows of a gradient in float32, which is summed over broadcast axes afterwards.
 template <class Gradient>
 CUFLASH_DEVICE void write_accumulators(const Matrices& to, const WorkTile& work, int head, int num_columns,
                                        Gradient& gradient) {
@@ -86,7 +87,7 @@ CUFLASH_DEVICE void write_accumulators(const Matrices& to, const WorkTile& work,
 #pragma unroll
   for (int i = 0; i < Gradient::kRows; ++i) {
     if (first_row + Gradient::row(i) >= work.last) continue;
-    float* const row = &all.at(first_row + Gradient::row(i), first_column);  // in memory of our own: no stride of columns
+    float* const row = &all.at(first_row + Gradient::row(i), first_column);  // columns of a workspace are contiguous
 #pragma unroll
     for (int j = 0; j < Gradient::kColumns; ++j)
       if (first_column + Gradient::column(j) < num_columns) row[Gradient::column(j)] = gradient.at(i, j);

@@ -5,11 +5,12 @@
 // Gradients of scores that a score function has changed.
 namespace cuflash::attention {
 
-// Whether a tile's rows are queries, and its columns keys, or the other way around.
+// The rows of a tile of scores: queries, with keys as columns, or the other way around.
 enum class Rows { kQueries, kKeys };
 
-// P = exp2(log2(e) f - lse) of an element, and dS = dF f' with dF = P (dP - delta), from q k^T and dP. All are 0 where P is,
-// whatever f' and dP are there, and in rows without a key. Adds dF times the slopes of captured arrays.
+// Replace q k^T of an element by P = exp2(log2(e) f - lse), and dP by dS = dF f' with dF = P (dP - delta). All are 0
+// where P is 0, whatever f' and dP are there, and in rows without a key. If `adds`, also add dF times the slopes to the
+// gradients of captured arrays.
 template <class T, class Score, class OfTile, class OfQuery, class OfKey, class... Sums>
 CUFLASH_DEVICE void make_pair(T& s, T& dp, const Score& score, const OfTile& of_tile, const OfQuery& of_query,
                               const OfKey& of_key, int query, int key, T scale, T lse_2, T delta, bool is_seen,
@@ -25,8 +26,8 @@ CUFLASH_DEVICE void make_pair(T& s, T& dp, const Score& score, const OfTile& of_
   if (adds && p != 0) score.add(of_tile, of_query, of_key, query, key, scaled, df, slopes, sums...);
 }
 
-// P and dS in the places of q k^T, by a thread's row and column, and dP. Captured arrays' gradients are added up if `adds`.
-// Statistics are asked for by a thread's row, or column, of queries. Called by whole warps.
+// Replace q k^T by P, by a thread's row and column, and dP by dS. Gradients of captured arrays are added up if `adds`.
+// Statistics are functions of a thread's row, or column, of queries. Called by whole warps.
 template <Rows Orientation, class Tile, class Score, class ElementOf, class RowMask, class LseOf, class DeltaOf>
 CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const Shape& shape,
                                 const BatchHead& batch_head,
@@ -82,7 +83,7 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
   if (adds) score.flush(score_sums);
 }
 
-// The same of a tile of queries in one step; P is not needed any more.
+// Make dS of a tile of queries in one step, as `score_pairs` does, in the place of dP; P is not needed any more.
 template <class T, int NumRows, int NumColumns, int Kept, class Score>
 CUFLASH_DEVICE void score_pairs_of_queries(tile::RegisterTile<T, NumRows, NumColumns>& s,
                                            tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
@@ -98,7 +99,8 @@ CUFLASH_DEVICE void score_pairs_of_queries(tile::RegisterTile<T, NumRows, NumCol
       [&](int i) { return delta[i]; }, Score::kAddsGradients);
 }
 
-// The same of a tile of keys in one step, whose rows are keys; statistics by the column of a query in the tile.
+// Make P and dS of a tile of keys in one step, as `score_pairs` does. Its rows are keys; statistics are functions of
+// the column of a query in the tile.
 template <class T, int NumRows, int NumColumns, class Score, class ElementOf, class LseOf, class DeltaOf>
 CUFLASH_DEVICE void score_pairs_of_keys(ElementOf s, tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
                                         const Params& params, const WorkTile& work, const KvBlock& block, LseOf lse_2,

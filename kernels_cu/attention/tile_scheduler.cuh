@@ -21,13 +21,16 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
-// Tells whether the work is listed: as a constant of the kernel, or as a value at run time.
-template <bool IsListed>
+// Tells whether the work is listed, and whether its tiles have an order, as those of a list do: as constants of the kernel,
+// or as values at run time.
+template <bool IsListed, bool IsOrdered = IsListed>
 struct StaticListed {
   static CUFLASH_DEVICE bool has_list(const WorkList&) { return IsListed; }
+  static CUFLASH_DEVICE bool has_order(const WorkList&) { return IsListed || IsOrdered; }
 };
 struct DynamicListed {
   static CUFLASH_DEVICE bool has_list(const WorkList& list) { return list.row_pointers != nullptr; }
+  static CUFLASH_DEVICE bool has_order(const WorkList& list) { return has_list(list); }
 };
 
 // Return the number of the list that a batch entry and head uses.
@@ -52,8 +55,8 @@ CUFLASH_DEVICE DivMod divmod(int number, int by) {
 // the rows.
 struct TileAxis {
   int length, heads_per_row_group;
-  int block;  // size of a block of the list
-  const int32_t* order;  // order of the list's blocks; null without a list
+  int block;  // size of a block of the order
+  const int32_t* order;  // order of blocks; null without one
   bool is_last_longest;  // the last rows visit the most blocks, as under a causal mask; without a list
   int heads_per_l2_group;
 };
@@ -129,7 +132,7 @@ CUFLASH_DEVICE int split_index(int num_parts) { return divmod(blockIdx.x, num_pa
 template <class Listed>
 CUFLASH_DEVICE TileAxis query_axis(const Params& params) {
   const WorkList& list = params.work;
-  const int32_t* const order = Listed::has_list(list) ? list.row_order : nullptr;
+  const int32_t* const order = Listed::has_order(list) ? list.row_order : nullptr;
   return {params.shape.seqlen_q, 1, list.block_q, order, true, params.shape.heads_per_l2_group};
 }
 
@@ -229,7 +232,7 @@ template <class Listed>
 CUFLASH_DEVICE TileAxis key_axis(const Params& params) {
   const Shape& shape = params.shape;
   const WorkList& list = params.work;
-  const int32_t* const order = Listed::has_list(list) ? list.column_order : nullptr;
+  const int32_t* const order = Listed::has_order(list) ? list.column_order : nullptr;
   return {shape.seqlen_kv, shape.group_size, list.block_kv, order, false, shape.kv_heads_per_l2_group};
 }
 

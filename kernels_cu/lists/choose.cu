@@ -1,7 +1,7 @@
-// Chooses blocks of each row of a grid, a warp for a row: those of the highest scores, of equal ones the lower number, as many as
-// a budget says; blocks that are forced come first. Every block has a place in the order, a number that is the lower the sooner
-// the block is taken. The last place that is taken is found by bisection, which counts blocks, or adds up their shares, before a
-// place. cuflash/selectors/budget.py is the specification.
+// Chooses blocks of each row of a grid, a warp for a row: those of the highest scores, of equal ones the lower number,
+// as many as a budget says; blocks that are forced come first. Every block has a place in the order, a number that is
+// the lower the sooner the block is taken. The last place that is taken is found by bisection, which counts blocks, or
+// adds up their shares, before a place. cuflash/selectors/budget.py is the specification.
 #include <lists/selection.cuh>
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
@@ -37,7 +37,7 @@ struct End {
 struct Row {
   const Choice& choice;
   int64_t first;  // cell
-  uint32_t* places = nullptr;  // of its blocks, once they are kept
+  uint32_t* places = nullptr;  // the places of the row's blocks, if they are kept
   int64_t diagonal_first, diagonal_last;
 
   CUFLASH_DEVICE Row(const Choice& of, int row) : choice(of), first(static_cast<int64_t>(row) * of.num_kv_blocks) {
@@ -64,7 +64,7 @@ struct Row {
 
   CUFLASH_DEVICE uint32_t place(int column) const { return places == nullptr ? new_place(column) : places[column]; }
 
-  // Keep the places of all blocks. By a warp.
+  // Keep the places of all blocks in shared memory. Called by a warp.
   CUFLASH_DEVICE void keep_places(uint32_t* room) {
     for (int column = ptx::lane(); column < choice.num_kv_blocks; column += 32) room[column] = new_place(column);
     __syncwarp();
@@ -85,7 +85,7 @@ struct Row {
     return choice.shares == nullptr ? 1.0 : static_cast<double>(static_cast<const Accumulator*>(choice.shares)[first + column]);
   }
 
-  // How many blocks, or which sum of shares, have a place before one. By a warp.
+  // Return the number of blocks, or the sum of shares, whose place is before one. Called by a warp.
   CUFLASH_DEVICE int count_before(uint32_t place_of_end) const {
     int count = 0;
     for (int column = ptx::lane(); column < choice.num_kv_blocks; column += 32) count += place(column) < place_of_end;

@@ -1,5 +1,5 @@
-// Classifies each cell of the grid: its kind and, where the mask has elements, its bits. A warp classifies one cell, or 32 cells of
-// a mask of whole blocks.
+// Classifies each cell of the grid: computes its kind and, if the mask has elements, its bits. A warp classifies one
+// cell, or 32 cells of a mask of whole blocks.
 #include <lists/params.cuh>
 
 namespace cuflash::lists {
@@ -30,7 +30,7 @@ struct MaskMatrix {
   }
 };
 
-// The elements of eight keys from `key` on, as bits; `exists` tells which of them there are.
+// Return the elements of eight keys from `key` on as bits; `exists` has a bit for each of them that exists.
 CUFLASH_DEVICE int bits_of_keys(const MaskMatrix& matrix, int query, int key, int exists) {
   const Params& params = matrix.params;
   const uint8_t* address = matrix.at(query, key);
@@ -72,7 +72,7 @@ CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_bl
   return __any_sync(0xffffffffu, has_some) ? kBits : kAbsent;
 }
 
-// The kind of a cell that lies in a block that a mask of whole blocks keeps. By a warp.
+// The kind of a cell that lies in a block that a mask of whole blocks keeps. Called by a warp.
 CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int query = q_block * params.block_q, key = kv_block * params.block_kv;
@@ -98,7 +98,7 @@ struct Cell {
         matrix(params, number / params.num_kv_blocks / params.num_q_blocks) {}
 };
 
-// Decide 32 cells of a mask of whole blocks, of which most are absent. By a warp.
+// Decide 32 cells of a mask of whole blocks, of which most are absent. Called by a warp.
 CUFLASH_DEVICE void classify_whole_blocks(const Params& params, int first) {
   const int own = first + ptx::lane();
   bool is_kept = false;

@@ -2,8 +2,8 @@
 #include <ptx/thread.cuh>
 
 // How the blocks of a mask are listed on the device, in four kernels: lists_classify decides each block of the grid,
-// lists_ranks numbers the listed ones of each block row and counts them by rows and columns, lists_pointers sums the counts up,
-// and lists_entries writes the lists that attention kernels walk.
+// lists_ranks numbers the listed ones of each block row and counts them by rows and columns, lists_pointers sums the
+// counts up, and lists_entries writes the lists that attention kernels walk.
 namespace cuflash::lists {
 
 constexpr int kBatchAxes = 3;
@@ -12,17 +12,18 @@ constexpr int kThreads = 32 * config::kNumWarps;
 // BlockKind of cuflash/blocks/classify.py, and kAbsent for blocks that are not listed.
 enum Kind : int { kAbsent, kFull, kInterval, kBits };
 
-// What a launch hands to every kernel, by value. cuflash/planning/list_kernels.py has the same record as a NumPy dtype. A cell is
-// a block of the grid [matrix, num_q_blocks, num_kv_blocks]; a matrix is a batch entry and head of the lists.
+// The parameters of every kernel of lists, passed by value. cuflash/planning/list_kernels.py has the same record as a
+// NumPy dtype. A cell is a block of the grid [matrix, num_q_blocks, num_kv_blocks]; a matrix is a batch entry and head
+// of the lists.
 struct Params {
   const uint8_t* mask;                      // booleans [*batch, heads, queries / divisor_q, keys / divisor_kv]
-  int64_t mask_batch_strides[kBatchAxes];   // in bytes, 0 where an axis is broadcast; so are the next three
+  int64_t mask_batch_strides[kBatchAxes];  // in bytes, 0 for a broadcast axis; also the next three
   int64_t mask_head_stride, mask_row_stride, mask_column_stride;
   const int32_t* lo;                        // row intervals that the mask is intersected with, or null
   const int32_t* hi;
-  int64_t interval_batch_stride, interval_head_stride;  // in elements
-  uint8_t* grid_kinds;                      // of each cell, a Kind; the other results but bits are as in attention/params.cuh
-  int32_t* ranks;                           // of each listed cell, among those of its block row
+  int64_t interval_batch_stride, interval_head_stride;  // strides in elements
+  uint8_t* grid_kinds;  // [cells] a Kind; the other results but bits are as in attention/params.cuh
+  int32_t* ranks;  // [cells] rank of each listed cell in its block row
   int32_t* row_pointers;
   int32_t* kv_blocks;
   int32_t* q_blocks;
@@ -34,7 +35,7 @@ struct Params {
   int32_t* column_steps;
   int32_t* row_order;
   int32_t* column_order;
-  int32_t batch[kBatchAxes];                // of the leading axes, in which a batch entry of the lists is counted
+  int32_t batch[kBatchAxes];  // extents of the batch axes of the lists
   int32_t num_matrices, num_heads;
   int32_t seqlen_q, seqlen_kv;
   int32_t block_q, block_kv, num_q_blocks, num_kv_blocks;

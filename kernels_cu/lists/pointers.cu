@@ -1,4 +1,5 @@
-// Sums up the counts of block rows, in the first block, and of block columns, in the second: where the entries of each start.
+// Sums the counts of block rows, in the first thread block, and of block columns, in the second: the results are the
+// starts of their entries.
 #include <lists/params.cuh>
 #include <ptx/shared.cuh>
 

@@ -10,7 +10,7 @@ namespace cuflash {
 
 static_assert(kHeadDim == kValueDim, "dk and dv are made of tiles of one width");
 using WeightTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;  // dS or P
-using RowTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;     // of q or dO
+using RowTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;  // tile of Q or dO
 
 }  // namespace cuflash
 

@@ -38,7 +38,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
     __syncthreads();  // the last columns are read
     tile::load(do_smem, d_o.columns(first, last));
     tile::load(v_smem, v.columns(first, last));
-    __syncthreads();  // these are there
+    __syncthreads();  // the columns have arrived
     tile::gemm_add_nt(dp, do_smem, v_smem);
   }
 
@@ -52,11 +52,11 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
     kept = kept_weights_of_queries(s, dropout, shape, work, KvBlock{keys.first, keys.last, BlockKind::kInterval, -1});
     drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
   }
-  // An attended score may be -inf, as masked ones are: what is masked is asked anew.
+  // A score that is attended may be -inf, as masked scores are: so the mask is evaluated again.
   using Scores = decltype(s);
   KvBlock block;
   ScoreMask<Scores::kColumns> row_mask{0};
-  Accumulator lse_of_row[Scores::kRows], delta_of_row[Scores::kRows];  // with a score function
+  Accumulator lse_of_row[Scores::kRows], delta_of_row[Scores::kRows];  // for kernels with a score function
   if (find_block(params, batch_head, rows_of(work), keys, block)) row_mask = score_mask_of_queries<Scores>(params, work,
                                                                                                            block);
 #pragma unroll
@@ -68,7 +68,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
       delta += tile::to_accumulator(d_o.at(row, column)) * tile::to_accumulator(o.at(row, column));
     delta = tile::row_sum(delta);
     const Accumulator lse_2 = in_bounds ? lse_in_base_2(lse.at(row, 0)) : Accumulator(0);
-    const bool is_empty = lse_2 == -ptx::negative_infinity<Accumulator>();  // of keys: its gradients are 0
+    const bool is_empty = lse_2 == -ptx::negative_infinity<Accumulator>();  // the row has no key: its gradients are 0
     if (is_empty) delta = 0;
     else if (in_bounds && params.dlse.data != nullptr) delta -= dlse.at(row, 0);
     if constexpr (kHasScore) {

@@ -34,7 +34,7 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     __syncthreads();  // the last columns are read
     tile::load(q_smem, q.columns(first, last));
     tile::load(k_smem, k.columns(first, last));
-    __syncthreads();  // these are there
+    __syncthreads();  // the columns have arrived
     tile::gemm_add_nt(s, q_smem, k_smem);
   }
   // With a score function the backward pass keeps q k^T, of which it makes P and slopes.

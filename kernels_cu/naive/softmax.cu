@@ -21,7 +21,7 @@ naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   const Accumulator logit = sink_logit<Accumulator>(sink, batch_head, batch_head.head);
   for (int first = work.first; first < work.last; first += tile::kRowLanes) {
     const int query = first + tile::row_lane();
-    const bool in_bounds = query < work.last;  // the others only keep their warp company
+    const bool in_bounds = query < work.last;  // threads past the last row only take part in reductions of their warp
     const int num_keys = in_bounds ? shape.seqlen_kv : 0;
     Accumulator row_highest = ptx::negative_infinity<Accumulator>();
     for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)

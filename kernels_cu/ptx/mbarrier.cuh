@@ -1,7 +1,8 @@
-// Barriers in shared memory, 8 bytes each, on which threads and asynchronous copies meet. A phase ends when `count`
-// threads have arrived and all bytes that they announced have come. Phases alternate in parity; the first has parity 0,
-// and one of parity 1 counts as ended before it.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier (sm_90)
+// Barriers in shared memory, 8 bytes each, at which threads and asynchronous copies arrive. A phase ends when `count`
+// threads have arrived and all announced bytes have arrived. Phases alternate in parity; the first one has parity 0,
+// and the phase before it counts as ended with parity 1.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
+// (sm_90)
 #pragma once
 
 #include <ptx/types.cuh>
@@ -14,8 +15,8 @@ CUFLASH_DEVICE uint64_t nanoseconds() {
   return time;
 }
 
-// Ends the kernel with an error by a store to address 0. A trap would be an exit from the wait loop, for which ptxas serialises
-// wgmma (C7512).
+// Ends the kernel with an error by a store to address 0. A trap would be an exit from the wait loop, for which ptxas
+// serialises wgmma (C7512).
 CUFLASH_DEVICE void fault() { asm volatile("st.global.u32 [%0], 0;" ::"l"(0ull) : "memory"); }
 
 }  // namespace cuflash::assembly
@@ -35,7 +36,7 @@ CUFLASH_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and announces bytes that copies will bring.
+// Arrives, and announces bytes that copies will write.
 CUFLASH_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -50,7 +51,8 @@ CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int phase) {
   return has_ended;
 }
 
-// Waits until the phase of this parity has ended. In a kernel with a watchdog, the wait ends with a fault after four seconds.
+// Waits until the phase of this parity has ended. In a kernel with a watchdog, the wait ends with a fault after four
+// seconds.
 CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, int phase) {
   const uint64_t started_at = config::kHasWatchdog ? assembly::nanoseconds() : 0;
   while (!mbarrier_try_wait(barrier, phase))

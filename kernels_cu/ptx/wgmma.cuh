@@ -27,7 +27,7 @@ struct CommentBegin { static constexpr const char text[] = {kIsComment ? '/' : '
 template <bool kIsComment>
 struct CommentEnd { static constexpr const char text[] = {kIsComment ? '*' : ' ', kIsComment ? '/' : ' ', 0}; };
 
-// As many registers as the widest product has.
+// The registers of an accumulator, as many as the widest product has.
 template <int kCount>
 struct Registers {
   float (&own)[kCount];
@@ -98,11 +98,12 @@ CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_
 
 namespace cuflash::ptx {
 
-// The dimension along which an operand lies contiguously in shared memory: the sum's (k), or rows of a and columns of b.
+// The dimension along which an operand lies contiguously in shared memory: the sum's (k), or rows of a and columns of
+// b.
 enum class Major { kK = 0, kMN = 1 };
 
-// How 16-byte chunks of rows of so many bytes are permuted, here as by tensor maps: bits 4 to 6 of an address change by
-// exclusive or with bits 7 to 9; with 64 bytes two of them (4, 5 with 7, 8), with 32 one.
+// The permutation of 16-byte chunks of rows of so many bytes, here as in tensor maps: bits 4 to 6 of an address change
+// by exclusive or with bits 7 to 9; with 64 bytes two of them (4, 5 with 7, 8), with 32 bytes one.
 enum class Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 
 // A matrix in shared memory, as wgmma takes it: made of atoms, 8 rows of the swizzle's width, or of 16 bytes without one.
@@ -117,7 +118,8 @@ constexpr CUFLASH_DEVICE uint64_t wgmma_descriptor(Swizzle swizzle, uint32_t add
          static_cast<uint64_t>(leading_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Required before the first wgmma, and whenever d, or a in registers, was accessed by anything but a wgmma of the same shape.
+// Required before the first wgmma, and whenever d, or a in registers, was accessed by anything but a wgmma of the same
+// shape.
 CUFLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Both a and b lie in shared memory.
@@ -142,15 +144,16 @@ CUFLASH_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Ends the lifetime of these registers' values, so that the compiler does not preserve them for a product that starts anew.
+// Ends the lifetime of these registers' values, so that the compiler does not preserve them for a product that starts
+// anew.
 template <int kCount>
 CUFLASH_DEVICE void mark_undefined(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
 }
 
-// Keeps other accesses to these registers on their side of this line: the compiler does not know that products in flight use
-// them.
+// Keeps other accesses to these registers on their side of this line. The compiler cannot see that products in flight
+// use them.
 template <int kCount>
 CUFLASH_DEVICE void fence_registers(float (&registers)[kCount]) {
 #pragma unroll

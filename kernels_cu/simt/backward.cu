@@ -1,6 +1,7 @@
-// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) in one walk over the scores: a block computes dK and dV of one
-// tile of keys, and adds its contributions to dQ atomically, in no fixed order. Scores are transposed here: rows are keys. Q, dO,
-// Q again and the sum for dQ share one tile of shared memory in turn; P and then dS have a tile of their own.
+// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) in one walk over the scores. A thread block computes
+// dK and dV of one tile of keys, and adds to dQ atomically, in no fixed order. Scores are transposed: rows are keys. Q,
+// dO, Q again and the sum for dQ share one tile of shared memory, one after the other; P and then dS have a tile of
+// their own.
 #include <attention/block_iterator.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
@@ -13,17 +14,19 @@ namespace cuflash {
 
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = tile::kMmaRows > 0 ? 32 : kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
-constexpr int kUnroll = 1;  // of a product at a time: more gain little, and compile half as long again
-constexpr int kScoreUnroll = tile::kMmaRows > 0 ? tile::kMmaUnroll : kUnroll;  // where registers are free for operands
+constexpr int kUnroll = 1;  // steps of a product that are unrolled: more gain little, and compile half as long again
+// the product of scores, for which registers of operands are free
+constexpr int kScoreUnroll = tile::kMmaRows > 0 ? tile::kMmaUnroll : kUnroll;
 // Multiply-adds read these only along rows, by vectors; tensor cores read along columns too.
 constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
 using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim + kPadding>;
 using VRows = tile::SharedTile<Accumulator, kBlockKv, kValueDim, kValueDim + kPadding>;
-// Rows that start 8 banks apart meet no bank twice when 4 of them are written at once; 64 queries leave no room for it.
+// With rows that start 8 banks apart, four rows are written at once without a bank conflict; with 64 queries there is
+// no space for the padding.
 constexpr int kPtPadding = kPadding == 0 && kBlockQ > 64 ? 8 : kPadding;
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kBlockQ + kPtPadding>;
 
-// Q, dO and dQ share one tile in turn; behind each row lie lse and delta of its query.
+// Q, dO and dQ share one tile, one after the other; behind each row are lse and delta of its query.
 template <int Columns>
 using SharedSlot = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
 
@@ -74,7 +77,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       scores.fill(0);
       tile::gemm_add_nt<kScoreUnroll>(scores, k_smem, q_smem);
       if constexpr (!kHasScore) probabilities_of_keys(scores, params, work, block, lse_2);
-      tile::store(p_smem, scores);  // with a score function S, which its thread alone reads
+      tile::store(p_smem, scores);  // with a score function, S, which only its own thread reads
       __syncthreads();  // P is there, and Q is read
       // The gradients of a query without a key are 0, whatever its rows hold.
       tile::load(do_smem, d_o.rows(block.start, block.stop),

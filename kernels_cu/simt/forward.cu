@@ -1,5 +1,6 @@
-// FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1), products and sums in true float32 or float64.
-// A block works on one tile of queries and walks their keys; K and V share one tile of shared memory in turn.
+// FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1), with products and sums in true float32 or float64. A
+// thread block works on one tile of queries and walks their keys; K and V share one tile of shared memory, one after
+// the other.
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
 #include <attention/mask_simt.cuh>

@@ -37,6 +37,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
   Kept kept;
   using Step = StepScoreIf<Scores, score::Function>;
+  typename Step::StepSums of_steps;
   const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state,
                                const Step& step) {
     const StepQueries queries{smem.queries[state.stage], first_query, flags};
@@ -59,7 +60,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   if constexpr (kDpRunsAhead) {
     const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
     start_dp(dp, state, part);
-    const StepPlace place = place_of_step(smem.messages[state.stage]);
+    const StepPlace place = place_of_step(state.stage);
     const Step step(score, place);
     draw_step(kept, place, dropout, params.shape);
     tile::wait_wgmma<1>(s);
@@ -72,7 +73,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     const StepQueries queries{smem.queries[state.stage], first_query, flags};
     PackedScores p, ds;
     if constexpr (kChangesWeights) {
-      const StepPlace place = place_of_step(smem.messages[state.stage]);
+      const StepPlace place = place_of_step(state.stage);
       if constexpr (!kDpRunsAhead) {
         start_dp(dp, state, part);
         draw_step(kept, place, dropout, params.shape);
@@ -82,7 +83,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       wait_ds(part);
       const auto make_operands = [&](auto is_plain) {
         make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, place, score, dropout,
-                                                          softmax_scale_log2, ds_address);
+                                                          softmax_scale_log2, ds_address, of_steps);
       };
       if (queries.is_plain()) make_operands(IsPlain<true>());
       else make_operands(IsPlain<false>());
@@ -103,6 +104,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     WarpDq dq;
     if constexpr (kMakesDq) start_dq(dq, part);
     tile::start_gemm_add_nn(dk, ds, tile::MnMajor<SmemQ>(q_smem(state.stage)));
+    if constexpr (score::Function::kStoresGradient) store_gradient(score, place_of_step(state.stage), ds_smem);
     const PipelineState next_state = state.next();
     DqFinish dq_finish = kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
     QueryValues next_lse_2;
@@ -130,7 +132,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
       if (starts_next_tile(flags)) {
         write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
-        if (flags & StepMessage::kEndOfWork) return;
+        if (flags & StepMessage::kEndOfWork) return finish_sums(score, of_steps);
         release_ds(part);
         dk.fill(0);
         dv.fill(0);
@@ -153,7 +155,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       Scores next_dp;
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
-      const StepPlace next_place = place_of_step(smem.messages[next_state.stage]);
+      const StepPlace next_place = place_of_step(next_state.stage);
       const Step next_step(score, next_place);  // found, as is what is drawn, while products run
       draw_step(kept, next_place, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
@@ -178,5 +180,5 @@ sm90_backward(const __grid_constant__ cuflash::attention::Params params,
               const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
-  run_roles(params, maps, [&](int part) { consume(params, part, score_function, dropout); });
+  run_roles(params, maps, [&](int part) { consume(params, part, score_function, dropout); }, score_function);
 }

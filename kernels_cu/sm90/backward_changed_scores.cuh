@@ -7,10 +7,10 @@ namespace cuflash {
 
 using Kept = attention::KeptWeights<Scores>;
 
-// P is made while dP is multiplied: where slopes do not need scores, and registers hold dP of the next step.
+// P is made while dP is multiplied, if slopes do not depend on scores and registers hold dP of the next step.
 constexpr bool kMakesPEarly = kChangesWeights && !kMakesPairs && kDpRunsAhead;
 
-// visit(i, j) of a thread's elements of 16 queries.
+// Call visit(i, j) with a thread's elements of 16 queries.
 template <class Visit>
 CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
 #pragma unroll
@@ -19,8 +19,8 @@ CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
     for (int i = 0; i < Scores::kRows; ++i) visit(i, j);
 }
 
-// P in the place of q k^T for 16 queries: 0 where it is hidden, and of queries without a key. `scale` is that of products
-// with a score function, else of exponents.
+// Replace q k^T by P for 16 queries; P is 0 for masked elements and for queries without a key. `scale` multiplies
+// scores with a score function, and exponents without one.
 template <bool IsPlain, class Step>
 CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
                                    const ThreadMask<IsPlain>& mask, float scale) {
@@ -34,7 +34,8 @@ CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const Ste
   });
 }
 
-// The same for all, as of a plain step, and mended if it is none: under products code is in one piece.
+// Replace q k^T by P for all queries of a step. P is made as in a plain step, then corrected if the step is not plain:
+// so all steps share one piece of code, which saves instruction fetches.
 template <class Step>
 CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQueries& queries, float scale) {
   const ThreadMask<true> all(queries);
@@ -49,25 +50,25 @@ CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQuerie
     });
 }
 
-// Which weights are kept.
+// Find the weights of a step that dropout keeps.
 CUFLASH_DEVICE void draw_step(Kept& kept, const StepPlace& place, attention::DropoutArgument dropout,
                               const attention::Shape& shape) {
   if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
 }
 
-// Which of two copies of a function, of plain steps and of others.
+// Selects one of two copies of a function at compile time: for plain steps, or for others.
 template <bool Value>
 struct IsPlain {
   static constexpr bool kValue = Value;
 };
 
-// P and dS as left operands, of P, or q k^T, and dP; and dS, transposed, where dQ's product reads it. P is left as dV
-// has it, without what is dropped.
+// Make P and dS of a step from P (or q k^T) and dP, pack them as left operands of products, and store dS transposed for
+// the product dQ. P loses the weights that dropout drops, as the product dV needs it.
 template <bool IsPlain, class Score>
 CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
                                           const Kept& kept, const StepQueries& queries, const StepPlace& place,
                                           const Score& score, attention::DropoutArgument dropout, float scale,
-                                          uint32_t ds_address) {
+                                          uint32_t ds_address, typename StepScoreIf<Scores, Score>::StepSums& of_steps) {
   using Step = StepScoreIf<Scores, Score>;
   const Step step(score, place);
   typename Step::Sums sums;
@@ -88,7 +89,7 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
       for_each_of_fragment(k, [&](int i, int j) {
         const float delta = queries.delta()[Scores::column(j)];
         const float ds = attention::score_gradient(s.at(i, j), dp.at(i, j), delta);
-        // of a query that the score function hides from all keys too
+        // 0 also for queries that the score function hides from all keys
         dp.at(i, j) = IsPlain || s.at(i, j) != 0 ? ds : 0.0f;
       });
       if constexpr (kHasSlopes) step.apply_slopes(s, dp, k, sums);
@@ -99,7 +100,7 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
     ds.pack(dp, k);
     if constexpr (kMakesDq) tile::store_transposed<SmemDs>(ds_address, ds, k);
   }
-  step.flush(sums);
+  step.flush(sums, of_steps);
 }
 
 }  // namespace cuflash

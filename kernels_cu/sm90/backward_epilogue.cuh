@@ -5,16 +5,17 @@
 // of a tile.
 namespace cuflash {
 
-// What the keys add to dQ of a step, a part of it for each warpgroup. Called by both, each once it has stored dS of its keys.
+// Start the product dQ of a step, a part of it for each warpgroup. Called by both warpgroups, when they have stored dS
+// of their keys.
 CUFLASH_DEVICE void start_dq(WarpDq& dq, int part) {
   ptx::fence_proxy_async();
-  ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);  // dS is there
+  ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);  // both warpgroups have stored dS
   const KOfWarpgroup k_part{k_smem.start + (kRowParts == 1 ? part * KOfWarpgroup::kBytes : 0)};
   tile::start_gemm_nn(dq, tile::KMajor<SmemDs>(ds_smem, kRowParts == 1 ? 0 : 64 * part),
                       tile::MnMajor<KOfWarpgroup>(k_part));
 }
 
-// A warpgroup may write dS anew, once the other has left it.
+// Wait until the other warpgroup has read the dS of this one; below, signal that this one has read the other's.
 CUFLASH_DEVICE void wait_ds(int part) {
   if constexpr (kMakesDq) ptx::bar_sync(kDsEmpty + part, kNumConsumers * kWarpgroupThreads);
 }
@@ -22,13 +23,14 @@ CUFLASH_DEVICE void release_ds(int part) {
   if constexpr (kMakesDq) ptx::bar_arrive(kDsEmpty + (1 - part), kNumConsumers * kWarpgroupThreads);
 }
 
-// Have it added up, or finish it: in its room, once that is free, or has the sums of what other tiles of keys made.
+// Wait until the staging buffer of dQ is free, or holds the sums of other tiles; below, stage dQ for the dQ writer.
 CUFLASH_DEVICE void wait_dq(int part) { ptx::bar_sync(kDqEmpty + part, kWarpgroupThreads + 32); }
 CUFLASH_DEVICE void stage_dq(const WarpDq& dq, float* staged, int part) {
   DqSumLayout::store_shared(staged, dq);
   ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);
 }
-// Of all queries of the tile, whichever the step goes on to. Four columns of 8 at a time, as registers are few.
+// Scale and store dQ of all queries of a tile, with the staged sums of other tiles added if `adds`. Four groups of
+// eight columns are converted at a time, to save registers.
 CUFLASH_DEVICE void finish_dq(const attention::Params& params, WarpDq& dq, const float* staged,
                               const StepMessage& message, int part,
                               bool adds) {
@@ -46,7 +48,7 @@ CUFLASH_DEVICE void finish_dq(const attention::Params& params, WarpDq& dq, const
   ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);
 }
 
-// Of a tile, all of whose steps were walked.
+// Write dK and dV of a tile, after its last step.
 CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work, WarpDk& dk,
                                     WarpDv& dv, attention::DropoutArgument dropout) {
   const int kv_head = work.batch_head.head / params.shape.group_size;

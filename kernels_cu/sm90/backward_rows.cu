@@ -1,7 +1,8 @@
-// The rows' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) as FlashAttention-3 multiplies
-// (arXiv 2407.08608): dQ of 64 queries, which nobody adds to, P recomputed from lse. One warpgroup of a block brings Q, dO,
-// and K and V step after step; the other multiplies. P, dS and dQ stay in registers. Another block of the multiprocessor
-// multiplies while this one reckons.
+// dQ of a backward pass on Hopper, up to 128 columns, for calls whose dQ must repeat bit for bit and for lists of small
+// blocks: the loop of FlashAttention-2 (arXiv 2307.08691, algorithm 2) with the products of FlashAttention-3 (arXiv
+// 2407.08608). A tile has 64 queries, and P is recomputed from lse. One warpgroup of a thread block loads Q, dO, and K
+// and V of each step; the other one multiplies. P, dS and dQ stay in registers. A second thread block on the
+// multiprocessor multiplies while this one computes P and dS.
 #include <attention/score_gradient_mma.cuh>
 #include <sm90/epilogue_gradient.cuh>
 #include <sm90/query_stats.cuh>
@@ -9,7 +10,7 @@
 
 namespace cuflash {
 
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;  // 128 each, moved: as many as a block starts with
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;  // a block starts with 128 registers for each thread
 static_assert(kProducerRegisters + kConsumerRegisters <= 2 * 128, "else a group waits for ever");
 static_assert(kNumConsumers == 1 && kThreads == 2 * kWarpgroupThreads, "a warpgroup has 64 queries");
 
@@ -30,8 +31,8 @@ struct BackwardRowsHooks {
   }
 };
 
-// lse and delta of a thread's rows, which the kernel before left by tiles; without a list these are cut from the first query
-// on, and this kernel's from the last.
+// Return lse and delta of a thread's rows. The kernel before has stored them by tiles of queries. Without a list it
+// cuts tiles from the first query on, and this kernel cuts them from the last one.
 CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const attention::WorkTile& work) {
   const QueryStats* const all = query_stats(params, work.batch_head);
   Statistics stats;
@@ -48,7 +49,7 @@ CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const 
   return stats;
 }
 
-// P in the place of q k^T; what is masked stays marked.
+// Replace q k^T by P; masked scores keep their mark.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_p(Scores& s, const Statistics& stats, float softmax_scale_log2) {
 #pragma unroll
@@ -60,7 +61,7 @@ CUFLASH_DEVICE void make_p(Scores& s, const Statistics& stats, float softmax_sca
     }
 }
 
-// dS in the place of dP, which may be anything where P is masked.
+// Replace dP by dS; dP of masked elements may hold anything, and their dS is 0.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
 #pragma unroll
@@ -72,7 +73,7 @@ CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
     }
 }
 
-// Numbers count steps that were read.
+// num_k_blocks counts the blocks of keys that the warpgroup has read.
 
 CUFLASH_DEVICE void start_scores(Scores& s, unsigned num_k_blocks) {
   const int stage = stage_of(num_k_blocks);
@@ -85,15 +86,16 @@ CUFLASH_DEVICE void start_dp(Scores& dp, unsigned num_k_blocks) {
   tile::start_gemm_nt(dp, tile::KMajor<SmemDo>(do_smem(0)), tile::KMajor<SmemV>(v_smem(stage)));
 }
 
-// Walk the keys of a tile. Scores and dP of the next step are multiplied behind this one's dQ, and P is made under dP. Q and
-// dO are left once the last dP is there, and leave room for the next tile's while its results are written.
+// Add all keys of a tile to its dQ. Scores and dP of the next step are queued behind the product dQ of this one, and P
+// is made under dP. Q and dO are released after the last dP, so that those of the next tile are loaded while the
+// results are written.
 CUFLASH_DEVICE void process_tile(const attention::Params& params, Dq& dq, const WorkTileInfo& tile_info,
                                  unsigned& num_k_blocks) {
   SharedStorage& smem = shared();
   Scores s, dp;
   start_scores(s, num_k_blocks);
   start_dp(dp, num_k_blocks);
-  const Statistics stats = row_statistics(params, tile_info.work);  // asked for meanwhile
+  const Statistics stats = row_statistics(params, tile_info.work);  // loaded while the products run
   tile::wait_wgmma<1>(s);
   while (true) {
     const int stage = stage_of(num_k_blocks), flags = flags_of_warpgroup(0, num_k_blocks);
@@ -150,7 +152,7 @@ sm90_backward_rows(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (threadIdx.x < kWarpgroupThreads) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce<BackwardRowsHooks>(params, maps, attention::sink, attention::pages, attention::scales);
+    produce<BackwardRowsHooks>(params, maps, attention::sink, attention::pages, attention::scales, score_function);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params);

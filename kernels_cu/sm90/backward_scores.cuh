@@ -4,8 +4,8 @@
 // P and dS of a step of sm90_backward, in registers, for calls without score function and dropout.
 namespace cuflash {
 
-// P in the place of q k^T, as attention::probability has it, or without its minimum. delta is asked for once lse is spent,
-// and comes under the exponentials.
+// Replace q k^T by P; a plain step leaves out the clamp to 1. delta is loaded when the registers of lse are free, and
+// arrives while exponentials are computed.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_p(Scores& s, const QueryValues& lse_2, QueryValues& delta, const StepQueries& queries,
                            float softmax_scale_log2) {
@@ -26,7 +26,7 @@ CUFLASH_DEVICE void make_p(Scores& s, const QueryValues& lse_2, QueryValues& del
     }
 }
 
-// dS = P (dP - delta) in the place of dP, for 16 queries.
+// Replace dP by dS = P (dP - delta), for 16 queries.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const QueryValues& delta, const ThreadMask<IsPlain>& mask, int k) {
 #pragma unroll
@@ -36,7 +36,8 @@ CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const QueryValues& delta, con
       dp.at(i, j) = mask.at(i, j) ? attention::score_gradient(p.at(i, j), dp.at(i, j), delta.at(j)) : 0.0f;
 }
 
-// The same for all; and P and dS as left operands, and dS, transposed, where dQ's product reads it.
+// Replace dP by dS for all queries of a step. Pack P and dS as left operands of products, and store dS transposed for
+// the product dQ.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds, const QueryValues& delta,
                                   const StepQueries& queries, uint32_t ds_address) {
@@ -50,7 +51,8 @@ CUFLASH_DEVICE void make_operands(Scores& s, Scores& dp, PackedScores& p, Packed
   }
 }
 
-// P, of no more than 1, or dS of a step that is not plain, where all of it was made: 0 where it is hidden.
+// Clamp P to 1 and set masked elements of P, or of dS, to 0, in a step that is not plain. Called after all of P or dS
+// is made.
 template <bool IsP>
 CUFLASH_DEVICE void clamp_and_mask(Scores& x, const StepQueries& queries) {
   const ThreadMask<false> mask(queries);
@@ -62,8 +64,8 @@ CUFLASH_DEVICE void clamp_and_mask(Scores& x, const StepQueries& queries) {
   ptx::fence_registers(tile::accumulators(x));
 }
 
-// P and dS, once dP is there, in their places: as of a plain step, and mended if it is none. Code that steps share is in one
-// piece, which waits for no instructions.
+// Replace S by P and dP by dS, once dP has arrived. They are made as in a plain step, then corrected if the step is not
+// plain: so all steps share one piece of code, which saves instruction fetches.
 CUFLASH_DEVICE void make_p_and_ds(Scores& s, Scores& dp, const QueryValues& lse_2, const StepQueries& queries,
                                   float softmax_scale_log2) {
   QueryValues delta;

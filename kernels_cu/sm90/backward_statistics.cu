@@ -1,13 +1,13 @@
-// What FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) starts with: of each tile of queries lse in base 2 and
-// delta = rowsum(dO o O) - dlse, 0 in rows without a key, as one copy brings them later. The sums of dQ are set to 0 where
-// nobody will store them.
+// The first kernel of FlashAttention-3's backward pass (arXiv 2407.08608, appendix B). For each tile of queries it
+// computes the QueryStats that the backward kernels load by one bulk copy: lse in base 2 and delta = rowsum(dO o O) -
+// dlse, which is 0 in rows without a key. It sets sums of dQ to 0 if no tile of keys stores them.
 #include <attention/delta.cuh>
 #include <sm90/dq_semaphore.cuh>
 #include <sm90/query_stats.cuh>
 
 namespace cuflash {
 
-// All but delta of the rows that are there. By a warp.
+// Compute the statistics of a tile of queries except delta. Called by a warp.
 CUFLASH_DEVICE void compute_query_stats(QueryStats& stats, const attention::Params& params,
                                         const attention::WorkTile& work) {
   using namespace attention;
@@ -33,8 +33,8 @@ CUFLASH_DEVICE void compute_query_stats(QueryStats& stats, const attention::Para
   stats.arrivals.count = 0;
 }
 
-// write(row, delta) of each row, as for_each_delta has it, of whole rows of a whole tile; false where it is none. A
-// thread asks for a few chunks of O and of dO at once.
+// Call write(row, delta) with each row of a full tile whose rows are full, and return true; return false for other
+// tiles, which for_each_delta serves. A thread loads a few chunks of O and of dO at a time.
 template <class Write>
 CUFLASH_DEVICE bool for_each_delta_of_full_tile(const attention::Params& params, const attention::WorkTile& work,
                                                 Write write) {
@@ -45,9 +45,9 @@ CUFLASH_DEVICE bool for_each_delta_of_full_tile(const attention::Params& params,
   if constexpr (kValueDim % kWidth != 0 || kBlockQ % kHeight != 0) {
     return false;
   } else {
-    // chunks of a row, and rows, of a thread
+    // a thread's chunks per row, and rows
     constexpr int kChunksPerThread = kValueDim / kWidth, kRowsPerThread = kBlockQ / kHeight;
-    // at once; if all, ptxas spills
+    // rows loaded at a time; with all of them, ptxas spills registers
     constexpr int kRowsInFlight = kChunksPerThread * kRowsPerThread <= 4 ? (kRowsPerThread + 1) / 2
         : kChunksPerThread < 4 ? 4 / kChunksPerThread : 1;
     static_assert(kRowsPerThread % kRowsInFlight == 0, "all rows are some thread's");
@@ -108,7 +108,7 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
     compute_query_stats(stats, params, work);
     if constexpr (kLastArrivalFinishesDq) init_dq_arrivals<kBlockKv, Element>(params, work, stats.arrivals);
   }
-  ptx::compiler_barrier();  // else ptxas spills what it moves ahead of here
+  ptx::compiler_barrier();  // keeps ptxas from moving loads ahead, which would spill registers
   const auto write = [&](int row, float sum) { stats.delta[row - work.first] = sum; };
   if (!for_each_delta_of_full_tile(params, work, write)) for_each_delta(params, work, write);
   if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);

@@ -1,27 +1,27 @@
 #pragma once
 #include <sm90/q_pipeline.cuh>
 
-// Register tiles of sm90_backward, whose rows of scores are keys, and how threads read the statistics and masks of a step's
-// queries.
+// Register tiles of sm90_backward, whose rows of scores are keys, and how threads read the statistics and masks of a
+// step's queries.
 namespace cuflash {
 
 static_assert(!kIsWide && kBlockKv == 64 * kNumConsumers, "a warpgroup has 64 keys");
 
-// Rows are keys.
+// Register tiles; the rows of scores are keys.
 using Scores = tile::WarpTile<1, kBlockQ / 8, 4 * kNumConsumers>;
 using WarpDk = tile::WarpTile<1, kHeadDim / 8, 4 * kNumConsumers>;
 using WarpDv = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 using PackedScores = tile::PackedOperand<Element, Scores>;  // P or dS
 using SmemDs = tile::WgmmaTile<Element, kBlockQ, kBlockKv>;
-constexpr SmemDs ds_smem{kScoreOffset};  // if dQ is made
+constexpr SmemDs ds_smem{kScoreOffset};  // if this kernel computes dQ
 
-// What a warpgroup makes of dQ: of 64 queries all columns, or of all queries 64 columns at most.
+// The part of dQ that a warpgroup computes: all columns if a step has 64 queries, half of the columns if it has 128.
 constexpr int kRowParts = kBlockQ / 64;
-// Of 64 queries registers have room for the scores and dP of the step after too: P is made while dP is.
+// With 64 queries a step, registers hold S and dP of the next step too: its P is made while its dP is multiplied.
 constexpr bool kDpRunsAhead = kRowParts == 1;
 using KOfWarpgroup = tile::WgmmaTile<Element, kBlockKv, kHeadDim * kRowParts / kNumConsumers>;
 
-// A step's queries as a thread asks about them, from its first one on.
+// Statistics of a step's queries, from the thread's first query on.
 struct StepQueries {
   const StageQueries& stage;
   int first_query, flags;
@@ -31,7 +31,8 @@ struct StepQueries {
   CUFLASH_DEVICE const float* delta() const { return stage.stats.delta + first_query; }
 };
 
-// Which elements of scores count: all, or, of a masked step, bits of the thread's keys, a word each 32 queries.
+// Mask of a thread's scores. It allows all of them in a plain step; otherwise it has a bit for each query of each of
+// the thread's keys, in words of 32 queries.
 template <bool IsPlain>
 struct ThreadMask {
   explicit CUFLASH_DEVICE ThreadMask(const StepQueries&) {}
@@ -39,11 +40,11 @@ struct ThreadMask {
 };
 template <>
 struct ThreadMask<false> {
-  uint32_t bits[Scores::kRows][kQueryWords];  // of the thread's first query on
+  uint32_t bits[Scores::kRows][kQueryWords];  // bit 0 belongs to the thread's first query
 
   ThreadMask() = default;
   explicit CUFLASH_DEVICE ThreadMask(const StepQueries& queries) {
-    const uint32_t all = queries.flags & StepMessage::kMasked ? 0 : ~0u;  // where an lse is large, but nothing hidden
+    const uint32_t all = queries.flags & StepMessage::kMasked ? 0 : ~0u;  // a step with a large lse may have no mask
     const uint32_t(*const row_masks)[kQueryWords] = &queries.stage.row_masks[Scores::first_row()];
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i)
@@ -55,8 +56,8 @@ struct ThreadMask<false> {
   }
 };
 
-// What is known of the thread's queries: of as many as registers are free for at once, so that products which start
-// meanwhile do not hold it up.
+// Values of the thread's queries, lse or delta. Some are loaded into registers in advance, so that products which start
+// meanwhile do not delay them; the others are loaded at use.
 struct QueryValues {
   static constexpr int kPrefetched = 1024 / kBlockQ;
   static_assert(kPrefetched <= Scores::kColumns, "some, or all");

@@ -1,7 +1,7 @@
-// FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) on Hopper where dK and dV of 128 keys are more than
-// registers hold: a tile has fewer keys. Two warpgroups make S and dP of half of them each; P and dS go through shared
-// memory, since each then makes dK and dV of all keys, transposed: for half of their columns, as rows. dQ of half of the
-// columns is added up in global memory.
+// FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) on Hopper, above 128 columns. Registers cannot hold
+// dK and dV of 128 keys, so a tile has fewer keys. Two warpgroups compute S and dP of half of the keys each. P and dS
+// pass through shared memory, since each warpgroup computes dK and dV of all keys, transposed, for half of their
+// columns. Each adds half of the columns of dQ to sums in global memory.
 #include <ptx/store.cuh>
 #include <sm90/q_pipeline.cuh>
 
@@ -9,25 +9,26 @@ namespace cuflash {
 
 static_assert(kIsWide && kBlockQ == 64 && kBlockKv % 16 == 0, "a warpgroup has all queries, and half of the keys");
 
-// Rows are queries, columns the warpgroup's keys.
+// Register tile of scores: rows are queries, columns are the warpgroup's keys.
 using Scores = tile::WarpTile<1, kBlockKv / 16, 4, kNumConsumers>;
 using PackedScores = tile::PackedOperand<Element, Scores>;
 using TransposedScores = tile::WgmmaTile<Element, kBlockKv, kBlockQ>;  // P or dS of all keys
 CUFLASH_DEVICE TransposedScores p_smem(bool is_odd) { return {kScoreOffset + is_odd * kScoreBytes}; }
 constexpr TransposedScores ds_smem{kScoreOffset + 2 * kScoreBytes};
 
-// What a warpgroup makes of dQ at a time: of its half of the columns no more than registers are left for.
+// The part of dQ that a warpgroup computes at a time: of its half of the columns, as many as registers hold.
 constexpr int kDqSlices = kHeadDim > 192 ? 2 : 1;
 using DqSlice = tile::WarpTile<1, WarpDq::kColumnTiles / kDqSlices, 4, kNumConsumers>;
 using KSlice = tile::WgmmaTile<Element, kBlockKv, 8 * DqSlice::kColumnTiles, SmemK::kPanelWidth>;
 
-// A warpgroup's part of dK or dV, transposed: rows are columns of the gradient, those of whole panels of Q or dO. Of an odd
-// number of panels both warpgroups have the last, half of the keys each.
+// A warpgroup's part of dK or dV, transposed: rows are columns of the gradient, those of whole panels of Q or dO. If
+// the number of panels is odd, both warpgroups compute the last one, for half of the keys each.
 template <class Left>
 struct GradientPart {
   static constexpr int kPanelsPerWarpgroup = Left::kNumPanels / kNumConsumers;
   static constexpr bool kSharesLastPanel = Left::kNumPanels % kNumConsumers != 0;
-  static constexpr int kOtherGemms = kPanelsPerWarpgroup - 1 + kSharesLastPanel;  // products beside the first panel's
+  // number of products besides that of the first panel
+  static constexpr int kOtherGemms = kPanelsPerWarpgroup - 1 + kSharesLastPanel;
   static constexpr int kLast = Left::kNumPanels - 1;
   static_assert(kPanelsPerWarpgroup == 1 || kPanelsPerWarpgroup == 2, "128 to 256 columns");
   using AllKeys = tile::WarpTile<1, kBlockKv / 8, 4>;
@@ -39,7 +40,7 @@ struct GradientPart {
   AllKeys panels[kPanelsPerWarpgroup];
   HalfOfKeys last_panel;
 
-  // Call it with each part, the part's panel and its first key.
+  // Call visit with the sums of each part, its panel and its first key.
   template <class Visit>
   CUFLASH_DEVICE void each(int part, Visit visit) {
 #pragma unroll
@@ -47,7 +48,7 @@ struct GradientPart {
     if constexpr (kSharesLastPanel) visit(last_panel, kLast, part * kBlockKv / kNumConsumers);
   }
 
-  // The first panel, or what is left.
+  // Start the product of the first panel; below, those of the others.
   CUFLASH_DEVICE void start_first_sum(Left left, TransposedScores right, int part) {
     left = tile::warp_uniform(left);
     right = tile::warp_uniform(right);
@@ -68,7 +69,7 @@ struct GradientPart {
 using WarpgroupDk = GradientPart<SmemQ>;
 using WarpgroupDv = GradientPart<SmemDo>;
 
-// Which elements of scores a thread's queries see: eight of the warpgroup's keys are a byte.
+// Mask of a thread's scores; a byte of bits has eight of the warpgroup's keys.
 struct ThreadMask {
   static constexpr int kRowBytes = 4 * kKeyWords;
   const uint8_t* bits;
@@ -83,7 +84,7 @@ struct ThreadMask {
   }
 };
 
-// P in the place of q k^T.
+// Replace q k^T by P.
 template <bool IsMasked>
 CUFLASH_DEVICE void make_p(Scores& s, const StageQueries& queries, float softmax_scale_log2, int part) {
   const ThreadMask mask(queries, part);
@@ -98,7 +99,7 @@ CUFLASH_DEVICE void make_p(Scores& s, const StageQueries& queries, float softmax
   }
 }
 
-// dS = P (dP - delta) in the place of dP.
+// Replace dP by dS = P (dP - delta).
 template <bool IsMasked>
 CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const StageQueries& queries, int part) {
   const ThreadMask mask(queries, part);
@@ -111,7 +112,7 @@ CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const StageQueries& queries, 
   }
 }
 
-// Where a tile lies is reckoned when it is asked for: registers are for accumulators.
+// Return a tile whose address is recomputed at each use, to save registers for accumulators.
 template <class Tile>
 CUFLASH_DEVICE Tile recomputed(Tile tile) {
   return tile::warp_uniform(Tile{ptx::opaque(tile.start)});
@@ -135,7 +136,7 @@ CUFLASH_DEVICE void start_dq(DqSlice& dq, int part, int slice) {
   tile::start_gemm_tn(dq, tile::MnMajor<TransposedScores>(recomputed(ds_smem)), tile::MnMajor<KSlice>(k_slice));
 }
 
-// Have P or dS where both warpgroups find all of it.
+// Store P or dS in shared memory, and wait until both warpgroups have stored theirs.
 CUFLASH_DEVICE void publish_scores(TransposedScores to, const Scores& from, int part) {
   PackedScores rounded;
   rounded = from;
@@ -144,11 +145,12 @@ CUFLASH_DEVICE void publish_scores(TransposedScores to, const Scores& from, int 
   ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);
 }
 
-// Columns of a gradient, transposed, from first_column on: of float32, which is summed over broadcast axes afterwards.
+// Write columns of a transposed gradient, from first_column on, in float32, which is summed over broadcast axes
+// afterwards.
 template <class Sums>
 CUFLASH_DEVICE void write_accumulators(const tile::Matrix<float>& to, Sums& sums, int first_key, int first_column) {
   const int key = first_key + ptx::lane() % 4 * 2, column = first_column + Sums::first_row();
-  float* const first = &to.at(key, column);  // in memory of our own: no stride of columns
+  float* const first = &to.at(key, column);  // columns of a workspace are contiguous
 #pragma unroll
   for (int j = 0; j < Sums::kColumns; ++j) {
     float* const row = first + Sums::column(j) * to.row_stride;
@@ -158,7 +160,7 @@ CUFLASH_DEVICE void write_accumulators(const tile::Matrix<float>& to, Sums& sums
                     sums.at(i, j));
   }
 }
-// Rounded, into a room for all of it.
+// Round columns of a transposed gradient, and stage them in shared memory.
 template <class Staging, class Sums>
 CUFLASH_DEVICE void store_packed(Staging to, const Sums& sums, int first_key, int first_column) {
   tile::PackedOperand<Element, Sums> rounded;
@@ -177,13 +179,13 @@ CUFLASH_DEVICE void write_part(const attention::Matrices& to, const attention::W
   });
 }
 
-// Of a tile, all of whose steps were walked: through the rooms of K and V, which are its own yet.
+// Write dK and dV of a tile, after its last step, by way of the shared memory of its K and V.
 CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work, WarpgroupDk& dk,
                                     WarpgroupDv& dv, int part) {
   using namespace attention;
   const int kv_head = work.batch_head.head / params.shape.group_size;
   dk.each(part, [&](auto& sums, int, int) { sums.scale(params.shape.softmax_scale); });
-  ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);  // both have read K and V
+  ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);  // both warpgroups have read K and V
   write_part(params.dk, work, kv_head, params.shape.head_dim, dk, k_smem, part);
   write_part(params.dv, work, kv_head, params.shape.value_dim, dv, v_smem, part);
   ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);
@@ -195,12 +197,12 @@ CUFLASH_DEVICE void write_gradients(const attention::Params& params, const atten
   };
   copy(params.dk, params.shape.head_dim, tile::TmaBoxes(k_smem));
   copy(params.dv, params.shape.value_dim, tile::TmaBoxes(v_smem));
-  ptx::fence_proxy_async();  // the next tile's may be copied there
+  ptx::fence_proxy_async();  // bulk copies of the next tile may overwrite what is read here
   release_kv();
 }
 
-// Walk all steps, tile after tile. Tensor cores always have a product ahead of the one that is waited for: P is made under
-// dP, dS under dV, and dQ is added under dK and under the next scores.
+// Run a consumer warpgroup: walk all steps, tile after tile. The tensor cores always have one more product than the one
+// that is waited for: P is made under dP, dS under dV, and dQ is added under dK and under the next scores.
 CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   using namespace attention;
   SharedStorage& smem = shared();
@@ -236,7 +238,8 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     dk.start_first_sum(q_smem(state.stage), recomputed(ds_smem), part);
     tile::wait_wgmma<1>(dq);
     dv.fence_registers();
-    if constexpr (kReleasesDo) tile::arrive(smem.d_o[do_stage(state)].empty);  // else with Q
+    // otherwise dO is released together with Q
+    if constexpr (kReleasesDo) tile::arrive(smem.d_o[do_stage(state)].empty);
     if constexpr (kDqSlices == 2) {
       dq_sum.atomic_add(dq);
       start_dq(dq, part, 1);
@@ -275,5 +278,5 @@ extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config:
 sm90_backward_wide(const __grid_constant__ cuflash::attention::Params params,
                    const __grid_constant__ cuflash::attention::TensorMaps maps) {
   using namespace cuflash;
-  run_roles(params, maps, [&](int part) { consume(params, part); });
+  run_roles(params, maps, [&](int part) { consume(params, part); }, score_function);
 }

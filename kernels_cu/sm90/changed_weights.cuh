@@ -18,10 +18,12 @@ constexpr bool kHasSlopes = kHasScore && (!score::Function::kIsShift || score::F
 struct StepPlace {
   const attention::BatchHead& batch_head;
   attention::Positions keys, queries;
+  int stage;  // of its Q
 };
-CUFLASH_DEVICE StepPlace place_of_step(const StepMessage& message) {
+CUFLASH_DEVICE StepPlace place_of_step(int stage) {
+  const StepMessage& message = shared().messages[stage];
   const attention::WorkTile& work = shared().works[message.work].tile;
-  return {work.batch_head, {work.first, work.last}, {message.block.start, message.block.stop}};
+  return {work.batch_head, {work.first, work.last}, {message.block.start, message.block.stop}, stage};
 }
 
 // A score function at the elements of a step that a thread has.
@@ -33,27 +35,21 @@ class StepScore {
   CUFLASH_DEVICE StepScore(const Score& score, const StepPlace& place)
       : score_(score),
         of_tile_(score.of_tile(place.batch_head.batch_index, place.batch_head.head)),
-        queries_(place.queries, Tile::first_column()) {
+        queries_(place.queries, Tile::first_column()),
+        array_(array_smem(place.stage)),
+        place_(SmemArray::offset(Tile::first_column(), Tile::first_row() / 8) + 2 * (Tile::first_row() % 8)) {
+    if constexpr (kStagesArray) place_ = ptx::opaque(place_);  // else it takes registers from step to step
     const attention::PositionsOf<Score> keys(place.keys, Tile::first_row());
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
       keys_[i] = keys.at(Tile::row(i));
       of_key_[i] = score.of_key(of_tile_, keys_[i].whole, keys_[i].real);
     }
-  }
-
-  // The scores in the place of q k^T, for 16 queries.
-  CUFLASH_DEVICE void apply(Tile& s, int k, float softmax_scale) const {
-#pragma unroll
-    for (int j = 4 * k; j < 4 * (k + 1); ++j) {
-      const attention::Position<T> query = queries_.at(Tile::column(j));
-      const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i) {
-        typename Score::Derivatives slopes;
-        s.at(i, j) = score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
-                                  s.at(i, j) * softmax_scale, slopes);
-      }
+    if constexpr (Score::kCanBeUniform) {
+      const attention::Positions &rows = place.keys, &queries = place.queries;
+      const int first = rows.at(Tile::warp_row()), last = rows.at(Tile::warp_row() + 15);
+      is_uniform_ = score.is_uniform(of_tile_, queries.first, queries.last - 1, first, last);
+      if (is_uniform_) uniform_ = score.of_uniform(of_tile_, queries.first, first);
     }
   }
 
@@ -62,11 +58,92 @@ class StepScore {
     typename Score::OfTileSums of_tile;
     typename Score::OfKeySums of_key[Tile::kRows];
     typename Score::OfScoreSums of_score;
+    typename Score::OfUniformSums of_uniform;
   };
+
+  // The scores in the place of q k^T, for 16 queries.
+  CUFLASH_DEVICE void apply(Tile& s, int k, float softmax_scale) const {
+    by_form([&](auto form) { apply_in<decltype(form)>(s, k, softmax_scale); });
+  }
 
   // dS = dF f' in the place of dF, for 16 queries, where slopes do not depend on the score; 0 where P is. Gradients of
   // captured arrays are added to. Called by whole warps.
   CUFLASH_DEVICE void apply_slopes(Tile& p, Tile& df, int k, Sums& sums) const {
+    by_form([&](auto form) { apply_slopes_in<decltype(form)>(p, df, k, sums); });
+  }
+
+  // P and dS in the places of q k^T and dP, for 16 queries. `is_seen(i, j)` and statistics are asked for by a thread's
+  // row and column. Called by whole warps.
+  template <class IsSeen, class LseOf, class DeltaOf>
+  CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
+                                 int k, Sums& sums) const {
+    by_form([&](auto form) { make_pairs_in<decltype(form)>(s, dp, softmax_scale, is_seen, lse_2, delta, k, sums); });
+  }
+
+  // Add the sums of a step to memory; those of a uniform step join `of_steps`, the sums of steps that read the same
+  // elements. Called by whole warps.
+  using StepSums = typename Score::OfScoreSums;
+  CUFLASH_DEVICE void flush(const Sums& sums, StepSums& of_steps) const {
+    if constexpr (Score::kAddsGradients) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i) score_.flush(of_tile_, of_key_[i], sums.of_key[i]);
+      score_.flush(of_tile_, sums.of_tile);
+      if constexpr (Score::kCanBeUniform) {
+        if (is_uniform_) return score_.flush(of_tile_, uniform_, sums.of_uniform, of_steps);
+      }
+      score_.flush(sums.of_score);
+    }
+  }
+
+ private:
+  // How captured arrays are read: an element for each score, one for the warp's tile, or one that is at hand.
+  struct OfEach {};
+  struct OfUniform {};
+  struct OfStaged {};
+
+  template <class Visit>
+  CUFLASH_DEVICE void by_form(Visit visit) const {
+    if constexpr (Score::kIsStaged) return visit(OfStaged());
+    if constexpr (Score::kCanBeUniform)
+      if (is_uniform_) return visit(OfUniform());
+    if constexpr (!Score::kIsStaged) visit(OfEach());
+  }
+
+  // The function at a thread's element.
+  template <class Form>
+  CUFLASH_DEVICE decltype(auto) function_at(int i, int j) const {
+    if constexpr (kIsSame<Form, OfStaged>) {
+      const int place = SmemArray::advanced(place_, Tile::column(j), Tile::row(i) / 8);
+      return WithValue<Score, T>{score_, score::real<T>(*array_.template pointer<typename Score::StagedElement>(place))};
+    } else if constexpr (kIsSame<Form, OfUniform>) {
+      return WithValue<Score, typename Score::OfUniform>{score_, uniform_};
+    } else {
+      return (score_);
+    }
+  }
+  template <class Form>
+  static CUFLASH_DEVICE auto& sums_of_scores(Sums& sums) {
+    if constexpr (kIsSame<Form, OfUniform>) return sums.of_uniform;
+    else return sums.of_score;
+  }
+
+  template <class Form>
+  CUFLASH_DEVICE void apply_in(Tile& s, int k, float softmax_scale) const {
+#pragma unroll
+    for (int j = 4 * k; j < 4 * (k + 1); ++j) {
+      const attention::Position<T> query = queries_.at(Tile::column(j));
+      const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i) {
+        typename Score::Derivatives slopes;
+        s.at(i, j) = function_at<Form>(i, j).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
+                                                   s.at(i, j) * softmax_scale, slopes);
+      }
+    }
+  }
+
+  template <class Form>
+  CUFLASH_DEVICE void apply_slopes_in(Tile& p, Tile& df, int k, Sums& sums) const {
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -75,10 +152,11 @@ class StepScore {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) {
         typename Score::Derivatives slopes;
-        score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
+        const auto& function = function_at<Form>(i, j);
+        function.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
         if (Score::kAddsGradients && p.at(i, j) != 0)
-          score_.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
-                     sums.of_tile, query_sums, sums.of_key[i], sums.of_score);
+          function.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
+                       sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
         if constexpr (!Score::kIsShift) {
           // A P of 0 leaves 0 of a finite slope by itself; of one that a whole tile has it is known at once.
           const T ds = df.at(i, j) * slopes.d0;
@@ -89,11 +167,9 @@ class StepScore {
     }
   }
 
-  // P and dS in the places of q k^T and dP, for 16 queries. `is_seen(i, j)` and statistics are asked for by a thread's
-  // row and column. Called by whole warps.
-  template <class IsSeen, class LseOf, class DeltaOf>
-  CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
-                                 int k, Sums& sums) const {
+  template <class Form, class IsSeen, class LseOf, class DeltaOf>
+  CUFLASH_DEVICE void make_pairs_in(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
+                                    int k, Sums& sums) const {
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -102,27 +178,20 @@ class StepScore {
       const float query_lse_2 = lse_2(j), query_delta = delta(j);
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
-        attention::make_pair(s.at(i, j), dp.at(i, j), score_, of_tile_, of_query, of_key_[i], query.whole,
+        attention::make_pair(s.at(i, j), dp.at(i, j), function_at<Form>(i, j), of_tile_, of_query, of_key_[i], query.whole,
                              keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
-                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i], sums.of_score);
+                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
     }
   }
 
-  // Add the sums to memory. Called by whole warps.
-  CUFLASH_DEVICE void flush(const Sums& sums) const {
-    if constexpr (Score::kAddsGradients) {
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i) score_.flush(of_tile_, of_key_[i], sums.of_key[i]);
-      score_.flush(of_tile_, sums.of_tile);
-      score_.flush(sums.of_score);
-    }
-  }
-
- private:
   const Score& score_;
   typename Score::OfTile of_tile_;
   attention::PositionsOf<Score> queries_;
+  SmemArray array_;  // of the step
+  int place_;  // of the thread's first key and query
+  bool is_uniform_ = false;
+  typename Score::OfUniform uniform_;
   attention::Position<T> keys_[Tile::kRows];
   typename Score::OfKey of_key_[Tile::kRows];
 };
@@ -131,10 +200,11 @@ class StepScore {
 template <class Tile>
 struct NoStepScore {
   struct Sums {};
+  struct StepSums {};
   template <class Score>
   CUFLASH_DEVICE NoStepScore(const Score&, const StepPlace&) {}
   CUFLASH_DEVICE void apply(Tile&, int, float) const {}
-  CUFLASH_DEVICE void flush(const Sums&) const {}
+  CUFLASH_DEVICE void flush(const Sums&, StepSums&) const {}
 };
 
 template <class Tile, class Score, bool HasScore = kHasScore>
@@ -147,6 +217,23 @@ struct StepScoreOr<Tile, Score, false> {
 };
 template <class Tile, class Score>
 using StepScoreIf = typename StepScoreOr<Tile, Score>::Type;
+
+// Add the last sums of uniform steps to memory. Called by whole warps.
+template <class Score, class StepSums>
+CUFLASH_DEVICE void finish_sums(const Score& score, const StepSums& of_steps) {
+  if constexpr (Score::kAddsGradients && Score::kCanBeUniform) score.flush(of_steps);
+}
+
+// Store dS of a step, which all consumers have put into shared memory, as the gradient of the staged array.
+template <class Score, class SmemDs>
+CUFLASH_DEVICE void store_gradient(const Score& score, const StepPlace& place, SmemDs ds) {
+  const auto all = score.staged_gradient(score.of_tile(place.batch_head.batch_index, place.batch_head.head));
+  const attention::Positions &keys = place.keys, &queries = place.queries;
+  const tile::Matrix<typename Score::StagedElement> part{&all.at(queries.first, keys.first), all.row_stride,
+                                                         all.column_stride, queries.last - queries.first,
+                                                         keys.last - keys.first};
+  tile::copy<kNumConsumers * kWarpgroupThreads>(part, tile::TmaBoxes(ds), ptx::thread_index() - kWarpgroupThreads);
+}
 
 // Which of a thread's weights are kept. Where both sides of the tile start at multiples of 16, of two threads whose keys
 // are neighbours one draws the numbers of even queries and the other those of odd ones, and each gives the other what it

@@ -1,5 +1,6 @@
-// The end of a backward pass whose warpgroups added to dQ in float32: dQ is scaled, and rounded to the dtype of Q. A block
-// works on one tile of queries, and its warps hold it as those did that added.
+// The last kernel of a backward pass on Hopper that sums dQ in float32: it scales dQ and rounds it to the dtype of Q. A
+// thread block converts one tile of queries; its warps hold the sums in the accumulator layout of the warpgroups that
+// added them.
 #include <sm90/epilogue_gradient.cuh>
 #include <sm90/query_stats.cuh>
 
@@ -14,7 +15,7 @@ sm90_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   const DqSumLayout sum(matrix<float>(params.dq_sum, work.batch_head, work.batch_head.head, 0, 0).data +
                         tile * params.dq_sum.row_stride);
   WarpDq dq;
-  // nobody stored
+  // no tile of keys has stored sums
   if (kFirstArrivalStoresDq && query_stats(params, work.batch_head)[tile].arrivals.count == 0) dq.fill(0);
   else sum.load(dq);
   dq.scale(shape.softmax_scale);

@@ -51,10 +51,20 @@ CUFLASH_DEVICE int num_expected_arrivals(const Params& params, const WorkTile& w
   });
 }
 
+// The same without a list: tiles from the first key that the first of the queries sees to the last key of the last one.
+template <int Width>
+CUFLASH_DEVICE int num_visiting_key_tiles(const Params& params, const WorkTile& work) {
+  const int lo = interval(params, work.batch_head, work.first).lo,
+      hi = interval(params, work.batch_head, work.last - 1).hi;
+  return lo < params.shape.seqlen_kv ? max((hi + Width - 1) / Width - lo / Width, 0) : 0;
+}
+
 // Before anybody comes: nobody has, and so many will. Where nobody will, dQ is 0. By the first warp.
 template <int Width, class Element>
 CUFLASH_DEVICE void init_dq_arrivals(const Params& params, const WorkTile& work, DqArrivals& arrivals) {
-  const int num = num_expected_arrivals<Width>(params, work);
+  int num;
+  if constexpr (config::kIsListed) num = num_expected_arrivals<Width>(params, work);
+  else num = num_visiting_key_tiles<Width>(params, work);
   if (threadIdx.x == 0) arrivals = {0, num};
   if (num > 0) return;
   const Shape& shape = params.shape;

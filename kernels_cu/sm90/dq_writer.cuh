@@ -6,21 +6,21 @@
 // global memory, by bulk copies, or loads these sums for consumers that finish dQ.
 namespace cuflash {
 
-// A part of dQ's room may be written anew, once at most kPending additions are not read.
+// Release a part of the staging buffer of dQ, once at most kPending bulk copies have yet to be read. Called by a warp.
 template <int kPending>
 CUFLASH_DEVICE void release_dq(int part, bool is_end) {
   ptx::bulk_wait_read<kPending>();
   __syncwarp();
   if (!is_end) ptx::bar_arrive(kDqEmpty + part, kWarpgroupThreads + 32);
-  __syncwarp();  // the simulator's lanes too go on together, so that it sees who arrives too early
+  __syncwarp();  // lanes advance together, so that the simulator sees a lane that arrives too early
 }
 
 CUFLASH_DEVICE uint32_t dq_address(int part) {
   return ptx::shared_address(ptx::dynamic_shared<unsigned char>() + dq_offset(part));
 }
 
-// Have the sums of a step's queries brought to dQ's room, for consumers to add theirs. Called by a warp, none of whose copies
-// reads there.
+// Load the sums of a step's queries into the staging buffer, for consumers to add theirs. No copy of the calling warp
+// may still read the buffer. Called by a warp.
 CUFLASH_DEVICE void load_dq_sum(const float* sum, int phase) {
   SharedStorage& smem = shared();
   if (elect_one()) {
@@ -32,16 +32,17 @@ CUFLASH_DEVICE void load_dq_sum(const float* sum, int phase) {
   __syncwarp();
 }
 
-// Have a part of dQ, which its consumers have put into its room, stored as sums, or added to them. Called by a warp.
+// Store a staged part of dQ as sums in global memory, or add it to them, by a bulk copy. Called by a warp.
 CUFLASH_DEVICE void store_dq_sum(float* sum, int part, bool stores) {
-  ptx::fence_proxy_async();  // of what others wrote: they are waited for
+  ptx::fence_proxy_async();  // makes the consumers' writes, which the barrier has ordered, visible to bulk copies
   float* const part_sum = sum + part * kDqPartBytes / 4;
   if (stores) ptx::bulk_store(part_sum, dq_address(part), kDqPartBytes);
   else ptx::bulk_add(part_sum, dq_address(part), kDqPartBytes);
   ptx::bulk_commit();
 }
 
-// Whether a step is the first to visit its queries; if not, once the first one has stored their sums. Called by a warp.
+// Count the arrival of a step at its queries. Return whether it is the first one; otherwise wait until the first one
+// has stored their sums. Called by a warp.
 CUFLASH_DEVICE bool arrives_first(int* arrivals) {
   using attention::kDqIsStored;
   const int num_before = tile::warp_fetch_increment(arrivals);
@@ -49,8 +50,9 @@ CUFLASH_DEVICE bool arrives_first(int* arrivals) {
   return num_before == 0;
 }
 
-// Step after step, have what the consumers make of dQ added to the sums, once all of a warpgroup has put it into its room,
-// which is left once it is read; or have them add the sums. Called by a warp.
+// Run the dQ writer: for each step, wait until a consumer warpgroup has staged its part of dQ, add the part to the
+// sums, and release the buffer when the copy has read it. A step that finishes dQ instead loads the sums for the
+// consumers. Called by a warp.
 CUFLASH_DEVICE void dq_writer() {
   SharedStorage& smem = shared();
   int phase = 0;
@@ -66,7 +68,7 @@ CUFLASH_DEVICE void dq_writer() {
     if (kFinishesDqInOrder && flags & StepMessage::kUsesDqSemaphore) dq = message.dq;
     tile::arrive(smem.q[state.stage].empty);
     if (dq.awaited_bits_or_count != 0) attention::wait_dq_semaphore(dq, finishes);
-    if (finishes) {  // the tile before has told that all of its own copies are made
+    if (finishes) {  // the tile before has signalled that its copies are complete
       load_dq_sum(sum, phase);
       phase ^= 1;
 #pragma unroll
@@ -78,7 +80,7 @@ CUFLASH_DEVICE void dq_writer() {
     release_dq<1>(0, is_end);
     release_dq<0>(1, is_end);
     if (is_end) return;
-    // asked now: nothing of an earlier step is to be done
+    // counted here, when no copy of an earlier step is pending
     const bool is_first = kFirstArrivalStoresDq && arrives_first(arrivals);
 #pragma unroll
     for (int part = 0; part < kNumConsumers; ++part) {
@@ -93,19 +95,19 @@ CUFLASH_DEVICE void dq_writer() {
   }
 }
 
-// The same of a list where the last tile of keys to come to queries finishes their dQ. Whoever comes waits for nobody until
-// what it did before is told. Called by a warp.
+// Run the dQ writer with a list whose last tile of keys that arrives at a tile of queries finishes its dQ. A warp
+// signals its earlier additions before it waits, so that no two blocks wait for each other. Called by a warp.
 CUFLASH_DEVICE void dq_writer_fused() {
   SharedStorage& smem = shared();
   int phase = 0, count = 0;
-  int* unsignalled = nullptr;  // of the step before, whose additions others are to hear of once they are made
+  int* unsignalled = nullptr;  // counter of the step before, whose additions are signalled once they are complete
   const auto signal_previous = [&] {
     if (unsignalled == nullptr) return;
     tile::wait_bulk_copies();
     tile::signal(unsignalled, attention::kArrivalIsDone);
     unsignalled = nullptr;
   };
-  const auto arrive_early = [&](const PipelineState& state) {  // early: the answer is long in coming
+  const auto arrive_early = [&](const PipelineState& state) {  // started early, since the atomic has a long latency
     tile::wait_full(smem.q[state.stage], state.phase);
     if (!smem.messages[state.stage].is(StepMessage::kEndOfWork)) count =
         tile::start_fetch_increment(smem.messages[state.stage].arrivals);

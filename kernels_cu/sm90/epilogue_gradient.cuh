@@ -7,11 +7,11 @@
 // Where gradients go that two warpgroups made, 64 rows each, or all rows and half of the columns.
 namespace cuflash {
 
-// dQ of a tile of queries.
+// Register tile of dQ of a tile of queries.
 using WarpDq = tile::WarpTile<1, kHeadDim * kBlockQ / 1024, kBlockQ / 16, 128 / kBlockQ>;
 using DqSumLayout = tile::AccumulatorLayout<WarpDq, 4, 8>;
 
-// Rows of a gradient, from registers.
+// Store the rows of a gradient from registers.
 template <class Gradient>
 CUFLASH_DEVICE void write_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
                                    int num_columns, Gradient& gradient) {

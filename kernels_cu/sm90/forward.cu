@@ -19,12 +19,13 @@ constexpr bool kTestsBarriersEarly = kHeadDim > 64;
 // two warpgroups, which take more keys in the same time, would wait for them.
 constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
-// With a score function, consumers want more of them.
+// With a score function, consumers want more of them, unless it reads arrays at positions.
+constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions && !kStagesArray;
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
     : kNumConsumers == 3 ? 32
-    : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) || kHasScore ? 40
-                                                                         : 56;
+    : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) || kKeepsScoreInRegisters ? 40
+                                                                                      : 56;
 constexpr int kConsumerRegisters =
     kNumConsumers == 4   ? 112
     : kNumConsumers == 3 ? 160
@@ -68,6 +69,10 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
     tile::wait_full(shared().k[stage], phase);
     is_end = flags_of_warpgroup(group, num_k_blocks) & StepMessage::kLastOfTile;
     tile::arrive(shared().k[stage].empty);
+    if constexpr (kStagesArray) {
+      tile::wait_full(array_slot(stage), phase);
+      tile::arrive(array_slot(stage).empty);
+    }
     ping_pong_wait();
     ping_pong_signal();
     tile::wait_full(shared().v[stage], phase);
@@ -78,8 +83,10 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
 // The score function of a step's scores, in their place, before masks hide any.
 CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                unsigned num_k_blocks) {
+  if constexpr (kStagesArray) tile::wait_full(array_slot(stage_of(num_k_blocks)), phase_of(num_k_blocks));
   if constexpr (kHasScore)
-    of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage_of(num_k_blocks)].block);
+    of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage_of(num_k_blocks)].block,
+                  array_smem(stage_of(num_k_blocks)));
 }
 CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Function& function,
                                         unsigned num_tiles_done) {
@@ -131,6 +138,7 @@ CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, 
 // A step's keys are not read any more; nor are, with its last ones, a tile's queries, if they have the one room.
 CUFLASH_DEVICE void release_k(unsigned num_k_blocks, bool is_last) {
   tile::arrive(shared().k[stage_of(num_k_blocks)].empty);
+  if constexpr (kStagesArray) tile::arrive(array_slot(stage_of(num_k_blocks)).empty);
   if (is_last && kQStages == 1) tile::arrive(shared().q[0].empty);
 }
 
@@ -213,10 +221,12 @@ CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const S
   return p_is_ready;
 }
 
-// Whether the next step is to look for maxima: it is after one that did not, and lost its scores.
-CUFLASH_DEVICE int next_flags(int flags, bool p_is_ready, const Softmax& softmax) {
+// Whether the next step is to look for maxima: it is after one that did not, and lost its scores. A score function may
+// let scores rise with the key, step after step: then it is also after one that raised a maximum.
+CUFLASH_DEVICE int next_flags(int flags, bool p_is_ready, const Softmax& softmax, bool max_has_risen) {
   const bool scores_are_lost = (kSkipsMaxOnMasked ? flags & StepMessage::kSkipMax : is_plain(flags)) && !p_is_ready;
-  return ptx::opaque(scores_are_lost | softmax.max_reasons) ? 0 : StepMessage::kSkipMax;
+  const bool may_rise_again = kHasScore && max_has_risen;
+  return ptx::opaque(scores_are_lost | may_rise_again | softmax.max_reasons) ? 0 : StepMessage::kSkipMax;
 }
 
 // O gets the last values.
@@ -248,6 +258,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
       const bool is_last = flags & StepMessage::kLastForWarpgroup, was_plain = is_plain(flags);
       score_step(of_tile, function, s, num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
+      bool max_has_risen = false;
       if (p_is_ready) {
         release_k(num_k_blocks, false);
         drop_step(s, kept);
@@ -257,7 +268,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
                                          was_plain);
-        const bool max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
+        max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
         tile::wait_wgmma<0>(o);
         if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen, factor);
@@ -266,7 +277,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
       }
       ++num_k_blocks;
       if (is_last) break;
-      flags = next_flags(flags, p_is_ready, softmax) |
+      flags = next_flags(flags, p_is_ready, softmax, max_has_risen) |
           NextOperands(group, num_tiles_done, num_k_blocks).start_products(s, o, p, group, num_k_blocks);
       draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
       tile::wait_wgmma<1>(s);
@@ -301,6 +312,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           was_plain = is_plain(flags);
       score_step(of_tile, function, s, num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
+      bool max_has_risen = false;
       if (p_is_ready) {
         release_k(num_k_blocks, false);
         drop_step(s, kept);
@@ -313,7 +325,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
                                          was_plain);
-        const bool max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
+        max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
         tile::wait_wgmma<0>(o);
         if (num_k_blocks > 0) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (is_first) {
@@ -335,7 +347,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
       }
       // Before scores are waited for.
-      flags = next_flags(flags, p_is_ready, softmax) | is_last * StepMessage::kEpiloguePending |
+      flags = next_flags(flags, p_is_ready, softmax, max_has_risen) | is_last * StepMessage::kEpiloguePending |
           (is_first && !is_last) * StepMessage::kOStoreInFlight |
              next_operands.start_products(s, o, p, group, num_k_blocks);
       draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
@@ -375,7 +387,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce<ForwardHooks>(params, maps, sink, pages, scales);
+    produce<ForwardHooks>(params, maps, sink, pages, scales, score_function);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, score_function, dropout);

@@ -13,12 +13,12 @@ using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 
 using Softmax = attention::LazySoftmax<Scores::kRows>;
 
-// O goes through the room that its Q had, where each warp's rows of both have one place.
+// O is staged in the slot of its Q: each warp's rows of O and of Q have the same place there.
 using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
 constexpr bool kStoresOByTma =
     kQStages > 1 && kValueDim <= kHeadDim && SmemO::kPanelWidth == SmemQ::kPanelWidth;
 
-// lse and O of a tile. O leaves by the room of its Q where the accelerator writes it, a box for each warp's rows.
+// Write lse and O of a tile. If TMA can store O, each warp stages its rows in the slot of Q and stores them as a box.
 CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
                              const Softmax& softmax, Output& o, bool is_last, attention::SinkArgument sink,
                              attention::DropoutArgument dropout) {
@@ -33,7 +33,8 @@ CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::T
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
   const EpilogueTarget target = shared().tile_infos[tile_info_index(num_tiles_done)].epilogue_target;
   if (kStoresOByTma && target.uses_tma_store) {
-    // All of the warpgroup's products have read Q: with the next tile's first ones a turn was waited for, if there are both.
+    // The warpgroup's products must have read Q. With ping-pong, the wait before the next tile's first products ensures
+    // it.
     if (!kPingPong || is_last) ptx::bar_sync(kQEmptyBarrier + own_group(), kWarpgroupThreads);
     const SmemO o_smem{q_smem(q_stage_of(num_tiles_done)).start};
     tile::PackedOperand<Element, Output> rounded;
@@ -58,7 +59,7 @@ CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::T
   }
 }
 
-// Leave the room of a tile's Q, one of two, once O has left it.
+// Release the slot of a tile's Q, one of two, once TMA has read O from it.
 CUFLASH_DEVICE void release_q(unsigned num_tiles_done) {
   ptx::bulk_wait_read<0>();
   tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);

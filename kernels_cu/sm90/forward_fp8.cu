@@ -380,7 +380,7 @@ sm90_forward_fp8(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce<Fp8Hooks>(params, maps, sink, pages, scales);
+    produce<Fp8Hooks>(params, maps, sink, pages, scales, score_function);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, scales);

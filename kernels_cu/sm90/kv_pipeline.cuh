@@ -9,6 +9,7 @@
 namespace cuflash {
 
 // One warp looks tiles up, one brings Q and K, and one V: by the tensor memory accelerator, or where that cannot by itself.
+// The last one brings the elements of a staged array, if there is one.
 enum ProducerWarp { kLoadsKeys, kLoadsValues, kSchedulesTiles };
 
 // ---- the consumers ----
@@ -51,8 +52,13 @@ CUFLASH_DEVICE void init_barriers() {
   }
   for (const tile::PipelineSlot& tile_info_slot : shared().tile_info_slots) {
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.full), tile::kArrivalsPerWarp);
-    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), 2 * tile::kArrivalsPerWarp);
+    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), (2 + kStagesArray) * tile::kArrivalsPerWarp);
   }
+  if constexpr (kStagesArray)
+    for (int stage = 0; stage < kNumStages; ++stage) {
+      ptx::mbarrier_init(ptx::shared_address(&array_slot(stage).full), tile::kArrivalsPerWarp);
+      ptx::mbarrier_init(ptx::shared_address(&array_slot(stage).empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
+    }
   ptx::fence_mbarrier_init();
 }
 
@@ -62,11 +68,12 @@ CUFLASH_DEVICE void init_barriers() {
 template <class Hooks>
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
                             attention::SinkArgument sink, attention::PagesArgument pages,
-                            attention::ScalesArgument scales) {
+                            attention::ScalesArgument scales, const score::Function& score) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp == kLoadsKeys) load_keys<Hooks>(params, maps, pages, scales);
   else if (warp == kLoadsValues) load_values(params, maps, pages);
   else if (warp == kSchedulesTiles) schedule_tiles<Hooks>(params, maps, sink, pages);
+  else if constexpr (kStagesArray) load_array(params, score);
 }
 
 }  // namespace cuflash

@@ -8,7 +8,7 @@
 // where it can copy the rows. The first also writes the message of each step.
 namespace cuflash {
 
-// How an operand's room is made up.
+// Return the boxes that TMA copies into the slot of an operand.
 template <Operand kOperand>
 CUFLASH_DEVICE tile::TmaBoxes boxes_of(int stage) {
   if constexpr (kOperand == kQ) return tile::TmaBoxes(q_smem(stage));
@@ -17,16 +17,18 @@ CUFLASH_DEVICE tile::TmaBoxes boxes_of(int stage) {
   else return tile::TmaBoxes(do_smem(stage));
 }
 
-// Fill an operand's room, which is empty, with rows first <= x < last. `zero_fills` asks for zeros past them. By a
-// warp.
+// Start to copy rows first <= x < last of an operand into an empty slot. `zero_fills`: rows past them must become 0.
+// Called by a warp.
 template <Operand kOperand>
 CUFLASH_DEVICE void load_operand(const attention::Params& params, const attention::TensorMaps& maps,
                                  const tile::PipelineSlot& slot,
                                  int stage, const WorkTileInfo& tile_info, int first, int last, bool zero_fills) {
   const attention::TensorMapParam& map = (&maps.q)[kOperand];
   const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
-  constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;  // rows are columns of the map's matrix
-  if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {  // quantised ones have maps
+  // the rows of V are columns of the tensor map's matrix
+  constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;
+  // operands of 8 bits always have a tensor map
+  if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {
     if (elect_one()) tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
                                                           kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
     else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
@@ -42,16 +44,17 @@ CUFLASH_DEVICE void load_operand(const attention::Params& params, const attentio
   }
 }
 
-// Fill a room of keys or values, which is empty, with those of a step, or with zeros past them where that is asked for. By a
-// warp.
+// Start to copy the rows of K or V of a step into an empty slot. `zero_fills`: rows past them must become 0. Called by
+// a warp.
 template <Operand kOperand>
 CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps, attention::NoPages,
                               const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
                               const attention::KvBlock& block, bool zero_fills) {
   load_operand<kOperand>(params, maps, slot, stage, tile_info, block.start, block.stop, zero_fills);
 }
-// The same of a sequence that lies in pages. Values that no query of the tile sees, since the sequence ends or their window starts,
-// are always zeros, as 0 times what may be anything is not 0; scores of such keys are masked.
+// Start to copy the rows of K or V of a step from the pages of a sequence. Values that no query of the tile sees,
+// before their window or past the end of the sequence, become 0, since 0 times NaN is not 0; scores of such keys are
+// masked.
 template <Operand kOperand>
 CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps,
                               const attention::Pages& pages, const tile::PipelineSlot& slot, int stage,
@@ -65,7 +68,8 @@ CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::
   copy.start((&maps.q)[kOperand], slot);
 }
 
-// What a step is for a warpgroup. Further places of a list may lie anywhere: which keys are the last is not known there.
+// Return the flags of a step for a warpgroup. Further entries of a list may lie anywhere, so with a list only the last
+// block of the tile is known to be the last one for the warpgroup.
 CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::KvBlock& block,
                               const GroupVisitRange& group_range, bool is_shifted,
                               bool is_last_of_tile) {
@@ -75,23 +79,24 @@ CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::
       block.stop <= group_range.full_stop) group_block.kind = BlockKind::kFull;
   const bool is_unmasked = !is_shifted && attention::is_unmasked<kBlockKv>(group_block);
   const bool is_last = is_last_of_tile || (!config::kIsListed && block.stop >= group_range.stop);
-  // of P its exponent does
+  // in a backward pass the exponent of P has the sign
   const bool needs_negation = !kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
   return (is_unmasked && !needs_negation) * StepMessage::kUnmasked + is_last * StepMessage::kLastForWarpgroup +
       is_last_of_tile * StepMessage::kLastOfTile;
 }
 
-// Whether rows past a step, which may be anything, must be zeros: 0 times that is not 0.
+// Return whether a step ends before its block and before the end of the matrix. The rows after it must become 0, since
+// they may hold NaN and 0 times NaN is not 0.
 CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int length) {
   return block.stop - block.start < kBlockKv && block.stop < length;
 }
 
-// Whether steps stay where their block is: a list's, or those that start at multiples of their width, of keys in pages or of 8
-// bits.
+// Steps keep their start and are not moved back at the end of a range: steps of a list, of pages and of operands of 8
+// bits, the latter two at multiples of their width.
 constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged || config::kIsQuantized;
 
-// Whether queries follow on a tile's that belong to no sequence: they may be anything, and a warp's rows decide together when
-// their maxima rise.
+// Return whether queries that belong to no sequence follow on those of the tile. They may hold anything, and they must
+// be 0, since the rows of a warp decide together when maxima rise.
 CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const attention::WorkTile& work) {
   return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
 }
@@ -100,7 +105,7 @@ template <class Hooks>
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
                               attention::PagesArgument pages, attention::ScalesArgument scales) {
   using namespace attention;
-  unsigned num_k_blocks = 0, num_tiles_done = 0;  // tiles brought
+  unsigned num_k_blocks = 0, num_tiles_done = 0;  // numbers of blocks and tiles that are loaded
   while (true) {
     const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
     const int q_stage = q_stage_of(num_tiles_done);
@@ -148,7 +153,8 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
                                 attention::PagesArgument pages) {
   using namespace attention;
   unsigned num_v_blocks = 0;
-  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);  // nobody reads them yet
+  // all slots but the first are empty at the start
+  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);
   for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
     const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
     if (tile_info.is_end) return;
@@ -162,6 +168,40 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
       load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
       ++num_v_blocks;
     }
+    tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
+  }
+}
+
+// Bring the elements of the staged array. A step's are there once the copy of the tile's next step has started, or at
+// the tile's end.
+template <class Score>
+CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& score) {
+  using namespace attention;
+  unsigned num_blocks = 0;
+  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);  // nobody reads them yet
+  for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
+    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
+    if (tile_info.is_end) return;
+    const WorkTile& work = tile_info.work;
+    const auto array = score.staged_array(score.of_tile(work.batch_head.batch_index, work.batch_head.head));
+    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+    KvBlock block;
+    for (bool is_first = true; blocks.next(block); is_first = false) {
+      const int stage = stage_of(num_blocks);
+      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
+      wait_slot(array_slot(stage), phase_of(num_blocks));
+      const StagedPart<const typename Score::StagedElement> part{
+          array, {work.first, work.last}, {block.start, block.stop}};
+      part.template start_copy<32, 4>(array_smem(stage), tile::lane());
+      ptx::cp_async_commit();
+      if (!is_first) {
+        ptx::cp_async_wait<1>();
+        tile::arrive(array_slot(stage_of(num_blocks - 1)).full);
+      }
+      ++num_blocks;
+    }
+    ptx::cp_async_wait<0>();
+    tile::arrive(array_slot(stage_of(num_blocks - 1)).full);
     tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
   }
 }

@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/block_iterator.cuh>
 #include <attention/config_mma.cuh>
+#include <sm90/staged_array.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 #include <tile/wgmma_tile.cuh>
@@ -17,7 +18,7 @@ constexpr int kNumConsumers = kBlockQ / 64;
 constexpr bool kLoadsDo = config::kIsBackward;  // with Q
 // other blocks of the multiprocessor work meanwhile
 constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1;
-constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo ? 2 : 1;
+constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
 constexpr int kNumTileInfos = 4;  // tiles known of: looked up, brought, multiplied, and written
 // Whether a block asks for its next tile with a tile's first step, not with its last: what a list says of it comes later.
 constexpr bool kFetchesTileEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
@@ -91,6 +92,16 @@ struct SharedStorage {
 };
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
+}
+
+// The step's elements of a captured array and their slots, behind all else.
+using SmemArray = StagedArray<kBlockQ, kBlockKv>;
+CUFLASH_DEVICE SmemArray array_smem(int stage) {
+  constexpr int kEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
+  return {(kEnd + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment + stage * SmemArray::kBytes};
+}
+CUFLASH_DEVICE tile::PipelineSlot& array_slot(int stage) {
+  return array_smem(kNumStages).template pointer<tile::PipelineSlot>(0)[stage];
 }
 
 // The room of a ring that the count-th tile has, and the parity of its phases.

@@ -3,11 +3,11 @@
 #include <attention/sink.cuh>
 #include <sm90/kv_storage.cuh>
 
-// The scheduler warp of the pipeline over keys (sm90/kv_pipeline.cuh): it takes tiles of queries one after the other and
-// writes for each what the other warps need to know, without tiles that see no key.
+// The scheduler warp of the pipeline over keys (sm90/kv_pipeline.cuh): it takes tiles of queries one after the other
+// and writes for each what the other warps need to know, without tiles that see no key.
 namespace cuflash {
 
-// The number of a block's next tile, which nobody else has. By a warp.
+// Return the number of the block's next tile, which no other block takes. Called by a warp.
 CUFLASH_DEVICE int advance_tile(const attention::Params& params, bool is_first, int num_tiles) {
   if (is_first) return attention::first_tile_number();
   int number = 0;
@@ -15,7 +15,7 @@ CUFLASH_DEVICE int advance_tile(const attention::Params& params, bool is_first, 
   return __shfl_sync(0xffffffffu, number, 0);
 }
 
-// The tile of a number; of sequences in pages, without queries that belong to none.
+// Return the tile of a number. With pages, queries that belong to no sequence are cut off.
 CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, attention::NoPages, int number) {
   return attention::query_tile_at<Listed>(params, kBlockQ, number);
 }
@@ -23,7 +23,7 @@ CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, cons
   return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, number);
 }
 
-// What 64 of a tile's queries see.
+// Return the range of keys that 64 of a tile's queries visit.
 CUFLASH_DEVICE GroupVisitRange group_visit_range(const attention::Params& params, attention::WorkTile work,
                                                  int first_row) {
   work.first += first_row;
@@ -33,14 +33,15 @@ CUFLASH_DEVICE GroupVisitRange group_visit_range(const attention::Params& params
   return {visit_range.stop, visit_range.full_start, visit_range.full_stop};
 }
 
-// Whether a tile's queries see a band, which is that of the first one: each sees one key further than the one before, and starts
-// one key further too, or with the first key of all. By a warp.
+// Find whether the queries of a tile attend a band, and return the interval of the first one: each query's interval
+// ends one key after that of the query before, and starts one key after it too, or at key 0. Called by a warp.
 CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::WorkTile& work, attention::Interval& band) {
   using namespace attention;
   const Interval first = interval(params, work.batch_head, work.first);
   bool is_band = true, lo_moves = true, lo_stays = true;
 #pragma unroll
-  for (int i = 0; i < kBlockQ / 32; ++i) {  // all at once: a tile's first keys wait for it
+  // unrolled, so that the loads overlap: the first K of the tile waits for them
+  for (int i = 0; i < kBlockQ / 32; ++i) {
     const int rows = min(32 * i + tile::lane(), work.last - work.first - 1);
     const Interval keys = interval(params, work.batch_head, work.first + rows);
     is_band &= keys.hi == first.hi + rows;
@@ -53,8 +54,8 @@ CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::
   return __all_sync(0xffffffffu, is_band) && (lo_moves || lo_stays);
 }
 
-// Look up the tiles of this block, each once the last steps, or the first, of the one before are brought: who took tiles
-// further ahead would keep what others could do sooner.
+// Schedule the tiles of this block. A tile is scheduled when the steps of the one before are loaded (kFetchesTileEarly:
+// when its first step is): tiles taken earlier might be started sooner by another block. Called by a warp.
 template <class Hooks>
 CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attention::TensorMaps& maps,
                                    attention::SinkArgument sink, attention::PagesArgument pages) {
@@ -63,7 +64,7 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
   unsigned num_tiles_done = 0;
   for (bool is_first = true;; is_first = false) {
     const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
-    wait_slot(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));  // the first is looked up at once
+    wait_slot(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));  // the first tile does not wait
     const int number = advance_tile(params, is_first, num_tiles);
     const bool is_end = number >= num_tiles;
     WorkTile work{};
@@ -74,6 +75,7 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       visit_range = visit_range_of_queries(params, work);
       if (config::kIsPaged) align_steps(visit_range, kBlockKv);
       if (config::kIsQuantized && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % kBlockKv;
+      if (kStagesArray && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % 8;  // 16 bytes
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
         Hooks::write_empty_rows(params, work, sink);
         continue;

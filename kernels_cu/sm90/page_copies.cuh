@@ -3,13 +3,14 @@
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
-// Copies of a step's keys or values from the pages of a KV cache to a room in shared memory, box by box: a box lies within one
-// page. By a warp, of which each lane looks up the page of one box.
+// Copies of a step's keys or values from the pages of a KV cache to a room in shared memory, box by box: a box lies
+// within one page. By a warp, of which each lane looks up the page of one box.
 namespace cuflash {
 
 class PageCopy {
  public:
-  // Rows are positions from `first` on, of which `seen` ones are wanted; those of other boxes are zeros.
+  // Return the rows are positions from `first` on, of which those in `seen` are needed. Rows of boxes without such
+  // positions become 0.
   CUFLASH_DEVICE PageCopy(const tile::TmaBoxes& to, const attention::Pages& pages, int sequence, int kv_head, int first,
                           const attention::Interval& seen)
       : to_(to), pages_(pages), kv_head_(kv_head), first_(first), seen_(seen),
@@ -21,12 +22,12 @@ class PageCopy {
     row_of_page_ = attention::divmod(position, pages.page_size).remainder;
   }
 
-  // Count boxes that should have a page.
+  // Count the boxes that lack their page.
   CUFLASH_DEVICE void count_faults() const {
     if (!has_page_) ptx::fetch_add(pages_.num_faults, 1);
   }
 
-  // Copy boxes of which only some rows are wanted, row by row, and zeros in the place of others.
+  // Copy the boxes of which only some rows are needed, row by row; the other rows become 0.
   CUFLASH_DEVICE void copy_cut_boxes(const attention::Matrices& matrices, int num_columns) {
     const int start = first_ + row_, stop = start + pages_.box_rows;
     const bool is_cut = page_ < pages_.num_pages && (start < seen_.lo || stop > seen_.hi);
@@ -39,8 +40,8 @@ class PageCopy {
     __syncwarp();
   }
 
-  // Have the tensor memory accelerator copy the others. What lies outside of its tensor is zeros, so that a page which is none
-  // reads nothing.
+  // Start TMA copies of the other boxes. TMA fills with 0 what lies outside of the tensor, so a missing page reads
+  // nothing.
   CUFLASH_DEVICE void start(const tile::TensorMapParam& map, const tile::PipelineSlot& slot) const {
     const uint32_t barrier = ptx::shared_address(&slot.full);
     const int num_rows = to_.rows - __popc(cut_) * pages_.box_rows;
@@ -56,7 +57,7 @@ class PageCopy {
   }
 
  private:
-  // Copy the box of a lane. By the whole warp.
+  // Copy the box of a lane. Called by the whole warp.
   CUFLASH_DEVICE void copy_box(const attention::Matrices& matrices, int num_columns, int lane) const {
     constexpr int kChunk = tile::kChunkOf<config::Element>;
     const int page = __shfl_sync(0xffffffffu, page_, lane), row_of_page = __shfl_sync(0xffffffffu, row_of_page_, lane);
@@ -77,9 +78,9 @@ class PageCopy {
   const attention::Pages& pages_;
   const int kv_head_, first_;
   const attention::Interval seen_;
-  const int row_;  // the first of the lane's box
+  const int row_;  // first row of the lane's box
   int page_, row_of_page_;
-  bool has_page_;  // or the lane's box needs none
+  bool has_page_;  // the lane's box has a page, or needs none
   uint32_t cut_ = 0;  // lanes whose boxes are copied row by row
 };
 

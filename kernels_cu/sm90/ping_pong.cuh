@@ -7,9 +7,9 @@ namespace cuflash {
 
 constexpr bool kPingPong = kNumConsumers > 1;
 
-constexpr int kPingPongBarrier = 1, kQEmptyBarrier = 4;  // names of barriers, one for each warpgroup of consumers
+constexpr int kPingPongBarrier = 1, kQEmptyBarrier = 4;  // numbers of named barriers, one for each consumer warpgroup
 
-// Whose turn it is to start products: groups are numbered from 1 on. Asked for again, to save registers.
+// Return the number of the warpgroup, from 1 on. It is computed at each use, to save registers.
 CUFLASH_DEVICE int own_group() { return threadIdx.x / kWarpgroupThreads; }
 CUFLASH_DEVICE void ping_pong_wait() {
   if (kPingPong) ptx::bar_sync(kPingPongBarrier + own_group() - 1, 2 * kWarpgroupThreads);

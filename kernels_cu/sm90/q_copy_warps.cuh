@@ -6,10 +6,10 @@ namespace cuflash {
 
 static_assert(kIsWide || kBlockQ % kCopyThreads == 0, "whole copy warps have rows");
 
-// Bits lo <= x < hi of a word.
+// Return a word with the bits lo <= x < hi.
 CUFLASH_DEVICE uint32_t bit_range(int lo, int hi) { return ptx::bits_at_or_above(lo) & ~ptx::bits_at_or_above(hi); }
 
-// Which of the 32 keys from `first` on a query sees; there are none from `last` on.
+// Return a word with a bit for each of the 32 keys from `first` on that a query sees; keys from `last` on do not exist.
 CUFLASH_DEVICE uint32_t row_mask_bits(const attention::RowMask& row_mask, int first, int last) {
   uint32_t bits = bit_range(row_mask.lo - first, min(row_mask.hi, last) - first);
   if (config::kIsListed && row_mask.bits != nullptr) {
@@ -22,7 +22,8 @@ CUFLASH_DEVICE uint32_t row_mask_bits(const attention::RowMask& row_mask, int fi
   return bits;
 }
 
-// Under a band the queries that see a key of the tile are one interval, which starts and ends one later for the next key.
+// Compute the row masks of a step under a band. The queries that see a key are an interval, which moves by one query
+// from one key to the next.
 CUFLASH_DEVICE void compute_band_masks(const attention::Params& params, const attention::WorkTile& work,
                                        const attention::KvBlock& block,
                                        StageQueries& queries, int thread) {
@@ -47,7 +48,8 @@ CUFLASH_DEVICE void compute_row_masks(const attention::Params& params, const Hea
     if (params.work.lo == nullptr && message.block.kind != BlockKind::kBits)
       return compute_band_masks(params, work.tile, message.block, queries, thread);
 #pragma unroll 1
-  for (int first = 0; first < kBlockQ; first += kCopyThreads) {  // as often for all: they exchange bits
+  // uniform trip count, since threads of a warp exchange bits
+  for (int first = 0; first < kBlockQ; first += kCopyThreads) {
     const int row = first + thread, query = message.block.start + row;
     if (kIsWide && row >= kBlockQ) break;
     const RowMask row_mask = message.block.row_mask(params, work.tile.batch_head, min(query, message.block.stop - 1));
@@ -61,7 +63,7 @@ CUFLASH_DEVICE void compute_row_masks(const attention::Params& params, const Hea
   }
 }
 
-// Copy rows of a step that the accelerator cannot: zeros where a query sees no key.
+// Copy the rows of Q or dO of a step that TMA cannot copy. Rows of queries that see no key become 0.
 template <class TmaBoxes>
 CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attention::Matrices& from,
                                  const StepMessage& message,
@@ -69,7 +71,7 @@ CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attentio
   using namespace attention;
   const BatchHead& batch_head = shared().works[message.work].tile.batch_head;
   const auto all = matrix<Element>(from, batch_head, batch_head.head, params.shape.seqlen_q, num_columns);
-  // else asked anew for each row: registers are few
+  // of tiles that are not wide, rows past the step are left out below, which saves registers
   const int last = kIsWide ? message.block.stop : message.block.start + kBlockQ;
   tile::copy<kCopyThreads>(tile::TmaBoxes(to), all.rows(message.block.start, last), thread, [&](int row) {
     return (kIsWide || row < message.block.stop - message.block.start) &&
@@ -77,14 +79,27 @@ CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attentio
   });
 }
 
-CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attention::TensorMaps& maps) {
+// Fill the room of a step's elements of the staged array. By all copy warps.
+template <class Score>
+CUFLASH_DEVICE void load_array(const Score& score, const attention::WorkTile& work, const attention::KvBlock& block,
+                               int stage, int thread) {
+  const auto of_tile = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
+  const StagedPart<const typename Score::StagedElement> part{
+      score.staged_array(of_tile), {block.start, block.stop}, {work.first, work.last}};
+  part.template start_copy<kCopyThreads, 1>(array_smem(stage), thread);
+  ptx::cp_async_wait_all();
+}
+
+template <class Score>
+CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attention::TensorMaps& maps,
+                                  const Score& score) {
   using namespace attention;
   SharedStorage& smem = shared();
   const Shape& shape = params.shape;
-  // asked for again, as is what follows: registers are few
+  // recomputed at each use, as are the following values, to save registers
   const auto thread = [] { return ptx::thread_index() - 32; };
   for (int number = 0;; number = number == 2 * kNumStages - 1 ? 0 : number + 1) {
-    const PipelineState state{number % kNumStages, number / kNumStages};  // of one register
+    const PipelineState state{number % kNumStages, number / kNumStages};  // derived from one register
     ptx::mbarrier_wait(ptx::shared_address(&smem.message_ready[state.stage]), state.phase);
     const StepMessage& message = smem.messages[state.stage];
     if (message.is(StepMessage::kEndOfWork)) return tile::arrive(smem.q[state.stage].full);
@@ -93,11 +108,12 @@ CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attenti
                                                             thread());
     if (message.is(StepMessage::kThreadsCopyQ)) copy_queries(params, params.q, message, shape.head_dim,
                                                              q_smem(state.stage), thread());
+    if constexpr (kStagesArray) load_array(score, work().tile, message.block, state.stage, thread());
     tile::arrive(smem.q[state.stage].full);
     if (message.is(StepMessage::kLoadsK)) {
       const WorkTile& tile = work().tile;
       const auto kv_head = [&] { return tile.batch_head.head / shape.group_size; };
-      // else a copy warp could arrive for this K while another one copies the last
+      // Without this wait, one copy warp could arrive for this K while another one still copies the K before it.
       tile::wait_empty(smem.k, k_phase(message.flags));
       __syncwarp();
       if (thread() == 0) {
@@ -109,7 +125,7 @@ CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attenti
       }
       if (message.is(StepMessage::kThreadsCopyK)) {
         const Interval keys = visible_keys(params, tile);
-        ptx::compiler_barrier();  // registers are few
+        ptx::compiler_barrier();  // keeps values from being computed earlier, to save registers
         const auto all = matrix<Element>(params.k, tile.batch_head, kv_head(), shape.seqlen_kv, shape.head_dim);
         tile::copy<kCopyThreads>(tile::TmaBoxes(k_smem), all.rows(tile.first, keys.hi), thread(),
                        [&](int row) { return tile.first + row >= keys.lo; });
@@ -122,7 +138,7 @@ CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attenti
       }
       if (message.is(StepMessage::kLoadsV)) tile::arrive(smem.v.full);
     }
-    if constexpr (kDoStages < kNumStages)  // else Q's stage says it
+    if constexpr (kDoStages < kNumStages)  // otherwise dO is released together with Q
       tile::wait_empty(smem.d_o[do_stage(state)], do_phase(state));
     if (message.is(StepMessage::kThreadsCopyDo))
       copy_queries(params, params.do_, message, shape.value_dim, do_smem(do_stage(state)), thread());

@@ -43,7 +43,8 @@ CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // V with 
 
 // What a block does: `consume` is called by both warpgroups of consumers, with the number of the warpgroup among them.
 template <class Consume>
-CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::TensorMaps& maps, Consume consume) {
+CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::TensorMaps& maps, Consume consume,
+                              const score::Function& score) {
   // one for the warp: branches do not part it
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (threadIdx.x == 0) {
@@ -65,7 +66,7 @@ CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::
     ptx::setmaxnreg_dec<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) produce(params, maps);
-    else if (32 * warp < kProducerThreads) prepare_steps(params, maps);
+    else if (32 * warp < kProducerThreads) prepare_steps(params, maps, score);
     else if constexpr (kLastArrivalFinishesDq) dq_writer_fused();
     else if constexpr (kHasDqWriter) dq_writer();
   } else {

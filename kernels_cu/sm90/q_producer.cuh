@@ -6,29 +6,27 @@
 // a message for each step, and starts the copies that TMA makes.
 namespace cuflash {
 
-// Its first warp says what is to be brought and has it copied by the tensor memory accelerator; others find out about a
-// step's queries, and copy what the accelerator cannot; the last one may have parts of dQ added.
 
 CUFLASH_DEVICE bool elect_one() { return ptx::elect_one_lane(); }
 
-// The keys of the tile that some query of the head may see. What stands at others must not reach dQ, where it would meet
-// a dS of 0.
+// Return the keys of the tile that some query of the head sees. Rows of K at other keys must become 0: they may hold
+// NaN, and the product dS K multiplies them by a dS of 0.
 CUFLASH_DEVICE attention::Interval visible_keys(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
   return {max(work.first, interval(params, work.batch_head, 0).lo),
           min(work.last, interval(params, work.batch_head, params.shape.seqlen_q - 1).hi)};
 }
 
-// Whether the room of a step has rows that must be 0: queries without a key, whatever they bring, and rows of the matrix
-// past the step. Called by the first warp.
+// Return whether the slot of a step has rows that must be 0: queries without a key, whatever Q and dO hold there, and
+// rows of the matrix past the step. Called by the first warp.
 CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const HeadWork& work,
                                      const attention::KvBlock& block) {
   using namespace attention;
   if (block.stop < min(block.start + kBlockQ, params.shape.seqlen_q)) return true;
-  if constexpr (kHasScore)  // it may hide a query from all keys
+  if constexpr (kHasScore)  // a score function may hide a query from all keys
     if (work.stats[query_tile_number<Listed>(params, block.start, kBlockQ)].has_empty_rows) return true;
   if (block.kind == BlockKind::kFull) return false;
-  if (!Listed::has_list(params.work) && params.work.lo == nullptr) {  // of a band, which ends at both ends
+  if (!Listed::has_list(params.work) && params.work.lo == nullptr) {  // a band: queries without a key are at its ends
     const BatchHead& batch_head = work.tile.batch_head;
     const Interval first = interval(params, batch_head, block.start),
         last = interval(params, batch_head, block.stop - 1);
@@ -37,7 +35,8 @@ CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const Head
   return work.stats[query_tile_number<Listed>(params, block.start, kBlockQ)].has_empty_rows;
 }
 
-// Start the copies of an operand, or count on those of a copy warp; other copies bring so many bytes with it.
+// Start the copies of an operand, or leave them to the copy warps (`threads_copy`). `extra_bytes` of other copies
+// arrive at the same barrier.
 CUFLASH_DEVICE void load_operand(const tile::TmaBoxes& to, const attention::TensorMapParam& map,
                                  const tile::TmaCoords& at, int first,
                                  const tile::PipelineSlot& slot, bool threads_copy, int extra_bytes = 0) {
@@ -45,7 +44,7 @@ CUFLASH_DEVICE void load_operand(const tile::TmaBoxes& to, const attention::Tens
   else tile::tma_load_boxes(to, map, at, first, slot.full, extra_bytes);
 }
 
-// Keys that no query sees: consumers do not hear of them. By a warp.
+// Write gradients of 0 for keys that no query sees; consumers do not process such tiles. Called by a warp.
 CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::Matrices& to,
                                      const attention::WorkTile& work, int num_columns) {
   using namespace attention;
@@ -55,11 +54,11 @@ CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const atte
   else tile::clear(matrix<Element>(to, work.batch_head, head, work.last, num_columns).rows(work.first, work.last));
 }
 
-// Go on to a tile, which is noted; false where none is left. Called by the first warp.
+// Advance to the block's next tile, and store it. Return false if no tile is left. Called by the first warp.
 CUFLASH_DEVICE bool advance_tile(const attention::Params& params, int work_slot) {
   SharedStorage& smem = shared();
   __syncwarp();
-  if (threadIdx.x == 0) {  // an election takes registers, which are few
+  if (threadIdx.x == 0) {  // a comparison takes fewer registers than elect.sync
     const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
     int number;
     if constexpr (kFinishesDqInOrder) number = attention::next_tile_number_in_order(params, num_tiles);
@@ -74,11 +73,12 @@ CUFLASH_DEVICE bool advance_tile(const attention::Params& params, int work_slot)
   return smem.has_tile;
 }
 
-// The queries that a tile of keys reaches. Where lengths say it, eight threads search together for each end. Called by the
-// first warp.
+// Find the range of queries that visit a tile of keys. If the mask has an interval for each query, eight threads search
+// together for each end of the range. Called by the first warp.
 CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
-  const int end = ptx::thread_index() / 8, number = ptx::thread_index() % 8;  // start, stop, full_start, full_stop
+  // `end` 0 to 3: start, stop, full_start, full_stop
+  const int end = ptx::thread_index() / 8, number = ptx::thread_index() % 8;
   const int key = end == 0 || end == 3 ? work.first : work.last - 1;
   int first = 0, last = params.shape.seqlen_q;
   if (params.work.lo == nullptr) {
@@ -90,7 +90,8 @@ CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const atte
       const Interval keys = interval(params, work.batch_head, min(row, params.shape.seqlen_q - 1));
       const bool is_before = row < last && (end % 2 == 0 ? keys.hi : keys.lo) <= key;
       const int num_before = __popc(__ballot_sync(0xffffffffu, is_before) >> 8 * end & 0xff);
-      if (num_before < 8) last = min(last, first + (num_before + 1) * width - 1);  // else nobody looked there
+      // otherwise no thread has tested a row before `last`
+      if (num_before < 8) last = min(last, first + (num_before + 1) * width - 1);
       first += num_before * width;
     }
   }
@@ -101,7 +102,7 @@ CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const atte
   shared().visit_range = aligned_to_tiles(params, visit_range, kBlockQ);
 }
 
-// Have a tile's steps brought. Called by the first warp.
+// Load the steps of a tile: write the message of each, and start its copies. Called by the first warp.
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps, PipelineState& state,
                             int& work_slot,
                             bool& has_sent_step) {
@@ -109,7 +110,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   SharedStorage& smem = shared();
   const Shape& shape = params.shape;
   bool has_k = false;
-  for (int head = 0; head < shape.group_size; head = ptx::opaque(head + 1)) {  // asked at its end: registers are few
+  // opaque, so that the bound is loaded again for each head, to save registers
+  for (int head = 0; head < shape.group_size; head = ptx::opaque(head + 1)) {
     __syncwarp();
     if (head > 0) {
       const int next_work_slot = has_sent_step ? (work_slot + 1) % kNumHeadWorks : work_slot;
@@ -127,7 +129,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     if (elect_one()) {
       const BatchHead& batch_head = work.batch_head;
       head_work.stats = query_stats(params, batch_head);
-      ptx::compiler_barrier();  // registers are few
+      ptx::compiler_barrier();  // keeps values from being computed earlier, to save registers
       if constexpr (kMakesDq) head_work.dq_sum = matrix<float>(params.dq_sum, batch_head, batch_head.head, 0, 0).data;
       head_work.q_coords = tma_coords(params.q, batch_head, batch_head.head);
       head_work.do_coords = tma_coords(params.do_, batch_head, batch_head.head);
@@ -146,10 +148,10 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     for (bool loads_k = !has_k || params.work.interval_head_stride != 0; blocks.next(block); loads_k = false) {
       const bool zero_fills = has_rows_to_zero(params, head_work, block);
       StepMessage& message = smem.messages[state.stage];
-      tile::wait_empty(smem.q[state.stage], state.phase);  // by the whole warp: none misses a phase
+      tile::wait_empty(smem.q[state.stage], state.phase);  // all threads of the warp wait, so that none misses a phase
       __syncwarp();
       if (elect_one()) {
-        if constexpr (kFinishesDqInOrder) {  // before all else, as registers are few
+        if constexpr (kFinishesDqInOrder) {  // first, to save registers
           constexpr int kSemaphoreFlags = StepMessage::kStoresDq | StepMessage::kUsesDqSemaphore;
           DqSchedule& dq = head_work.dq;
           if (block.stop >= dq.next) {
@@ -190,7 +192,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         ptx::bulk_load(ptx::shared_address(&smem.queries[state.stage].stats), &stats, sizeof stats,
                        ptx::shared_address(&smem.q[state.stage].full));
         ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));
-        if (loads_k) {  // copy warps load them once their slots are empty, and find them in the level-2 cache
+        // Copy warps load K and V once their slots are empty; the prefetch puts them into the level-2 cache.
+        if (loads_k) {
           if (!message.is(StepMessage::kThreadsCopyK)) tile::tma_prefetch_boxes(tile::TmaBoxes(k_smem), maps.k,
                                                                                 message.k_coords, work.first);
           if (!has_k && !message.is(StepMessage::kThreadsCopyV)) tile::tma_prefetch_boxes(tile::TmaBoxes(v_smem), maps.v, message.v_coords, work.first);
@@ -199,7 +202,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       }
       has_k = true;
       const tile::PipelineSlot& d_o = smem.d_o[do_stage(state)];
-      if constexpr (kReleasesDo) tile::wait_empty(d_o, do_phase(state));  // else Q's stage says it
+      if constexpr (kReleasesDo) tile::wait_empty(d_o, do_phase(state));  // otherwise dO is released together with Q
       __syncwarp();
       if (elect_one())
         load_operand(tile::TmaBoxes(do_smem(do_stage(state))), maps.do_, head_work.do_coords, block.start, d_o,
@@ -216,7 +219,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
   SharedStorage& smem = shared();
   PipelineState state;
-  int work_slot = 0;  // of the works
+  int work_slot = 0;  // index of the present HeadWork
   bool has_sent_step = false;
   while (advance_tile(params, work_slot)) {
     if (!smem.works[work_slot].tile.is_empty()) produce(params, maps, state, work_slot, has_sent_step);
@@ -227,7 +230,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   __syncwarp();
   if (elect_one()) {
     smem.messages[state.stage].flags = StepMessage::kEndOfWork;
-    smem.queries[state.stage].stats.has_large_lse = 0;  // asked of every step
+    smem.queries[state.stage].stats.has_large_lse = 0;  // every consumer reads it with a step
     if constexpr (kHasScore) smem.queries[state.stage].stats.has_empty_rows = 0;
     ptx::mbarrier_arrive(ptx::shared_address(&smem.q[state.stage].full));
     ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));

@@ -3,6 +3,7 @@
 #include <sm90/dq_semaphore.cuh>
 #include <sm90/q_tiles.cuh>
 #include <sm90/query_stats.cuh>
+#include <sm90/staged_array.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
@@ -10,41 +11,42 @@
 // tiles.
 namespace cuflash {
 
-// What the producer says of a step; in one word what all ask for.
+// Message of the producer about a step. The flags are in one word, which all other warps read.
 struct StepMessage {
-  // Some key of the tile is hidden from some query; K and V are loaded with a tile's first step; no tile is left; some
-  // query's lse is large, which is known with its queries. Then the operands that copy warps load, and the phases of the
-  // slots of K and V.
+  // kMasked: some key of the tile is hidden from some query. kLoadsK, kLoadsV: K or V is loaded with this step, the
+  // first one of a head or of a tile. kEndOfWork: no tile is left. kLargeLse: lse of some query is large, which
+  // consumers add from its QueryStats. kThreadsCopy*: the operands that copy warps load. kPhaseOfK, kPhaseOfV: the
+  // phases of the slots of K and V.
   enum Flag {
     kMasked = 1, kLoadsK = 2, kLoadsV = 4, kEndOfWork = 8, kLargeLse = 16,
     kThreadsCopyK = 32, kThreadsCopyV = 64, kThreadsCopyQ = 128, kThreadsCopyDo = 256, kPhaseOfK = 512,
         kPhaseOfV = 1024,
-    // as attention::DqSchedule says; the last where DqSemaphoreOp does
+    // kFinalizesDq, kStoresDq: as in attention::DqSchedule; kUsesDqSemaphore: `dq` is set
     kFinalizesDq = 2048, kStoresDq = 4096, kUsesDqSemaphore = 8192
   };
   int flags;
-  int work;  // which
+  int work;  // index of the HeadWork of the step
   float* dq_sum;
-  attention::DqSemaphoreOp dq;  // where something is waited for, or told
-  int* arrivals;                // of its queries, where who comes first stores
-  attention::KvBlock block;     // where something is masked or copied, or dQ is finished
-  uint32_t nonempty[kNonemptyWords];   // of queries that are copied
-  tile::TmaCoords k_coords, v_coords;  // where they are brought
+  attention::DqSemaphoreOp dq;  // set if the step waits for other tiles or signals them
+  int* arrivals;  // counter of the step's queries, if the first tile that arrives stores dQ
+  attention::KvBlock block;  // set if the step is masked, copied by threads, or finishes dQ
+  uint32_t nonempty[kNonemptyWords];  // set if threads copy queries
+  tile::TmaCoords k_coords, v_coords;  // set if K or V is loaded
 
   CUFLASH_DEVICE bool is(Flag which) const { return flags & which; }
 };
 CUFLASH_DEVICE int k_phase(int flags) { return (flags & StepMessage::kPhaseOfK) != 0; }
 CUFLASH_DEVICE int v_phase(int flags) { return (flags & StepMessage::kPhaseOfV) != 0; }
 
-// What is known of the queries of a step, and which keys of the tile each sees, unless consumers need not ask: a bit a key
-// in the row of a query, or, where rows of scores are keys, a bit a query in the row of a key.
+// Statistics of the queries of a step, and its row masks if it is masked. A mask has a bit for each key in the row of a
+// query or, if the rows of scores are keys (not kIsWide), a bit for each query in the row of a key.
 constexpr int kKeyWords = (kBlockKv + 31) / 32, kQueryWords = kBlockQ / 32;
 struct alignas(16) StageQueries {
   QueryStats stats;
   uint32_t row_masks[kIsWide ? kBlockQ : kBlockKv][kIsWide ? kKeyWords : kQueryWords];
 };
 
-// The stage that a step has in the rings, and the parity of its phase.
+// Stage of a step in the rings of slots, and the parity of its phase.
 struct PipelineState {
   int stage = 0, phase = 0;
 
@@ -54,42 +56,50 @@ struct PipelineState {
   }
 };
 
-// The same of dO, of which there may be one.
+// Return stage and phase of a step in the ring of dO, which may have one stage.
 CUFLASH_DEVICE int do_stage(const PipelineState& state) { return kDoStages == 1 ? 0 : state.stage; }
 CUFLASH_DEVICE int do_phase(const PipelineState& state) { return kDoStages == 1 ? state.stage : state.phase; }
 
-// A tile of keys and a head of queries: where lies what its steps ask for.
+// A tile of keys with a query head: addresses and flags that all of its steps have in common.
 struct HeadWork {
   attention::WorkTile tile;
-  QueryStats* stats;  // tile after tile
+  QueryStats* stats;  // of the head, one for each tile of queries
   float* dq_sum;
   tile::TmaCoords q_coords, do_coords;
-  int flags;  // of all of its steps
+  int flags;  // flags that all steps have
   attention::DqSchedule dq;
 };
 
-// What consumers do with dQ of a step: have it added to the sums, or finish it, alone or with the sums of others.
+// What consumers do with dQ of a step: pass it to the dQ writer, finish it alone, or finish it with the sums of other
+// tiles.
 enum class DqFinish : int { kNot, kAlone, kWithSums };
 
-// The number of steps that copy warps and producer may have between them, and one more that the producer works on.
+// The number of steps in flight between producer and copy warps, and one more that the producer prepares.
 constexpr int kNumHeadWorks = kNumStages + 1;
 
 struct SharedStorage {
   StageQueries queries[kNumStages];
   tile::PipelineSlot k, v, q[kNumStages], d_o[kDoStages];
-  uint64_t message_ready[kNumStages];  // copy warps may read the message
+  uint64_t message_ready[kNumStages];  // signals copy warps that the message is written
   StepMessage messages[kNumStages];
-  HeadWork works[kNumHeadWorks];  // of heads that have steps, in turn
-  float softmax_scale_log2;  // with a score function, which scales products itself, the scale
-  // The producer's own, whose registers are few: whether it has a tile, the parities of the next K and V as a note says them,
-  // and how far a head reaches.
+  HeadWork works[kNumHeadWorks];  // a ring of those that have steps
+  float softmax_scale_log2;  // the scale alone in kernels with a score function
+  // State of the producer, in shared memory to save registers: whether it has a tile, the phases of the next K and V as
+  // flags of a message, and the visit range of a head.
   int has_tile, kv_phases;
   attention::VisitRange visit_range;
-  DqFinish dq_finish;  // of a step, where the last to come finishes dQ
-  uint64_t dq_sum_loaded;  // sums of dQ are in its room
+  DqFinish dq_finish;  // of the present step, if the last tile that arrives finishes dQ
+  uint64_t dq_sum_loaded;  // sums of dQ have arrived in the staging buffer
 };
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
+}
+
+// The step's elements of a captured array, behind all else; they come and go with the step's Q.
+using SmemArray = StagedArray<kBlockQ, kBlockKv>;
+CUFLASH_DEVICE SmemArray array_smem(int stage) {
+  constexpr int kEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
+  return {(kEnd + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment + stage * SmemArray::kBytes};
 }
 
 }  // namespace cuflash

@@ -30,7 +30,7 @@ constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
 constexpr int kProducerThreads = kIsWide ? kWarpgroupThreads : kWarpgroupThreads - 32,
     kCopyThreads = kProducerThreads - 32;
 // Blocks finish dQ: where tiles of keys see all in order (sm90/dq_semaphore.cuh); or, of a list, whoever comes last.
-constexpr bool kFinishesDqInOrder = config::kFusesDqEpilogue && !config::kIsListed;
+constexpr bool kFinishesDqInOrder = config::kFusesDqEpilogue && !config::kIsListed && !config::kCountsDqArrivals;
 static_assert(!kIsWide || kMakesDq, "who makes dQ not has all of dK and dV in registers");
 static_assert(!config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ goes through its room");
 // Up to 128 columns P's minimum with 1 is left out where no lse is large.

@@ -14,13 +14,14 @@ struct alignas(16) QueryStats {
   uint32_t nonempty[kNonemptyWords];  // bits of those that have a key
   int has_large_lse;                  // some lse is so large that its rounding lifts P by a thousandth above 1
   int has_empty_rows;                 // some query has no key
-  attention::DqArrivals arrivals;  // of a list
+  attention::DqArrivals arrivals;  // where tiles of keys count theirs
 
   static CUFLASH_DEVICE bool is_nonempty(const uint32_t* nonempty, int row) {
     return nonempty[row / 16] >> row % 16 & 1;
   }
 };
-constexpr bool kFirstArrivalStoresDq = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
+constexpr bool kFirstArrivalStoresDq =
+    (config::kIsListed || config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
 constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && config::kFusesDqEpilogue;
 constexpr float kLargestPlainLse2 = 1 << 14;
 

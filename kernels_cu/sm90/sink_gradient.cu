@@ -1,5 +1,5 @@
-// The gradient of a sink, once delta of every query is known, where it is known by tiles of queries. One block sums over the
-// queries of one head.
+// The gradient of a sink, from delta in the QueryStats of each tile of queries. A thread block sums over the queries of
+// one head.
 #include <attention/sink.cuh>
 #include <ptx/shared.cuh>
 #include <sm90/query_stats.cuh>

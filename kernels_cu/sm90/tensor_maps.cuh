@@ -2,13 +2,14 @@
 #include <attention/tile_scheduler.cuh>
 #include <tile/pipeline.cuh>
 
-// What a launch hands to kernels that let the tensor memory accelerator copy tiles, beside Params. cuflash/records.py has
-// the same record as a NumPy dtype.
+// What a launch hands to kernels that let the tensor memory accelerator copy tiles, beside Params. cuflash/records.py
+// has the same record as a NumPy dtype.
 namespace cuflash::attention {
 
 using tile::TensorMapParam;
 
-// Stacks [batch, batch, heads, rows, columns], an axis of extent 1 where its stride is 0; columns come first.
+// Tensor maps of stacks [batch, batch, heads, rows, columns], in which an axis of stride 0 has extent 1. Columns are
+// the first dimension of a map.
 struct TensorMaps {
   TensorMapParam q, k, v, do_, o;
 };

@@ -1,5 +1,5 @@
 #pragma once
-#include <attention/score.cuh>
+#include <sm90/staged_array.cuh>
 
 namespace cuflash {
 
@@ -10,17 +10,46 @@ class TileScore {
   using T = typename Score::Number;
 
   CUFLASH_DEVICE void find(const Score& score, const attention::WorkTile& work) {
-    const attention::Positions queries{work.first, work.last};
+    queries_ = {work.first, work.last};
     of_tile_ = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
 #pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) {
-      queries_[i] = queries.at(Tile::first_row() + Tile::row(i));
-      of_query_[i] = score.of_query(of_tile_, queries_[i]);
-    }
+    for (int i = 0; i < Tile::kRows; ++i) of_query_[i] = score.of_query(of_tile_, query(i));
   }
 
   // The scores of a step in the place of q k^T.
-  CUFLASH_DEVICE void apply(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block) const {
+  template <class Staged>
+  CUFLASH_DEVICE void apply(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
+                            Staged staged) const {
+    if constexpr (Score::kIsStaged) {
+      float pairs[Tile::kRows][2];
+      // Opaque: else places of all columns take registers from step to step.
+      const int first = ptx::opaque(Staged::offset(Tile::first_row(), 0)) + 2 * Tile::first_column();
+      apply_to_each(s, score, softmax_scale, block, [&](int i, int j, const auto&... arguments) {
+        if (j % 2 == 0) {
+          const int place = Staged::advanced(first, Tile::row(i), j / 2);
+          to_floats<typename Score::StagedElement>(*staged.template pointer<const uint32_t>(place), pairs[i]);
+        }
+        return score.value(arguments..., pairs[i][j % 2]);
+      });
+    } else {
+      if constexpr (Score::kCanBeUniform) {
+        const int first = queries_.at(Tile::warp_row()), last = queries_.at(Tile::warp_row() + 15);
+        if (score.is_uniform(of_tile_, first, last, block.start, block.stop - 1)) {
+          const auto uniform = score.of_uniform(of_tile_, first, block.start);
+          return apply_to_each(s, score, softmax_scale, block, [&](int, int, const auto&... arguments) {
+            return score.value(arguments..., uniform);
+          });
+        }
+      }
+      apply_to_each(s, score, softmax_scale, block,
+                    [&](int, int, const auto&... arguments) { return score.value(arguments...); });
+    }
+  }
+
+ private:
+  template <class ValueOf>
+  CUFLASH_DEVICE void apply_to_each(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
+                                    ValueOf value_of) const {
     const attention::PositionsOf<Score> keys({block.start, block.stop}, Tile::first_column());
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
@@ -28,14 +57,14 @@ class TileScore {
       const auto of_key = score.of_key(of_tile_, key.whole, key.real);
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
-        s.at(i, j) = score.value(of_tile_, of_query_[i], of_key, queries_[i], key.whole, s.at(i, j) * softmax_scale);
+        s.at(i, j) = value_of(i, j, of_tile_, of_query_[i], of_key, query(i), key.whole, s.at(i, j) * softmax_scale);
     }
   }
+  CUFLASH_DEVICE int query(int i) const { return queries_.at(Tile::first_row() + Tile::row(i)); }
 
- private:
   typename Score::OfTile of_tile_;
   typename Score::OfQuery of_query_[Tile::kRows];
-  int queries_[Tile::kRows];
+  attention::Positions queries_;
 };
 
 // The same without a score function.
@@ -43,8 +72,8 @@ template <class Tile>
 struct NoTileScore {
   template <class Score>
   CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&) {}
-  template <class Score>
-  CUFLASH_DEVICE void apply(Tile&, const Score&, float, const attention::KvBlock&) const {}
+  template <class Score, class Staged>
+  CUFLASH_DEVICE void apply(Tile&, const Score&, float, const attention::KvBlock&, Staged) const {}
 };
 template <class Tile, class Score, bool HasScore = kHasScore>
 struct TileScoreOr {

@@ -47,7 +47,8 @@ struct AllRowsValid {
   CUFLASH_DEVICE bool operator()(int) const { return true; }
 };
 
-// The share of each thread in `load` and `add`: eight threads for a row, whose vectors meet no bank of a shared tile twice.
+// The share of each thread in `load` and `add`: eight threads copy a row, whose vectors have no bank conflicts in a
+// shared tile.
 constexpr int kLoadColumns = 8, kLoadRows = kThreads / kLoadColumns;
 CUFLASH_DEVICE int load_row() { return threadIdx.x / kLoadColumns; }
 CUFLASH_DEVICE int load_column() { return threadIdx.x % kLoadColumns; }
@@ -113,7 +114,8 @@ CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Column
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
     if (Tile::row(i) >= to.num_rows) continue;
-    Element* run = &to.at(Tile::row(i), Tile::column(0));  // counted on: to multiply for each address is much text
+    // the address is incremented: a multiplication for each row would be more code
+    Element* run = &to.at(Tile::row(i), Tile::column(0));
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; j += Run, run += kColumnLanes * Run * to.column_stride)
 #pragma unroll

@@ -15,13 +15,13 @@ struct alignas(16) Bits128 {
   uint64_t at[2];
 };
 
-// Whether rows are made of chunks that a single instruction moves.
+// Return whether rows consist of chunks that a single instruction copies.
 template <class T>
 CUFLASH_DEVICE bool has_aligned_chunks(const Matrix<T>& matrix) {
   return matrix.column_stride == 1 && matrix.row_stride % kChunkOf<T> == 0 && reinterpret_cast<uint64_t>(matrix.data) % alignof(Chunk<T>) == 0;
 }
 
-// How threads share the chunks of a tile's rows.
+// The partition of the chunks of a tile's rows among threads.
 template <int Threads, class Tile>
 struct ChunkPartition {
   static constexpr int kThreadsPerRow = Tile::kChunks % 8 == 0 ? 8 : 4;
@@ -31,14 +31,14 @@ struct ChunkPartition {
   static CUFLASH_DEVICE int first_chunk() { return threadIdx.x % kThreadsPerRow; }
 };
 
-// Whether a matrix's rows are those of a tile, in chunks that a single instruction moves.
+// Return whether the rows of a matrix have as many columns as a tile, in chunks that a single instruction copies.
 template <class Tile, class T>
 CUFLASH_DEVICE bool has_full_rows(const Matrix<T>& matrix) {
   return has_aligned_chunks(matrix) && matrix.num_columns == Tile::kChunks * Tile::kChunk;
 }
 
-// A tile's worth of such rows, and which of their chunks a thread copies. Where several are made before the first one is
-// started, their addresses are reckoned side by side.
+// The copy of a full tile of such rows: the chunks of a thread and their addresses. If several copies are constructed
+// before the first one starts, their addresses are computed side by side.
 template <int Threads, class T, int Rows, int Columns>
 class FullTileCopy {
  public:
@@ -71,9 +71,9 @@ class FullTileCopy {
   int64_t row_stride_;
 };
 
-// Start to copy a matrix to shared memory; zeros past its ends, and in rows before the first that is kept. It is there
-// after cp_async_wait and a barrier. Called by all Threads. Whoever knows that rows are missing, or are not those of the tile,
-// spares the question, and the kernel a text.
+// Start to copy a matrix to shared memory. Elements past its ends, and in rows before `first_valid_row`, become 0. The
+// data have arrived after cp_async_wait and a barrier. Called by all Threads. With MayBeFull = false, the test for full
+// tiles and its code are left out.
 template <int Threads, bool MayBeFull = true, class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from, int first_valid_row = 0) {
   constexpr int kChunk = kChunkOf<T>;
@@ -117,15 +117,15 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from
 template <class T>
 struct StackedRows {
   Matrix<T> first;
-  int64_t stride;  // from one matrix to the next
-  int num_rows;    // of all
+  int64_t stride;  // stride between two matrices
+  int num_rows;  // rows of all matrices together
 
   CUFLASH_DEVICE T* row(int i) const {
     return first.data + i / first.num_rows * stride + i % first.num_rows * first.row_stride;
   }
 };
 
-// The same of such rows.
+// Start to copy rows that are stacked over several matrices.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, StackedRows<T> from) {
   constexpr int kChunk = kChunkOf<T>;
@@ -160,7 +160,8 @@ CUFLASH_DEVICE void load_async(Matrix<float> to, Matrix<float> from) {
     ptx::cp_async_ca_4(ptx::shared_address(&to.at(row, 0)), &from.at(row, 0), 4);
 }
 
-// Copy a tile from shared to global memory as far as the matrix goes. Called by all Threads, once the tile is there.
+// Copy a tile from shared to global memory, as far as the matrix extends. Called by all Threads, after the barrier
+// behind the tile's stores.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store(Matrix<T> to, SwizzledTile<T, Rows, Columns> from) {
   constexpr int kChunk = kChunkOf<T>;

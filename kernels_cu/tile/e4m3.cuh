@@ -3,22 +3,23 @@
 #include <tile/shared_tile.cuh>
 #include <tile/warp_tile.cuh>
 
-// Numbers of 8 bits in tiles that the tensor cores multiply in 16 bits. Both formats of 16 bits hold each of them exactly.
+// Numbers of 8 bits in tiles that the tensor cores multiply in 16 bits. Both formats of 16 bits hold each of them
+// exactly.
 namespace cuflash::tile {
 
-// The numbers that 8 bits hold, as they are rounded to: to nearest, ties to even, at most 448; no NaN.
+// Round a number to e4m3: to nearest, ties to even, at most 448. NaN is not supported.
 CUFLASH_DEVICE ptx::Float8E4M3 to_e4m3(float x) {
   const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
-  // A float has 20 bits of mantissa more and an exponent larger by 120. Adding half of the last place that is kept, less one
-  // where that place is even, and cutting rounds to nearest.
+  // A float has 20 bits of mantissa more and an exponent larger by 120. Adding half of the last place that is kept,
+  // less one where that place is even, and cutting rounds to nearest.
   const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
   // Below 2^-6 the last place is 2^-9, as that of floats from 2^14 on is: the sum with 2^14 is rounded there.
   const uint32_t subnormal = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) - __float_as_uint(16384.0f);
   return {static_cast<unsigned char>((magnitude < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u))};
 }
 
-// Four numbers of 8 bits as two registers of 16-bit numbers: the first and third, and the second and fourth. Their bits are
-// put where those of the wider format stand, which makes them smaller by a power of two; a NaN becomes 480.
+// Four numbers of 8 bits as two registers of 16-bit numbers: the first and third, and the second and fourth. Their bits
+// are put where those of the wider format stand, which makes them smaller by a power of two; a NaN becomes 480.
 struct Widened {
   uint32_t even, odd;
 };
@@ -36,8 +37,8 @@ CUFLASH_DEVICE Widened widened(ptx::BFloat16, uint32_t x) {
 template <int Rows, int Columns>
 using E4M3Tile = SwizzledTile<ptx::Float8E4M3, Rows, Columns>;
 
-// A left operand of 16 columns, in the order in which `widened` gives those of the right one: in the place of columns 2t,
-// 2t + 1 and 2t + 8, 2t + 9 there are 4t, 4t + 2 and 4t + 1, 4t + 3.
+// A left operand of 16 columns, in the order in which `widened` returns those of the right one: in place of columns 2t,
+// 2t + 1 and 2t + 8, 2t + 9 it has 4t, 4t + 2 and 4t + 1, 4t + 3.
 template <class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, Columns> a, int first_row, int k) {
   struct alignas(8) Pairs {
@@ -92,7 +93,7 @@ CUFLASH_DEVICE void gemm_nt(Tile& c, const InterleavedRows<IsKept, T, Rows, Dept
     for (int half = 0; half < 2; ++half) a.get(a_frag[half], 2 * k + half);
 #pragma unroll
     for (int j = 0; j < Tile::kColumnTiles; j += 2) {
-      uint32_t bytes[4];  // of columns 32 k on: eight rows, their next chunk, and the same of eight further rows
+      uint32_t bytes[4];  // from column 32 k on: eight rows, their next chunk, and the same of eight further rows
       ptx::ldmatrix_x4(bytes, b_frags.at(j / 2, k));
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
@@ -104,8 +105,8 @@ CUFLASH_DEVICE void gemm_nt(Tile& c, const InterleavedRows<IsKept, T, Rows, Dept
   }
 }
 
-// c += a b, where b has 8 bits, and a is a product of the same warp, rounded to bfloat16. Of sixteen columns of c the even ones
-// are a tile, and the odd ones the next: `interleaved_column` says which is where.
+// c += a b, where b has 8 bits, and a is a product of the same warp, rounded to bfloat16. Of sixteen columns of c the
+// even ones are a tile, and the odd ones the next: `interleaved_column` says which is where.
 template <class Tile, class Left, int Depth, int Columns>
 CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns && Tile::kRowTiles == 1,
@@ -122,7 +123,7 @@ CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns>
     }
 #pragma unroll
     for (int j = 0; j < Columns / 32; ++j) {
-      uint32_t bytes[4];  // of columns 32 j on: rows of eight, then further chunks
+      uint32_t bytes[4];  // from column 32 j on: groups of eight rows, then further chunks
       ptx::ldmatrix_x4_trans(bytes, b_frags.at(j, k));
 #pragma unroll
       for (int chunk = 0; chunk < 2; ++chunk) {

@@ -23,7 +23,7 @@ CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
 // Round a warp's part to T and store it to global memory, as far as the matrix goes. Called by whole warps.
 template <class T, class Tile>
 CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
-  constexpr int kChunks = Tile::kColumnTiles / 4;  // of a row, a thread's
+  constexpr int kChunks = Tile::kColumnTiles / 4;  // a thread's chunks per row
   static_assert(sizeof(T) == 2 && Tile::kColumnTiles % 4 == 0, "four threads store 8 columns each");
   Bits128 chunks[Tile::kRows][kChunks];
 #pragma unroll
@@ -61,7 +61,7 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
       const int row = from.first_row() + from.row(i), column = first_column + 32 * j;
       if (row >= to.num_rows) continue;
       uint64_t(&words)[2] = chunks[i][j].at;
-#pragma unroll 1  // rare: less text
+#pragma unroll 1  // rare, so the code is kept short
       for (int x = column; x < min(column + kChunkOf<T>, to.num_columns); ++x) {
         to.at(row, x) = {static_cast<unsigned short>(words[0])};
         words[0] = words[0] >> 16 | words[1] << 48;
@@ -70,8 +70,8 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
     }
 }
 
-// Scale four columns of 8 of a warp's part, from `first` on, round them to T, and store them to global memory. Its rows must be
-// whole 16-byte packets, and as long as the tile's. Called by whole warps.
+// Scale four columns of 8 of a warp's part, from `first` on, round them to T, and store them to global memory. Its rows
+// must be whole 16-byte packets, and as long as the tile's. Called by whole warps.
 template <class T, class Tile>
 CUFLASH_DEVICE void store_full_rows(Matrix<T> to, const Tile& from, int first, float scale) {
   const int column = from.warp_column() + 8 * first + ptx::lane() % 4 * 8;

@@ -3,14 +3,15 @@
 #include <tile/register_tile.cuh>
 #include <tile/shared_tile.cuh>
 
-// Products of tiles by multiply-add or on tensor cores. Called by all threads; operands must be complete in shared memory.
+// Products of tiles by multiply-add or on tensor cores. Called by all threads; operands must be complete in shared
+// memory.
 namespace cuflash::tile {
 
-constexpr int kMmaUnroll = 4;  // of a product on tensor cores that are laid out at once, unless the caller says
+constexpr int kMmaUnroll = 4;  // steps of a product on tensor cores that are unrolled, unless the caller chooses
 
 // c += a b on tensor cores over first <= k < last, where element (row, k) of a is a[row * RowStride + k * AStride] and
-// element (k, column) of b is b[k * BStride + column * ColumnStride]. Every warp multiplies eight rows in each kRowLanes
-// of a by all columns, four k at a time.
+// element (k, column) of b is b[k * BStride + column * ColumnStride]. Every warp multiplies eight rows in each
+// kRowLanes of a by all columns, four k at a time.
 template <int Unroll, int RowStride, int AStride, int BStride, int ColumnStride, class T, int Rows, int Columns,
     int Run>
 CUFLASH_DEVICE void gemm_add_mma(RegisterTile<T, Rows, Columns, Run>& c, const T* a, const T* b, int first,

@@ -40,6 +40,17 @@ struct RunningSum {
     sum += x;
   }
 
+  // Add each thread's x to one element, which all threads of the warp have, as they have the one before. Called by whole
+  // warps.
+  CUFLASH_DEVICE void join(Address* element, T x) {
+    if (element != address) {
+      flush();
+      address = element;
+      sum = 0;
+    }
+    sum += x;
+  }
+
   // Add the remaining sum to memory, once for the warp if all of its threads have the same element. Called by whole warps.
   CUFLASH_DEVICE void flush() const {
     const auto own = reinterpret_cast<unsigned long long>(address);

@@ -15,8 +15,8 @@ struct PipelineSlot {
   uint64_t full, empty;
 };
 
-// Number of lanes of a warp that arrive. One lane arrives for its warp; in kernels with a watchdog each lane does, since NVIDIA's
-// racecheck, which runs on these, follows no order from one lane through __syncwarp to another.
+// Number of lanes of a warp that arrive. One lane arrives for its warp; in kernels with a watchdog each lane does,
+// since NVIDIA's racecheck, which runs on these, follows no order from one lane through __syncwarp to another.
 constexpr int kArrivalsPerWarp = config::kHasWatchdog ? 32 : 1;
 
 // The thread's number in its warp.
@@ -41,7 +41,7 @@ CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
 
 // Transposes a matrix of bits: lane t of 32 has row t before, and column t after.
 CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
-  uint32_t low = 0xffff;  // of columns without this bit of their number
+  uint32_t low = 0xffff;  // bits of columns whose number lacks this bit
 #pragma unroll
   for (int lane_offset = 16; lane_offset > 0; lane_offset /= 2) {
     const uint32_t other = __shfl_xor_sync(0xffffffffu, bits, lane_offset);
@@ -74,8 +74,8 @@ struct TmaCoords {
   int x, y, z;
 };
 
-// Start TMA copies of the rows from `first` on into the slot, one panel a copy; the barrier also expects the bytes of other
-// copies, which are started after it. Columns are those from `first_column` on. Called by one thread.
+// Start TMA copies of the rows from `first` on into the slot, one panel a copy; the barrier also expects the bytes of
+// other copies, which are started after it. Columns are those from `first_column` on. Called by one thread.
 template <class T = ptx::Half>
 CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
                                    const uint64_t& full, int extra_bytes = 0, int first_column = 0) {
@@ -97,8 +97,8 @@ CUFLASH_DEVICE void tma_prefetch_boxes(const TmaBoxes& to, const TensorMapParam&
     ptx::tma_prefetch_5d(&from.map, column, first, matrix.x, matrix.y, matrix.z);
 }
 
-// Fill the slot by threads, for matrices that TMA cannot copy: `thread` is one of Threads that share the work; rows past the
-// matrix and rows that are not kept become zeros.
+// Fill the slot by threads, for matrices that TMA cannot copy: `thread` is one of Threads that share the work; rows
+// past the matrix and rows that are not kept become zeros.
 template <int Threads, class T, class IsRowValid>
 CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, IsRowValid is_row_valid) {
   const int chunks = to.columns / kChunkOf<T>, chunks_per_panel = to.width / kChunkOf<T>;

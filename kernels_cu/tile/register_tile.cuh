@@ -3,11 +3,11 @@
 
 namespace cuflash::tile {
 
-using config::kMmaRows;  // of the instruction that multiplies on tensor cores; 0: products are multiply-adds
+using config::kMmaRows;  // rows of the mma instruction; 0: products are multiply-adds
 
-// 128 threads as 16 rows of 8: a warp reads 4 rows of one operand, which broadcast, and 8 of the other, a vector each.
-// Tensor cores want 8 rows of 4 in every warp, and two neighbouring columns of a product in a thread: its columns come
-// in runs of two at least.
+// 128 threads, as 16 rows of 8: a warp reads 4 rows of one operand, which broadcast, and 8 of the other, a vector each.
+// Tensor cores need 8 rows of 4 threads in every warp, and two neighbouring columns of a product in a thread: so
+// columns come in runs of at least two.
 constexpr int kThreads = 128;
 constexpr int kColumnLanes = kMmaRows > 0 ? 4 : 8;
 constexpr int kRowLanes = kThreads / kColumnLanes;
@@ -51,15 +51,16 @@ struct RegisterTile {
     for (int j = 0; j < kColumns; ++j) at[i][j] *= factor;
   }
 
-  // Divide by a number of at least 1, rounded as division is unless the remainder is subnormal (P. Markstein, IBM J. Res.
-  // Dev. 34, 1990, on quotients from reciprocals). As many true divisions would be a sixth of a kernel's text.
+  // Divide by a number that is at least 1. The result is rounded as a division is, unless the remainder is subnormal
+  // (P. Markstein, IBM J. Res. Dev. 34, 1990, on quotients from reciprocals). True divisions would be a sixth of a
+  // kernel's code.
   CUFLASH_DEVICE void divide_row(int i, T factor) {
     const T reciprocal = 1 / factor;
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const T quotient = at[i][j] * reciprocal;
       const T rounded = ptx::fma(ptx::fma(-quotient, factor, at[i][j]), reciprocal, quotient);
-      at[i][j] = rounded == rounded ? rounded : quotient;  // of an infinite one nothing is left over
+      at[i][j] = rounded == rounded ? rounded : quotient;  // the remainder of an infinite quotient is NaN
     }
   }
 };

@@ -10,9 +10,9 @@ struct alignas(16) Vector {
   T at[kLength];
 };
 
-// Padding of a row in shared memory. One vector: eight consecutive rows then start 16 bytes apart modulo the 128 bytes of the
-// banks, so that reading a column of vectors meets no bank twice. Two vectors where tensor cores multiply: half a warp then
-// reads four numbers of four rows, in either direction, from all banks.
+// Padding of a row in shared memory. With one vector, eight consecutive rows start 16 bytes apart modulo the 128 bytes
+// of the banks, so that reads of a column of vectors have no bank conflict. Tensor cores need two vectors: half a warp
+// then reads four numbers of four rows, in either direction, from all banks.
 template <class T>
 constexpr int kPadding = (config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength;
 

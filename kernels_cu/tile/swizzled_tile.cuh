@@ -6,9 +6,9 @@ namespace cuflash::tile {
 template <class T>
 constexpr int kChunkOf = 16 / sizeof(T);  // elements in 16 bytes: a row of a matrix that ldmatrix moves
 
-// A matrix in shared memory, row after row. The chunks of a row are permuted, so that the same chunk of eight consecutive rows
-// meets no bank twice: ldmatrix and copies have no bank conflicts. Neither have reads of two chunks of floats in four rows
-// that are consecutive or two apart.
+// A matrix in shared memory, row after row. The chunks of a row are permuted, so that the same chunk of eight
+// consecutive rows lies in different banks: ldmatrix and copies have no bank conflicts. Nor have reads of two chunks of
+// floats in four rows that are consecutive or two apart.
 template <class T, int Rows, int Columns>
 struct SwizzledTile {
   static constexpr int kRows = Rows;
@@ -28,8 +28,8 @@ struct SwizzledTile {
         : row / (8 / kSwizzledChunks) % kSwizzledChunks;
   }
   static CUFLASH_DEVICE int offset(int row, int chunk) { return (row * kChunks + (chunk ^ swizzle(row))) * 16; }
-  // The offset or address of a chunk further on in its row, and `rows` rows below; rows must be a multiple of 8, or bits
-  // that the row has not, and chunks a multiple of 2 unless counted from chunk 0. Of one register, once loops are
+  // The offset or address of a chunk further on in its row, and `rows` rows below; rows must be a multiple of 8, or
+  // bits that the row has not, and chunks a multiple of 2 unless counted from chunk 0. Of one register, once loops are
   // unrolled.
   template <class Offset>
   static CUFLASH_DEVICE Offset advanced(Offset from, int rows, int chunks) {

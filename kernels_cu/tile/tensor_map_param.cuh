@@ -3,10 +3,10 @@
 
 namespace cuflash::tile {
 
-// A stack of matrices as a tensor map describes it to the tensor memory accelerator.
+// The tensor map of a stack of matrices, which TMA reads.
 struct TensorMapParam {
   ptx::TensorMap map;
-  int64_t is_valid;  // else its strides are not what the accelerator can walk
+  int64_t is_valid;  // 0 if TMA does not support the strides of the stack
 };
 
 }  // namespace cuflash::tile

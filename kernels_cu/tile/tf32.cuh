@@ -17,7 +17,7 @@ struct Tf32 {
     for (int e = 0; e < N; ++e) {
       if (kTf32Products == 1) {
         hi[e] = ptx::to_tf32(__uint_as_float(x[e]));
-      } else {  // as to_tf32 rounds, but that a NaN may leave hi: it stays in lo
+      } else {  // rounds as to_tf32 does, except that lo keeps a NaN which hi may lose
         hi[e] = (x[e] + 0x1000u) & 0xffffe000u;
         lo[e] = __float_as_uint(__uint_as_float(x[e]) - __uint_as_float(hi[e]));
       }
@@ -38,7 +38,7 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32<4>& a, const Tf32<2>&
 // eight rows a thread takes two, t and t + 4 or, as neighbours, 2 t and 2 t + 1, with t = lane % 4.
 template <class Matrix, int NumTiles, bool IsLeft, bool Adjacent>
 struct TransposedWords {
-  static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;  // as in Across
+  static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;  // as in MnMajorFragments
 
   Matrix matrix;
   int chunk;
@@ -75,8 +75,8 @@ CUFLASH_DEVICE void load(uint32_t (&frag)[4], const FragmentSource<Tile>& from, 
   for (int e = 0; e < 4; ++e) frag[e] = __float_as_uint(from.tile.tiles[tile][k][e % 2 * 2 + e / 2]);
 }
 
-// Tensor cores round sums towards zero. So the contribution of three products to c is summed from zero every time, and then
-// added with rounding to nearest; as many tiles of columns at once as registers allow.
+// Tensor cores round sums towards zero. So the contribution of three products to c is summed from zero every time, and
+// then added with rounding to nearest; as many tiles of columns at once as registers allow.
 constexpr CUFLASH_DEVICE int tiles_per_pass(int row_tiles, int column_tiles) {
   const int registers = row_tiles * column_tiles > 16 ? 16 : 32;
   int most = column_tiles;

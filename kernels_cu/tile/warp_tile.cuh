@@ -49,8 +49,8 @@ struct WarpTile {
   }
 };
 
-// Returns the number of rows in which NumWarps warps share a matrix of Rows x Columns: among those that give each warp pairs of
-// fragments, the one with which warps read least of their operands; 0 if there is none.
+// Returns the number of rows in which NumWarps warps share a matrix of Rows x Columns: among those that give each warp
+// pairs of fragments, the one with which warps read least of their operands; 0 if there is none.
 constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   int best = 0, min_read = rows + columns + 1;
   for (int groups = 1; groups <= num_warps; ++groups) {
@@ -99,9 +99,9 @@ CUFLASH_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// Fragments of a matrix in shared memory, 16 x 16 at a time: where a thread's row of 16 bytes lies. `KMajorFragments`
-// is read as it stands, the left operand's rows and the right operand's columns being rows of the matrix;
-// `MnMajorFragments` is read transposed.
+// Fragments of a matrix in shared memory, 16 x 16 at a time, with the address of a thread's row of 16 bytes.
+// `KMajorFragments` reads the matrix as it is stored: its rows are the left operand's rows and the right operand's
+// columns. `MnMajorFragments` reads it transposed.
 template <class Matrix>
 struct KMajorFragments {
   static constexpr bool kIsTransposed = false;
@@ -213,7 +213,7 @@ CUFLASH_DEVICE void gemm_add_tn(Tile& c, SwizzledTile<T, Depth, Rows> a, Swizzle
                        right_mn_major<Tile::kColumnTiles / 2>(b, c.warp_column()), false, overlapped);
 }
 
-// c += a b, where a is a product of the same warp, rounded to T: its registers have the layout of the operand.
+// Add a b to c. a is a product of the same warp, rounded to T; its registers have the layout of the operand.
 template <class Tile, class Left, class T, int Depth, int Columns>
 CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<T, Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns, "a warp holds whole rows");
@@ -246,8 +246,8 @@ CUFLASH_DEVICE void store_row(float* to, const Tile& from, int i) {
   }
 }
 
-// Round eight columns of a warp's part to T and store them to shared memory. Called by whole warps; of warps that hold the same
-// part, the first stores it.
+// Round eight columns of a warp's part to T and store them to shared memory. Called by whole warps; of warps that hold
+// the same part, the first stores it.
 template <class Tile, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store_columns(SwizzledTile<T, Rows, Columns> to, const Tile& from, int column_tile) {
   constexpr int kChunk = kChunkOf<T>;

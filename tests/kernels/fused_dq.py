@@ -11,6 +11,7 @@ import pytest
 from cuflash.calls import checked_plan
 from cuflash.planning import plan_cache
 from cuflash.planning.families import sm90_dq
+from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.planning.launches import DqSemaphoreOrder
 
 
@@ -61,6 +62,16 @@ def of_lists(*, finishes: bool) -> Iterator[None]:
     """As if it always paid that the last tile of keys to come to queries of a list finishes their dQ, or never."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90_dq, "_MAX_FUSED_ARRIVALS", 1 << 30 if finishes else 0)
+        with plans_of_its_own():
+            yield
+
+
+@contextmanager
+def of_intervals(use: ArrivalUse) -> Iterator[None]:
+    """As if that use of the count of tiles of keys always paid, of row intervals and of bands, where it is possible."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90_dq, "best_use_of_arrivals", lambda *_: use)
+        patch.setattr(sm90_dq, "_is_faster", lambda *_: False)
         with plans_of_its_own():
             yield
 

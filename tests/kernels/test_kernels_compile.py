@@ -7,7 +7,7 @@ each dtype with narrow and with wide heads, and each family on each chip.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import product
@@ -32,6 +32,7 @@ from cuflash.planning.families import sm80
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.families.family import DIMS
 from cuflash.planning.routing import FAMILIES
+from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.block_mass import mass_spec
@@ -109,11 +110,22 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 if walk is not None and walk.name == "sm90_backward" and walk.dq_atomic_width:
                     finishing = ("backward",) if limit is None else ("backward", "backward_statistics")
                     specs |= {replace(found[entry], fuses_dq_epilogue=True) for entry in finishing}
+                    if limit is None:
+                        specs |= of_intervals(found)
                 if family == "sm80":
                     for group_size in {1, 2 if limit is None else 1}:
                         split = sm80.split_spec(found["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
     return specs
+
+
+def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
+    """The kernels of the sm90 family for row intervals, in the place of those for a band."""
+    names = ("backward", "backward_statistics", "convert_dq")
+    counting = {replace(specs[name], counts_dq_arrivals=True, is_ordered=name == "backward") for name in names}
+    finishing = {replace(spec, fuses_dq_epilogue=True) for spec in counting if spec.entry != "convert_dq"}
+    window = replace(specs["backward"], counts_dq_arrivals=True, fuses_dq_epilogue=True)
+    return counting | finishing | {window, replace(specs["forward"], is_ordered=True)}
 
 
 def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
@@ -196,7 +208,7 @@ def every_target() -> list[tuple[KernelSpec, str]]:
         if chip in ("A100", "H100"):
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
-        lists = sorted({*LIST_SPECS.values(), *every_selection_spec(DTYPES)}, key=str)
+        lists = sorted({*LIST_SPECS.values(), *INTERVAL_SPECS.values(), *every_selection_spec(DTYPES)}, key=str)
         targets += [(spec, room.architecture(spec, capability)) for spec in lists]
     return targets
 

@@ -65,7 +65,7 @@ def array_form(mask, shape, block, to_device, to_host):
 def made_by_kernels(mask, shape, block, machine=None):
     """Return the lists that the kernels make on the simulator, and their inputs."""
     source, array = ListSource.of(sent(mask, device.DeviceArray).resolve(shape), shape, block)
-    made = ListMaker(source, machine or Simulator())(array._host.ctypes.data, None)
+    made = ListMaker(source, machine or Simulator())((array._host.ctypes.data,), None)
     return source, list_results(made, source)
 
 
@@ -73,7 +73,7 @@ def made_on_gpu(mask, shape, block):
     import cupy
 
     source, array = ListSource.of(sent(mask, to_device).resolve(shape), shape, block)
-    made = ListMaker(source, gpu.Gpu())(array.data.ptr, cupy.cuda.get_current_stream())
+    made = ListMaker(source, gpu.Gpu())((array.data.ptr,), cupy.cuda.get_current_stream())
     return source, {name: cupy.asnumpy(each) for name, each in list_results(made, source).items()}
 
 

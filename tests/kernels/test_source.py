@@ -18,8 +18,11 @@ from cuflash.compiler import nvrtc as compiling
 from cuflash.compiler import source as room
 from cuflash.planning.spec import KernelSpec
 from cuflash.scores import Score
+from cuflash.scores.program import derived
 
 Make = Callable[..., KernelSpec]
+BIAS = Score(lambda s, b, h, i, j, x: s + x[h, i, j], x=np.ones((2, 3, 8), np.float16))
+BIASED: dict[str, Any] = {"score": derived(BIAS.program, ("x",)), "score_wrt": ("x",)}
 CAPPED = Score(lambda s, b, h, i, j, slope: 2 * np.tanh(s) * slope[h], slope=np.ones(3, np.float32))
 CHANGED = {
     "family": "sm90",
@@ -35,6 +38,8 @@ CHANGED = {
     "num_stages": 2,
     "dq_atomic_width": 4,
     "fuses_dq_epilogue": True,
+    "counts_dq_arrivals": True,
+    "is_ordered": True,
     "mma_rows": 8,
     "is_split": True,
     "pack_gqa": True,
@@ -47,6 +52,7 @@ CHANGED = {
     "score": CAPPED.program,
     "score_wrt": ("slope",),
     "score_sums": ("exact",),
+    "score_is_staged": True, "score_is_stored": True,
 }
 
 
@@ -63,7 +69,10 @@ def test_equal_specifications_give_equal_texts(kernels: Path, spec: Make) -> Non
 def test_every_field_changes_the_text(kernels: Path, spec: Make, field: str) -> None:
     shutil.copy(kernels / "simt" / "plain.cu", kernels / "sm90" / "plain.cu")
     scored = {"score": CAPPED.program}
-    others = {"score_wrt": scored, "score_sums": {**scored, "score_wrt": ("slope",)}}.get(field, {})
+    others = {
+        "score_wrt": scored, "score_sums": {**scored, "score_wrt": ("slope",)}, "score_is_staged": BIASED,
+        "score_is_stored": {**BIASED, "score_is_staged": True},
+    }.get(field, {})  # fmt: skip
     plain = spec("plain", **others)
     assert room.source(replace(plain, **{field: CHANGED[field]})) != room.source(plain)
 

@@ -79,7 +79,7 @@ def lists_are_those_of_the_array_form() -> None:
         source, array = ListSource.of(mask.resolve(frame), frame, BLOCK)
         for seed, order in enumerate(("random", "priorities")):
             schedule = sim.Schedule(seed=seed, order=order, shuffle_lanes=bool(seed))
-            made = ListMaker(source, Simulator(schedule))(array._host.ctypes.data, None)
+            made = ListMaker(source, Simulator(schedule))((array._host.ctypes.data,), None)
             count = int(expected["row_pointers"][-1])
             for name, got in list_results(made, source).items():
                 if name in expected:
@@ -120,7 +120,7 @@ def calls_read_masks_anew(library: ModuleType) -> None:
     kept, causal = device_double.to_device(np.eye(4, dtype=bool)), library.masks.Causal()
     pattern = library.masks.BlockPattern
     first, again = (contents_of(pattern(kept, 5) & causal, layout) for _ in range(2))
-    assert first.key == again.key and first.array is kept
+    assert first.key == again.key and first.arrays == (kept,)
     others = (pattern(kept, 6) & causal, pattern(kept, 5) & library.masks.Band(0, 3), pattern(kept[:2], 5) & causal)
     assert all(contents_of(other, layout).key != first.key for other in others)
     assert contents_of(pattern(kept, 5) & library.masks.Dense(kept), layout) is None

@@ -43,12 +43,14 @@ FAULTS = {
         "one index serves all devices": Edit(INDEX, "index_key", "return device, ", "return "),
     },
     calls_read_masks_anew: {
-        "blocks of any size are alike": Edit(CONTENTS, "mask_contents", 'getattr(part, "block", None)', "None"),
+        "blocks of any size are alike": Edit(CONTENTS, "_arrays_of", '(getattr(part, "block", None),)', "()"),
         "closed forms do not count": Edit(CONTENTS, "mask_contents", "keys.append(content(part))", "content(part)"),
         "layouts do not count": Edit(
-            CONTENTS, "mask_contents", 'getattr(part, "block", None), layout', 'getattr(part, "block", None)'
+            CONTENTS, "mask_contents", "(type(part), *more, layout)", "(type(part), *more)"
         ),
-        "a second array is left out": Edit(CONTENTS, "mask_contents", "if len(arrays) == 1 else None", ""),
+        "a second array is left out": Edit(
+            CONTENTS, "mask_contents", "if layout is None or found is not None:", "if layout is None:"
+        ),
     },
     lists_are_those_of_the_array_form: {
         "bytes of a packet are bits in reverse": Edit(

@@ -144,7 +144,7 @@ FAULTS = {
             "entries = np.arange(len(order))[pointers[column]",
         ),
         "the shortest rows come first": Edit(
-            "blocks/work_list.py", "ListedWork._longest_first", 'kind="stable")[:, ::-1]', 'kind="stable")'
+            "blocks/work_list.py", "_longest_first", 'kind="stable")[:, ::-1]', 'kind="stable")'
         ),
         "one list serves all heads": Edit("blocks/work_list.py", "_owner", "(h if extents[1] > 1 else 0)", "0"),
         "intervals of the first entry serve all": Edit(

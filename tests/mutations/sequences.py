@@ -58,42 +58,42 @@ FILE = "masks/sequences.py"
 FAULTS = {
     sequences_are_right: {
         "the last key before the window's left side is seen": Edit(
-            FILE, "Sequences._keys_of", "diagonal - clipped(left)", "diagonal - clipped(left) - 1"
+            FILE, "Sequences.keys_of", "diagonal - clipped(left)", "diagonal - clipped(left) - 1"
         ),
         "the window's right side is not seen": Edit(
-            FILE, "Sequences._keys_of", "min(right, UNBOUNDED) + 1", "min(right, UNBOUNDED)"
+            FILE, "Sequences.keys_of", "min(right, UNBOUNDED) + 1", "min(right, UNBOUNDED)"
         ),
         "keys before the sequence are seen": Edit(
-            FILE, "Sequences._keys_of", "xp.clip(diagonal - clipped(left), start, stop)", "diagonal - clipped(left)"
+            FILE, "Sequences.keys_of", "xp.clip(diagonal - clipped(left), start, stop)", "diagonal - clipped(left)"
         ),
         "bounds fall below their sequence": Edit(
-            FILE, "Sequences._keys_of",
+            FILE, "Sequences.keys_of",
             "hi = xp.clip(diagonal + min(right, UNBOUNDED) + 1, start, stop)",
             "hi = xp.minimum(diagonal + min(right, UNBOUNDED) + 1, stop)",
         ),
         "sides beyond int64 are taken as they are": Edit(
-            FILE, "Sequences._keys_of", "clipped(left), start", "left, start"
+            FILE, "Sequences.keys_of", "clipped(left), start", "left, start"
         ),
         "every sequence is aligned at its first key": Edit(
-            FILE, "Sequences._keys_of", "kv[end] - q[end] if", "kv[first] - q[first] if"
+            FILE, "Sequences.keys_of", "kv[end] - q[end] if", "kv[first] - q[first] if"
         ),
         "every sequence is aligned at its last key": Edit(
-            FILE, "Sequences._keys_of", "else kv[first] - q[first]", "else kv[end] - q[end]"
+            FILE, "Sequences.keys_of", "else kv[first] - q[first]", "else kv[end] - q[end]"
         ),
         "causal lets a window look ahead": Edit(
-            FILE, "Sequences._keys_of", "min(right, 0)", "right"
+            FILE, "Sequences.keys_of", "min(right, 0)", "right"
         ),
-        "causal hides nothing": Edit(FILE, "Sequences._keys_of", "if self.causal:", "if False:"),
+        "causal hides nothing": Edit(FILE, "Sequences.keys_of", "if self.causal:", "if False:"),
         "the first query belongs to the sequence before": Edit(
-            FILE, "Sequences._keys_of", 'side="right"', 'side="left"'
+            FILE, "Sequences.keys_of", 'side="right"', 'side="left"'
         ),
         "a query sees the next sequence": Edit(
-            FILE, "Sequences._keys_of", "xp.clip(after, 0, last)", "xp.clip(after + 1, 0, last)"
+            FILE, "Sequences.keys_of", "xp.clip(after, 0, last)", "xp.clip(after + 1, 0, last)"
         ),
     },
     what_is_after_the_last_sequence_is_not_visited: {
         "queries after all sequences are visited": Edit(
-            FILE, "Sequences._keys_of", "xp.where(after > last, UNBOUNDED, lo)", "lo"
+            FILE, "Sequences.keys_of", "xp.where(after > last, UNBOUNDED, lo)", "lo"
         ),
     },
     offsets_of_any_size_are_right: {
@@ -103,8 +103,8 @@ FAULTS = {
     },
     batch_entries_have_offsets_of_their_own: {
         "queries of the first entry serve all": Edit(
-            FILE, "Sequences.resolve", "self._keys_of(rows, q[entry], kv[entry])",
-            "self._keys_of(rows, q[(0,) * len(entry)], kv[entry])",
+            FILE, "ResolvedSequences.bounds", "self.source.keys_of(rows, q[entry], kv[entry])",
+            "self.source.keys_of(rows, q[(0,) * len(entry)], kv[entry])",
         ),
     },
     packing_is_right: {

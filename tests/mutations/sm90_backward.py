@@ -7,6 +7,7 @@ from mutations.sm90_guards import (
     finished_gradients_are_right,
     gradients_are_right,
     gradients_in_two_walks_are_right,
+    gradients_of_intervals_are_right,
     gradients_of_lists_are_right,
     wide_gradients_are_right,
 )
@@ -389,6 +390,24 @@ FAULTS = {
             "sm90/backward_statistics.cu", "sm90_backward_statistics",
             "if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);",
             "",
+        ),
+    },
+    gradients_of_intervals_are_right: {
+        "the tile with the last key counts not": Edit(
+            "sm90/dq_arrivals.cuh", "num_visiting_key_tiles", "(hi + Width - 1) / Width", "hi / Width"
+        ),
+        "all tiles before the last key count": Edit(
+            "sm90/dq_arrivals.cuh", "num_visiting_key_tiles", "- lo / Width, 0)", ", 0)"
+        ),
+        "tiles count for queries past all keys": Edit(
+            "sm90/dq_arrivals.cuh", "num_visiting_key_tiles", "lo < params.shape.seqlen_kv ?", "true ?"
+        ),
+        "tiles that the last query leaves count less": Edit(
+            "sm90/dq_arrivals.cuh", "num_visiting_key_tiles",
+            "interval(params, work.batch_head, work.first).lo", "interval(params, work.batch_head, work.last - 1).lo",
+        ),
+        "nobody stores": Edit(
+            "sm90/query_stats.cuh", None, "config::kIsListed || config::kCountsDqArrivals", "config::kIsListed"
         ),
     },
     gradients_of_lists_are_right: {

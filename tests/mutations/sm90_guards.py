@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 from cuflash.executors.sim import Simulator
+from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.testing import Example, Structure, assert_within_bounds
 from fused_dq import of_lists, on_few_processors
 from poison import MARGIN, call
+from test_dq_of_intervals import STRUCTURES as OF_INTERVALS
+from test_dq_of_intervals import assert_all_right as assert_intervals_right
 from test_dq_of_lists import STRUCTURES as OF_LISTS
 from test_dq_of_lists import assert_all_right
 from test_dq_semaphore import STRUCTURES as FINISHED
@@ -249,6 +252,13 @@ def gradients_of_lists_are_right() -> None:
             schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
             machine = FewBlocks(schedule, most=1 + (seed + number) % 3)
             assert_all_right(example, SIM90, machine, ALIGNED if seed else MARGIN)
+
+
+@with_fewest_tiles(0)
+def gradients_of_intervals_are_right() -> None:
+    for number, name in enumerate(("queries past all sequences", "a window of tiles", "sequences")):
+        use = (ArrivalUse.FINISH, ArrivalUse.STORE)[number // 2]
+        assert_intervals_right(half(OF_INTERVALS[name]), SIM90, use, FewBlocks(sim.Schedule(seed=number), most=2))
 
 
 def structures_of_two_walks() -> list[Structure]:

@@ -170,6 +170,14 @@ def test_what_was_compiled_is_kept_by_all_that_is_not_a_comment(
     assert proof.bare('f("// kept"); // dropped\n') == 'f("// kept");'
 
 
+def test_line_numbers_count_where_a_text_reads_them(proof: ModuleType) -> None:
+    for constants in ("", "int a;  // one\n}  // namespace cuflash::config\n"):
+        plain, numbered = constants + "int b;\n", constants + "int b = __LINE__;\n"
+        assert proof.compared_text(plain + "\n") == proof.compared_text(plain)
+        assert proof.compared_text(numbered + "\n") != proof.compared_text(numbered)
+        assert proof.compared_text(plain.replace("one", "two")) == proof.compared_text(plain)
+
+
 def test_a_text_that_does_not_compile_is_a_difference(nvrtc: Any, proof: ModuleType, tmp_path: Path) -> None:
     before, after = (proof.kept(tmp_path, text, OPTIONS) for text in (TEXT, "no C++\n"))
     found = {each.field: each.after for each in proof.differences("kernel", before, after)}
@@ -203,6 +211,10 @@ def test_every_kernel_is_compared_and_the_quick_choice_has_whatever_one_of_them_
             for side in (kernels, chosen)
         ]  # fmt: skip
         assert values[0] == values[1]
+    one_of_each = {kernel.name: number for number, kernel in enumerate(kernels)}
+    given = proof.given_for(ROOT, tmp_path, list(one_of_each.values()))
+    assert len({each.text.read_text("utf-8") for each in given}) == len(on_disk)
+    assert all(each.launch_shared_bytes >= 0 for each in given)
     of_hopper = [dict(kernel.specification) for kernel in chosen if kernel.name == "sm90_backward"]
     missing = {"is_listed": "True", "fuses_dq_epilogue": "True", "has_watchdog": "True", "dq_atomic_width": "0"}
     for field, value in missing.items():

@@ -188,7 +188,7 @@ def test_ends_are_far_apart_and_labels_are_equal_colours(load) -> None:
         assert np.abs(np.array(shares) - 0.5).max() < 6 * 0.5 / 900**0.5
 
 
-@pytest.mark.parametrize(("seqlen", "block"), [(64, 4), (512, 16), (4096, 128), (16384, 128)])
+@pytest.mark.parametrize(("seqlen", "block"), [(64, 4), (512, 32), (2048, 128), (4096, 128), (16384, 128)])
 def test_two_steps_connect_the_ends_by_far_patterns_alone(load, seqlen: int, block: int) -> None:
     """Over blocks: whether any block of a second end sees, in two steps, blocks where the first end may lie."""
     task, grid = load("long_range"), seqlen // block
@@ -205,13 +205,24 @@ def test_two_steps_connect_the_ends_by_far_patterns_alone(load, seqlen: int, blo
 def test_the_task_is_trained_and_judged_in_stages(load) -> None:
     task = load("long_range")
     config = task.Config(gpu=True, gpu_seqlens=(4096,), gpu_steps=7, gpu_steps_more=3)
-    assert task.stages(config) == [(512, 16, 7), (1024, 32, 3), (2048, 64, 3), (4096, 128, 3)]
+    longer = [(128, 8, 3), (256, 16, 3), (512, 32, 3), (1024, 64, 3), (2048, 128, 3), (4096, 128, 3)]
+    assert task.stages(config) == [(64, 4, 7), *longer]
     config = task.Config(seqlens=(32, 64), block=2, batch=4, steps=2, tests=6, names=("exact", "window"))
     rows = list(task.run(config))
     cases = [(row["pattern"], row["seqlen"], row["steps"]) for row in rows]
     assert cases == [(name, seqlen, steps) for name in config.names for seqlen, steps in ((32, 2), (64, 4))]
     assert [row["accuracy"] for row in rows if row["pattern"] == "window"] == [0.5, 0.5]
     assert task.plot(rows).axes and len(task.table(rows).rows) == 4
+
+
+def test_kernels_of_all_stages_are_compiled_at_once(load) -> None:
+    """Dense ones and ones of lists, both passes, in tiles that blocks of every stage fill."""
+    task = load("long_range")
+    config = task.Config(gpu=True, gpu_seqlens=(4096,), gpu_names=("exact", "window"))
+    specs = task.specs_of(config, task.cuflash.DeviceSpec.gpu("H100"))
+    entries = {spec.entry for spec in specs}
+    assert {"forward", "backward"} <= entries and all(spec.dtype == np.float32 for spec in specs)
+    assert {spec.block_q for spec in specs if spec.entry == "forward"} >= {16, 64}
 
 
 @pytest.mark.gpu

@@ -123,6 +123,35 @@ def test_a_later_step_plans_nothing_and_allocates_its_result_alone(
     assert xp.allocated == before + 3
 
 
+class Foreign:
+    """An array of another library on a GPU."""
+
+    def __init__(self, host: Any) -> None:
+        self.host = host
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("counted", ["host", "device"])
+def test_a_later_step_of_another_librarys_arrays_plans_nothing(
+    stand_in: Any, counted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [rows_of(stand_in, step) for step in range(3)]
+    alone, made = a_cache(stand_in, "pages", counted), []
+    wanted = [(alone.append(k, v), alone.attention(q).get())[1] for q, k, v in steps]
+    cache = a_cache(stand_in, "pages", counted)
+    for step, rows in enumerate(steps):
+        q, k, v = (Foreign(x.get()) for x in rows)
+        cache.append(k, v)
+        made.append(cache.attention(q).get())
+        if step == 0:
+            for place, name in ((on_device, "append_plan"), (kv_cache, "decode_plan_of"), (kv_cache, "row_reasons")):
+                monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("planned again"))
+    assert all(np.array_equal(*pair) for pair in zip(made, wanted))
+
+
 def refused(call: Callable[[], Any]) -> str:
     with pytest.raises((UnsupportedProblem, TypeError)) as caught:
         call()

@@ -45,9 +45,9 @@ class CheckedCache:
                 if array is not None:
                     array[...] = np.nan
 
-    def _made(self, batch: int, pages: dict[str, int]) -> Any:
+    def _made(self, batch: int, pages: dict[str, int], capacity: int = CAPACITY) -> Any:
         return self.library.KVCache(
-            batch=batch, num_kv_heads=HEADS, head_dim=DIM, value_dim=VALUE_DIM, capacity=CAPACITY,
+            batch=batch, num_kv_heads=HEADS, head_dim=DIM, value_dim=VALUE_DIM, capacity=capacity,
             dtype=ml_dtypes.float8_e4m3fn if self.has_8_bits else np.float32, **pages,
         )  # fmt: skip
 
@@ -141,7 +141,7 @@ class CheckedCache:
 
     def _alone(self, q: Any, b: int, causal: bool, window: Any) -> Any:
         """Attention of a sequence by a cache without pages that holds nothing else."""
-        alone = self._made(1, {})
+        alone = self._made(1, {}, self.cache.capacity)  # that of somebody else's pages is a multiple of theirs
         alone.append(self.keys[b][None], self.values[b][None])
         o, lse = alone.attention(q[None], causal=causal, window=window, return_lse=True)
         return o[0], lse[0]

@@ -40,6 +40,8 @@ class Family(ABC):
         Names of the arrays beside q, k and v that its kernels take.
     waits_at_barriers : bool
         Its kernels wait at barriers in shared memory for copies, so that a fault could make one hang.
+    takes_orders : bool
+        Its kernels can take tiles of row intervals in an order, the longest first.
     """
 
     name: ClassVar[str]
@@ -47,6 +49,7 @@ class Family(ABC):
     oldest: ClassVar[tuple[int, int]] = (7, 5)
     operands: ClassVar[tuple[str, ...]] = ()
     waits_at_barriers: ClassVar[bool] = False
+    takes_orders: ClassVar[bool] = False
 
     def __eq__(self, other: object) -> bool:
         """A family holds nothing of its own, so that one of a pickled plan is the one of FAMILIES."""

@@ -16,12 +16,13 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
-from ...scores.program import curvature
+from ...scores.program import Program, curvature, depends
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
+from ..staged_array import can_stage, can_store_gradient, staged_load
 from ..tile_order import forward_order, heads_per_wave
 from . import SM90
 from .family import (
@@ -35,7 +36,7 @@ from .family import (
     rounded_dims,
 )
 from .sm80 import Sm80
-from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list
+from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted_arrivals
 
 ROWS = 64  # queries that a warpgroup multiplies at a time
 LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made for the kernels
@@ -44,6 +45,7 @@ _MMA_COLUMNS = 16  # columns of a product
 _NUM_TILE_INFOS = 4  # tiles that they know of
 # bytes that warpgroups tell each other
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
+_ARRAY_ALIGNMENT = 128  # of a staged array's rooms, whose rows are permuted by bits of their places
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
@@ -63,6 +65,7 @@ _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256:
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
+_STAGED_KEYS = 128  # keys of a step, where elements of a captured array lie beside them
 # Lists: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
@@ -82,6 +85,7 @@ class Sm90(Family):
     operands = ("sink", "dropout_seed")
     oldest = (9, 0)
     waits_at_barriers = True
+    takes_orders = True
 
     def _device_reasons(self, problem: Problem, device: DeviceSpec) -> list[str]:
         if device.compute_capability in (None, self.oldest):
@@ -116,6 +120,11 @@ class Sm90(Family):
         changes_weights = problem.score is not None or problem.dropout is not None
         if not backward or (changes_weights and not _takes_changed_weights(backward["backward"])):
             backward = _SM80.specs(problem, device, largest, deterministic=deterministic)
+        elif can_stage(problem) and backward["backward"].block_q == ROWS:
+            backward["backward"] = replace(
+                backward["backward"], num_stages=_STAGES, score_is_staged=True,
+                score_is_stored=can_store_gradient(problem),
+            )  # fmt: skip
         return {"forward": forward} | backward | {"forward": forward}
 
     def launches(
@@ -130,7 +139,7 @@ class Sm90(Family):
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
-        chosen |= dict(specs or {})
+        chosen = _ordered(chosen, work) | dict(specs or {})
         forward, backward = chosen["forward"], chosen["backward"]
         tiles = problem.num_heads * query_tiles(problem, work, forward.block_q)
         counter = self._counter(problem)
@@ -171,7 +180,7 @@ class Sm90(Family):
             return {entry: spec for entry, spec in (specs | fused).items() if entry != "convert_dq"}, order
         dq_order = dq_semaphore_order(problem, work.band, backward, device)
         if dq_order is None or not dq_order.num_fused_heads(num_heads):
-            return specs, order
+            return with_counted_arrivals(problem, work, specs), order
         order = order._replace(kv_heads_per_group=dq_order.heads_per_group, dq=dq_order)
         return specs | {"backward": replace(backward, fuses_dq_epilogue=True)}, order
 
@@ -256,6 +265,18 @@ def _takes_changed_weights(backward: KernelSpec) -> bool:
     return backward.entry == "backward" and backward.dq_atomic_width > 0
 
 
+def _ordered(specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSpec]:
+    """The kernels; those that walk ordered row intervals take tiles in the order, where tiles divide its blocks."""
+    if not isinstance(work, IntervalWork) or not work.is_ordered:
+        return specs
+    divides = {
+        entry: spec.name in ("sm90_forward", "sm90_backward", "sm90_backward_wide")
+        and (work.block_q % spec.block_q if entry == "forward" else work.block_kv % spec.block_kv) == 0
+        for entry, spec in specs.items()
+    }
+    return {entry: replace(spec, is_ordered=True) if divides[entry] else spec for entry, spec in specs.items()}
+
+
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
     """Tiles of queries, so many for each key/value head, whose dQ the backward kernel's blocks finish."""
     return tiles * dq_order.num_fused_heads(num_batch * num_kv_heads)
@@ -279,8 +300,9 @@ def forward_spec(
     """
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
-    is_curved = problem.score is not None and curvature(problem.score) == "curved"
-    is_large = is_curved or problem.dropout is not None  # it spills in three and four warpgroups
+    # What needs more registers than three or four warpgroups have.
+    score = problem.score
+    is_large = problem.dropout is not None or (score is not None and _is_large(score, can_stage(problem)))
     if largest is None and not is_large:
         min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
         max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
@@ -298,17 +320,33 @@ def forward_spec(
             block_kv = min(block_kv, ROWS)  # so that several blocks fit
         if largest[1] % block_kv:
             block_kv = max(_MMA_COLUMNS, _power_of_two(min(largest[1], block_kv)))
+    is_staged = largest is None and block_q > ROWS and width <= 128 and can_stage(problem)
+    if is_staged:
+        block_q, block_kv = 2 * ROWS, _STAGED_KEYS
     spec = KernelSpec(
         family=SM90, entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
         num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
     )  # fmt: skip
+    if is_staged:
+        return replace(spec, num_stages=_STAGES, score_is_staged=True)
     # One warpgroup of consumers leaves tensor cores idle while it reckons, so several blocks share a multiprocessor.
     if block_q > ROWS or width > 128:
         return spec
     blocks, stages = (2, _STAGES) if largest is None else _LISTED_SMALL[width]
     small = replace(spec, min_blocks=blocks, num_stages=stages)
     return small if blocks * (shared_bytes(small) + 1024) <= device.tile_memory_bytes + 1024 else spec
+
+
+def _is_large(program: Program, is_staged: bool) -> bool:
+    """Return whether a function is curved or reads elements of arrays at queries and keys."""
+    if curvature(program) == "curved":
+        return True
+    dependencies, staged = depends(program), staged_load(program) if is_staged else None
+    return any(
+        load.op == "load" and n != staged and dependencies[n] & {"i", "j"}
+        for n, load in enumerate(program.instructions)
+    )
 
 
 def backward_specs(
@@ -384,13 +422,21 @@ def shared_bytes(spec: KernelSpec) -> int:
         storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_OTHER
         storage += _SLOT * (2 + stages + do_stages)
         storage += -storage % 16
-        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage
+        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage + _staged_bytes(spec, storage)
     loads_do = spec.entry == "backward_rows"
     is_small = spec.is_listed and spec.block_q == ROWS
-    q_stages = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small and not loads_do else 1
+    is_narrow = max(spec.head_dim, spec.value_dim) <= 128
+    q_stages = 2 if is_narrow and not is_small and not loads_do and not spec.score_is_staged else 1
     query_dims = spec.head_dim + spec.value_dim * loads_do
     elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
-    return spec.dtype.itemsize * elements + storage_bytes(spec, q_stages, loads_do)
+    storage = storage_bytes(spec, q_stages, loads_do)
+    return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT)
+
+
+def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:
+    """The rooms of a staged array's elements and their slots, of each stage: StagedArray of sm90/staged_array.cuh."""
+    rooms = spec.num_stages * (2 * spec.block_q * spec.block_kv + slot)
+    return (rooms + -storage % _ARRAY_ALIGNMENT) * spec.score_is_staged
 
 
 def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> int:

@@ -5,7 +5,10 @@ The device's side is kernels_cu/sm90/dq_semaphore.cuh, and for lists kernels_cu/
 
 from __future__ import annotations
 
-from ...blocks.work_list import ListedWork
+from dataclasses import replace
+from enum import Enum
+
+from ...blocks.work_list import IntervalWork, ListedWork
 from ...masks.base import Band
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder
@@ -15,6 +18,7 @@ from ..spec import KernelSpec
 _MAX_STORING_TILES = 31  # tiles of keys of a batch entry and head that have a bit
 _MAX_ARRIVALS = 1 << 15  # of tiles of keys at a tile of queries: half of the counter's bits hold them
 _MAX_FUSED_ARRIVALS = 8  # fewer, on average
+_MOST_FINISHED_TILES = 16  # of keys, in a window or in a sequence of mean length, without a list
 _LEAD_IN_WAVES = 2  # rounds of all blocks between a place's last tiles and its first one, of tiles of unlike lengths
 
 
@@ -64,6 +68,53 @@ def fuses_dq_epilogue_of_list(problem: Problem, work: ListedWork, backward: Kern
         return False
     rows = work.index.batch * work.index.num_heads * work.index.num_q_blocks
     return len(work.index.indices) * tiles_in_block < _MAX_FUSED_ARRIVALS * rows
+
+
+def with_counted_arrivals(problem: Problem, work: IntervalWork, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
+    """The kernels of work without a list, of which those of the backward pass may count who has come to queries.
+
+    Then nobody sets sums of dQ to 0. Where few tiles of keys come, the last one finishes dQ, as of a list.
+    """
+    use = use_of_arrivals(problem, work, specs["backward"])
+    if use is ArrivalUse.NONE:
+        return specs
+    finishes = use is ArrivalUse.FINISH
+    counting = {
+        entry: replace(specs[entry], counts_dq_arrivals=True, fuses_dq_epilogue=finishes and entry != "convert_dq")
+        for entry in ("backward_statistics", "backward", "convert_dq")
+    }
+    return {entry: spec for entry, spec in (specs | counting).items() if entry != "convert_dq" or not finishes}
+
+
+class ArrivalUse(Enum):
+    """What the count of the tiles of keys that have come to queries is for."""
+
+    NONE = "nothing"
+    STORE = "the first stores its part of dQ"
+    FINISH = "the first stores, and the last finishes dQ"
+
+
+def use_of_arrivals(problem: Problem, work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
+    """How kernels of row intervals, or of a band, use the count."""
+    if backward.name != "sm90_backward" or not backward.dq_atomic_width:
+        return ArrivalUse.NONE
+    if problem.mask_shape.seqlen_kv >= _MAX_ARRIVALS * backward.block_kv:
+        return ArrivalUse.NONE
+    use = best_use_of_arrivals(work, backward)
+    return ArrivalUse.STORE if use is ArrivalUse.FINISH and not _can_write_dq(problem, backward) else use
+
+
+def best_use_of_arrivals(work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
+    """How they had better use it where they can, as measured: experiments/results/packed_steps.log, 5.
+
+    Where nothing bounds the keys of a band, neither use gained anything; of row intervals the first use never lost.
+    """
+    keys = work.mean_length
+    if work.band is not None and work.band.lower is not None and work.band.upper is not None:
+        keys = work.band.upper - work.band.lower + 1
+    if keys is not None and keys <= _MOST_FINISHED_TILES * backward.block_kv:
+        return ArrivalUse.FINISH
+    return ArrivalUse.NONE if work.band is not None else ArrivalUse.STORE
 
 
 def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:

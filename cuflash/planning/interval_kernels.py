@@ -1,0 +1,264 @@
+"""Row intervals of packed sequences that a kernel finds at each call, from the offsets on the device.
+
+`masks.Sequences.resolve` finds the same by operations on arrays, of any mask: it is the specification of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..blocks.classify import extents, row_intervals
+from ..blocks.work_list import IntervalWork
+from ..masks.base import And, Mask
+from ..masks.content import held_arrays
+from ..masks.sequences import ResolvedSequences, Sequences
+from ..masks.shape import MaskShape
+from .launches import BATCH_AXES
+from .spec import KernelSpec
+
+_POINTER = np.uint64
+_ALIGNMENT = 256  # bytes; of each result in the array that holds all of them
+_UNLIMITED = 1 << 40  # beyond any length, and far from overflow
+_SIDES = ("q", "kv")
+_OF_ORDERS_ALONE = ("row_lengths", "column_lengths")  # which no attention kernel reads
+# Mirrors `kernels_cu/lists/interval_params.cuh`.
+INTERVAL_PARAMS = np.dtype(
+    [
+        *((f"{side}_offsets", _POINTER) for side in _SIDES),
+        *((f"{side}_batch_strides", np.int64, (BATCH_AXES,)) for side in _SIDES),
+        *((f"{side}_stride", np.int64) for side in _SIDES),
+        *((name, _POINTER) for name in ("rows_lo", "rows_hi")),
+        *((f"rows_{axis}_stride", np.int64) for axis in ("batch", "head")),
+        *((name, _POINTER) for name in ("lo", "hi", "row_lengths", "column_lengths", "row_order", "column_order")),
+        *((name, np.int64) for name in ("left", "right")),
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "num_offsets")),
+        *((f"{side}_itemsize", np.int32) for side in _SIDES),
+        *((f"is_{side}_signed", np.int32) for side in _SIDES),
+        ("is_bottom_right", np.int32),
+        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks", "padding")),
+    ],
+    align=True,
+)
+INTERVAL_SPECS = {
+    entry: KernelSpec(
+        family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
+        num_warps=4, min_blocks=1,
+    )
+    for entry in ("intervals", "interval_orders")
+}  # fmt: skip
+
+
+class _Offsets:
+    """How an array of offsets lies: bytes between those of neighbouring batch entries and sequences, and its dtype."""
+
+    def __init__(self, array: Array, num_axes: int) -> None:
+        steps = [step if extent != 1 else 0 for step, extent in zip(array.strides[:-1], array.shape)]
+        self.batch_strides = (*[0] * (num_axes - len(steps)), *steps)
+        self.stride, self.itemsize = int(array.strides[-1]), int(array.dtype.itemsize)
+        self.is_signed = array.dtype.kind == "i"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class IntervalSource:
+    """Sources of row intervals: sequences whose offsets each call hands over, and intervals that the host knows.
+
+    Attributes
+    ----------
+    offsets : tuple of _Offsets
+        Those of queries and of keys.
+    num_offsets : int
+    array_names : tuple of str
+        Fields of the record for the arrays that a call hands over: the keys have the queries' offsets, or their own.
+    left, right : int
+        Keys on either side of the diagonal.
+    is_bottom_right : bool
+        The diagonal ends with each sequence; else it starts with it.
+    rows : IntervalWork or None
+        Row intervals that the sequences are intersected with.
+    shape : MaskShape
+    block : (int, int) or None
+        Blocks of queries and of keys that are ordered by their lengths.
+    batch, num_heads : int
+        Over which the intervals vary; 1 where they do not.
+    """
+
+    offsets: tuple[_Offsets, _Offsets]
+    num_offsets: int
+    array_names: tuple[str, ...]
+    left: int
+    right: int
+    is_bottom_right: bool
+    rows: IntervalWork | None
+    shape: MaskShape
+    block: tuple[int, int] | None
+    batch: int
+    num_heads: int
+    row_names = MappingProxyType({"lo": "rows_lo", "hi": "rows_hi"})  # fields of the record for the arrays of `rows`
+
+    @classmethod
+    def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
+        """The sources of a resolved mask of sequences and closed forms without arrays; None of any other mask."""
+        factors = mask.operands if type(mask) is And else (mask,)
+        found = [factor for factor in factors if isinstance(factor, ResolvedSequences)]
+        closed = tuple(factor for factor in factors if not isinstance(factor, ResolvedSequences))
+        if len(found) != 1 or not all(factor.has_intervals for factor in closed):
+            return None
+        if any(True for factor in closed for _ in held_arrays(factor)) or len(shape.batch) > BATCH_AXES:
+            return None
+        if 0 in (shape.num_batch, *shape[1:]):
+            return None
+        sequences, over, rows = found[0].source, (1, 1), None
+        if any(extent != 1 for array in sequences.arrays for extent in array.shape[:-1]):
+            over = shape.num_batch, 1
+        if closed:
+            of_closed = extents(And(closed), shape)
+            lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *of_closed)
+            rows = IntervalWork(
+                seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, lo=lo, hi=hi
+            )
+            over = max(over[0], of_closed[0]), max(over[1], of_closed[1])
+        return cls(**_closed_form(sequences), rows=rows, shape=shape, block=block, batch=over[0], num_heads=over[1])
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """The shape of lo and of hi."""
+        return self.batch, self.num_heads, self.shape.seqlen_q
+
+    @property
+    def mean_length(self) -> float:
+        """Keys of a sequence on average, or of the window where that is narrower."""
+        return min(self.shape.seqlen_kv / max(1, self.num_offsets - 1), self.left + self.right + 1)
+
+    @property
+    def num_blocks(self) -> tuple[int, int]:
+        """Blocks of queries and of keys of a matrix that are ordered."""
+        if self.block is None:
+            return 0, 0
+        return -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all results by name, int32."""
+        rows, columns = ((self.batch * self.num_heads * number,) for number in self.num_blocks)
+        found: dict[str, tuple[int, ...]] = {"lo": self.extents, "hi": self.extents}
+        if self.block is not None:
+            found |= {"row_lengths": rows, "column_lengths": columns, "row_order": rows, "column_order": columns}
+        return found
+
+    @cached_property
+    def written(self) -> dict[str, int]:
+        """Return the offset of each result in the array of bytes that holds all of them."""
+        ends = accumulate((_room(shape) for shape in self.shapes.values()), initial=0)
+        return dict(zip(self.shapes, ends))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array that holds all results."""
+        return sum(map(_room, self.shapes.values()))
+
+    def views(self, found: Array) -> dict[str, Array]:
+        """Results by name, as views of the array of bytes that holds them."""
+        words = found.view(np.int32)
+        return {
+            name: words[start // 4 : start // 4 + prod(self.shapes[name])].reshape(self.shapes[name])
+            for name, start in self.written.items()
+        }
+
+    def params(self) -> Any:
+        """The record of the kernel, without addresses."""
+        batch, record = self.shape.batch, np.zeros((), INTERVAL_PARAMS)
+        missing = BATCH_AXES - len(batch)
+        for side, offsets in zip(_SIDES, self.offsets):
+            record[f"{side}_batch_strides"] = offsets.batch_strides
+            record[f"{side}_stride"], record[f"{side}_itemsize"] = offsets.stride, offsets.itemsize
+            record[f"is_{side}_signed"] = offsets.is_signed
+        if self.rows is not None:
+            assert self.rows.lo is not None
+            over_batch, over_heads, length = self.rows.lo.shape
+            record["rows_batch_stride"] = over_heads * length if over_batch > 1 else 0
+            record["rows_head_stride"] = length if over_heads > 1 else 0
+        record["left"], record["right"], record["is_bottom_right"] = self.left, self.right, self.is_bottom_right
+        record["batch"] = [1] * missing + list(batch)
+        record["num_matrices"], record["num_heads"] = self.batch * self.num_heads, self.num_heads
+        record["seqlen_q"], record["seqlen_kv"] = self.shape.seqlen_q, self.shape.seqlen_kv
+        record["num_offsets"] = self.num_offsets
+        record["block_q"], record["block_kv"] = self.block or (0, 0)
+        record["num_q_blocks"], record["num_kv_blocks"] = self.num_blocks
+        return record
+
+    def launches(self) -> list[tuple[KernelSpec, int, int]]:
+        """The kernels with their thread blocks, and the bytes of their shared memory."""
+        num_matrices, num_blocks = self.batch * self.num_heads, sum(self.num_blocks)
+        threads = {"intervals": num_matrices * (self.shape.seqlen_q + num_blocks)}  # one for each query and block
+        if self.block is not None:
+            threads["interval_orders"] = 32 * num_matrices * num_blocks
+        specs = ((INTERVAL_SPECS[entry], number) for entry, number in threads.items())
+        return [(spec, -(-number // spec.num_threads), 0) for spec, number in specs]
+
+
+def _room(shape: tuple[int, ...]) -> int:
+    """Bytes of a result."""
+    return -(-4 * prod(shape) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _closed_form(sequences: Sequences) -> dict[str, Any]:
+    """What the kernel has of sequences beside their offsets: fields of `IntervalSource`."""
+    q, kv = sequences.arrays[0], sequences.arrays[-1]
+    left, right = sequences.window or (None, None)
+    if sequences.causal:
+        right = 0
+    return {
+        "offsets": (_Offsets(q, BATCH_AXES), _Offsets(kv, BATCH_AXES)), "num_offsets": int(q.shape[-1]),
+        "array_names": ("q_offsets", "kv_offsets") if sequences.kv_offsets is not None else ("q_offsets",),
+        "left": _UNLIMITED if left is None else min(left, _UNLIMITED),
+        "right": _UNLIMITED if right is None else min(right, _UNLIMITED),
+        "is_bottom_right": sequences.causal == "bottom_right",
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class IntervalsAtCall(IntervalWork):
+    """Work whose row intervals, and orders, are found at each call, in one array of bytes that it hands to its kernels.
+
+    `lo` and `hi` have shapes and dtypes alone.
+    """
+
+    source: IntervalSource
+    is_carried = False
+
+    @classmethod
+    def of(cls, source: IntervalSource, tile: tuple[int, int], *, is_ordered: bool = False) -> IntervalsAtCall:
+        """Work of a mask that `IntervalSource.of` takes."""
+        empty = np.broadcast_to(np.zeros((), np.int32), source.extents)
+        return cls(
+            seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block_q=tile[0], block_kv=tile[1],
+            lo=empty, hi=empty, is_ordered=is_ordered, mean_length=source.mean_length, source=source,
+        )  # fmt: skip
+
+    def with_intervals(self, found: Array) -> IntervalsAtCall:
+        """The same work with the row intervals in an array of bytes that a call has made."""
+        views = self.source.views(found)
+        return replace(self, lo=views["lo"], hi=views["hi"])
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    @property
+    def lists(self) -> dict[str, Array]:
+        return {}
+
+    @property
+    def offsets(self) -> Mapping[str, int]:
+        """Return the offset of each array that attention kernels read in the array of bytes."""
+        return {name: start for name, start in self.source.written.items() if name not in _OF_ORDERS_ALONE}

@@ -1,0 +1,64 @@
+"""Which captured array a kernel's producers put into shared memory, and whether its gradient is stored from there.
+
+An array of 16-bit numbers that a score function reads at the query and the key, such as a bias, is as large as all
+scores. Its elements of a step come like the step's keys, by bulk copies, and not one by one for each score.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..scores.program import Program, derived
+from .captured_sums import OWN, kinds_of_sums
+
+if TYPE_CHECKING:
+    from .problem import Problem
+
+_DTYPES = ("float16", "bfloat16")
+_PACKET = 8  # elements that a bulk copy moves at least
+
+
+def staged_load(program: Program) -> int | None:
+    """The instruction that reads the array, or None if no array can be staged.
+
+    The last two indices are the query and the key, and the others do not depend on them. A program that reads several
+    such arrays, or one in several ways, stages none.
+    """
+    found = []
+    for n, load in enumerate(program.instructions):
+        if load.op != "load" or program.arrays[load.value].dtype not in _DTYPES:
+            continue
+        *leading, query, key = ["", "", *(program.instructions[a].op for a in load.args)]
+        if (query, key) == ("i", "j") and {*leading} <= {"", "b", "h", "const"}:
+            found.append(n)
+    return found[0] if len(found) == 1 else None
+
+
+def can_stage(problem: Problem) -> bool:
+    """Return whether the problem's score function reads such an array, whose rows are whole packets of a bulk copy."""
+    if problem.score is None or (load := staged_load(problem.score)) is None:
+        return False
+    array = problem.score.arrays[problem.score.instructions[load].value]
+    operand = problem.operand(array.name)
+    assert operand is not None
+    return operand.shape[-1] % _PACKET == 0
+
+
+def can_store_gradient(problem: Problem) -> bool:
+    """Return whether the gradient of the staged array is asked for and is dS, rounded as dQ's product takes it.
+
+    It is where each element is read for one score, the slope of the array is that of the score, and the array has the
+    dtype of the products.
+    """
+    program = problem.score
+    if program is None or not can_stage(problem):
+        return False
+    load = staged_load(program)
+    assert load is not None
+    number = program.instructions[load].value
+    array = program.arrays[number]
+    is_read = [each.op == "load" and each.value == number for each in program.instructions]
+    if array.name not in problem.wrt or array.dtype != problem.dtype.name or sum(is_read) != 1:
+        return False
+    _, slope, slope_of_array = derived(program, (array.name,)).results
+    return slope == slope_of_array and kinds_of_sums(problem, (array.name,)) == (OWN,)

@@ -1,0 +1,27 @@
+// Orders the blocks of queries, and those of keys, of each matrix by their lengths: the longest first, and of equally long ones
+// the last. A warp finds the place of a block by counting those before it.
+#include <lists/interval_params.cuh>
+#include <tile/range.cuh>
+
+namespace cuflash::lists {
+
+CUFLASH_DEVICE void put_in_order(const int32_t* lengths, int32_t* order, int number, int num_blocks) {
+  const int first = number / num_blocks * num_blocks, length = lengths[number];
+  const int num_before = tile::warp_sum(first, first + num_blocks, [&](int other) {
+    return lengths[other] > length || (lengths[other] == length && other > number);
+  });
+  if (ptx::lane() == 0) order[first + num_before] = number - first;
+}
+
+}  // namespace cuflash::lists
+
+extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+lists_interval_orders(const __grid_constant__ cuflash::lists::IntervalParams params) {
+  using namespace cuflash;
+  using namespace cuflash::lists;
+  const int warp = blockIdx.x * config::kNumWarps + ptx::thread_index() / 32;
+  const int num_rows = params.num_matrices * params.num_q_blocks, num_columns = params.num_matrices * params.num_kv_blocks;
+  if (warp < num_rows) put_in_order(params.row_lengths, params.row_order, warp, params.num_q_blocks);
+  else if (warp < num_rows + num_columns)
+    put_in_order(params.column_lengths, params.column_order, warp - num_rows, params.num_kv_blocks);
+}

@@ -1,0 +1,94 @@
+#pragma once
+#include <attention/score.cuh>
+#include <ptx/cp_async.cuh>
+#include <tile/copy.cuh>
+#include <tile/swizzled_tile.cuh>
+
+// A captured array of 16-bit numbers that a score function reads at the query and the key of a score, such as a bias:
+// its elements of a step lie in shared memory, where producers put them beside the step's keys or queries.
+namespace cuflash {
+
+constexpr bool kStagesArray = score::Function::kIsStaged;
+
+// The room of a step: a row for each query. It starts at a multiple of kArrayAlignment bytes.
+template <int Rows, int Columns>
+using StagedArray = tile::SwizzledTile<uint16_t, Rows, Columns>;
+constexpr int kArrayAlignment = 128;
+
+// Two 16-bit numbers.
+template <class Element>
+CUFLASH_DEVICE void to_floats(uint32_t word, float (&pair)[2]) {
+  pair[0] = ptx::to_float(Element{static_cast<unsigned short>(word)});
+  pair[1] = ptx::to_float(Element{static_cast<unsigned short>(word >> 16)});
+}
+
+// The part of a matrix that a step reads: queries and keys first <= x < last.
+template <class Element>
+struct StagedPart {
+  tile::Matrix<Element> matrix;
+  attention::Positions queries, keys;
+
+  // Start the copy of the part by threads, of which `thread` is one; zeros past its ends. Bits that cannot be copied
+  // asynchronously are there at once.
+  template <int Threads, int kUnroll, class Room>
+  CUFLASH_DEVICE void start_copy(Room to, int thread) const {
+    static_assert(Room::kChunks % 8 == 0, "eight chunks are permuted among each other");
+    static_assert(Threads % Room::kChunks == 0 && Room::kRows % (Threads / Room::kChunks) == 0, "whole rows at a time");
+    constexpr int kRowsAtOnce = Threads / Room::kChunks;
+    const int chunk = thread % Room::kChunks, num_rows = queries.last - queries.first;
+    const int remaining = min(max(keys.last - keys.first - 8 * chunk, 0), 8);
+    const Element* from = &matrix.at(queries.first, keys.first) + 8 * chunk * matrix.column_stride;
+    const bool is_aligned = matrix.column_stride == 1 && matrix.row_stride % 8 == 0 &&
+        reinterpret_cast<uint64_t>(&matrix.at(queries.first, keys.first)) % 16 == 0;
+    if (!is_aligned) return copy_each<kRowsAtOnce>(to, thread, remaining);
+    from += thread / Room::kChunks * matrix.row_stride;
+#pragma unroll kUnroll
+    for (int first = 0; first < Room::kRows; first += kRowsAtOnce) {
+      const int row = first + thread / Room::kChunks;
+      const bool in_bounds = row < num_rows && remaining > 0;
+      ptx::cp_async_cg_16(to.address(row, chunk), in_bounds ? from : matrix.data,
+                          in_bounds ? 2 * remaining : 0);
+      from += kRowsAtOnce * matrix.row_stride;
+    }
+  }
+
+ private:
+  template <int RowsAtOnce, class Room>
+  CUFLASH_DEVICE void copy_each(Room to, int thread, int remaining) const {
+    const int chunk = thread % Room::kChunks;
+#pragma unroll 1
+    for (int row = thread / Room::kChunks; row < Room::kRows; row += RowsAtOnce) {
+      const Element* const from = &matrix.at(queries.at(row), keys.first) + 8 * chunk * matrix.column_stride;
+      auto* const elements = to.template pointer<unsigned short>(Room::offset(row, chunk));
+#pragma unroll 1
+      for (int e = 0; e < 8; ++e) elements[e] = e < remaining ? from[e * matrix.column_stride].bits : 0;
+    }
+  }
+};
+
+template <class A, class B>
+constexpr bool kIsSame = false;
+template <class A>
+constexpr bool kIsSame<A, A> = true;
+
+// A score function with what it is given beside its arguments: a number of the staged array, or values of a uniform
+// tile.
+template <class Score, class Value>
+struct WithValue {
+  using Number = typename Score::Number;
+  using Derivatives = typename Score::Derivatives;
+
+  const Score& score;
+  Value given;
+
+  template <class... Arguments>
+  CUFLASH_DEVICE Number value(Arguments&&... arguments) const {
+    return score.value(arguments..., given);
+  }
+  template <class... Arguments>
+  CUFLASH_DEVICE void add(Arguments&&... arguments) const {
+    score.add(arguments...);
+  }
+};
+
+}  // namespace cuflash

@@ -1,0 +1,240 @@
+"""The kernel that finds row intervals of packed sequences from offsets on the device, and the calls that launch it."""
+
+from __future__ import annotations
+
+import cupy_machine
+import device_double as device
+import numpy as np
+import pytest
+from cuflash import api, masks
+from cuflash.blocks.classify import row_intervals
+from cuflash.blocks.work_list import IntervalWork
+from cuflash.executors import gpu
+from cuflash.executors.list_maker import ListMaker
+from cuflash.executors.sim import Simulator
+from cuflash.masks import MaskShape
+from cuflash.masks.sequences import ResolvedSequences
+from cuflash.planning.interval_kernels import IntervalsAtCall, IntervalSource
+from executors import hostile_schedules, needs_compiler, to_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_device_masks import sent
+from test_list_kernels import passes
+
+import cuflash
+
+RNG = np.random.default_rng(0)
+EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
+DTYPES = tuple(np.dtype(kind) for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"))
+BLOCK = (16, 8)  # that are ordered
+CLOSED = [None, masks.SlidingWindow(7, 3, "top_left"), masks.Causal("bottom_right"), masks.Lengths(q=30, kv=33)]
+
+
+@st.composite
+def cases(draw):
+    """A shape and sequences of any offsets' dtype and layout, perhaps intersected with closed forms."""
+    batch = draw(st.sampled_from([(), (1,), (2,), (2, 3), (1, 2, 2)]))
+    rng, num_sequences = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.integers(0, 7))
+    shape = MaskShape(batch, draw(st.integers(1, 2)), draw(st.integers(1, 90)), draw(st.integers(1, 90)))
+    is_same = draw(st.booleans())
+    shape = shape._replace(seqlen_kv=shape.seqlen_q) if is_same else shape
+
+    def offsets(length):
+        leading = [int(rng.choice([1, extent])) for extent in batch][int(rng.integers(0, len(batch) + 1)) :]
+        found = np.sort(rng.integers(0, length + 1, (*leading, num_sequences + 1)), axis=-1)
+        found = found.astype(draw(st.sampled_from(DTYPES)))
+        return np.repeat(found, 2, axis=-1)[..., ::2] if draw(st.booleans()) else found
+
+    q_offsets = offsets(shape.seqlen_q)
+    window = draw(st.sampled_from([None, (5, None), (None, 2), (0, 3), (1 << 70, 1 << 70)]))
+    causal = draw(st.sampled_from(["bottom_right", "top_left", *([True, False] if is_same else [])]))
+    mask = masks.Sequences(
+        q_offsets, None if is_same else offsets(shape.seqlen_kv), causal=causal, window=window
+    )
+    closed = draw(st.sampled_from(CLOSED))
+    return shape, mask if closed is None else mask & closed
+
+
+def found_by_kernel(mask, shape, convert, target, address, stream):
+    """Results of the kernels by name, of a mask whose offsets are sent by `convert`; and its source."""
+    resolved = sent(mask, convert).resolve(shape)
+    source = IntervalSource.of(resolved, shape, BLOCK)
+    parts = getattr(resolved, "operands", (resolved,))
+    arrays = next(part for part in parts if isinstance(part, ResolvedSequences)).source.arrays
+    return source, source.views(ListMaker(source, target)(map(address, arrays), stream))
+
+
+def on_simulator(mask, shape, schedule=None):
+    machine = Simulator() if schedule is None else Simulator(schedule)
+    return found_by_kernel(mask, shape, device.DeviceArray, machine, lambda array: array._host.ctypes.data, None)
+
+
+def assert_found(mask, shape, source, found):
+    """Intervals and orders are those of the array form."""
+    sides = row_intervals(mask.resolve(shape), *shape[2:], source.batch, source.num_heads)
+    lo, hi = (np.broadcast_to(side, source.extents) for side in sides)
+    (seqlen_q, seqlen_kv), (block_q, block_kv) = shape[2:], BLOCK
+    work = IntervalWork(
+        seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, lo=lo, hi=hi, is_ordered=True
+    )
+    for name, wanted in work.lists.items():
+        assert found[name].dtype == wanted.dtype == np.int32
+        np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_kernel_finds_what_the_array_form_finds(executor):
+    @settings(max_examples=min(60, settings.default.max_examples))
+    @given(cases())
+    def check(case):
+        shape, mask = case
+        if executor == "sim":
+            return assert_found(mask, shape, *on_simulator(mask, shape))
+        import cupy
+
+        stream = cupy.cuda.get_current_stream()
+        source, found = found_by_kernel(mask, shape, to_device, gpu.Gpu(), lambda array: array.data.ptr, stream)
+        assert_found(mask, shape, source, {name: cupy.asnumpy(each) for name, each in found.items()})
+
+    check()
+
+
+@needs_compiler
+def test_any_order_of_threads_finds_the_same_intervals():
+    shape, offsets = MaskShape((3,), 1, 300, 300), np.sort(RNG.integers(0, 301, (3, 9)), axis=-1)
+    mask = masks.Sequences(offsets, causal=True) & masks.SlidingWindow(100, 0)
+    for schedule in hostile_schedules("intervals", 1):
+        assert_found(mask, shape, *on_simulator(mask, shape, schedule))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "offsets", [[0, 50, 20, 40], [-9, 7, 300, 2], [2**62, -(2**62), 5, 2**63 - 1]], ids=["fall", "outside", "far"]
+)
+def test_offsets_that_break_their_condition_stay_within_the_keys(offsets):
+    mask = masks.Sequences(device.DeviceArray(np.array(offsets, np.int64)), causal=True)
+    shape = MaskShape((), 1, 40, 40)
+    source = IntervalSource.of(ResolvedSequences(mask, shape), shape, None)
+    made = ListMaker(source, Simulator())([mask.q_offsets._host.ctypes.data], None)
+    work = IntervalsAtCall.of(source, (64, 64)).with_intervals(made)
+    assert all(((side >= 0) & (side <= 40)).all() for side in (work.lo, work.hi))
+
+
+def test_masks_that_the_kernel_does_not_serve_are_left_to_the_array_form():
+    shape = MaskShape((2,), 1, 40, 40)
+    sequences, lengths = masks.Sequences(np.array([0, 9, 40])), masks.Lengths(kv=np.array([1, 2]))
+    for mask in (sequences & lengths, sequences & sequences, sequences | masks.Causal(), ~sequences, masks.Causal()):
+        assert IntervalSource.of(sent(mask, device.to_device).resolve(shape), shape, None) is None
+    for other in (MaskShape((1, 1, 1, 2), 1, 40, 40), MaskShape((0,), 1, 40, 40)):
+        assert IntervalSource.of(sent(sequences, device.to_device).resolve(other), other, None) is None
+
+
+# Calls, on a stand-in for CuPy that runs the kernels.
+
+Q, K, V, DO = RNG.standard_normal((4, 2, 3, 40, 16), dtype=np.float32)
+OFFSETS = [np.array(offsets) for offsets in ([0, 7, 30, 40], [3, 3, 20, 21], [0, 39, 40, 40])]
+MASKS = {
+    "causal": lambda take, turn: masks.Sequences(take(OFFSETS[turn]), causal=True),
+    "of each entry": lambda take, turn: masks.Sequences(take(np.stack([OFFSETS[turn], OFFSETS[turn] // 2]))),
+    "with a window": lambda take, turn: masks.Sequences(take(OFFSETS[turn])) & masks.SlidingWindow(5, 2),
+    "with offsets of keys": lambda take, turn: masks.Sequences(
+        take(OFFSETS[turn]), take(OFFSETS[turn - 1]), causal="bottom_right", window=(9, None)
+    ),
+}
+
+
+@pytest.fixture
+def cupy(tmp_path, monkeypatch):
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        yield machine
+
+
+def launched(cupy):
+    return [entry for kind, *_, entry in cupy.log if kind == "launch"]
+
+
+def asks_nothing_again(monkeypatch):
+    for place, name in ((api, "planned"), (gpu, "BoundPass"), (gpu, "ListMaker"), (ResolvedSequences, "bounds")):
+        monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_calls_with_new_sequences_share_their_launches(cupy, monkeypatch, name):
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    expected = [passes(MASKS[name](np.asarray, turn), (Q, K, V), DO) for turn in range(3)]
+    for turn in range(3):
+        cupy.log.clear()
+        got = passes(MASKS[name](cupy.asarray, turn), arrays, do)
+        assert launched(cupy)[:2] == ["intervals", "forward"] and launched(cupy).count("intervals") == 1
+        assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, expected[turn]))
+        if turn == 0:
+            asks_nothing_again(monkeypatch)
+
+
+def test_gradients_read_the_offsets_of_their_own_call(cupy):
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    offsets, pullbacks = cupy.asarray(OFFSETS[0]), []
+    for turn in (0, 1):
+        offsets[...] = OFFSETS[turn]
+        pullbacks.append(cuflash.attention_vjp(*arrays, mask=masks.Sequences(offsets))[1])
+    for turn, vjp in enumerate(pullbacks):
+        expected = cuflash.attention_vjp(Q, K, V, mask=masks.Sequences(OFFSETS[turn]))[1](DO)
+        assert all(np.allclose(x.get(), y, rtol=1e-4, atol=1e-5) for x, y in zip(vjp(do), expected))
+
+
+def test_plans_for_new_sequences_share_their_launches(cupy, monkeypatch):
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    plans = []
+    with monkeypatch.context() as patched:
+        for turn in range(3):
+            plans.append(cuflash.plan(*arrays, mask=masks.Sequences(cupy.asarray(OFFSETS[turn]), causal=True)))
+            plans[turn].forward(*arrays)
+            if turn == 0:
+                asks_nothing_again(patched)
+    for turn, plan in enumerate(plans):
+        o, lse = cuflash.attention(Q, K, V, mask=masks.Sequences(OFFSETS[turn], causal=True), return_lse=True)
+        got = plan.forward(*arrays)
+        assert all(np.allclose(x.get(), y, rtol=1e-4, atol=1e-5) for x, y in zip(got, (o, lse)))
+        out = cupy.empty(Q.shape, np.float32)
+        assert plan.forward(*arrays, out=out)[0] is out and np.allclose(out.get(), o, rtol=1e-4, atol=1e-5)
+        assert plan.plan.visited_scores == cuflash.plan(
+            Q, K, V, mask=masks.Sequences(OFFSETS[turn], causal=True), executor="sim"
+        ).plan.visited_scores
+
+
+def test_offsets_of_a_repeated_call_are_checked_again(cupy):
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    for _ in range(2):
+        cuflash.attention(*arrays, mask=masks.Sequences(cupy.asarray(OFFSETS[0])))
+    wrong = {
+        "leading axes must broadcast": masks.Sequences(cupy.asarray(np.zeros((3, 4), np.int64))),
+        "must be where q is": masks.Sequences(OFFSETS[0]),
+    }
+    for reason, mask in wrong.items():
+        with pytest.raises(cuflash.UnsupportedProblem, match=reason):
+            cuflash.attention(*arrays, mask=mask)
+
+
+@pytest.mark.gpu
+def test_new_sequences_wait_for_nothing_and_can_be_captured():
+    import cupy
+
+    q, k, v = (cupy.asarray(each) for each in (Q, K, V))
+    offsets = cupy.asarray(OFFSETS[0])
+
+    def call():
+        return cuflash.attention(q, k, v, mask=masks.Sequences(offsets, causal=True))
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call()
+        stream.synchronize()
+        stream.begin_capture()
+        o = call()
+        graph = stream.end_capture()
+        for turn in (1, 2, 0):
+            offsets[...] = cupy.asarray(OFFSETS[turn])
+            graph.launch(stream)
+            stream.synchronize()
+            expected = cuflash.attention(Q, K, V, mask=masks.Sequences(OFFSETS[turn], causal=True))
+            assert np.allclose(o.get(), expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,192 @@
+"""A bias in Hopper's kernels: when its elements come through shared memory, and its gradient from there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuflash.planning.spec import KernelSpec
+from cuflash.testing import Example, Structure, assert_within_bounds
+from executors import GPU, SIM, Run, is_long, needs_compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scores import everything
+
+import cuflash
+from cuflash import Score, masks, scores
+
+HALF, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+
+
+def specs(library: Any, score: Any, wrt: tuple[str, ...] = (), **changes: Any) -> dict[str, KernelSpec]:
+    """The kernels of a problem of float16."""
+    sizes = {"heads": 4, "seqlen_q": 300, "seqlen_kv": 512, "dim": 128} | changes
+    shapes = ((2, sizes["heads"], sizes[name], sizes["dim"]) for name in ("seqlen_q", "seqlen_kv"))
+    q, k = (library.ShapeDtype(shape, HALF) for shape in shapes)
+    options = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": "sm90"}
+    return dict(library.plan(q, k, k, mask=sizes.get("mask"), score=score, wrt=wrt, **options).plan.specs)
+
+
+def check_plans(library: Any) -> None:
+    """Which arrays kernels stage, and of which they store the gradient."""
+
+    def bias(*shape: int, dtype: Any = HALF) -> Any:
+        return library.scores.bias(library.ShapeDtype(shape, np.dtype(dtype)))
+
+    def staged(score: Any, **changes: Any) -> tuple[bool, bool]:
+        made = specs(library, score, **changes)
+        return made["forward"].score_is_staged, made["backward"].score_is_staged
+
+    def is_stored(score: Any, wrt: tuple[str, ...] = ("bias",)) -> bool:
+        return specs(library, score, wrt)["backward"].score_is_stored
+
+    softcap, blocks = library.scores.softcap(3.0), library.masks.BlockPattern(np.eye(3, 4, dtype=bool), 128)
+    assert staged(bias(2, 4, 300, 512)) == (True, True)
+    assert staged(bias(300, 512, dtype=BFLOAT16)) == (True, True)  # which all heads share
+    assert staged(softcap @ bias(4, 300, 512)) == (True, True)
+    assert staged(bias(4, 300, 512), dim=64) == (True, False)
+    assert staged(bias(4, 300, 512), mask=blocks) == (False, True)
+    table, turned = library.ShapeDtype((4, 300, 512), HALF), library.ShapeDtype((4, 512, 300), HALF)
+    for score in (
+        bias(4, 300, 512, dtype=np.float32), bias(4, 1, 512), bias(4, 300, 1),
+        library.Score(lambda s, b, h, i, j, x: s + x[h, j, i], x=turned),
+        library.Score(lambda s, b, h, i, j, x, y: s + x[h, i, j] * y[h, i, j], x=table, y=table),
+        library.Score(lambda s, b, h, i, j, x: s + x[h, i, np.maximum(j - 1, 0)], x=table),
+    ):  # fmt: skip
+        assert staged(score) == (False, False)
+    assert staged(bias(4, 300, 509), seqlen_kv=509) == (False, False)  # rows are no whole packets
+    assert staged(bias(4, 300, 512), dim=192) == (False, False)
+    own = bias(2, 4, 300, 512)
+    assert is_stored(own)
+    assert is_stored(softcap @ own)  # the cap comes after the bias
+    assert not is_stored(own, ())
+    assert not is_stored(own @ softcap)  # it comes before: the slope by the score is another
+    assert not is_stored(bias(4, 300, 512))  # which two batch entries share
+    assert not is_stored(bias(2, 4, 300, 512, dtype=BFLOAT16))  # dS is float16
+
+
+def test_kernels_stage_arrays_that_are_as_large_as_the_scores() -> None:
+    check_plans(cuflash)
+
+
+def check_zeros(library: Any) -> None:
+    """A gradient that is stored needs zeros where a mask hides scores, and one that is added to needs them always."""
+    q, array = library.ShapeDtype((4, 512, 128), HALF), library.ShapeDtype((4, 512, 512), HALF)
+    for kernel, causal, dtype, zeroed in (
+        ("sm90", False, HALF, ()), ("sm90", True, HALF, ("dscore.bias",)),
+        ("sm80", False, np.dtype(np.float32), ("dscore.bias",)),
+    ):  # fmt: skip
+        options = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": kernel}
+        plan = library.plan(q, q, q, bias=array, wrt="bias", causal=causal, **options).plan
+        assert plan.kernels.backward.zeroed == zeroed
+        assert plan.gradients_made["dscore.bias"] == library.ShapeDtype((4, 512, 512), dtype)
+
+
+def test_a_gradient_is_zero_before_kernels_where_they_do_not_write_all_of_it() -> None:
+    check_zeros(cuflash)
+
+
+# Results
+
+LAYOUTS = {
+    "rows": lambda x: x,
+    "one element further on": lambda x: np.concatenate([x[..., :1], x], -1)[..., 1:],
+    "columns": lambda x: np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2),
+    "backwards": lambda x: np.ascontiguousarray(x[..., ::-1])[..., ::-1],
+    "every second element": lambda x: np.repeat(x, 2, -1)[..., ::2],
+    "padded": lambda x: np.concatenate([x, x[..., :8]], -1)[..., : x.shape[-1]],
+}
+ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
+on_hopper = pytest.mark.parametrize(
+    "run", [pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler), ON_GPU], ids=str
+)  # fmt: skip
+
+
+def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136) -> Example:
+    """Of a bias of which some elements, and all of every seventh query, are -inf."""
+    structure = Structure(
+        q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=seqlen_kv,
+        head_dim=dim, value_dim=dim, dtype="float16", mask=mask,
+    )  # fmt: skip
+    array = np.random.default_rng(5).standard_normal((2, 2, 200, seqlen_kv))
+    array[..., ::7, :] = array[..., 5] = -np.inf
+    return structure.example().but(score=scores.bias(array.astype(np.float16)), wrt=("bias",))
+
+
+def check_masks(run: Run, names: tuple[str, ...]) -> None:
+    """Results and the bias's gradient under masks whose steps start and end anywhere."""
+    chosen = {
+        "nothing": None, "causal": masks.Causal("top_left"), "window": masks.SlidingWindow(37, 21, "top_left"),
+        "lengths": masks.Lengths(kv=np.array([136, 61])), "lower": masks.Band(-50, None),
+    }  # fmt: skip
+    for name in names:
+        example = run.rounded(problem(chosen[name]))
+        assert_within_bounds(example, **everything(run, example))
+
+
+@on_hopper
+def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
+    everywhere = ("nothing", "causal", "window", "lengths", "lower")
+    check_masks(run, everywhere if is_long() or run.executor == "gpu" else ("causal", "window"))
+
+
+def check_layouts(run: Run) -> None:
+    """The same bits whatever way a bias lies in memory."""
+    example = problem(masks.SlidingWindow(90, 90, "top_left"))
+    array = example.score.arrays["bias"]
+    expected = everything(run, example)
+    for name, lay_out in LAYOUTS.items():
+        found = everything(run, example.but(score=scores.bias(lay_out(array))))
+        for result in ("o", "lse", "dv"):
+            np.testing.assert_array_equal(found[result], expected[result], err_msg=f"{result}, {name}")
+        np.testing.assert_array_equal(found["others"]["bias"], expected["others"]["bias"], err_msg=name)
+
+
+@on_hopper
+def test_the_layout_of_a_bias_changes_no_bit(run: Run) -> None:
+    check_layouts(run)
+
+
+def check_hidden(run: Run) -> None:
+    """The gradient of what a mask hides is 0, in tiles that kernels visit and in those that they do not."""
+    example = problem(masks.Band(-20, 20))
+    gradient = everything(run, example)["others"]["bias"]
+    assert not gradient[np.broadcast_to(~example.allowed, gradient.shape)].any()
+    assert gradient.any()
+
+
+@on_hopper
+def test_hidden_elements_have_no_gradient(run: Run) -> None:
+    check_hidden(run)
+
+
+@on_hopper
+def test_wide_steps_of_narrow_heads_have_their_own_elements(run: Run) -> None:
+    """Up to 64 columns a step has 128 keys; two consumers and three."""
+    for mask in (None, masks.Causal("top_left")):
+        example = run.rounded(problem(mask, 24, 264))
+        assert_within_bounds(example, **everything(run, example))
+
+
+@needs_compiler
+@settings(max_examples=20 if is_long() else 4, deadline=None)
+@given(st.data())
+def test_lengths_and_functions_do_not_matter(data: st.DataObject) -> None:
+    """Of a scaled and a curved function too, whose slopes need the staged number."""
+    seqlen_kv = 8 * data.draw(st.integers(1, 20))
+    structure = Structure(
+        num_heads=2, num_kv_heads=1, seqlen_q=data.draw(st.integers(65, 140)), seqlen_kv=seqlen_kv, head_dim=72,
+        value_dim=72, dtype="bfloat16", mask=data.draw(st.sampled_from([None, masks.Causal("bottom_right")])),
+    )  # fmt: skip
+    function = data.draw(st.sampled_from([
+        lambda s, b, h, i, j, x: s * x[h, i, j],
+        lambda s, b, h, i, j, x: s + np.exp(x[h, i, j]),
+        lambda s, b, h, i, j, x: 2 * np.tanh(s * x[h, i, j]),
+    ]))  # fmt: skip
+    array = np.random.default_rng(0).standard_normal((2, structure.seqlen_q, seqlen_kv)).astype(BFLOAT16)
+    run = replace(SIM, kernel="sm90")
+    example = run.rounded(structure.example()).but(score=Score(function, x=array), wrt=("x",))
+    assert_within_bounds(example, **everything(run, example))

@@ -1,0 +1,122 @@
+"""Tables that Hopper's kernels read once where a clipped distance is one number in all of a warp's tile."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash.masks.shape import MaskShape
+from cuflash.scores.program import depends
+from cuflash.scores.uniform import uniform
+from cuflash.scores.values import Operands, run as evaluated
+from cuflash.testing import Structure, assert_within_bounds
+from cuflash.testing.formulas import formulas
+from executors import GPU, SIM, Run, is_long, needs_compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scores import everything
+
+import cuflash
+from cuflash import Score, masks, scores
+
+TABLE = np.random.default_rng(2).standard_normal((2, 9)).astype(np.float32)
+NEAR = Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -4, 4) + 4], near=TABLE)
+
+
+def check_directions(library: Any) -> None:
+    """Which integers of a function with a table of 100 elements are monotone in the query and the key."""
+    found = importlib.import_module(f"{library.__name__}.scores.uniform").uniform
+
+    def directions(index: Any) -> list[tuple[int, int]]:
+        made = library.Score(lambda s, b, h, i, j, table: s + table[index(h, i, j)], table=np.zeros(100, np.float32))
+        return sorted(map(tuple, found(made.program).roots.values()))
+
+    assert directions(lambda h, i, j: np.clip(j - i, 0, 9)) == [(-1, 1)]
+    assert directions(lambda h, i, j: np.clip(3 * i - -2 * j, 0, 9)) == [(1, 1)]
+    assert directions(lambda h, i, j: np.minimum((i + j) // 4, 9)) == [(1, 1)]
+    assert directions(lambda h, i, j: np.maximum(i, j)) == [(1, 1)]
+    assert directions(lambda h, i, j: h + np.clip(-(i - j), 0, 3)) == [(-1, 1)]
+    assert directions(lambda h, i, j: 10 * np.clip(i + j, 0, 3) + np.clip(j - i, 0, 3)) == [(-1, 1), (1, 1)]
+    assert directions(lambda h, i, j: np.clip((i - j) % 7, 0, 9)) == []
+    for never in (np.abs, lambda x: x % 7, lambda x: x * x):
+        assert directions(lambda h, i, j, never=never: np.clip(never(i - j), 0, 9)) == []
+    assert directions(lambda h, i, j: i) == []
+
+
+def test_integers_that_are_monotone_are_found() -> None:
+    check_directions(cuflash)
+
+
+@settings(max_examples=300 if is_long() else 60, deadline=None)
+@given(formulas(), st.data())
+def test_values_are_uniform_where_their_roots_are_equal_at_two_corners(formula: Any, data: st.DataObject) -> None:
+    """By evaluation of random functions, and of tables of clipped distances, in tiles of queries and keys."""
+    if data.draw(st.booleans()):
+        score = NEAR
+    else:
+        score = Score(formula, **formula.arrays(MaskShape((2,), 2, 40, 50), 0, np.dtype(np.float64)))
+    program, found = score.program, uniform(score.program)
+    first_i, first_j = data.draw(st.integers(0, 39)), data.draw(st.integers(0, 49))
+    i = np.arange(first_i, min(first_i + data.draw(st.integers(1, 16)), 40))[:, None]
+    j = np.arange(first_j, min(first_j + data.draw(st.integers(1, 30)), 50))
+    operands = Operands(score.numbers, tuple(score.arrays.values()), (2,))
+    values = evaluated(program, operands, np.zeros((i.size, j.size)), 1, 1, i, j)
+    values = [np.broadcast_to(x, (i.size, j.size)) for x in values]
+
+    def corner(n: int, end: int) -> Any:
+        query, key = (0 if (sign >= 0) != bool(end) else -1 for sign in found.roots[n])
+        return values[n][query, key]
+
+    for n in found.roots:
+        assert corner(n, 0) == values[n].min() and corner(n, 1) == values[n].max()
+    if all(corner(n, 0) == corner(n, 1) for n in found.roots):
+        for n in found.values:
+            np.testing.assert_array_equal(values[n], values[n][0, 0])
+    assert all({"i", "j"} <= depends(program)[n] and "s" not in depends(program)[n] for n in found.values)
+
+
+ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
+on_hopper = pytest.mark.parametrize(
+    "run", [pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler), ON_GPU], ids=str
+)  # fmt: skip
+
+
+def check_clipped(run: Run, dim: int = 72) -> None:
+    """Most steps are far from the diagonal; a function with more than the table, of which one slope is not 1."""
+    structure = Structure(
+        num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=dim, value_dim=dim, dtype="float16",
+        mask=masks.SlidingWindow(150, 120, "bottom_right"),
+    )  # fmt: skip
+    mixed = Score(
+        lambda s, b, h, i, j, near, slope: s * (1 + near[h, np.clip(j - i, -4, 4) + 4]) + slope[h] * np.abs(i - j),
+        near=TABLE / 8, slope=np.array([0.01, -0.02], np.float32),
+    )  # fmt: skip
+    plain = run.rounded(structure.example())
+    for score in (NEAR, mixed):
+        example = plain.but(score=score, wrt=tuple(score.arrays))
+        assert_within_bounds(example, **everything(run, example))
+
+
+@on_hopper
+def test_clipped_tables_are_within_their_bounds(run: Run) -> None:
+    check_clipped(run)
+
+
+@on_hopper
+def test_a_clipped_table_is_a_bias(run: Run) -> None:
+    """The same as the bias that holds its elements, whose gradient is summed by element."""
+    if run.executor == "sim" and not is_long():
+        pytest.skip("a short run draws other functions")
+    structure = Structure(num_heads=2, num_kv_heads=2, seqlen_q=150, seqlen_kv=264, head_dim=80, dtype="float16")
+    plain = run.rounded(structure.example())
+    place = np.clip(np.arange(264) - np.arange(150)[:, None], -4, 4) + 4
+    table = plain.but(score=NEAR, wrt=("near",))
+    array = plain.but(score=scores.bias(TABLE.astype(np.float16)[:, place]), wrt=("bias",))
+    halves = table.but(score=Score(NEAR.function, near=TABLE.astype(np.float16).astype(np.float32)))
+    one, other = everything(run, halves), everything(run, array)
+    np.testing.assert_allclose(one["lse"], other["lse"], rtol=1e-6)
+    assert_within_bounds(halves, **one)
+    assert_within_bounds(array, **other)

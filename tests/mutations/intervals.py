@@ -1,0 +1,113 @@
+"""Faults in the row intervals and orders of packed sequences that kernels make at each call."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import device_double
+import numpy as np
+from cuflash import masks, sim
+from cuflash.masks import MaskShape
+from mutations.planting import Edit
+from mutations.python_guards import part
+from test_interval_kernels import assert_found, on_simulator
+
+SIGNS = (AssertionError,)
+_RNG = np.random.default_rng(0)
+
+
+def _offsets(length: int, *leading: int) -> np.ndarray:
+    return np.sort(_RNG.integers(0, length + 1, (*leading, 7)), axis=-1)
+
+
+_CASES = (
+    (MaskShape((), 1, 230, 230), masks.Sequences(_offsets(230).astype(np.uint8), causal=True, window=(9, None))),
+    (MaskShape((2, 3), 2, 70, 90), masks.Sequences(_offsets(70, 3), _offsets(90, 2, 1), causal="bottom_right")),
+    (MaskShape((3,), 1, 90, 41), masks.Sequences(
+        _offsets(90, 3).astype(np.int32), _offsets(41).astype(np.int16), causal="top_left", window=(3, 3)
+    )),
+    (MaskShape((), 1, 64, 64), masks.Sequences(np.array([3, 20, 60], np.uint64)) & masks.SlidingWindow(7, 3)),
+    (MaskShape((), 1, 300, 5000), masks.Sequences(np.array([0, 100, 300]), np.array([0, 2900, 5000]))),
+    (MaskShape((), 2, 83, 60), masks.Sequences(_offsets(60)) & masks.Lengths(q=80, kv=33)),
+)  # fmt: skip
+
+
+def intervals_are_those_of_the_array_form() -> None:
+    """Kernels find what operations on arrays find, whatever the order of threads."""
+    for number, (shape, mask) in enumerate(_CASES):
+        schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
+        assert_found(mask, shape, *on_simulator(mask, shape, schedule))
+
+
+def calls_read_offsets_anew(library: ModuleType) -> None:
+    """Offsets do not decide which call it is; all that decides how kernels read them does."""
+    contents_of = part(library, "masks.one_array").mask_contents
+
+    def layout(*arrays):
+        return tuple((array.shape, array.strides) for array in arrays)
+
+    def of(offsets, *more, **options):
+        return contents_of(library.masks.Sequences(offsets, *more, **options), layout)
+
+    offsets, other, longer = (device_double.to_device(np.arange(length)) for length in (4, 4, 5))
+    first = of(offsets, causal=True)
+    assert first.key == of(other, causal=True).key and first.arrays == (offsets,)
+    others = (
+        of(longer, causal=True), of(offsets), of(offsets, causal="top_left"), of(offsets, causal=True, window=(1, 0)),
+        of(offsets, other, causal="bottom_right"),
+    )  # fmt: skip
+    assert len({each.key for each in (first, *others)}) == 6 and others[-1].arrays == (offsets, other)
+
+
+KERNEL, ORDERS, SOURCE = "lists/intervals.cu", "lists/interval_orders.cu", "planning/interval_kernels.py"
+FAULTS = {
+    intervals_are_those_of_the_array_form: {
+        "a sequence starts after its first query": Edit(
+            KERNEL, "keys_of_sequence", "q.at(middle) <= query", "q.at(middle) < query"
+        ),
+        "queries after all sequences see keys": Edit(KERNEL, "keys_of_sequence", "after > last ? kFar : ", ""),
+        "the window is not cut to the sequence": Edit(
+            KERNEL, "keys_of_sequence", "clipped(diagonal - params.left, start, stop)", "diagonal - params.left"
+        ),
+        "the diagonal starts with the sequence": Edit(
+            KERNEL, "keys_of_sequence", "params.is_bottom_right ? stop - q.at(end)", "false ? stop - q.at(end)"
+        ),
+        "keys have the offsets of queries": Edit(
+            KERNEL, "Matrix.Matrix", "if (params.kv_offsets != nullptr)", "if (false)"
+        ),
+        "batch entries are one": Edit(
+            KERNEL, "offsets_of", "data += batch_entry % params.batch[axis] * strides[axis];", ""
+        ),
+        "bytes have a sign": Edit(
+            KERNEL, "Offsets.at", "return is_signed ? *static_cast<const int8_t*>(from)",
+            "return true ? *static_cast<const int8_t*>(from)",
+        ),
+        "closed forms hide nothing": Edit(KERNEL, "Matrix.keys_of", "if (params.rows_lo == nullptr)", "if (true)"),
+        "a short last block reaches past the end": Edit(
+            KERNEL, "row_length", "(end < params.seqlen_q ? end : params.seqlen_q) - 1", "params.seqlen_q - 1"
+        ),
+        "columns end with their first key": Edit(
+            KERNEL, "column_length", "rows_by<false>(last)", "rows_by<false>(first)"
+        ),
+        "blocks that are begun do not count": Edit(
+            KERNEL, "blocks_of", "(length + block - 1) / block", "length / block"
+        ),
+        "long blocks are told apart": Edit(KERNEL, "blocks_of", "0, kMaxLength", "0, 1 << 20"),
+        "the shortest come first": Edit(ORDERS, "put_in_order", "lengths[other] > length", "lengths[other] < length"),
+        "of equally long ones the first comes first": Edit(
+            ORDERS, "put_in_order", "&& other > number", "&& other < number"
+        ),
+        "matrices have one order": Edit(ORDERS, "put_in_order", "number / num_blocks * num_blocks", "0"),
+    },
+    calls_read_offsets_anew: {
+        "windows do not count": Edit(
+            "masks/one_array.py", "_arrays_of", "(part.causal, part.window)", "(part.causal,)"
+        ),
+        "alignments do not count": Edit(
+            "masks/one_array.py", "_arrays_of", "(part.causal, part.window)", "(part.window,)"
+        ),
+        "keys have no offsets": Edit(
+            "masks/one_array.py", "_arrays_of", "return part.arrays, ", "return part.arrays[:1], "
+        ),
+    },
+}  # fmt: skip

@@ -1,0 +1,42 @@
+"""Guards that must see faults of arrays in shared memory, and of tables that are read once a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+from cuflash.sim import SimulationError
+from executors import SIM
+from test_staged_arrays import check_hidden, check_layouts, check_masks, check_plans, check_zeros
+from test_uniform_steps import check_clipped, check_directions
+
+SIGNS = (AssertionError, ValueError, SimulationError)
+_HOPPER = replace(SIM, kernel="sm90")
+
+
+def staged_results_are_right() -> None:
+    check_masks(_HOPPER, ("window", "lengths"))
+
+
+def layouts_change_no_bit() -> None:
+    check_layouts(_HOPPER)
+
+
+def hidden_elements_have_no_gradient() -> None:
+    check_hidden(_HOPPER)
+
+
+def uniform_steps_are_right() -> None:
+    check_clipped(_HOPPER)
+
+
+def arrays_are_staged_where_they_can_be(library: ModuleType) -> None:
+    check_plans(library)
+
+
+def zeros_are_planned(library: ModuleType) -> None:
+    check_zeros(library)
+
+
+def monotone_integers_are_found(library: ModuleType) -> None:
+    check_directions(library)
