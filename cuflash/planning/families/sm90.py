@@ -46,10 +46,12 @@ _NUM_TILE_INFOS = 4  # tiles that they know of
 # bytes that warpgroups tell each other
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
 _ARRAY_ALIGNMENT = 128  # of a staged array's rooms, whose rows are permuted by bits of their places
+_KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
 _WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
+_MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu, the tile without its queries
 
 
 class _Tile(NamedTuple):
@@ -300,7 +302,8 @@ def forward_spec(
     """
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
-    # What needs more registers than three or four warpgroups have.
+    # Three and four warpgroups of consumers have too few registers, and with dropout draw more slowly than two with a
+    # warpgroup that draws for them: experiments/results/dropout_steps.log, 4.
     score = problem.score
     is_large = problem.dropout is not None or (score is not None and _is_large(score, can_stage(problem)))
     if largest is None and not is_large:
@@ -330,6 +333,8 @@ def forward_spec(
     )  # fmt: skip
     if is_staged:
         return replace(spec, num_stages=_STAGES, score_is_staged=True)
+    if problem.dropout is not None and problem.score is None and width <= 128 and block_q == 2 * ROWS:
+        spec = replace(spec, num_warps=spec.num_warps + 4)  # a warpgroup draws for the others
     # One warpgroup of consumers leaves tensor cores idle while it reckons, so several blocks share a multiprocessor.
     if block_q > ROWS or width > 128:
         return spec
@@ -408,6 +413,10 @@ def shared_bytes(spec: KernelSpec) -> int:
     both, stages = spec.head_dim + spec.value_dim, spec.num_stages
     if spec.entry in ("backward_statistics", "convert_dq"):
         return 0
+    if spec.entry == "block_mass":
+        rows = stages * spec.block_kv + (stages if spec.splits_head_dim else 1) * spec.block_q
+        storage = stages * (_SLOT + _MASS_MESSAGE) + _BARRIER + 4 * spec.block_q + _MASS_TILE
+        return spec.dtype.itemsize * rows * spec.head_dim + storage + -storage % 8
     if spec.entry in ("backward", "backward_wide"):
         scores = spec.block_q * spec.block_kv
         elements = spec.block_kv * both + stages * spec.block_q * spec.head_dim
@@ -444,6 +453,9 @@ def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> in
     groups, stages = spec.block_q // ROWS, spec.num_stages
     tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * loads_do
     storage = _SLOT * (q_stages + 2 * stages) + _NUM_TILE_INFOS * (_SLOT + -(-tile_info // 16) * 16)
+    if spec.entry == "forward" and spec.num_warps == 4 * (2 + groups):  # a warpgroup that draws
+        words = spec.block_q * 2 * -(-spec.block_kv // 64)
+        storage += _KEPT_STAGES * (_SLOT + 4 * words)
     return storage + (_MESSAGE + _FLAGS * groups) * stages + _OTHER
 
 
@@ -457,6 +469,8 @@ def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
     """Rows and columns of the boxes that bring operands: a panel of a tile each, PanelTile of tile/wgmma_tile.cuh."""
     head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
     found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
+    if spec.entry == "block_mass":
+        return {name: found[name] for name in "qk"}
     if spec.entry == "forward":
         return found | {"o": (ROWS // 4, value_panel)}  # the rows of a warp
     if spec.entry == "backward_wide" and spec.head_dim % 128:  # half of the columns are whole panels
