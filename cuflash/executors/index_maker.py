@@ -7,7 +7,8 @@ from typing import Any
 
 from ..arrays import Array
 from ..blocks import index as indices
-from ..blocks.index import BlockIndex, CarriedLists
+from ..blocks.carried import CarriedLists
+from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
