@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from html import escape
 from operator import and_, or_, sub, xor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
@@ -44,6 +44,7 @@ class Remembered(NamedTuple):
 
 
 _EVERYTHING = Band()
+_OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of lists which an index carries
 
 
 class CarriedLists(NamedTuple):
@@ -64,6 +65,12 @@ class CarriedLists(NamedTuple):
     def arrays(self) -> dict[str, Array]:
         """The lists by name, as `ListedWork.lists` has them."""
         found: dict[str, Array] = self.source.lists_of(self.lists)
+        return found
+
+    @property
+    def fields(self) -> dict[str, Array]:
+        """The arrays of an index by the names of its fields, but for the row intervals."""
+        found: dict[str, Array] = self.source.fields_of(self.lists)
         return found
 
 
@@ -147,7 +154,35 @@ class BlockIndex:
             if isinstance(array, np.ndarray):
                 object.__setattr__(self, name, _read_only(array))
 
+    @classmethod
+    def of_lists(cls, carried: CarriedLists, **facts: Any) -> BlockIndex:
+        """An index of lists on a device, whose arrays are views of these, made when one of them is used first.
+
+        Parameters
+        ----------
+        carried : CarriedLists
+        **facts
+            The other fields.
+
+        Returns
+        -------
+        BlockIndex
+        """
+        made = object.__new__(cls)
+        vars(made).update(facts, carried=carried)
+        return made
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            carried = vars(self).get("carried")
+            if carried is None or name not in _OF_LISTS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            vars(self).update(carried.fields)
+            return vars(self)[name]
+
     def __getstate__(self) -> Any:
+        assert self.indptr is not None  # a copy has the arrays, and not the lists
         return without_memos(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

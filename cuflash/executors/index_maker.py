@@ -13,13 +13,11 @@ from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import content
 from ..masks.shape import MaskShape
-from ..planning.list_kernels import ListSource, list_results
+from ..planning.list_kernels import ListSource
 from . import gpu
 from .launch import LaunchTarget
 from .list_maker import ListMaker
 
-# Fields of an index, and the results of the kernels that they are.
-_FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
 _MAX_MAKERS = 256
 
 _makers: dict[Hashable, IndexMaker | None] = {}  # by what decides an index but the blocks chosen
@@ -37,21 +35,17 @@ class IndexMaker:
 
     def __init__(self, source: ListSource, target: LaunchTarget) -> None:
         self.lists = ListMaker(source, target)
-        self._source, self._names = source, tuple(_FIELDS.values())
+        self._source = source
         self._facts: dict[str, Any] = {
             "seqlen_q": source.shape.seqlen_q, "seqlen_kv": source.shape.seqlen_kv, "block": source.block,
-            "batch": source.batch, "num_heads": source.num_heads,
+            "batch": source.batch, "num_heads": source.num_heads, "lo": None, "hi": None,
         }  # fmt: skip
+        if source.is_whole:
+            self._facts |= self.lists.intervals
 
     def __call__(self, mask: int, stream: Any) -> BlockIndex:
         """The index of the mask at an address, once the stream has come so far."""
-        lists = self.lists((mask,), stream)
-        found = list_results(lists, self._source, self._names)
-        arrays = {field: found[name] for field, name in _FIELDS.items()}
-        intervals = self.lists.intervals if self._source.is_whole else {}
-        index = BlockIndex(**self._facts, **arrays, lo=intervals.get("lo"), hi=intervals.get("hi"))
-        vars(index)["carried"] = CarriedLists(lists, self._source)
-        return index
+        return BlockIndex.of_lists(CarriedLists(self.lists((mask,), stream), self._source), **self._facts)
 
 
 def index_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:

@@ -10,7 +10,9 @@ import numpy as np
 from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
-from ..planning.selection_kernels import CHOICE, POOLING, ChoiceRule, means_shape, pooling_launch
+from ..planning.selection_kernels import (
+    CHOICE, DRAW, POOLING, ChoiceRule, drawing_launch, means_shape, pooling_launch,
+)  # fmt: skip
 from . import gpu
 from .bound_launch import BoundLaunch
 from .decoding import offset_of
@@ -122,15 +124,45 @@ class Pooler:
         return of_q, of_k
 
 
+class Drawer:
+    """The kernel that draws scores for the blocks of a grid of one shape, by a seed.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    seed : int
+    target : Gpu
+        The device; the kernel is compiled now.
+    """
+
+    def __init__(self, shape: tuple[int, ...], seed: int, target: gpu.Gpu) -> None:
+        launch, grid, record = drawing_launch(shape, seed)
+        gpu.compile_kernels([launch.spec], target)
+        self._launch = BoundLaunch(launch, grid, [record], [(0, offset_of(DRAW, "numbers"))], target)
+        self._make, self._address = target.maker(shape, np.dtype(np.float32)), target.address
+
+    def __call__(self, stream: Any) -> Array:
+        """Return the numbers, float32 in [0, 1)."""
+        numbers = self._make()
+        self._launch((self._address(numbers),), stream)
+        return numbers
+
+
+def drawn(shape: tuple[int, ...], seed: int) -> Array:
+    """Draw scores for the blocks of a grid by the kernel, on the current device."""
+    target = gpu.current_target()
+    return Drawer(shape, seed, target)(target.stream())
+
+
 class Selection:
     """A selection of blocks by kernels alone, for q and k of one layout.
 
     Parameters
     ----------
-    prepare : callable
-        Takes q, k and the stream, and returns what masses are made of.
-    mass : callable
-        Takes these, and returns the masses, or multiples of them in each row, and whatever else is kept alive.
+    score : callable
+        Takes q, k and the stream, and returns scores of blocks, and whatever else is kept alive.
+    has_shares : bool
+        Whether scores are masses, or multiples of them in each row; else all blocks count alike.
     choose : Chooser
     make_index : IndexMaker
     target : LaunchTarget
@@ -138,20 +170,20 @@ class Selection:
 
     def __init__(
         self,
-        prepare: Callable[[Array, Array, Any], tuple[Array, Array]],
-        mass: Callable[..., list[Array]],
+        score: Callable[[Array, Array, Any], list[Array]],
+        has_shares: bool,
         choose: Chooser,
         make_index: IndexMaker,
         target: LaunchTarget,
     ) -> None:
-        self._prepare, self._mass, self._choose, self._make_index = prepare, mass, choose, make_index
+        self._score, self._has_shares, self._choose, self._make_index = score, has_shares, choose, make_index
         self._target = target
 
     def __call__(self, q: Array, k: Array) -> BlockIndex:
         """The blocks chosen, in an index on the device."""
         stream, address = self._target.stream(), self._target.address
-        masses = address(made := self._mass(*self._prepare(q, k, stream))[0])
-        kept = self._choose(masses, masses, stream)
+        scores = address(made := self._score(q, k, stream)[0])
+        kept = self._choose(scores, scores if self._has_shares else 0, stream)
         index = self._make_index(address(kept), stream)
         del made  # which the stream has read by whatever takes its memory next
         return index

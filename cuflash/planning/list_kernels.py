@@ -55,8 +55,10 @@ LIST_PARAMS = np.dtype(
     align=True,
 )
 _ALIGNMENT = 256  # bytes; of each list in the array that holds all of them
-_SHARED_BYTES = {"pointers": 4}  # of a thread
-_WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 4}
+_SHARED_BYTES = {"pointers": 4, "entries": 4}  # of a thread
+# Fields of a block index, and the results of the kernels that they are.
+_FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
+_WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 8}
 LIST_SPECS = {
     entry: KernelSpec(
         family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
@@ -166,6 +168,11 @@ class ListSource:
         """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
         return list_results(lists, self, tuple(name for name in _RESULTS if name not in _OF_LISTS_ALONE))
 
+    def fields_of(self, lists: Array) -> dict[str, Array]:
+        """Return the arrays of a block index by its fields, as views of the array that holds all results."""
+        found = list_results(lists, self, tuple(_FIELDS.values()))
+        return {field: found[name] for field, name in _FIELDS.items()}
+
     array_names = ("mask",)  # fields of the record for the arrays of a mask, which each call hands over
     row_names = MappingProxyType({"lo": "lo", "hi": "hi"})  # and for those of `rows`
 
@@ -213,7 +220,7 @@ class ListSource:
             "classify": blocks("classify", (1 if self.is_whole else 32) * rows * num_columns),
             "ranks": blocks("ranks", 32 * rows) + blocks("ranks", columns),
             "pointers": 2,
-            "entries": blocks("entries", 32 * rows) + blocks("entries", columns + rows),
+            "entries": blocks("entries", 32 * rows) + -(-columns // 32) + blocks("entries", columns + rows),
         }
 
 

@@ -1,4 +1,4 @@
-"""Kernels of selectors: means of blocks of rows, and the blocks that a budget keeps."""
+"""Kernels of selectors: means of blocks of rows, random scores of blocks, and the blocks that a budget keeps."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ POOLED_ROWS = np.dtype(
     align=True,
 )
 POOLING = np.dtype([("q", POOLED_ROWS), ("k", POOLED_ROWS), ("num_thread_blocks_of_q", np.int64)], align=True)
+DRAW = np.dtype([("numbers", np.uint64), ("num_cells", np.uint64), ("seed", np.uint64)])
 _WARPS = 4
 _ROOM = 48 << 10  # bytes of shared memory that a thread block has on every chip
 
 
 def selection_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
-    """The kernel "choose" for scores of a dtype, or "pool" for rows of one."""
+    """The kernel "choose" for scores of a dtype, "pool" for rows of one, or "draw", which takes none."""
     return KernelSpec(
         family="lists", entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=_WARPS,
         min_blocks=1,
@@ -129,6 +130,15 @@ def pooling_launch(arrays: tuple[Any, Any], block: tuple[int, int]) -> tuple[Lau
     return Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("means",)), sum(grids), record
 
 
+def drawing_launch(shape: tuple[int, ...], seed: int) -> tuple[Launch, int, Any]:
+    """Return the launch that draws a number for each cell, its thread blocks, and its record without an address."""
+    record = np.zeros((), DRAW)
+    record["num_cells"], record["seed"] = prod(shape), seed % (1 << 64)
+    spec = selection_spec("draw", np.dtype(np.float32))
+    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=(), writes=("numbers",))
+    return launch, -(-prod(shape) // spec.num_threads), record
+
+
 def means_shape(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
     """The shape of means of blocks of so many rows."""
     return (*shape[:-2], -(-shape[-2] // side), shape[-1])
@@ -137,4 +147,5 @@ def means_shape(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
 def every_selection_spec(dtypes: tuple[np.dtype[Any], ...]) -> set[KernelSpec]:
     """The kernels for arrays of some dtypes."""
     choosing = {selection_spec("choose", accumulator_dtype(dtype)) for dtype in dtypes}
-    return choosing | {selection_spec("pool", dtype) for dtype in dtypes}
+    drawing = {selection_spec("draw", np.dtype(np.float32))}
+    return choosing | drawing | {selection_spec("pool", dtype) for dtype in dtypes}

@@ -11,7 +11,9 @@ from ..arrays import Array, whole_number
 from ..blocks.index import BlockIndex
 from ..dropout.philox import philox4x32
 from ..errors import UnsupportedProblem, collecting
+from ..executors.selecting import drawn
 from ..study.block_mass import block_mass
+from . import bound
 from .budget import Budget, Forced
 from .grid import Grid
 
@@ -119,6 +121,12 @@ def random(
     >>> (random(q, k, block=16, budget=Budget(top_k=2)).states() > 0).sum(-1)[0, 0].tolist()
     [2, 2, 2, 2]
     """
+    key = None
+    if mask is None and type(seed) is int:
+        key = bound.key_of("random", q, k, block, budget, forced, causal, scale, "auto", seed)
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     reasons: list[str] = []
     grid = None
     with collecting(reasons):
@@ -127,7 +135,12 @@ def random(
         grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
-    scores = _drawn(grid.xp, (*grid.heads, *grid.size), seed)
+    if key is not None and bound.remember(key, bound.of_chance(grid, seed, budget, forced)):
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
+    shape = (*grid.heads, *grid.size)
+    scores = drawn(shape, seed) if grid.xp.__name__ == "cupy" and 0 not in shape else _drawn(grid.xp, shape, seed)
     return grid.index(grid.chosen(scores, None, budget, forced))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from ..arrays import Array, namespace
 from ..blocks.index import BlockIndex
 from ..executors import checks, gpu
 from ..executors.index_maker import maker_of
-from ..executors.selecting import Chooser, Pooler, Selection
+from ..executors.selecting import Chooser, Drawer, Pooler, Selection
 from ..planning.options import Options
 from ..plans import layout_key
 from ..study.block_mass import bound_block_mass
@@ -68,14 +68,28 @@ def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) ->
     if _is_empty(grid) or grid.shape.seqlen_q % stride or grid.shape.seqlen_kv % stride:
         return None
 
-    def prepare(q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
+    def turn(q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
         return of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
 
+    def keep(q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
+        return q, k  # which lie as rows of strides do
+
     block_q, block_kv = (side // stride for side in grid.block)
-    return _selection(
-        grid, prepare, prepare(grid.q, grid.k, None), (block_q, block_kv), grid.scale / stride,
-        grid.stairs(stride, stride), budget, forced,
-    )  # fmt: skip
+    given = (block_q, block_kv), grid.scale / stride, grid.stairs(stride, stride), budget, forced
+    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:
+        rows = tuple(of_strides(x, stride, turned=False) for x in (grid.q, grid.k))
+        found = _selection(grid, keep, rows, *given, turned_columns=grid.q.shape[-1])
+        if found is not None:
+            return found
+    return _selection(grid, turn, turn(grid.q, grid.k, None), *given)
+
+
+def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selection | None:
+    """The selection by numbers that the kernel draws; None where the kernels do not serve it."""
+    if _is_empty(grid):
+        return None
+    draw = Drawer((*grid.heads, *grid.size), seed, gpu.current_target())
+    return _by_scores(grid, lambda q, k, stream: [draw(stream)], False, np.dtype(np.float32), budget, forced)
 
 
 def of_strides(x: Array, stride: int, *, turned: bool) -> Array:
@@ -90,15 +104,29 @@ def _is_empty(grid: Grid) -> bool:
 
 
 def _selection(
-    grid: Grid, prepare: Any, prepared: tuple[Array, Array], block: tuple[int, int], scale: float, mask: Any,
-    budget: Budget, forced: Forced,
+    grid: Grid, prepare: Any, prepared: tuple[Array, ...], block: tuple[int, int], scale: float, mask: Any,
+    budget: Budget, forced: Forced, turned_columns: int = 0,
 ) -> Selection | None:  # fmt: skip
-    """A selection by the masses of rows that `prepare` makes of q and k, of which `prepared` is an example."""
-    xp, target = namespace(grid.q), gpu.current_target()
-    shape = (*grid.heads, *grid.size)
-    mass = bound_block_mass(*prepared, block, mask, scale)
-    make_index = maker_of(xp.empty(shape, bool), grid.mask, grid.shape, grid.block)
-    if mass is None or make_index is None:
+    """A selection by the masses of rows that `prepare` makes of q and k, or of what lies as they do.
+
+    `prepared` is an example of them; `turned_columns` is as `bound_block_mass` takes it.
+    """
+    q, k = prepared
+    mass = bound_block_mass(q, k, block, mask, scale, turned_columns)
+    if mass is None:
         return None
     dtype = np.dtype(np.float64 if grid.q.dtype == np.float64 else np.float32)
-    return Selection(prepare, mass, Chooser(grid.rule(budget, forced), shape, dtype, target), make_index, target)
+    return _by_scores(grid, lambda q, k, stream: mass(*prepare(q, k, stream)), True, dtype, budget, forced)
+
+
+def _by_scores(
+    grid: Grid, score: Callable[[Array, Array, Any], list[Array]], has_shares: bool, dtype: np.dtype[Any],
+    budget: Budget, forced: Forced,
+) -> Selection | None:  # fmt: skip
+    """A selection by scores of a dtype, as `Selection` takes them; None where no kernels make the index."""
+    target, shape = gpu.current_target(), (*grid.heads, *grid.size)
+    make_index = maker_of(namespace(grid.q).empty(shape, bool), grid.mask, grid.shape, grid.block)
+    if make_index is None:
+        return None
+    choose = Chooser(grid.rule(budget, forced), shape, dtype, target)
+    return Selection(score, has_shares, choose, make_index, target)

@@ -14,7 +14,7 @@ from ..arrays import Array, ShapeDtype, describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem, collecting
 from ..executors import cpu_mass, gpu, sim
 from ..masks.shape import block_pair
-from ..planning.block_mass import mass_kernels, mass_shape
+from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
 from ..planning.options import Options
 from ..planning.plan import KernelPlan
 from ..plans import BoundCall, Plan, as_arrays, layout_key
@@ -114,22 +114,31 @@ def block_mass(
 
 
 def bound_block_mass(
-    q: Array, k: Array, block: tuple[int, int], mask: Any, scale: float
+    q: Array, k: Array, block: tuple[int, int], mask: Any, scale: float, turned_columns: int = 0
 ) -> Callable[..., list[Array]] | None:
     """Masses as one launch on the current GPU, for q and k of the layouts of these.
+
+    Parameters
+    ----------
+    q, k, block, mask, scale
+        As `block_mass` takes them.
+    turned_columns : int
+        Rows of q are groups of so many columns, of which the last comes first; 0 where columns are in their order.
 
     Returns
     -------
     callable or None
         Takes q and k, and returns the masses, times the number of queries of each row that have a key, and lse; None
-        where there is nothing to multiply.
+        where there is nothing to multiply, or no kernel takes columns so turned.
     """
     ready, sides = _planned({"q": q, "k": k, "lse": None}, block, mask, False, scale, None, "gpu")
     plan = ready.plan
     problem = plan.problem
-    if plan.is_empty:
+    if plan.is_empty or turned_columns and not takes_turned_columns(problem, plan.device, sides[1], turned_columns):
         return None
-    kernels = mass_kernels(problem, plan.device, sides, plan.work, has_lse=False)
+    kernels = mass_kernels(
+        problem, plan.device, sides, plan.work, has_lse=False, turned_columns=turned_columns
+    )  # fmt: skip
     made = {
         "mass": ShapeDtype(mass_shape(problem, sides), problem.accumulator),
         "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),

@@ -38,6 +38,7 @@ SELECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "pooled": ("pooled", {}),
     "antidiagonal, stride 8": ("antidiagonal", {"stride": 8}),
     "antidiagonal, stride 16": ("antidiagonal", {"stride": 16}),
+    "random": ("random", {}),
     "oracle": ("oracle", {}),
 }
 

@@ -6,14 +6,23 @@ namespace cuflash::attention {
 
 // A kernel argument: the parameters of a kernel that sums weights over blocks.
 struct MassGrid {
-  Matrices mass;  // [num_q_blocks, num_kv_blocks], accumulators, zero before the kernel
+  Matrices mass;  // [num_q_blocks, num_kv_blocks], accumulators
   int64_t block_q, block_kv;
   int64_t has_lse;  // lse is an input; otherwise the kernel computes it from the keys that it walks, and writes it
+  // Rows of q are groups of so many columns, of which the last comes first; 0 means that columns are in their order. Only
+  // kernels that take rows in chunks read it, and each chunk lies in one group.
+  int64_t turned_columns;
   float* row_masses;  // [thread blocks, num_kv_blocks, queries of a tile]; null for kernels that do not use it
 
   CUFLASH_DEVICE int num_kv_blocks(const Shape& shape) const {
     const int block = static_cast<int>(block_kv);
     return (shape.seqlen_kv + block - 1) / block;
+  }
+
+  // Where the columns of q lie that meet those of k from `column` on.
+  CUFLASH_DEVICE int column_of_q(const Shape& shape, int column) const {
+    const int group = static_cast<int>(turned_columns);
+    return group == 0 ? column : shape.head_dim - (column / group + 1) * group + column % group;
   }
 };
 
@@ -34,5 +43,16 @@ struct BlockCuts {
   CUFLASH_DEVICE int start(int n) const { return n == 0 ? 0 : (first_block() + n) * block - first; }
   CUFLASH_DEVICE int stop(int n) const { return n + 1 == count() ? last - first : start(n + 1); }
 };
+
+// Set the masses of the queries that a thread block owns to 0. Called by all Threads, before a barrier.
+template <class T, int Threads>
+CUFLASH_DEVICE void clear_masses(const MassGrid& grid, const Shape& shape, const WorkTile& owned) {
+  const BlockCuts queries{owned.first, owned.last, static_cast<int>(grid.block_q)};
+  const auto mass = matrix<T>(grid.mass, owned.batch_head, owned.batch_head.head, 0, 0);
+  const int num_kv_blocks = grid.num_kv_blocks(shape), num_rows = owned.is_empty() ? 0 : queries.count();
+  for (int n = 0; n < num_rows; ++n)
+    for (int kv_block = threadIdx.x; kv_block < num_kv_blocks; kv_block += Threads)
+      mass.at(queries.first_block() + n, kv_block) = 0;
+}
 
 }  // namespace cuflash::attention

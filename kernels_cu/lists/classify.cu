@@ -88,6 +88,21 @@ CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, in
   return __any_sync(0xffffffffu, has_some) ? kInterval : kAbsent;
 }
 
+// The same by the first and the last query alone, since neither end of the intervals ever decreases; kBits where they do not tell.
+CUFLASH_DEVICE Kind kind_by_ends(const MaskMatrix& matrix, int q_block, int kv_block) {
+  const Params& params = matrix.params;
+  const int query = q_block * params.block_q, key = kv_block * params.block_kv;
+  const int last_query = minimum(query + params.block_q, params.seqlen_q) - 1;
+  const int last_key = minimum(key + params.block_kv, params.seqlen_kv);
+  const int first_lo = matrix.lo[query], first_hi = matrix.hi[query];
+  const int last_lo = matrix.lo[last_query], last_hi = matrix.hi[last_query];
+  if (last_lo <= key && last_key <= first_hi) return kFull;
+  if (last_hi <= key || last_key <= first_lo) return kAbsent;
+  const bool has_some = maximum(first_lo, key) < minimum(first_hi, last_key) ||
+      maximum(last_lo, key) < minimum(last_hi, last_key);
+  return has_some ? kInterval : kBits;
+}
+
 // A cell of the grid.
 struct Cell {
   int q_block, kv_block;
@@ -106,10 +121,13 @@ CUFLASH_DEVICE void classify_whole_blocks(const Params& params, int first) {
     const Cell cell(params, own);
     is_kept = *cell.matrix.at(cell.q_block * params.block_q, cell.kv_block * params.block_kv) != 0;
   }
-  int own_kind = is_kept && params.lo == nullptr ? kFull : kAbsent;
-  uint32_t kept = params.lo == nullptr ? 0 : __ballot_sync(0xffffffffu, is_kept);
-  for (; kept != 0; kept &= kept - 1) {
-    const int number = __ffs(kept) - 1;
+  int own_kind = is_kept ? kFull : kAbsent;
+  if (is_kept && params.lo != nullptr) {
+    const Cell cell(params, own);
+    own_kind = kind_by_ends(cell.matrix, cell.q_block, cell.kv_block);
+  }
+  for (uint32_t open = __ballot_sync(0xffffffffu, own_kind == kBits); open != 0; open &= open - 1) {
+    const int number = __ffs(open) - 1;
     const Cell cell(params, first + number);
     const int kind = kind_of_whole_block(cell.matrix, cell.q_block, cell.kv_block);
     if (ptx::lane() == number) own_kind = kind;

@@ -1,6 +1,7 @@
-// Writes the lists: entries row after row, a warp for a row; their numbers column after column, a thread for a column; the orders
-// of rows and columns, a thread for each; and zeros in the room behind the last entry.
+// Writes the lists: entries row after row, a warp for a row; their numbers column after column, a thread block for 32 columns; the
+// orders of rows and columns, a thread for each; and zeros in the room behind the last entry.
 #include <lists/params.cuh>
+#include <ptx/shared.cuh>
 
 namespace cuflash::lists {
 
@@ -17,37 +18,74 @@ CUFLASH_DEVICE void list_row(const Params& params, int row) {
   }
 }
 
-CUFLASH_DEVICE void list_column(const Params& params, int column) {
-  const int first_row = column / params.num_kv_blocks * params.num_q_blocks, kv_block = column % params.num_kv_blocks;
-  constexpr int kBatch = 16;  // rows that are read at once, whose loads do not wait for stores
-  int place = params.column_pointers[column];
-  for (int start = 0; start < params.num_q_blocks; start += kBatch) {
-    int kinds[kBatch], entries[kBatch];
+// The rows of a block column, of which each warp of a thread block lists a part, a lane a column.
+struct ColumnPart {
+  static constexpr int kBatch = 16;  // rows that are read at once, whose loads do not wait for stores
+
+  const Params& params;
+  int kv_block, first_row, start, stop;  // the first row is the matrix's; start and stop are relative to it
+
+  CUFLASH_DEVICE ColumnPart(const Params& p, int column)
+      : params(p), kv_block(column % p.num_kv_blocks), first_row(column / p.num_kv_blocks * p.num_q_blocks) {
+    const int rows = (p.num_q_blocks + config::kNumWarps - 1) / config::kNumWarps;
+    start = minimum(ptx::thread_index() / 32 * rows, p.num_q_blocks);
+    stop = column < p.num_columns() ? minimum(start + rows, p.num_q_blocks) : start;
+  }
+
+  CUFLASH_DEVICE int64_t cell(int q_block) const {
+    return static_cast<int64_t>(first_row + q_block) * params.num_kv_blocks + kv_block;
+  }
+
+  CUFLASH_DEVICE int count() const {
+    int found = 0;
+#pragma unroll 16
+    for (int q_block = start; q_block < stop; ++q_block) found += params.grid_kinds[cell(q_block)] != kAbsent;
+    return found;
+  }
+
+  CUFLASH_DEVICE void list(int place) const {
+    for (int first = start; first < stop; first += kBatch) {
+      int kinds[kBatch], entries[kBatch];
 #pragma unroll
-    for (int n = 0; n < kBatch; ++n) {
-      const int q_block = start + n < params.num_q_blocks ? start + n : start, row = first_row + q_block;
-      const int64_t cell = static_cast<int64_t>(row) * params.num_kv_blocks + kv_block;
-      kinds[n] = start + n < params.num_q_blocks ? params.grid_kinds[cell] : kAbsent;
-      entries[n] = kinds[n] == kAbsent ? 0 : params.row_pointers[row] + params.ranks[cell];
-    }
+      for (int n = 0; n < kBatch; ++n) {
+        const int q_block = minimum(first + n, stop - 1);
+        kinds[n] = first + n < stop ? params.grid_kinds[cell(q_block)] : kAbsent;
+        entries[n] = kinds[n] == kAbsent ? 0 : params.row_pointers[first_row + q_block] + params.ranks[cell(q_block)];
+      }
 #pragma unroll
-    for (int n = 0; n < kBatch; ++n) {
-      if (kinds[n] == kAbsent) continue;
-      params.column_entries[place] = entries[n];
-      params.column_steps[place] = 4 * (start + n) + kinds[n];
-      ++place;
+      for (int n = 0; n < kBatch; ++n) {
+        if (kinds[n] == kAbsent) continue;
+        params.column_entries[place] = entries[n];
+        params.column_steps[place] = 4 * (first + n) + kinds[n];
+        ++place;
+      }
     }
   }
+};
+
+// Called by all threads.
+CUFLASH_DEVICE void list_columns(const Params& params, int first_column) {
+  int* const counts = ptx::dynamic_shared<int>();  // [warps, lanes]
+  const int column = first_column + ptx::lane();
+  const ColumnPart part(params, column);
+  counts[ptx::thread_index()] = part.count();
+  __syncthreads();  // all have counted
+  if (part.start >= part.stop) return;
+  int place = params.column_pointers[column];
+  for (int at = ptx::lane(); at < ptx::thread_index(); at += 32) place += counts[at];
+  part.list(place);
 }
 
 // Sets the position of a block row, or column, of a matrix in the order: most entries first, the last one first among equals.
 CUFLASH_DEVICE void put_in_order(const int32_t* pointers, int32_t* order, int number, int num_blocks) {
   const int first = number / num_blocks * num_blocks;
   const int length = pointers[number + 1] - pointers[number];
-  int num_before = 0;
+  int num_before = 0, start = pointers[first];
+#pragma unroll 8
   for (int other = first; other < first + num_blocks; ++other) {
-    const int other_length = pointers[other + 1] - pointers[other];
+    const int stop = pointers[other + 1], other_length = stop - start;
     num_before += other_length > length || (other_length == length && other > number);
+    start = stop;
   }
   order[first + num_before] = number - first;
 }
@@ -75,9 +113,10 @@ lists_entries(const __grid_constant__ cuflash::lists::Params params) {
     if (warp_of_grid() < num_rows) list_row(params, warp_of_grid());
     return;
   }
-  const int number = (block - blocks_of_rows) * kThreads + ptx::thread_index();
+  const int blocks_of_columns = (num_columns + 31) / 32;
+  if (block < blocks_of_rows + blocks_of_columns) return list_columns(params, 32 * (block - blocks_of_rows));
+  const int number = (block - blocks_of_rows - blocks_of_columns) * kThreads + ptx::thread_index();
   if (number < num_columns) {
-    list_column(params, number);
     put_in_order(params.column_pointers, params.column_order, number, params.num_kv_blocks);
   } else if (number < num_columns + num_rows) {
     put_in_order(params.row_pointers, params.row_order, number - num_columns, params.num_q_blocks);

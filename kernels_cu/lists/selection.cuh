@@ -1,8 +1,8 @@
 #pragma once
 #include <ptx/thread.cuh>
 
-// What the kernels of selectors take, by value: lists_pool makes means of blocks of rows, lists_choose chooses blocks by their
-// scores. cuflash/planning/selection_kernels.py has the same records as NumPy dtypes.
+// What the kernels of selectors take, by value: lists_pool makes means of blocks of rows, lists_draw draws scores of blocks, and
+// lists_choose chooses blocks by their scores. cuflash/planning/selection_kernels.py has the same records as NumPy dtypes.
 namespace cuflash::lists {
 
 constexpr int kSelectionThreads = 32 * config::kNumWarps;
@@ -40,6 +40,12 @@ struct PooledRows {
 struct Pooling {
   PooledRows q, k;
   int64_t num_thread_blocks_of_q;
+};
+
+struct Draw {
+  float* numbers;  // of each cell
+  uint64_t num_cells;
+  uint64_t seed;
 };
 
 }  // namespace cuflash::lists

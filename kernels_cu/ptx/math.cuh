@@ -74,6 +74,14 @@ CUFLASH_DEVICE uint32_t bits_at_or_above(int first) {
   return bits;
 }
 
+// Four bytes of x, which are numbers 0 to 3, and y, 4 to 7: four bits of the selector say which, those of the lowest first. With
+// the fourth bit set, all bits of the byte are the highest one of the chosen byte.
+CUFLASH_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t z;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(selector));
+  return z;
+}
+
 template <class T>
 CUFLASH_DEVICE T negative_infinity();
 template <>

@@ -1,4 +1,4 @@
-// Arithmetic on what one register holds several of: two 16-bit floats, or four bytes.
+// Arithmetic on two 16-bit floats in one register.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions
 #pragma once
 
@@ -17,14 +17,6 @@ CUFLASH_DEVICE uint32_t multiply2(Half, uint32_t x, uint32_t y) {
 CUFLASH_DEVICE uint32_t multiply2(BFloat16, uint32_t x, uint32_t y) {
   uint32_t z;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
-  return z;
-}
-
-// Four bytes of x, which are numbers 0 to 3, and y, 4 to 7: four bits of the selector say which, those of the lowest first. With
-// the fourth bit set, all bits of the byte are the highest one of the chosen byte.
-CUFLASH_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
-  uint32_t z;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(selector));
   return z;
 }
 

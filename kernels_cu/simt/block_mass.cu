@@ -55,6 +55,8 @@ simt_block_mass(const __grid_constant__ cuflash::attention::Params params,
                                      shape.head_dim);
   const auto lse = matrix<Accumulator>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1);
 
+  clear_masses<Accumulator, tile::kThreads>(grid, shape, owned);
+  __syncthreads();  // they are 0
   WorkTile work = owned;
   for (; work.first < owned.last; work.first = work.last) {
     work.last = min(query_tile_end(params, work.first, kBlockQ), owned.last);

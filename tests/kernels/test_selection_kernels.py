@@ -12,8 +12,10 @@ from cuflash.executors import index_maker, selecting
 from cuflash.executors.bound_launch import BoundLaunch
 from cuflash.executors.decoding import offset_of
 from cuflash.executors.sim import Simulator
-from cuflash.planning.selection_kernels import CHOICE, POOLING, ChoiceRule, means_shape, pooling_launch
-from cuflash.selectors import Budget, Forced, bound
+from cuflash.planning.selection_kernels import (
+    CHOICE, DRAW, POOLING, ChoiceRule, drawing_launch, means_shape, pooling_launch,
+)  # fmt: skip
+from cuflash.selectors import Budget, Forced, baselines, bound
 from cuflash.selectors.budget import Diagonal, choose
 from cuflash.selectors.grid import block_means
 from executors import needs_compiler, to_device
@@ -95,6 +97,21 @@ def test_rows_longer_than_shared_memory_are_chosen_from(executor: str) -> None:
         check_choice(executor, case)
 
 
+def check_draws() -> None:
+    """Numbers of the kernel are those of the host's Philox, from seeds of all 64 bits."""
+    shape = (2, 7, 19)
+    for seed in (0, 3, 5 << 32, 2**64 - 1):
+        launch, grid, record = drawing_launch(shape, seed)
+        numbers = np.full(shape, np.nan, np.float32)
+        BoundLaunch(launch, grid, [record], [(0, offset_of(DRAW, "numbers"))], Simulator())([numbers.ctypes.data], None)
+        np.testing.assert_array_equal(numbers, baselines._drawn(np, shape, seed))
+
+
+@needs_compiler
+def test_the_kernel_draws_what_the_host_does() -> None:
+    check_draws()
+
+
 def check_means() -> None:
     """Rows that lie apart, in several heads and batch entries, and a last block that is short."""
     rng = np.random.default_rng(0)
@@ -105,7 +122,9 @@ def check_means() -> None:
     places = [(0, offset_of(POOLING, name) + at) for name in "qk" for at in (0, inner)]
     addresses = [array.ctypes.data for array in (q, made[0], k, made[1])]
     BoundLaunch(launch, grid, [record], places, Simulator())(addresses, None)
-    np.testing.assert_allclose(made[0], block_means(q, 8), rtol=1e-5, atol=1e-6)
+    # A sum of n rounded terms and its quotient err by n roundings of the sum of their sizes, to first order.
+    exact, sizes = (block_means(x.astype(np.float64), 8) for x in (q, np.abs(q)))
+    assert (np.abs(made[0] - exact) <= 8 * np.finfo(np.float32).eps / 2 * sizes).all()
     np.testing.assert_array_equal(made[1], 1)
 
 
@@ -128,6 +147,7 @@ def check_selections(machine: Any) -> None:
     for name, options in {
         "pooled": {"block": (16, 24), "causal": "bottom_right"},
         "antidiagonal": {"block": (16, 32), "stride": 4},
+        "random": {"block": 16, "causal": "bottom_right", "seed": 2**64 - 5},
     }.items():
         select = getattr(selectors, name)
         for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2)):
@@ -141,7 +161,31 @@ def check_selections(machine: Any) -> None:
 
 def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
     check_selections(cupy)
-    assert len(bound._selections) == 4
+    assert len(bound._selections) == 6
+
+
+def check_turned_columns(machine: Any) -> None:
+    """Masses of rows whose groups of columns a kernel takes in reverse are those of rows that are so copied."""
+    rng = np.random.default_rng(1)
+    q, k = (machine.asarray(rng.standard_normal((2, 40, 256)).astype(np.float16)) for _ in range(2))
+    for width in (64, 128):
+        turned = machine.asarray(q.get().reshape(2, 40, -1, width)[:, :, ::-1].reshape(q.shape))
+        expected, _ = bound.bound_block_mass(turned, k, (8, 16), None, 0.1)(turned, k)
+        mass, _ = bound.bound_block_mass(q, k, (8, 16), None, 0.1, turned_columns=width)(q, k)
+        np.testing.assert_array_equal(mass.get(), expected.get())
+        assert (mass.get() <= 8.001).all()  # of eight queries
+    assert bound.bound_block_mass(q, k, (8, 16), None, 0.1, turned_columns=32) is None
+
+
+def test_rows_of_turned_groups_have_the_masses_of_their_copies(cupy: Any) -> None:
+    check_turned_columns(cupy)
+
+
+@pytest.mark.gpu
+def test_a_gpu_turns_groups_of_columns() -> None:
+    import cupy
+
+    check_turned_columns(cupy)
 
 
 def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any) -> None:

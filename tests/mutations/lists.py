@@ -35,7 +35,7 @@ FAULTS = {
     },
     indices_are_those_of_their_blocks: {
         "an index has no intervals": Edit(
-            INDEX, "IndexMaker.__call__", "self.lists.intervals if self._source.is_whole else {}", "{}"
+            INDEX, "IndexMaker.__init__", "self._facts |= self.lists.intervals", "pass"
         ),
         "batch entries are one": Edit(INDEX, "IndexMaker.__init__", '"batch": source.batch', '"batch": 1'),
         "one index serves all masks": Edit(INDEX, "index_key", "content(mask), shape", "shape"),
@@ -66,9 +66,9 @@ FAULTS = {
         "a block that is cut off is never full": Edit(
             "lists/classify.cu", "kind_by_elements", "is_full &= allowed == exists;", "is_full &= allowed == 0xff;"
         ),
-        "an interval that ends before a block meets it": Edit(
+        "a block that only queries in its middle see is absent": Edit(
             "lists/classify.cu", "kind_of_whole_block",
-            "has_some |= maximum(lo, key) < minimum(hi, last_key);", "has_some |= lo < last_key;",
+            "has_some |= maximum(lo, key) < minimum(hi, last_key);", "",
         ),
         "the last batch axis is the first": Edit(
             "lists/classify.cu", "MaskMatrix", "p.mask_batch_strides[axis]", "p.mask_batch_strides[0]"
@@ -84,7 +84,20 @@ FAULTS = {
             "sums[thread] += before; __syncthreads();", "sums[thread] += before;",
         ),
         "pointers begin anywhere": Edit("lists/pointers.cu", "lists_pointers", "pointers[0] = 0", "pointers[0] = 1"),
-        "steps have no kind": Edit("lists/entries.cu", "list_column", "4 * (start + n) + kinds[n]", "4 * (start + n)"),
+        "steps have no kind": Edit("lists/entries.cu", "list", "4 * (first + n) + kinds[n]", "4 * (first + n)"),
+        "parts of a column start where its entries do": Edit(
+            "lists/entries.cu", "list_columns", "place += counts[at]", "place += 0 * counts[at]"
+        ),
+        "entries of a column are placed before all are counted": Edit(
+            "lists/entries.cu", "list_columns", "= part.count(); __syncthreads();", "= part.count();"
+        ),
+        "a block that the last query sees is full": Edit(
+            "lists/classify.cu", "kind_by_ends", "last_key <= first_hi) return kFull",
+            "last_key <= last_hi) return kFull",
+        ),
+        "a block that neither the first nor the last query sees is absent": Edit(
+            "lists/classify.cu", "kind_by_ends", "has_some ? kInterval : kBits", "has_some ? kInterval : kAbsent"
+        ),
         "of equally many the first comes first": Edit(
             "lists/entries.cu", "put_in_order", "other > number", "other < number"
         ),

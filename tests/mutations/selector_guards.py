@@ -11,7 +11,7 @@ from executors import CPU, SIM, Run
 from mutations.python_guards import part
 from test_block_mass import summed
 from test_recall import weights
-from test_selection_kernels import check_choice, check_means
+from test_selection_kernels import check_choice, check_draws, check_means
 from test_selectors import by_sorting, means, of_antidiagonal, of_nsa, of_pooled
 
 import cuflash
@@ -73,6 +73,10 @@ def the_kernel_chooses() -> None:
         case = scores, shares, allowed, forced, budget, must, lengths, block, lengths[1] - 90, turn % 3 == 0
         check_choice("sim", case)
         check_choice("sim", (scores, None, None, None, *case[4:]))
+
+
+def the_kernel_draws() -> None:
+    check_draws()
 
 
 def the_kernel_makes_means() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutations.mass_guards import tensor_cores_sum_masses
+from mutations.mass_guards import groups_of_columns_are_turned, tensor_cores_sum_masses
 from mutations.planting import Edit
 from mutations.selector_guards import (
     an_index_hands_its_lists_over,
@@ -12,12 +12,14 @@ from mutations.selector_guards import (
     slashes_are_right,
     the_host_sums_masses,
     the_kernel_chooses,
+    the_kernel_draws,
     the_kernel_makes_means,
     the_kernel_sums_masses,
 )
 
 MASS, KERNEL, SUMS = "executors/cpu_mass.py", "simt/block_mass.cu", "attention/block_mass.cuh"
-CUTS, HALVES, HOPPER = "attention/mass_grid.cuh", "attention/mass_walk.cuh", "sm90/block_mass.cu"
+CUTS, HALVES, WALK = "attention/mass_grid.cuh", "attention/mass_sums.cuh", "attention/mass_walk.cuh"
+HOPPER = "sm90/block_mass.cu"
 CHOOSE, POOL, AT_CALL = "lists/choose.cu", "lists/pool.cu", "planning/list_kernels.py"
 BUDGET, GRID, ESTIMATES = "selectors/budget.py", "selectors/grid.py", "selectors/estimates.py"
 SLASHES, PAGES, NSA = "selectors/slashes.py", "selectors/pages.py", "selectors/compressed.py"
@@ -51,30 +53,61 @@ FAULTS = {
     },
     tensor_cores_sum_masses: {
         "every chunk is a block's last": Edit(
-            HALVES, "ChunkLoader", "const bool is_last = last_column == head_dim;", "const bool is_last = true;"
+            WALK, "ChunkLoader", "const bool is_last = last_column == head_dim;", "const bool is_last = true;"
         ),
-        "Q stays where it comes in chunks": Edit(HALVES, "ChunkLoader", "if (kSplitsHeadDim)", "if (false)"),
-        "parts of a block overwrite each other": Edit(
-            HALVES, "RowMasses", "is_whole ? log_sum : add_logarithms(to, log_sum)", "log_sum"
+        "Q stays where it comes in chunks": Edit(WALK, "ChunkLoader", "if (kSplitsHeadDim)", "if (false)"),
+        "warps of Ampere have the same queries": Edit(
+            WALK, "walk_keys", "tile::left_k_major(q_slot(slot), s.warp_row())", "tile::left_k_major(q_slot(slot), 0)"
         ),
         "what rows give to blocks is not cleared": Edit(
             HALVES, "RowMasses", "data[i] = ptx::negative_infinity<float>();", "data[i] = 0;"
         ),
         "masses are summed before lse is there": Edit(
-            HALVES, "add_tile", "scale_log2, state);\n  __syncthreads();", "scale_log2, state);"
+            HALVES, "add_all_tiles", "add_tile(row_masses);\n      __syncthreads();", "add_tile(row_masses);"
         ),
+        "sums of blocks before are not rescaled": Edit(HALVES, "KeySums", "*= factor[i];", "*= 1;"),
         "a block of keys has the first column after it": Edit(
-            HALVES, "add_step", "columns_from(stop))", "columns_from(stop + 1))"
+            HALVES, "KeySums", "columns_from(stop - block.start))", "columns_from(stop - block.start + 1))"
+        ),
+        "eight columns count to the block before": Edit(
+            HALVES, "KeySums", "if (key == stop_)", "if (key == stop_ + 8)"
+        ),
+        "a thread block takes one tile": Edit(
+            HALVES, "add_all_tiles", "number = tile.next_number", "number = num_rows"
+        ),
+        "a block of keys goes on in the next step of any": Edit(
+            HALVES, "KeySums", "if (block.start < stop_) return;", "if (number_ >= 0) return;"
         ),
         "lse of a row without a key is not told apart": Edit(
             HALVES, "save_shifts", "row_lse[i] != ptx::negative_infinity<float>()", "true"
         ),
         "lse that is given is not read": Edit(HALVES, "save_shifts", "if (grid.has_lse)", "if (false)"),
-        "tiles of queries overwrite each other": Edit(HALVES, "add_masses", "+= sum;", "= sum;"),
-        "warpgroups have the same queries": Edit(HOPPER, "WgmmaProduct", "threadIdx.x / 128 * 64", "0"),
-        "products see no copies": Edit(HOPPER, "WgmmaProduct", "ptx::fence_proxy_async();", ""),
-        "warps of Ampere have the same queries": Edit(
-            "sm80/block_mass.cu", "MmaProduct", "QTile{q}, s.warp_row()", "QTile{q}, 0"
+        "tiles of queries overwrite each other": Edit(HALVES, "add_masses", "+= sum[x];\n", "= sum[x];"),
+        "warpgroups have the same queries": Edit(HOPPER, "multiply", "64 * group", "0"),
+        "chunks replace each other": Edit(HOPPER, "multiply", "tile::start_gemm_add_nt", "tile::start_gemm_nt"),
+        "chunks are not left": Edit(HOPPER, "multiply", "tile::arrive(smem.chunks[last_stage].empty);", ""),
+        "a step is left before its scores are made again": Edit(
+            HOPPER, "walk_keys", "if (!is_added) recompute_scores(s, stage);",
+            "tile::arrive(smem.chunks[stage].empty); if (!is_added) recompute_scores(s, stage);",
+        ),
+        "scores that are lost are not made again": Edit(
+            HOPPER, "walk_keys", "if (!is_added) recompute_scores(s, stage);", ""
+        ),
+        "queries of every tile arrive in one phase": Edit(HOPPER, "walk_keys", "counts.tiles % 2", "0"),
+        "keys are those of the tile's first step": Edit(
+            HOPPER, "load_tile", "k.rows(block.start, block.stop), k_coords, block.start",
+            "k.rows(block.start, block.stop), k_coords, 0",
+        ),
+    },
+    groups_of_columns_are_turned: {
+        "masses are not cleared": Edit(
+            CUTS, "clear_masses", "mass.at(queries.first_block() + n, kv_block) = 0;", "(void)0;"
+        ),
+        "groups of columns are in their order": Edit(
+            CUTS, "MassGrid", "shape.head_dim - (column / group + 1) * group + column % group", "column"
+        ),
+        "columns of a group are reversed too": Edit(
+            CUTS, "MassGrid", "- (column / group + 1) * group + column % group", "- column - 64"
         ),
     },
     the_kernel_chooses: {
@@ -104,6 +137,13 @@ FAULTS = {
             POOL, "pool_block", "static_cast<Accumulator>(last - first)", "static_cast<Accumulator>(rows.block)"
         ),
         "heads are batch entries": Edit(POOL, "pool_block", "matrix /= rows.num_heads;", ""),
+    },
+    the_kernel_draws: {
+        "numbers have 32 bits": Edit("lists/draw.cu", "lists_draw", "words[0].at[0] >> 8", "words[0].at[0]"),
+        "two cells have one number": Edit("lists/draw.cu", "lists_draw", "<uint32_t>(cell)", "<uint32_t>(cell / 2)"),
+        "the upper half of the seed is not read": Edit(
+            "lists/draw.cu", "lists_draw", "draw.seed >> 32", "draw.seed"
+        ),
     },
     an_index_hands_its_lists_over: {
         "lists of small blocks are walked as they are": Edit(

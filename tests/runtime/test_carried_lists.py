@@ -111,7 +111,7 @@ def test_a_plan_reads_the_lists_that_an_index_carries(cupy: Any) -> None:
 def test_lists_are_those_of_the_array_operations(cupy: Any) -> None:
     index = index_on(cupy, blocks(0), True)
     carried = index.carried
-    assert carried is not None
+    assert carried is not None and index.indptr is not None  # the arrays are there before the lists are taken away
     vars(index)["carried"] = None
     expected = cuflash.blocks.work_list.ListedWork(index=index.on_host).lists
     count = len(expected["kv_blocks"])

@@ -132,15 +132,26 @@ def test_forced_blocks_are_those_of_their_words(
     np.testing.assert_array_equal(made, expected)
 
 
-@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
 @pytest.mark.parametrize("name", [*ON_KERNELS, "moba", "random", "local", "quest"])
 @on_every_executor
-def test_what_must_be_exact_is(run: Run, name: str, causal: Any) -> None:
+def test_what_must_be_exact_is(run: Run, name: str) -> None:
     """Causality, forced blocks and counts, with groups of heads, a batch and lengths that blocks do not divide."""
-    rng = np.random.default_rng(0)
-    seqlen_q, seqlen_kv = (61, 77) if causal == "bottom_right" or not causal else (61, 61)
-    q = rng.standard_normal((2, 4, seqlen_q, 8), np.float32)
-    k = rng.standard_normal((1, 2, seqlen_kv, 8), np.float32)
+
+    @run.settings
+    @given(
+        st.sampled_from([False, True, "bottom_right"]), st.integers(9, 77), st.integers(9, 77),
+        st.sampled_from([np.float16, np.float32]), st.integers(0, 2**32 - 1),
+    )  # fmt: skip
+    def check(causal: Any, seqlen_q: int, seqlen_kv: int, dtype: Any, seed: int) -> None:
+        check_exactness(run, name, causal, (seqlen_q, seqlen_q if causal is True else seqlen_kv), dtype, seed)
+
+    check()
+
+
+def check_exactness(run: Run, name: str, causal: Any, lengths: tuple[int, int], dtype: Any, seed: int) -> None:
+    rng, (seqlen_q, seqlen_kv) = np.random.default_rng(seed), lengths
+    q = rng.standard_normal((2, 4, seqlen_q, 8)).astype(dtype)
+    k = rng.standard_normal((1, 2, seqlen_kv, 8)).astype(dtype)
     index = select(name, run, q, k, causal=causal)
     allowed = masks.Causal(causal if isinstance(causal, str) else None).toarray(seqlen_q, seqlen_kv) if causal else True
     listed = run.get(index.states()) > 0
@@ -241,13 +252,22 @@ def test_blocks_of_unlike_rows_are_kept_and_take_no_part() -> None:
     np.testing.assert_array_equal(index.states()[0, 0], expected)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.sampled_from([1, 4, 16]), st.booleans())
-def test_no_score_of_a_page_exceeds_its_bound(seed: int, seqlen_kv: int, page_size: int, is_grouped: bool) -> None:
+@pytest.mark.parametrize("run", [CPU, pytest.param(Run("gpu"), marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
+def test_no_score_of_a_page_exceeds_its_bound(run: Run) -> None:
+    @run.settings
+    @given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.sampled_from([1, 4, 16]), st.booleans())
+    def check(seed: int, seqlen_kv: int, page_size: int, is_grouped: bool) -> None:
+        check_bounds(run, seed, seqlen_kv, page_size, is_grouped)
+
+    check()
+
+
+def check_bounds(run: Run, seed: int, seqlen_kv: int, page_size: int, is_grouped: bool) -> None:
     """Whole numbers, whose products are exact."""
     rng = np.random.default_rng(seed)
     shapes = (4, 3, 5), (2 - is_grouped, seqlen_kv, 5)
     q, k = (rng.integers(-9, 10, shape).astype(np.float32) for shape in shapes)
-    bounds = selectors.page_bounds(q, k, page_size=page_size)
+    bounds = run.get(selectors.page_bounds(run.put(q), run.put(k), page_size=page_size))
     s = q @ np.repeat(k, 4 // len(k), axis=0).swapaxes(-1, -2)
     highest = np.maximum.reduceat(s, range(0, seqlen_kv, page_size), axis=-1)
     assert bounds.shape == highest.shape and (bounds >= highest).all()

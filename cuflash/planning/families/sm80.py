@@ -401,8 +401,8 @@ def shared_bytes(spec: KernelSpec) -> int:
     if spec.entry == "block_mass":  # there are no values; beside the operands lies lse of the queries
         slots = spec.num_stages * (spec.block_kv + spec.splits_head_dim * spec.block_q)
         rows = slots + (0 if spec.splits_head_dim else spec.block_q)
-        chunk_bytes = -(-spec.num_stages * _CHUNK // _POINTER) * _POINTER
-        state_bytes = 4 * spec.block_q + chunk_bytes + 2 * _MATRIX + _WORK_TILE + _VISIT_RANGE + _SCALE
+        state_bytes = 4 * (spec.block_q + 1) + _WORK_TILE + _VISIT_RANGE + spec.num_stages * _CHUNK
+        state_bytes += -state_bytes % _POINTER + 2 * _MATRIX
         return spec.dtype.itemsize * rows * spec.head_dim + state_bytes
     if spec.entry == "combine":  # sums of its groups of threads
         return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4

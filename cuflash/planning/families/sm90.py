@@ -51,6 +51,7 @@ _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
 _WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_tiles.cuh
+_MASS_MESSAGE, _MASS_TILE = 24, 56  # of sm90/block_mass.cu, the tile without its queries
 
 
 class _Tile(NamedTuple):
@@ -410,6 +411,10 @@ def shared_bytes(spec: KernelSpec) -> int:
     both, stages = spec.head_dim + spec.value_dim, spec.num_stages
     if spec.entry in ("backward_statistics", "convert_dq"):
         return 0
+    if spec.entry == "block_mass":
+        rows = stages * spec.block_kv + (stages if spec.splits_head_dim else 1) * spec.block_q
+        storage = stages * (_SLOT + _MASS_MESSAGE) + _BARRIER + 4 * spec.block_q + _MASS_TILE
+        return spec.dtype.itemsize * rows * spec.head_dim + storage + -storage % 8
     if spec.entry in ("backward", "backward_wide"):
         scores = spec.block_q * spec.block_kv
         elements = spec.block_kv * both + stages * spec.block_q * spec.head_dim
@@ -462,6 +467,8 @@ def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
     """Rows and columns of the boxes that bring operands: a panel of a tile each, PanelTile of tile/wgmma_tile.cuh."""
     head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
     found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
+    if spec.entry == "block_mass":
+        return {name: found[name] for name in "qk"}
     if spec.entry == "forward":
         return found | {"o": (ROWS // 4, value_panel)}  # of a warp
     if spec.entry == "backward_wide" and spec.head_dim % 128:  # half of the columns are whole panels

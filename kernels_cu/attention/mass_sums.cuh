@@ -1,0 +1,279 @@
+#pragma once
+// The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread block owns
+// whole rows of the grid, so that no two add to one mass, and walks the keys of their queries once. What each query gives to each
+// block of keys is kept in global memory as a logarithm, since lse of the query may follow only from the last key; then these
+// are summed over the queries of a block. Kernels differ in how they copy and multiply rows of q and k.
+#include <attention/config_mma.cuh>
+#include <attention/mass_grid.cuh>
+#include <attention/score.cuh>
+
+namespace cuflash {
+
+using config::kNumStages;
+using config::kSplitsHeadDim;
+
+// A thread block may have warps beyond those that hold scores.
+constexpr int kRowTiles = kBlockQ / (16 * kNumWarps) + (kBlockQ < 16 * kNumWarps);
+using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kBlockQ / (16 * kRowTiles)>;
+using Softmax = attention::LazySoftmax<Scores::kRows>;
+
+// What a tile's queries give to each block of keys, as logarithms in base 2: [num_kv_blocks, kBlockQ].
+struct RowMasses {
+  float* data;
+
+  CUFLASH_DEVICE float& at(int kv_block, int row) const { return data[static_cast<int64_t>(kv_block) * kBlockQ + row]; }
+
+  // By all threads.
+  CUFLASH_DEVICE void clear(int num_kv_blocks) const {
+    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(num_kv_blocks) * kBlockQ; i += kThreads)
+      data[i] = ptx::negative_infinity<float>();
+  }
+};
+
+// A tile of queries, lse of them in base 2, infinite where there is no key, and the number of the next rows of the grid.
+struct MassTile {
+  float row_shift[kBlockQ];
+  int next_number;
+  attention::WorkTile work;
+  attention::VisitRange visit_range;
+};
+
+// The sums of a walk over keys, whose steps come in the order of the keys. `softmax` has those of the block of keys that the
+// last step was in, as its row sums. Members are called by whole warps.
+class KeySums {
+ public:
+  Softmax softmax;
+
+  CUFLASH_DEVICE KeySums(const RowMasses& row_masses, const attention::MassGrid& grid, float scale_log2)
+      : row_masses_(row_masses), scale_log2_(scale_log2), block_kv_(static_cast<int>(grid.block_kv)) {}
+
+  // Begin a step.
+  CUFLASH_DEVICE void open(const attention::KvBlock& block) {
+    if (block.start < stop_) return;
+    close();
+    number_ = block.start == stop_ ? number_ + 1 : block.start / block_kv_;
+    stop_ = (number_ + 1) * block_kv_;
+  }
+
+  // Whether a step that has begun ends with the block of keys, or before.
+  CUFLASH_DEVICE bool holds(const attention::KvBlock& block) const { return block.stop <= stop_; }
+
+  // Turn the scores of such a step into weights under the maxima as they are, and add them up. False, and scores are lost, where
+  // maxima must be looked for.
+  CUFLASH_DEVICE bool try_add_with_stale_max(Scores& s) { return softmax.try_exp_with_stale_max(s, scale_log2_); }
+
+  // Turn the scores of a step that has begun into weights, and add them up.
+  CUFLASH_DEVICE void add(Scores& s, const attention::KvBlock& block) {
+    float factor[Scores::kRows];
+    if (softmax.update_max(s, scale_log2_, factor)) {
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) sum_before_[i] *= factor[i];
+    }
+    if (softmax.max_reasons & Softmax::kLargeMax) softmax.subtract_max(s);
+    if (holds(block)) return softmax.exp_scores(s, scale_log2_);
+    float sum[Scores::kRows];
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) sum[i] = softmax.row_sum[i];
+    softmax.exp_scores(s, scale_log2_);
+    add_parts(s, block, sum);
+  }
+
+  // End the walk: row sums of `softmax` are those of all keys then.
+  CUFLASH_DEVICE void finish() {
+    close();
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) softmax.row_sum[i] = sum_before_[i];
+  }
+
+ private:
+  // Write what rows give to the block of keys, which has ended.
+  CUFLASH_DEVICE void close() {
+    if (number_ < 0) return;
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) {
+      const float sum = tile::quad_sum(softmax.row_sum[i]);
+      sum_before_[i] += softmax.row_sum[i];
+      softmax.row_sum[i] = 0;
+      if (Scores::first_column() == 0)
+        row_masses_.at(number_, Scores::first_row() + Scores::row(i)) =
+            softmax.row_max[i] * scale_log2_ + ptx::log2_accurate(sum);
+    }
+  }
+
+  // Add the weights of a step that lies in several blocks, of which the first has `sum` from steps before.
+  CUFLASH_DEVICE void add_parts(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
+    if ((block_kv_ | block.start) % 8 == 0) return add_eights(p, block, sum);
+#pragma unroll 1
+    for (int start = block.start;;) {
+      const int stop = min(stop_, block.stop);
+      const bool is_last = stop == block.stop;
+      const uint32_t columns = columns_from(start - block.start) & ~(is_last ? 0 : columns_from(stop - block.start));
+#pragma unroll
+      for (int j = 0; j < Scores::kColumns; ++j) {
+        if (!(columns >> j & 1)) continue;
+#pragma unroll
+        for (int i = 0; i < Scores::kRows; ++i) sum[i] += p.at(i, j);
+      }
+      put_sums(sum);
+      if (is_last) return;
+      next_block();
+      start = stop;
+    }
+  }
+
+  // The same where no eight columns of the tile lie in two blocks.
+  CUFLASH_DEVICE void add_eights(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
+#pragma unroll
+    for (int j = 0; j < Scores::kColumns; j += 2) {
+      const int key = block.start + Scores::column(j);
+      if (key >= block.stop) break;
+      if (key == stop_) {
+        put_sums(sum);
+        next_block();
+      }
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) sum[i] += p.at(i, j) + p.at(i, j + 1);
+    }
+    put_sums(sum);
+  }
+
+  CUFLASH_DEVICE void put_sums(float (&sum)[Scores::kRows]) {
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) {
+      softmax.row_sum[i] = sum[i];
+      sum[i] = 0;
+    }
+  }
+  CUFLASH_DEVICE void next_block() {
+    close();
+    ++number_;
+    stop_ += block_kv_;
+  }
+
+  // The thread's columns of a step that are not before one, a bit for each; past a step's last key weights are 0.
+  static CUFLASH_DEVICE uint32_t columns_from(int column) {
+    static_assert(Scores::kColumns <= 32 && Scores::column(2) == 8, "a bit for each column, two of eight");
+    const int own = column - Scores::first_column();
+    return ptx::bits_at_or_above((own >> 3) * 2 + min(own & 7, 2));
+  }
+
+  RowMasses row_masses_;
+  float scale_log2_;
+  int block_kv_, number_ = -1, stop_ = 0;  // of the block of keys
+  float sum_before_[Scores::kRows] = {};   // of the thread's columns, in blocks before
+};
+
+// Sum over the queries of each block. Called by all threads, between barriers.
+CUFLASH_DEVICE void add_masses(const attention::Params& params, const attention::MassGrid& grid,
+                               const RowMasses& row_masses, const MassTile& tile) {
+  constexpr int kAtOnce = 4;  // blocks of keys whose logarithms a warp waits for together
+  const attention::WorkTile& work = tile.work;
+  const attention::BlockCuts queries{work.first, work.last, static_cast<int>(grid.block_q)};
+  const auto mass = attention::matrix<float>(grid.mass, work.batch_head, work.batch_head.head, 0, 0);
+  const int num_kv_blocks = grid.num_kv_blocks(params.shape), num_blocks = queries.count();
+  const int number = threadIdx.x % 32;  // in the warp
+  for (int n = 0; n < num_blocks; ++n)
+    for (int first = threadIdx.x / 32; first < num_kv_blocks; first += kAtOnce * kNumWarps) {
+      float sum[kAtOnce] = {};
+      const int start = queries.start(n), stop = queries.stop(n);
+#pragma unroll 2
+      for (int row = start + number; row < stop; row += 32)
+#pragma unroll
+        for (int x = 0; x < kAtOnce; ++x) {
+          const int kv_block = min(first + x * kNumWarps, num_kv_blocks - 1);
+          sum[x] += ptx::exp2_approx(row_masses.at(kv_block, row) - tile.row_shift[row]);
+        }
+#pragma unroll
+      for (int x = 0; x < kAtOnce; ++x) {
+        sum[x] = tile::warp_sum(sum[x]);
+        const int kv_block = first + x * kNumWarps;
+        if (number == 0 && kv_block < num_kv_blocks) mass.at(queries.first_block() + n, kv_block) += sum[x];
+      }
+    }
+}
+
+struct NoOutput {
+  CUFLASH_DEVICE void scale_row(int, float) const {}
+};
+
+// Note lse of a tile's queries for `add_masses`, and write it where it was not given. Called by the warps that hold scores, once
+// their walks have finished.
+CUFLASH_DEVICE void save_shifts(const attention::Params& params, const attention::MassGrid& grid,
+                                const Softmax& softmax, float scale_log2, MassTile& tile) {
+  const attention::WorkTile& work = tile.work;
+  const attention::BatchHead& batch_head = work.batch_head;
+  const auto lse = attention::matrix<float>(params.lse, batch_head, batch_head.head, params.shape.seqlen_q, 1)
+      .rows(work.first, work.last);
+  float row_lse[Scores::kRows];
+  NoOutput none;
+  softmax.finalize(none, scale_log2, row_lse);
+#pragma unroll
+  for (int i = 0; i < Scores::kRows; ++i) {
+    const int row = Scores::first_row() + Scores::row(i);
+    if (Scores::first_column() != 0 || row >= lse.num_rows) continue;
+    if (grid.has_lse) row_lse[i] = lse.at(row, 0);
+    else lse.at(row, 0) = row_lse[i];
+    const bool has_key = row_lse[i] != ptx::negative_infinity<float>();
+    tile.row_shift[row] = has_key ? row_lse[i] * static_cast<float>(attention::kLog2E) : -ptx::negative_infinity<float>();
+  }
+}
+
+// Note a tile. By one thread.
+CUFLASH_DEVICE void save_tile(const attention::Params& params, const attention::WorkTile& work, MassTile& tile) {
+  tile.work = work;
+  tile.visit_range = attention::visit_range_of_queries(params, work);
+}
+
+// The rows of a tile, and of the keys that they may see.
+CUFLASH_DEVICE tile::Matrix<Element> queries_of(const attention::Params& params, const attention::WorkTile& work) {
+  const attention::Shape& shape = params.shape;
+  return attention::matrix<Element>(params.q, work.batch_head, work.batch_head.head, shape.seqlen_q, shape.head_dim)
+      .rows(work.first, work.last);
+}
+CUFLASH_DEVICE tile::Matrix<Element> keys_of(const attention::Params& params, const attention::WorkTile& work) {
+  const attention::Shape& shape = params.shape;
+  const int head = attention::divmod(work.batch_head.head, shape.group_size).quotient;
+  return attention::matrix<Element>(params.k, work.batch_head, head, shape.seqlen_kv, shape.head_dim);
+}
+
+// What is not so as scores left the product: apply the score function, turn what falls as scores grow, and hide what masks hide.
+template <class Score>
+CUFLASH_DEVICE void finish_scores(Scores& s, const Score& score, const attention::Params& params,
+                                  const attention::WorkTile& work, const attention::KvBlock& block) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  if constexpr (kHasScore) score_of_queries(s, score, shape.softmax_scale, work, block, 1);
+  else if (Softmax::needs_negation(shape.softmax_scale)) Softmax::negate(s, shape.softmax_scale);
+  if (!is_unmasked<kBlockKv>(block))
+    mask_scores<config::kIsListed>(s, params, work, block, ptx::negative_infinity<float>());
+}
+
+// Calls `add_tile` for all tiles that a thread block owns; it leaves what rows give to blocks of keys, and lse.
+template <class AddTile>
+CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attention::MassGrid& grid, MassTile& tile,
+                                  AddTile add_tile) {
+  using namespace attention;
+  const int height = mass_queries(grid, kBlockQ), num_rows = num_query_rows(params, height);
+  const int num_kv_blocks = grid.num_kv_blocks(params.shape);
+  const RowMasses row_masses{grid.row_masses + thread_block() * static_cast<int64_t>(num_kv_blocks) * kBlockQ};
+  for (int number = first_tile_number(); number < num_rows; number = tile.next_number) {
+    const WorkTile owned = query_rows_at(params, height, number);
+    clear_masses<float, kThreads>(grid, params.shape, owned);
+    WorkTile work = owned;
+    for (; work.first < owned.last; work.first = work.last) {
+      work.last = min(query_tile_end<Listed>(params, work.first, kBlockQ), owned.last);
+      __syncthreads();  // the tile before is done with
+      if (threadIdx.x == 0) {
+        if (work.first == owned.first) tile.next_number = next_tile_number(params, num_rows);
+        save_tile(params, work, tile);
+      }
+      row_masses.clear(num_kv_blocks);
+      __syncthreads();  // the tile is noted
+      add_tile(row_masses);
+      __syncthreads();  // lse, and what rows give to blocks, is there
+      add_masses(params, grid, row_masses, tile);
+    }
+  }
+}
+
+}  // namespace cuflash
