@@ -1,6 +1,6 @@
 """Dropout of attention's weights, by numbers that a seed and the place of a weight determine."""
 
-from .philox import philox4x32, round_keys
+from .philox import philox4x32
 from .weights import LEVELS, SEED_DTYPES, Draws, Dropout, kept, seed_of
 
-__all__ = ["LEVELS", "SEED_DTYPES", "Draws", "Dropout", "kept", "philox4x32", "round_keys", "seed_of"]
+__all__ = ["LEVELS", "SEED_DTYPES", "Draws", "Dropout", "kept", "philox4x32", "seed_of"]

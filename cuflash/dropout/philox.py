@@ -12,19 +12,12 @@ import numpy as np
 
 from ..arrays import Array
 
-__all__ = ["philox4x32", "round_keys"]
+__all__ = ["philox4x32"]
 
 _MASK = (1 << 32) - 1
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL = 0x9E3779B9, 0xBB67AE85  # what a round adds to the words of the key
 _ROUNDS = 10
-
-
-def round_keys(key: int) -> list[int]:
-    """The two words of the key that each round of Philox has, one round after the other."""
-    halves = zip((key & _MASK, key >> 32), _WEYL, strict=True)
-    words = [[(half + number * step) & _MASK for number in range(_ROUNDS)] for half, step in halves]
-    return [word for pair in zip(*words) for word in pair]
 
 
 def philox4x32(key: int, counter: Sequence[Array]) -> list[Array]:
@@ -35,8 +28,15 @@ def philox4x32(key: int, counter: Sequence[Array]) -> list[Array]:
     """
     mask, shift = np.uint64(_MASK), np.uint64(32)
     c0, c1, c2, c3 = counter
-    keys = np.array(round_keys(key), np.uint64)
+    keys = np.array(_round_keys(key), np.uint64)
     for k0, k1 in zip(keys[::2], keys[1::2]):
         p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
     return [c0, c1, c2, c3]
+
+
+def _round_keys(key: int) -> list[int]:
+    """The two words of the key that each round of Philox has, one round after the other."""
+    halves = zip((key & _MASK, key >> 32), _WEYL, strict=True)
+    words = [[(half + number * step) & _MASK for number in range(_ROUNDS)] for half, step in halves]
+    return [word for pair in zip(*words) for word in pair]

@@ -1,13 +1,16 @@
 """Dropout of attention's weights, by numbers that a seed and the place of a weight determine: the host's half.
 
-A number of 16 bits belongs to every weight. Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
-SC 2011) makes eight of them at a time, from the seed as key and a counter of four words::
+A number of 8 bits belongs to every weight. Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+SC 2011) makes sixteen of them at a time, of a cell of four queries and four keys, from the seed as key and a counter of
+four words::
 
-    counter = (8 (i // 16) + i % 8, 4 (j // 16) + j % 8 // 2, b num_heads + h, offset)
-    number  = half j % 2 of word 2 (i // 8 % 2) + j // 8 % 2
+    counter = (4 (i // 16) + i % 8 // 2, 4 (j // 16) + j % 8 // 2, b num_heads + h, offset)
+    number  = bits 8 (j % 2) + 4 (i % 2) + 2 (i // 8 % 2) + j // 8 % 2 of the words' eight halves, the lowest bit first
 
-A weight is kept where its number is at least p 2^16. The eight numbers of a counter are those of the weights that a
-thread holds of two products of tensor cores side by side. kernels_cu/attention/dropout.cuh is the device's half.
+A weight is kept where its number is at least 256 p. A thread holds half of a cell's weights in a product of tensor
+cores, whether its rows are queries or keys, and a neighbour the other half: they draw in turn and exchange the bits.
+All numbers of two cells are compared with 256 p in eight instructions, a bit of each at a time.
+kernels_cu/attention/dropout.cuh is the device's half.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from .philox import philox4x32
 
 __all__ = ["Dropout", "Draws", "kept", "seed_of"]
 
-LEVELS = 1 << 16  # values of a number
+LEVELS = 1 << 8  # values of a number
 SEED_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
 _MASK = (1 << 32) - 1
 
@@ -33,7 +36,7 @@ _MASK = (1 << 32) - 1
 class Draws(NamedTuple):
     """All that the numbers of a call depend on but an array that holds the seed.
 
-    >>> Draws(16384, 3, 0).factor
+    >>> Draws(64, 3, 0).factor
     1.3333333333333333
 
     Attributes
@@ -66,7 +69,7 @@ class Dropout:
     Parameters
     ----------
     p : float
-        The probability, 0 <= p < 1. It is rounded to a multiple of 2^-16, which the attribute is.
+        The probability, 0 <= p < 1. It is rounded to a multiple of 1/256, which the attribute is.
     seed : int, or array of no axes
         64 bits. An array of int64 or uint64, where q is, is read by each call when it runs: a CUDA graph that is
         replayed draws other weights once the array holds another seed.
@@ -102,8 +105,8 @@ class Dropout:
         reasons = []
         if not (is_number(self.p) and 0 <= self.p < 1):
             reasons.append(f"p must be a number, 0 <= p < 1; got {describe(self.p)}")
-        elif round(self.p * LEVELS) == LEVELS:
-            reasons.append(f"p must round to a multiple of 2^-16 below 1; got {describe(self.p)}")
+        elif self.p and round(self.p * LEVELS) in (0, LEVELS):
+            reasons.append(f"p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got {describe(self.p)}")
         reasons += _seed_reasons(self.seed)
         if not (is_int(self.offset) and 0 <= self.offset <= _MASK):
             reasons.append(f"offset must be an int from 0 to 2^32 - 1; got {describe(self.offset)}")
@@ -143,7 +146,7 @@ class Dropout:
         Examples
         --------
         >>> Dropout(0.5, seed=3).draws
-        Draws(threshold=32768, seed=3, offset=0)
+        Draws(threshold=128, seed=3, offset=0)
         """
         return Draws(round(self.p * LEVELS), self.seed if isinstance(self.seed, int) else None, self.offset)
 
@@ -172,8 +175,8 @@ class Dropout:
         Examples
         --------
         >>> Dropout(0.5, seed=0).keep((2, 5)).astype(int)
-        array([[1, 0, 1, 0, 0],
-               [1, 1, 0, 0, 0]])
+        array([[0, 1, 1, 1, 1],
+               [0, 1, 0, 0, 0]])
         """
         is_shape = isinstance(shape, tuple) and len(shape) >= 2 and all(is_int(each) and each >= 0 for each in shape)
         if not is_shape:
@@ -211,15 +214,17 @@ def kept(draws: Draws, seed: int, heads: Array, i: Array, j: Array) -> Array:
         Numbers of heads over all batch entries, queries, and keys.
     """
     i, j = i.astype(np.uint64), j.astype(np.uint64)
-    rows, row_of = np.unique(8 * (i // 16) + i % 8, return_inverse=True)
+    rows, row_of = np.unique(4 * (i // 16) + i % 8 // 2, return_inverse=True)
     columns, column_of = np.unique(4 * (j // 16) + j % 8 // 2, return_inverse=True)
     leading = heads.astype(np.uint64)[:, None, None] & np.uint64(_MASK)
     words = philox4x32(seed, (rows[:, None], columns, leading, np.uint64(draws.offset)))
-    every = np.stack(np.broadcast_arrays(*words))
-    word_of = 2 * (i // 8 % 2)[:, None] + j // 8 % 2
-    drawn = every[word_of.astype(np.intp), :, row_of[:, None], column_of]  # [queries, keys, heads]
-    number = (drawn >> (16 * (j % 2))[:, None]) & np.uint64(LEVELS - 1)
-    return np.moveaxis(number >= draws.threshold, -1, 0)
+    bits = (4 * (i % 2) + 2 * (i // 8 % 2))[:, None] + 8 * (j % 2) + j // 8 % 2
+    halves = (word >> np.uint64(shift) & np.uint64(0xFFFF) for word in words for shift in (0, 16))
+    is_kept: Array = np.uint64(0xFFFF)
+    for level, half in enumerate(halves):  # numbers of a cell's weights that are no less than the threshold so far
+        is_kept = half & is_kept if draws.threshold >> level & 1 else half | is_kept
+    is_kept = np.broadcast_to(is_kept, (len(heads), len(rows), len(columns)))
+    return (is_kept[:, row_of[:, None], column_of] >> bits & np.uint64(1)).astype(bool)
 
 
 def _seed_reasons(seed: Any) -> list[str]:

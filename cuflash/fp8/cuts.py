@@ -6,10 +6,11 @@ where a subnormal factor counts as 2^-6. With |x|' = max(|x|, 2^-6) of numbers x
 at most 34 2^-13 times the sum of |a|'|b|' over all that was added before and in it::
 
     |error of S| <= ceil(d / 32) 34 2^-13 |scale| |Q|'|K|'^T
-    |error of O| <= 4 34 2^-13 sum_j max(P_j, 2^-12 exp(m - L)) |v_j|'
+    |error of O| <= 16 34 2^-13 sum_j max(P_j, 2^-7 exp(m - L)) |v_j|'
 
-The second line has the four instructions of a step of 128 keys, whose sum is then added in float32. Weights are 2^6
-times as large in the tensor cores, and 2^-6 of these is 2^-12 of the largest.
+The second line has the sixteen instructions of 512 keys, whose sum is then added in float32. A row's largest weight
+is 2^2 or more in the tensor cores, and weights are divided by at most 2 more where the scale of their values is smaller
+than the sum's: the smallest normal number, 2^-6, is 2^-7 of the largest weight or less.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ..reference import expand_heads, with_heads
 from . import e4m3
 from .quantize import Quantized
 
-LOST_WEIGHT = 2.0**-16  # half of the smallest subnormal number, 2^-9, over 2^6
+LOST_WEIGHT = 2.0**-11  # half of the smallest subnormal number, 2^-9, over 2^2 / 2
 _CUT = 34 * 2.0**-13
 _DEPTH = 32  # terms of an instruction
-_STEP = 128  # keys whose values are summed in the tensor cores
-_SMALLEST_NORMAL, _SMALLEST_NORMAL_WEIGHT = 2.0**-6, 2.0**-12
+_KEYS_OF_SUM = 512  # whose values are summed in the tensor cores
+_SMALLEST_NORMAL, _SMALLEST_NORMAL_WEIGHT = 2.0**-6, 2.0**-7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +55,7 @@ class Cuts:
         """Return the largest errors of o, for weights p of which the largest is at most `largest`."""
         weights = np.where(allowed, np.maximum(p, _SMALLEST_NORMAL_WEIGHT * largest), 0)
         values = np.where(allowed.any(axis=-2)[..., None], self.v, 0)
-        cut: Array = _STEP // _DEPTH * _CUT * (weights @ values)
+        cut: Array = _KEYS_OF_SUM // _DEPTH * _CUT * (weights @ values)
         return cut
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import describe
-from ..dropout import SEED_DTYPES, Draws, Dropout, round_keys
+from ..dropout import SEED_DTYPES, Draws, Dropout
 from ..errors import UnsupportedProblem
 from .launches import Feature, Kernels, Launch, Pass
 from .operands import Operand
@@ -18,10 +18,10 @@ NAME = "dropout"  # of the feature
 SEED = "dropout_seed"  # of the operand
 DROPOUT = np.dtype(
     [
-        ("round_keys", np.uint32, (20,)),
+        ("seed", np.uint64),
         (SEED, np.uint64),
         ("offset", np.uint32),
-        ("threshold", np.uint32),
+        ("either", np.uint32, (8,)),
         ("factor", np.float64),
         ("single_factor", np.float32),
     ],
@@ -86,7 +86,8 @@ def _pass(made: Pass, draws: Draws) -> Pass:
         for role, launch in made.launches.items()
     }
     values = {
-        "round_keys": round_keys(draws.seed or 0), "offset": draws.offset, "threshold": draws.threshold << 16,
+        "seed": draws.seed or 0, "offset": draws.offset,
+        "either": [0 if draws.threshold >> bit & 1 else (1 << 32) - 1 for bit in range(8)],
         "factor": draws.factor, "single_factor": draws.factor,
     }  # fmt: skip
     feature = Feature(NAME, DROPOUT, values, _tables(draws))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ..arrays import accumulator_dtype
-from ..dropout.philox import round_keys
 from .launches import BATCH_AXES, Launch
 from .spec import KernelSpec
 
@@ -37,7 +36,7 @@ POOLED_ROWS = np.dtype(
     align=True,
 )
 POOLING = np.dtype([("q", POOLED_ROWS), ("k", POOLED_ROWS), ("num_thread_blocks_of_q", np.int64)], align=True)
-DRAW = np.dtype([("numbers", np.uint64), ("num_cells", np.uint64), ("round_keys", np.uint32, (20,))], align=True)
+DRAW = np.dtype([("numbers", np.uint64), ("num_cells", np.uint64), ("seed", np.uint64)])
 _WARPS = 4
 _ROOM = 48 << 10  # bytes of shared memory that a thread block has on every chip
 
@@ -134,7 +133,7 @@ def pooling_launch(arrays: tuple[Any, Any], block: tuple[int, int]) -> tuple[Lau
 def drawing_launch(shape: tuple[int, ...], seed: int) -> tuple[Launch, int, Any]:
     """Return the launch that draws a number for each cell, its thread blocks, and its record without an address."""
     record = np.zeros((), DRAW)
-    record["num_cells"], record["round_keys"] = prod(shape), round_keys(seed % (1 << 64))
+    record["num_cells"], record["seed"] = prod(shape), seed % (1 << 64)
     spec = selection_spec("draw", np.dtype(np.float32))
     launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=(), writes=("numbers",))
     return launch, -(-prod(shape) // spec.num_threads), record

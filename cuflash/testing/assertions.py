@@ -177,7 +177,7 @@ class Example:
         >>> import numpy as np
         >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2))
         >>> example.but(dropout=Dropout(0.5, seed=1)).weight_factors
-        array([[[0., 2.]]])
+        array([[[2., 0.]]])
         """
         if self.dropout is None:
             return None

@@ -371,7 +371,7 @@ def structures(
 
 def dropouts() -> st.SearchStrategy[Dropout]:
     """Probabilities, seeds and offsets, and the ends of their ranges."""
-    probabilities = st.sampled_from((2.0**-16, 0.1, 0.5, 1 - 2.0**-8)) | st.floats(0, 0.9)
+    probabilities = st.sampled_from((0, 2.0**-8, 0.1, 0.5, 1 - 2.0**-8)) | st.floats(2.0**-8, 0.9)
     seeds = st.sampled_from((0, 2**64 - 1)) | st.integers(0, 2**64 - 1)
     offsets = st.sampled_from((0, 2**32 - 1)) | st.integers(0, 2**32 - 1)
     return st.builds(Dropout, probabilities, seeds, offsets)

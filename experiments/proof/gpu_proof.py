@@ -250,6 +250,7 @@ class Case(NamedTuple):
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         sink = {} if example.sink is None else {"sink": cuflash.ShapeDtype(example.sink.shape, example.sink.dtype)}
         options = {**self.options, **sink, "wrt": tuple(sink), "device": self.device(device)}
+        options["dropout"] = example.dropout
         return cuflash.plan(*shapes, mask=self.mask, **options, executor="gpu").plan
 
 
@@ -280,9 +281,9 @@ def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
 
 
 def cases(config: Config) -> Iterator[tuple[str, Case]]:
-    """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then wide dims;
-    many heads, whose blocks go on from tile to tile, those that finish dQ, and a list of too many blocks for that; and
-    few queries, whose blocks share keys, and whose heads share tiles."""
+    """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then a sink;
+    dropout; wide dims; many heads, whose blocks go on from tile to tile, those that finish dQ, and a list of too many
+    blocks for that; and few queries, whose blocks share keys, and whose heads share tiles."""
     rows, keys = config.seqlen_q, config.seqlen_kv
     kinds = kinds_of_mask(rows, keys)
     for turn, (kernel, dtype, precision) in enumerate(KERNELS):
@@ -304,6 +305,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
             yield kind, case(number, mask)
         if kernel != "fa1":
             yield "dense", case(turn, sink=(4,))
+            yield "causal", case(turn, masks.Causal("bottom_right"), dropout=cuflash.Dropout(0.3, seed=turn))
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
@@ -347,6 +349,7 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
         mask = masked(mask, "gpu")
     sink = {} if example.sink is None else {"sink": to_device(example.sink, "contiguous")}
     options = {**case.options, **sink, "wrt": tuple(sink), "device": case.device(gpu.current_device())}
+    options["dropout"] = example.dropout
     ready = cuflash.plan(q, k, v, mask=mask, executor="gpu", **options)
     problem = ready.plan.problem
     out = cupy.zeros(problem.o_shape(), problem.dtype) if case.kernel in UNSEEN else None

@@ -220,6 +220,10 @@ def plot(records: list[Record]) -> Any:
                 lengths, values = zip(*((row["seqlen"], row["measured_mb"]) for row in known))
                 ax.loglog(lengths, values, "o", color=f"C{number}", label=f"{kernel}, counters")
         ax.set(title=way, xlabel="tokens")
+    lengths = sorted({row["seqlen"] for row in records})
+    for ax in axes:
+        ax.set_xticks(lengths, [str(x) if x < 4096 else f"{x // 1024}k" for x in lengths])
+        ax.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     axes[0].set_ylabel("MB of device memory")
     axes[0].legend(fontsize="x-small")
     figure.tight_layout()

@@ -8,7 +8,8 @@ is left out, with the reason, where it cannot be had. Every case holds `tokens` 
 normal. Operands are quantised in blocks of 128 rows with q and k rotated; cuDNN's have one scale of 1. Before a case
 is timed, the last 128 rows of a head are compared with float64 of what was dequantised: `error` is the largest error
 as a share of the bound. The methods take turns, each call between two events with the level-2 cache written over
-before it: medians, and the width of their middle half. `of_cudnn` and `of_bfloat16` are the times of these over ours.
+before it: medians, and the width of their middle half. `of_cudnn` and `of_bfloat16` are the times of these over ours,
+and `ratio` is the time of `peer` over ours: cuDNN in 8 bits where it runs, our own kernel in bfloat16 elsewhere.
 `prepare_ms` is the time of `quantize` for q, k and v, with the transposition of v, and `prepare_share` its share of
 our time. TFLOP/s count two products of the scores that the mask keeps.
 
@@ -176,7 +177,8 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
         "tflops": flops("forward", mask, **shape) / ours.median_ms / 1e9,
         "cudnn_ms": "" if cudnn is None else cudnn.median_ms, "bfloat16_ms": half.median_ms,
         "of_cudnn": "" if cudnn is None else cudnn.median_ms / ours.median_ms,
-        "of_bfloat16": half.median_ms / ours.median_ms, "prepare_ms": prepare.median_ms,
+        "of_bfloat16": half.median_ms / ours.median_ms, "peer": "bfloat16" if cudnn is None else "cudnn",
+        "ratio": (half if cudnn is None else cudnn).median_ms / ours.median_ms, "prepare_ms": prepare.median_ms,
         "prepare_share": prepare.median_ms / ours.median_ms, "error": error, "repeats": ours.repeats, "note": note,
         **gpu_versions(), **versions(),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tables of docs/experiments.md, from the rows of results of the experiments on sparsity, memory and training."""
+"""Tables of docs/experiments.md and docs/fp8.md, from rows of experiments on sparsity, memory, training and 8 bits."""
 
 from collections.abc import Callable
 
@@ -165,7 +165,39 @@ def overhead(rows: list[Row]) -> str:
     return markdown(header, lines)
 
 
+def fp8_speed(rows: list[Row]) -> str:
+    """Attention in 8 bits beside cuDNN's and our own in bfloat16."""
+    lines = (
+        [row["mask"], row["seqlen"], row["head_dim"], number(row, "ms"), number(row, "tflops", ".0f")]
+        + [number(row, "of_cudnn", ".2f"), number(row, "of_bfloat16", ".2f"), number(row, "prepare_share", ".0%")]
+        + [number(row, "error", ".3f")]
+        for row in rows
+    )
+    header = ["mask", "tokens", "columns", "ms", "TFLOP/s", "of cuDNN", "of bfloat16", "preparation", "error / bound"]
+    return markdown(header, lines)
+
+
+def fp8_error(rows: list[Row]) -> str:
+    """Errors of 8 bits by method, with how many times smaller they are than with one scale for a tensor."""
+    cases = list(dict.fromkeys((row["distribution"], row["head_dim"], row["seqlen"]) for row in rows))
+    lines = []
+    for per, rotated in dict.fromkeys((row["per"], row["rotated"]) for row in rows):
+        found = {
+            (row["distribution"], row["head_dim"], row["seqlen"]): row
+            for row in rows
+            if (row["per"], row["rotated"]) == (per, rotated)
+        }
+        ratios = (f" ({number(found[case], 'ratio', '.2f')})" * bool(per) for case in cases)
+        cells = [number(found[case], "rmse", ".2e") + ratio for case, ratio in zip(cases, ratios)]
+        method = f"a scale for each {per}" + ", q and k rotated" * (rotated == "True") if per else "float16"
+        lines.append([method, *cells])
+    header = [f"{name}, {columns} columns, {length} rows" for name, columns, length in cases]
+    return markdown(["quantised with", *header], lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "fp8-speed": ("fp8", fp8_speed),
+    "fp8-error": ("fp8_error", fp8_error),
     "selector-shootout": ("selector_shootout", shootout),
     "selectors-unbeaten": ("selector_shootout", unbeaten),
     "selector-shootout-gpu": ("selector_shootout_gpu", shootout),

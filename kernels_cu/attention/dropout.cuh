@@ -1,5 +1,6 @@
 #pragma once
 #include <attention/score.cuh>
+#include <ptx/math.cuh>
 #include <tile/philox.cuh>
 
 // Dropout of weights: each is 0 or is multiplied by `factor`, by a number that the seed and its place alone determine. The
@@ -8,10 +9,10 @@ namespace cuflash::attention {
 
 // The parameters of a kernel whose specification has dropout, an argument of its own.
 struct Dropout {
-  uint32_t round_keys[20];       // of the ten rounds, two each; of a kernel that does not read the seed
+  uint64_t seed;                 // of a kernel that does not read it
   const uint64_t* dropout_seed;  // read by a kernel that does
   uint32_t offset;
-  uint32_t threshold;  // times 2^16: a weight is dropped whose number is below it
+  uint32_t either[8];  // all bits set where the threshold of a number of 8 bits has none, from its lowest bit on
   double factor;       // 1 / (1 - p)
   float single_factor;  // the same rounded: the unit for doubles waits for products of tensor cores
 };
@@ -45,26 +46,30 @@ CUFLASH_DEVICE uint32_t head_number(const Shape& shape, const BatchHead& batch_h
 // What the numbers of a launch depend on beside their places.
 class Draws {
  public:
-  explicit CUFLASH_DEVICE Draws(const Dropout& dropout) : dropout_(dropout), seed_(0) {
+  explicit CUFLASH_DEVICE Draws(const Dropout& dropout) : dropout_(dropout), seed_(dropout.seed) {
     if (config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
   }
 
-  // The numbers of two rows and four columns each, eight in the four words.
+  // The words of a counter each, for a cell of four queries and four keys.
   template <int Num>
   CUFLASH_DEVICE void draw(PhiloxWords (&counters)[Num]) const {
-    philox4x32(counters, [&](int number) -> uint32_t {
-      if (!config::kReadsDropoutSeed) return dropout_.round_keys[number];
-      const uint32_t steps = number / 2;
-      return number % 2 == 0 ? static_cast<uint32_t>(seed_) + steps * 0x9E3779B9u
-                             : static_cast<uint32_t>(seed_ >> 32) + steps * 0xBB67AE85u;
-    });
+    philox4x32(counters, {static_cast<uint32_t>(seed_), static_cast<uint32_t>(seed_ >> 32)});
   }
   CUFLASH_DEVICE PhiloxWords counter(uint32_t head, uint32_t row, uint32_t column) const {
     return {{row, column, head, dropout_.offset}};
   }
-  // By a number in the lower half of a word, or in the upper one.
-  CUFLASH_DEVICE bool keeps(uint32_t word, int half) const {
-    return (half ? word : word << 16) >= dropout_.threshold;
+  // Bits of weights that are kept, of two cells: of the first in the lower half. A weight's number has one bit in each half of
+  // a cell's words, the lowest in the first. All numbers are compared with the threshold at once, bit by bit from the lowest
+  // on: a number is no less if its bit is more than the threshold's, or equal, and the bits below are no less.
+  CUFLASH_DEVICE uint32_t kept(const PhiloxWords& first, const PhiloxWords& second) const {
+    uint32_t is_kept = ~0u;
+#pragma unroll
+    for (int level = 0; level < 8; ++level) {
+      const uint32_t bits = ptx::permute_bytes(first.at[level / 2], second.at[level / 2],
+                                               level % 2 == 0 ? 0x5410 : 0x7632);
+      is_kept = (bits & is_kept) | (dropout_.either[level] & (bits | is_kept));
+    }
+    return is_kept;
   }
 
  private:
@@ -72,31 +77,29 @@ class Draws {
   uint64_t seed_;
 };
 
-// Draws weight by weight, and remembers the numbers drawn last: neighbours have them too.
+// Draws weight by weight, and remembers the cell drawn last: neighbours are of it too.
 class WeightDraw {
  public:
   explicit CUFLASH_DEVICE WeightDraw(const Draws& draws) : draws_(draws) {}
 
   CUFLASH_DEVICE bool keeps(const WeightPlace& place) {
-    const uint32_t row = place.query / 16 * 8 + place.query % 8, column = place.key / 16 * 4 + place.key % 8 / 2;
+    const uint32_t row = place.query / 16 * 4 + place.query % 8 / 2, column = place.key / 16 * 4 + place.key % 8 / 2;
     if (is_first_ || row != row_ || column != column_ || place.head != head_) {
-      words_[0] = draws_.counter(place.head, row, column);
-      draws_.draw(words_);
+      PhiloxWords words[1] = {draws_.counter(place.head, row, column)};
+      draws_.draw(words);
+      kept_ = draws_.kept(words[0], words[0]);
       is_first_ = false;
       row_ = row;
       column_ = column;
       head_ = place.head;
     }
-    const bool is_lower_row = place.query % 16 >= 8, is_right = place.key % 16 >= 8;
-    const uint32_t(&words)[4] = words_[0].at;
-    const uint32_t left = is_lower_row ? words[2] : words[0], right = is_lower_row ? words[3] : words[1];
-    return draws_.keeps(is_right ? right : left, place.key % 2);
+    const int bit = place.key % 2 * 8 + place.query % 2 * 4 + place.query / 8 % 2 * 2 + place.key / 8 % 2;
+    return kept_ >> bit & 1;
   }
 
  private:
   Draws draws_;
-  PhiloxWords words_[1];
-  uint32_t head_, row_, column_;
+  uint32_t kept_, head_, row_, column_;
   bool is_first_ = true;
 };
 
@@ -149,73 +152,100 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_keys(const Tile& tile, const Dr
 }
 
 // Set weights that are dropped to 0. `p` is asked for by a thread's row and column.
-template <class Tile, class POf>
-CUFLASH_DEVICE void drop_weights(POf p, const KeptWeights<Tile>& kept) {
+template <class Tile, class POf, class Kept>
+CUFLASH_DEVICE void drop_weights(POf p, const Kept& kept) {
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
       if (!kept.at(i, j)) p(i, j) = 0;
 }
-template <class Tile>
-CUFLASH_DEVICE void drop_weights(Tile& p, const KeptWeights<Tile>& kept) {
+template <class Tile, class Kept>
+CUFLASH_DEVICE void drop_weights(Tile& p, const Kept& kept) {
   drop_weights<Tile>([&](int i, int j) -> auto& { return element(p, i, j); }, kept);
 }
 
 // The gradient by all weights from that by the weights that are left, in its place.
-template <class Tile, class T>
-CUFLASH_DEVICE void drop_gradients(Tile& dp, const KeptWeights<Tile>& kept, T factor) {
+template <class Tile, class Kept, class T>
+CUFLASH_DEVICE void drop_gradients(Tile& dp, const Kept& kept, T factor) {
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) element(dp, i, j) = kept.at(i, j) ? element(dp, i, j) * factor : T(0);
 }
 
-// visit(i, j, is_kept) of a thread's weights as tensor cores hold them, rows being queries. Where both sides of the tile start
-// at multiples of 16, all numbers that are drawn at once are the thread's.
-template <class Tile, class Visit>
-CUFLASH_DEVICE void for_each_weight(const Tile& tile, const Draws& draws, uint32_t head, int first_query, int first_key,
-                                    Visit visit) {
-  static_assert(Tile::kColumnTiles % 2 == 0 && Tile::row(1) == 8 && Tile::column(2) == 8, "a draw is for 16 x 16");
-  if ((first_query | first_key) % 16 != 0) {
-    const auto kept = kept_weights<Tile>(draws, [&](int i, int j) {
-      return WeightPlace{head, first_query + row_of(tile, i), first_key + column_of(tile, j)};
+// Which of a thread's weights are kept as tensor cores hold them, a bit each. Rows are queries, or keys if `IsTransposed`. A
+// word has bits of four tiles of 16 x 16, eight of each.
+template <class Tile, bool IsTransposed = false>
+struct KeptFragments {
+  using WeightTile = Tile;
+  static_assert(Tile::kColumnTiles % 2 == 0 && Tile::row(1) == 8 && Tile::column(2) == 8, "tiles of 16 x 16");
+  static constexpr int kTilesInRow = Tile::kColumnTiles / 2, kNumTiles = Tile::kRowTiles * kTilesInRow;
+  uint32_t words[(kNumTiles + 3) / 4];
+
+  static constexpr CUFLASH_DEVICE int tile(int i, int j) { return i / 2 * kTilesInRow + j / 4; }
+  static constexpr CUFLASH_DEVICE int bit(int i, int j) {
+    const int half = tile(i, j) / 2 % 2, number = tile(i, j) % 2;
+    return IsTransposed ? 16 * half + 8 * number + 4 * (j % 2) + 2 * (j / 2 % 2) + i % 2
+                        : 16 * half + 8 * (j % 2) + 4 * number + 2 * (i % 2) + j / 2 % 2;
+  }
+  CUFLASH_DEVICE bool at(int i, int j) const { return words[tile(i, j) / 4] >> bit(i, j) & 1; }
+  // All bits of the halves of a word whose weights are kept: of columns j and j + 1, j being even.
+  CUFLASH_DEVICE uint32_t halves_at(int i, int j) const {
+    static_assert(!IsTransposed, "neighbours have one bit of two bytes");
+    return ptx::permute_bytes(words[tile(i, j) / 4] << (7 - bit(i, j) % 8), 0, bit(i, j) < 16 ? 0x9988 : 0xbbaa);
+  }
+  CUFLASH_DEVICE void set(int i, int j, bool is_kept) {
+    words[tile(i, j) / 4] |= static_cast<uint32_t>(is_kept) << bit(i, j);
+  }
+};
+
+// The same as `kept_weights`, whose first weight is the tile's. Where both of its sides start at multiples of 16, two threads
+// whose rows are neighbours draw every other cell of both and exchange what they have for each other. Called by whole warps.
+template <bool IsTransposed, class Tile>
+CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, const Draws& draws, uint32_t head,
+                                                                int first_row, int first_column) {
+  using Kept = KeptFragments<Tile, IsTransposed>;
+  Kept kept{};
+  const int row = first_row + Tile::first_row(), column = first_column + Tile::first_column();
+  if ((first_row | first_column) % 16 != 0) {
+    const auto scattered = kept_weights<Tile>(draws, [&](int i, int j) {
+      const int of_row = row + Tile::row(i), of_column = column + Tile::column(j);
+      return IsTransposed ? WeightPlace{head, of_column, of_row} : WeightPlace{head, of_row, of_column};
     });
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) visit(i, j, kept.at(i, j));
-    return;
+      for (int j = 0; j < Tile::kColumns; ++j) kept.set(i, j, scattered.at(i, j));
+    return kept;
   }
-  const uint32_t row = (first_query + Tile::warp_row()) / 2 + Tile::first_row() % 8;
-  const uint32_t column = (first_key + Tile::warp_column()) / 4 + Tile::first_column() % 8 / 2;
-  constexpr int kInRow = Tile::kColumnTiles / 2, kNum = Tile::kRowTiles * kInRow;
-  constexpr int kAtOnce = kNum % 4 == 0 ? 4 : kNum % 5 == 0 ? 5 : kNum % 3 == 0 ? 3 : kNum % 2 == 0 ? 2 : 1;
+  const int number = row % 2;  // of the tiles of 16 x 16 that the thread draws, each other one
+  const uint32_t row_cell = row / 16 * 4 + row % 8 / 2, column_cell = column / 16 * 4 + column % 8 / 2;
+  const uint32_t own = (IsTransposed ? 0x00ff00ffu : 0x0f0f0f0fu) << (IsTransposed ? 8 : 4) * number;
+  const int shift = IsTransposed ? (number == 0 ? 8 : 24) : (number == 0 ? 4 : 28);
+  constexpr int kNumDraws = (Kept::kNumTiles + 1) / 2;
+  constexpr int kAtOnce = kNumDraws % 4 == 0 ? 4 : kNumDraws % 2 == 0 ? 2 : kNumDraws;
+  PhiloxWords words[kNumDraws];
 #pragma unroll
-  for (int first = 0; first < kNum; first += kAtOnce) {
-    PhiloxWords words[kAtOnce];
+  for (int first = 0; first < kNumDraws; first += kAtOnce) {
+    PhiloxWords together[kAtOnce];
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n)
-      words[n] = draws.counter(head, row + 8 * ((first + n) / kInRow), column + 4 * ((first + n) % kInRow));
-    draws.draw(words);
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int tile = 2 * (first + n) + number;
+      const uint32_t of_row = row_cell + 4 * (tile / Kept::kTilesInRow);
+      const uint32_t of_column = column_cell + 4 * (tile % Kept::kTilesInRow);
+      together[n] = IsTransposed ? draws.counter(head, of_column, of_row) : draws.counter(head, of_row, of_column);
+    }
+    draws.draw(together);
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n)
-#pragma unroll
-      for (int e = 0; e < 8; ++e)
-        visit(2 * ((first + n) / kInRow) + e / 4, 4 * ((first + n) % kInRow) + e % 4,
-              draws.keeps(words[n].at[e / 2], e % 2));
+    for (int n = 0; n < kAtOnce; ++n) words[first + n] = together[n];
   }
-}
-
-// `kept_weights` as tensor cores hold weights, rows being queries.
-template <class Tile>
-CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_fragments(const Tile& tile, const Draws& draws, uint32_t head,
-                                                           int first_query, int first_key) {
-  KeptWeights<Tile> kept{};
-  for_each_weight(tile, draws, head, first_query, first_key, [&](int i, int j, bool is_kept) {
-    const int number = i * Tile::kColumns + j;
-    kept.words[number / 32] |= static_cast<uint32_t>(is_kept) << number % 32;
-  });
+#pragma unroll
+  for (int n = 0; n < kNumDraws; n += 2) {
+    const uint32_t drawn = draws.kept(words[n], words[min(n + 1, kNumDraws - 1)]);
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, drawn, 4);
+    kept.words[n / 2] = (drawn & own) | ((other << shift | other >> (32 - shift)) & ~own);
+  }
   return kept;
 }
 
@@ -223,10 +253,8 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_fragments(const Tile& tile, con
 template <class Tile>
 CUFLASH_DEVICE void drop_weights_of_queries(Tile& p, const Dropout& dropout, const Shape& shape,
                                             const BatchHead& batch_head, int first_query, int first_key) {
-  for_each_weight(p, Draws(dropout), head_number(shape, batch_head, batch_head.head), first_query, first_key,
-                  [&](int i, int j, bool is_kept) {
-                    if (!is_kept) p.at(i, j) = 0;
-                  });
+  drop_weights(p, kept_fragments<false>(p, Draws(dropout), head_number(shape, batch_head, batch_head.head),
+                                        first_query, first_key));
 }
 
 }  // namespace cuflash::attention

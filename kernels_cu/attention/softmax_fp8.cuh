@@ -4,19 +4,25 @@
 
 namespace cuflash::attention {
 
-// Online softmax whose weights are rounded to e4m3, times 2^6, of which the format holds at most 448. Scales differ from step
+// Online softmax whose weights are rounded to e4m3, times 2^4, of which the format holds at most 448. Scales differ from step
 // to step, so that maxima are of scores times scale times log2(e). A maximum stays until it rises by more than kMaxRise, or in
-// steps that look for none until a weight would exceed 448.
+// steps that look for none until the sum of a thread's weights in a row exceeds 448. Such a maximum may then be larger than all
+// scores of its row, and weights smaller, but the largest one is still 2^2 at least.
+//
+// Values of several steps are summed in the tensor cores, and have one scale there. What the scale of a step's values is beyond
+// it, 2^shift, its weights have taken in: they are 2^(4 + shift) exp(s - max) then. Sums of weights leave it out.
 template <int Rows>
 struct QuantizedSoftmax {
   static constexpr int kRows = Rows;  // of a thread
-  static constexpr float kWeightExponent = 6;
+  static constexpr float kWeightExponent = 4;
   static constexpr float kMaxRise = 2;
-  static constexpr float kLargestWeight = 448;
+  static constexpr float kLargestSum = 448;
+  static constexpr float kLoweredSumExponent = 7;  // of a thread's sum that was too large
 
-  float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns, times 2^6
+  float (&row_max)[kRows];  // in the thread's room of shared memory: most steps read it once
+  float row_sum[kRows];     // of the thread's own columns, times 2^4
 
-  CUFLASH_DEVICE QuantizedSoftmax() {
+  explicit CUFLASH_DEVICE QuantizedSoftmax(float (&room)[kRows]) : row_max(room) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       row_max[i] = ptx::negative_infinity<float>();
@@ -57,59 +63,79 @@ struct QuantizedSoftmax {
     return has_maximum ? kHasMaximum : kHasRisen;
   }
 
-  // Turn scores into weights times 2^6, and add them up.
+  // Turn scores into weights, and add them up.
   template <class Tile>
-  CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows]) {
+  CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows], float shift, float unshift) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float highest = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
-      exp_row(s, i, scale_log2[i], kWeightExponent - highest, row_sum[i]);
+      float sum = 0;
+      exp_row(s, i, scale_log2[i], row_max[i] == ptx::negative_infinity<float>() ? 0 : row_shift(i, shift), sum);
+      row_sum[i] = ptx::fma(sum, unshift, row_sum[i]);
     }
   }
 
-  // Turn scores into weights under the maxima as they are, which all rows have. False where a thread's weights of a row sum up
-  // to so much that one of them may be too large: they are not added up then. Called by whole warps.
-  template <class Tile>
-  CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows]) {
-    float sum[kRows] = {};
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) exp_row(s, i, scale_log2[i], kWeightExponent - row_max[i], sum[i]);
+  // Turn scores into weights under the maxima as they are, which all rows have, and round them into p: weights are 2 to the
+  // power of a score times `scale_log2` plus `row_shift`, and `sum` is that of the thread's. `meanwhile` is called before p is
+  // written. False where a sum is so large that one of the weights may be too large. Called by whole warps.
+  template <class Tile, class Meanwhile, class P>
+  CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows], const float (&row_shift)[kRows],
+                                             float (&sum)[kRows], Meanwhile meanwhile, P& p) {
     bool is_small = true;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestWeight;  // false of NaN
-    if (!__all_sync(0xffffffffu, is_small)) return false;
+    for (int i = 0; i < kRows; ++i) sum[i] = 0;
+    constexpr int kGroups = P::kNumFragments, kFirst = kGroups / 2;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) row_sum[i] += sum[i];
-    return true;
+    for (int group = 0; group < kGroups; ++group) {
+      if (group == kFirst) {  // the vote keeps what follows behind it
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;
+        is_small = __all_sync(0xffffffffu, is_small);
+        meanwhile();
+      }
+      if (group >= kFirst) p.pack(s, group - kFirst);
+      constexpr int kColumns = Tile::kColumns / kGroups;
+#pragma unroll
+      for (int j = group * kColumns; j < (group + 1) * kColumns; ++j)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), scale_log2[i], row_shift[i]));
+          sum[i] += s.at(i, j);
+        }
+    }
+#pragma unroll
+    for (int group = kGroups - kFirst; group < kGroups; ++group) p.pack(s, group);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;  // false of NaN
+    return __all_sync(0xffffffffu, is_small);
+  }
+  CUFLASH_DEVICE float row_shift(int i, float shift) const { return kWeightExponent + shift - row_max[i]; }
+
+  // Add the weights up, of which `sum` is that of the thread.
+  CUFLASH_DEVICE void add_sums(const float (&sum)[kRows], float unshift) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) row_sum[i] = ptx::fma(sum[i], unshift, row_sum[i]);
   }
 
-  // Raise maxima so that no such weight is too large, and add the weights up; `factor` is what sums are scaled by. False, and
+  // Raise maxima so that no such sum is too large, and add the weights up; `factor` is what is scaled by it. False, and
   // nothing is done, where weights are infinite: scores are needed again. Called by whole warps.
   template <class Tile>
-  CUFLASH_DEVICE bool lower_weights(Tile& s, float (&factor)[kRows]) {
-    float highest[kRows];
+  CUFLASH_DEVICE bool lower_weights(Tile& s, float unshift, float (&sum)[kRows], float (&factor)[kRows]) {
+    float largest[kRows];
     bool is_finite = true;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      highest[i] = 0;
-#pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) highest[i] = fmaxf(highest[i], s.at(i, j));
-      highest[i] = tile::quad_max(highest[i]);
-      is_finite &= highest[i] < -ptx::negative_infinity<float>();
+      largest[i] = tile::quad_max(sum[i]);
+      is_finite &= sum[i] < -ptx::negative_infinity<float>();  // false of NaN
     }
     if (!__all_sync(0xffffffffu, is_finite)) return false;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float rise = highest[i] > kLargestWeight ? log2f(highest[i]) - kWeightExponent : 0;
+      const float rise = largest[i] > kLargestSum ? log2f(largest[i]) - kLoweredSumExponent : 0;
       factor[i] = ptx::exp2_approx(-rise);
       row_max[i] += rise;
-      float sum = 0;
 #pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) {
-        s.at(i, j) *= factor[i];
-        sum += s.at(i, j);
-      }
-      row_sum[i] = ptx::fma(row_sum[i], factor[i], sum);
+      for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) *= factor[i];
+      row_sum[i] = factor[i] * ptx::fma(sum[i], unshift, row_sum[i]);
     }
     return true;
   }

@@ -43,9 +43,9 @@ struct Pooling {
 };
 
 struct Draw {
-  float* numbers;           // of each cell
+  float* numbers;  // of each cell
   uint64_t num_cells;
-  uint32_t round_keys[20];  // of the ten rounds, two each
+  uint64_t seed;
 };
 
 }  // namespace cuflash::lists

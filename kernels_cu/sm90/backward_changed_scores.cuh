@@ -5,7 +5,7 @@
 // P and dS of a step of sm90_backward, in registers, for calls whose weights a score function or dropout changes.
 namespace cuflash {
 
-using Kept = attention::KeptWeights<Scores>;
+using Kept = attention::KeptFragments<Scores, true>;
 
 // P is made while dP is multiplied, if slopes do not depend on scores and registers hold dP of the next step.
 constexpr bool kMakesPEarly = kChangesWeights && !kMakesPairs && kDpRunsAhead;
@@ -77,7 +77,7 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
   for (int k = 0; k < PackedScores::kNumFragments; ++k) {
     if constexpr (config::kHasDropout)
       for_each_of_fragment(k, [&](int i, int j) {
-        dp.at(i, j) = kept.at(i, j) ? dp.at(i, j) * dropout.single_factor : 0.0f;
+        dp.at(i, j) = (kept.at(i, j) ? dp.at(i, j) : 0.0f) * dropout.single_factor;
       });
     if constexpr (kMakesPairs) {
       step.make_pairs(

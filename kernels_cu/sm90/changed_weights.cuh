@@ -3,7 +3,6 @@
 #include <attention/score_math.cuh>
 #include <attention/score_slopes.cuh>
 #include <sm90/q_pipeline.cuh>
-#include <tile/exchange.cuh>
 
 // Score functions and dropout in the backward pass on Hopper, where rows of a tile of scores are keys, and columns are
 // queries.
@@ -235,49 +234,14 @@ CUFLASH_DEVICE void store_gradient(const Score& score, const StepPlace& place, S
   tile::copy<kNumConsumers * kWarpgroupThreads>(part, tile::TmaBoxes(ds), ptx::thread_index() - kWarpgroupThreads);
 }
 
-// Which of a thread's weights are kept. Where both sides of the tile start at multiples of 16, of two threads whose keys
-// are neighbours one draws the numbers of even queries and the other those of odd ones, and each gives the other what it
-// has for the other's key. Called by whole warps.
+// Which of a thread's weights are kept. Called by whole warps.
 template <class Tile>
-CUFLASH_DEVICE attention::KeptWeights<Tile> kept_weights_of_step(const attention::Dropout& dropout,
-                                                                 const attention::Shape& shape,
-                                                                 const StepPlace& place) {
-  using namespace attention;
-  static_assert(Tile::kRows == 2 && Tile::kColumnTiles % 2 == 0 && Tile::row(1) == 8 && Tile::column(2) == 8,
-                "a draw is for 16 x 16");
-  const Draws draws(dropout);
-  const uint32_t head = head_number(shape, place.batch_head, place.batch_head.head);
-  const int first_key = place.keys.first + Tile::first_row(), first_query = place.queries.first + Tile::first_column();
-  if ((place.keys.first | place.queries.first) % 16 != 0)
-    return kept_weights<Tile>(draws, [&](int i, int j) {
-      return WeightPlace{head, first_query + Tile::column(j), first_key + Tile::row(i)};
-    });
-  const int half = first_key % 2;  // of words, which numbers of the thread's keys are
-  const uint32_t row = first_query / 16 * 8 + first_query % 8 + half, column = first_key / 16 * 4 + first_key % 8 / 2;
-  constexpr int kNum = Tile::kColumnTiles / 2, kAtOnce = 4;
-  static_assert(kNum % kAtOnce == 0, "as many draws at a time");
-  KeptWeights<Tile> kept{};
-#pragma unroll
-  for (int first = 0; first < kNum; first += kAtOnce) {
-    PhiloxWords words[kAtOnce];
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) words[n] = draws.counter(head, row + 8 * (first + n), column);
-    draws.draw(words);
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n)
-#pragma unroll
-      for (int lower = 0; lower < 2; ++lower) {  // eight queries further on
-        const uint32_t(&drawn)[4] = words[n].at;
-        const tile::HalvesOfPair halves = tile::exchange_halves(drawn[2 * lower], drawn[2 * lower + 1], half, 4);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {  // query e % 2 and key e / 2 * 8
-          const int number = e / 2 * Tile::kColumns + 4 * (first + n) + 2 * lower + e % 2;
-          kept.words[number / 32] |=
-              static_cast<uint32_t>(draws.keeps(e % 2 ? halves.odd : halves.even, e / 2)) << number % 32;
-        }
-      }
-  }
-  return kept;
+CUFLASH_DEVICE attention::KeptFragments<Tile, true> kept_weights_of_step(const attention::Dropout& dropout,
+                                                                         const attention::Shape& shape,
+                                                                         const StepPlace& place) {
+  const uint32_t head = attention::head_number(shape, place.batch_head, place.batch_head.head);
+  return attention::kept_fragments<true>(Tile(), attention::Draws(dropout), head, place.keys.first,
+                                         place.queries.first);
 }
 
 }  // namespace cuflash

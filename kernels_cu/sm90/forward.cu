@@ -6,6 +6,7 @@
 #include <attention/dropout.cuh>
 #include <attention/sink.cuh>
 #include <attention/score.cuh>
+#include <sm90/drawn_weights.cuh>
 #include <sm90/forward_epilogue.cuh>
 #include <sm90/forward_hooks.cuh>
 #include <sm90/kv_pipeline.cuh>
@@ -23,20 +24,21 @@ constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions && !kStagesArray;
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
-    : kNumConsumers == 3 ? 32
+    : kNumConsumers == 3 || kHasDrawers ? 32
     : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) || kKeepsScoreInRegisters ? 40
                                                                                       : 56;
+constexpr int kDrawerRegisters = 72;
 constexpr int kConsumerRegisters =
     kNumConsumers == 4   ? 112
     : kNumConsumers == 3 ? 160
-    : kNumConsumers == 2 ? (504 - kProducerRegisters) / 2
+    : kNumConsumers == 2 ? (504 - kProducerRegisters - kHasDrawers * kDrawerRegisters) / 2
     : kMinBlocks == 3 ? 120
                       : 200;
-static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
+static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers + kHasDrawers), "a warpgroup has 64 rows");
 
 using PackedP = tile::PackedOperand<Element, Scores>;
 using ScoresOfTile = TileScoreOr<Scores, score::Function>::Type;
-using Kept = attention::KeptWeights<Scores>;
+using Kept = attention::KeptFragments<Scores>;
 
 // ---- the consumers ----
 
@@ -73,6 +75,7 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
       tile::wait_full(array_slot(stage), phase);
       tile::arrive(array_slot(stage).empty);
     }
+    if constexpr (kHasDrawers) skip_kept(num_k_blocks);
     ping_pong_wait();
     ping_pong_signal();
     tile::wait_full(shared().v[stage], phase);
@@ -93,21 +96,28 @@ CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Func
   if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work);
 }
 
-// Find which weights of a step are kept, while its scores are multiplied.
+// Find which weights of a step are kept, while its scores are multiplied: it is drawn here, or read where others draw.
 CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::DropoutArgument dropout, Kept& kept,
                               unsigned num_tiles_done, unsigned num_k_blocks) {
-  if constexpr (config::kHasDropout) {
+  if constexpr (kHasDrawers) {
+    read_kept(kept, num_k_blocks);
+  } else if constexpr (config::kHasDropout) {
     const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-    kept = attention::kept_weights_of_fragments(
+    kept = attention::kept_fragments<false>(
         Scores(), attention::Draws(dropout),
         attention::head_number(params.shape, work.batch_head, work.batch_head.head), work.first,
         shared().messages[stage_of(num_k_blocks)].block.start);
   }
 }
 
-// Set weights of a step that are dropped to 0.
-CUFLASH_DEVICE void drop_step(Scores& p, const Kept& kept) {
-  if constexpr (config::kHasDropout) attention::drop_weights(p, kept);
+// The weights of a step as an operand, 0 where they are dropped.
+CUFLASH_DEVICE void pack_step(PackedP& p, const Scores& s, const Kept& kept) {
+  p = s;
+  if constexpr (config::kHasDropout)
+#pragma unroll
+    for (int k = 0; k < PackedP::kNumFragments; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p.fragments[k][e] &= kept.halves_at(e % 2, 4 * k + e / 2 * 2);
 }
 
 // A step's scores once more, for one warp alone, whose own are lost.
@@ -261,9 +271,8 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
       bool max_has_risen = false;
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(s, kept);
         wait_output(o, num_k_blocks);
-        p = s;
+        pack_step(p, s, kept);
       } else {
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
@@ -272,8 +281,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
         tile::wait_wgmma<0>(o);
         if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen, factor);
-        drop_step(s, kept);
-        p = s;
+        pack_step(p, s, kept);
       }
       ++num_k_blocks;
       if (is_last) break;
@@ -315,12 +323,11 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
       bool max_has_risen = false;
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(s, kept);
         wait_output(o, num_k_blocks);
         if (flags & StepMessage::kOStoreInFlight) release_q(num_tiles_done - 1);
         ++num_k_blocks;
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
-        p = s;
+        pack_step(p, s, kept);
       } else {
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
@@ -333,8 +340,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           o.fill(0);
         }
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen && !is_first, factor);
-        drop_step(s, kept);
-        p = s;
+        pack_step(p, s, kept);
         if (flags & StepMessage::kOStoreInFlight || is_first && is_last) release_q(num_tiles_done - 1);
         ++num_k_blocks;
         if (is_last) {
@@ -388,6 +394,9 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
     produce<ForwardHooks>(params, maps, sink, pages, scales, score_function);
+  } else if (kHasDrawers && group == kNumConsumers + 1) {
+    ptx::setmaxnreg_dec<kDrawerRegisters>();
+    draw_steps<Scores>(params, dropout);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, score_function, dropout);

@@ -1,8 +1,8 @@
 // FlashAttention-3's forward pass in 8 bits (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are numbers of e4m3 with a
 // scale for each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of P: no lane
-// hands another any weight. Each step's P V is summed by the tensor cores, which keep 14 bits of it, and then added to O in
-// float32. Scores of the next step are multiplied while this one's become weights and while the last one's are multiplied by
-// V; warpgroups take turns at starting products. Blocks go on to further tiles until none is left.
+// hands another any weight. P V of kStepsOfSum steps is summed by the tensor cores, which keep 14 bits of it, and then added to
+// O in float32. Scores of the next step are multiplied while this one's become weights and while the last one's are multiplied
+// by V; warpgroups take turns at starting products. Blocks go on to further tiles until none is left.
 #include <attention/config_mma.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
@@ -24,14 +24,24 @@ using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 using PackedP = tile::E4M3Operand<Scores>;
 using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
 using RowScales = float[Scores::kRows];
+constexpr int kStepsOfSum = 512 / kBlockKv;  // at most: 512 keys, as fp8/cuts.py has it
+constexpr float kLargestShift = 1;           // weights take in a scale that is at most as many powers of two from the sum's
 
 // What steps have beside messages, and the room in which O is rounded, each warp's rows in one place.
-struct StepScales {
-  float key[kNumStages], value[kNumStages];
+struct alignas(16) StepScales {
+  struct alignas(16) Step {
+    float key;
+    float shift, unshift;  // powers of two by which the scale of its values is larger than their sum's; 2^-shift
+    float ended_scale;     // of the sum that ends before the step, as it starts another; negative if it does not
+  };
+  Step steps[kNumStages];
+  float value[kNumStages];            // the scale of the sum with the step's values
+  float sum_scale, sum_scale_log2;    // of the last step; the producer's own
+  int num_steps_of_sum;
 };
-// What a thread keeps there, as its registers are for accumulators: the softmax of the tile before, and its rows' scales.
+// What a thread keeps there, as its registers are for accumulators: the scales of its rows, and their maxima.
 struct alignas(16) ThreadRoom {
-  float row_max[2], row_sum[2], row_scales[2], unused[2];
+  float row_scales[2], row_max[2];
 };
 constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
 CUFLASH_DEVICE StepScales& step_scales() {
@@ -56,14 +66,24 @@ CUFLASH_DEVICE float scale_of_row(const attention::Matrices& scales, const atten
 }
 
 struct Fp8Hooks : ForwardHooks {
+  // A step's values are added to the sum of the step before if that has few steps, and its scale is near theirs.
   static CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage,
-                                          int first_key) {
+                                          int first_key, bool is_first) {
     const attention::BatchHead& batch_head = tile_info.work.batch_head;
     const float key = scale_of_row(scales.k_scale, batch_head, tile_info.kv_head, first_key, scales.k_rows);
     const float value = scale_of_row(scales.v_scale, batch_head, tile_info.kv_head, first_key, scales.v_rows);
     if (elect_one()) {
-      step_scales().key[stage] = key;
-      step_scales().value[stage] = value;
+      StepScales& written = step_scales();
+      const float value_log2 = ptx::log2_accurate(value), shift = value_log2 - written.sum_scale_log2;
+      const bool starts = is_first || written.num_steps_of_sum == kStepsOfSum || !(fabsf(shift) <= kLargestShift);
+      written.steps[stage] = {key, starts ? 0 : shift, starts ? 1 : ptx::exp2_approx(-shift),
+                              !starts ? -1 : is_first ? 0 : written.sum_scale};
+      if (starts) {
+        written.sum_scale = value;
+        written.sum_scale_log2 = value_log2;
+      }
+      written.num_steps_of_sum = starts ? 1 : written.num_steps_of_sum + 1;
+      written.value[stage] = written.sum_scale;
     }
   }
 };
@@ -71,12 +91,11 @@ struct Fp8Hooks : ForwardHooks {
 // ---- the consumers ----
 
 // The warpgroup whose turn it is to start products: groups are numbered from 1 on.
-CUFLASH_DEVICE int own_group() { return ptx::thread_index() / kWarpgroupThreads; }
-CUFLASH_DEVICE void ping_pong_wait() {
-  if (kPingPong) ptx::bar_sync(kPingPongBarrier + own_group() - 1, 2 * kWarpgroupThreads);
+CUFLASH_DEVICE void ping_pong_wait(int group) {
+  if (kPingPong) ptx::bar_sync(kPingPongBarrier + group - 1, 2 * kWarpgroupThreads);
 }
-CUFLASH_DEVICE void ping_pong_signal() {
-  if (kPingPong) ptx::bar_arrive(kPingPongBarrier + own_group() % kNumConsumers, 2 * kWarpgroupThreads);
+CUFLASH_DEVICE void ping_pong_signal(int group) {
+  if (kPingPong) ptx::bar_arrive(kPingPongBarrier + group % kNumConsumers, 2 * kWarpgroupThreads);
 }
 
 // Write a warp's rows of O, rounded, with what the accelerator cannot copy; or as floats.
@@ -166,9 +185,9 @@ CUFLASH_DEVICE void read_row_scales(attention::ScalesArgument scales, unsigned n
 CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks) {
   tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
   const int flags = flags_of_warpgroup(group, num_k_blocks);
-  if (num_k_blocks > 0) ping_pong_wait();
+  if (num_k_blocks > 0) ping_pong_wait(group);
   tile::start_gemm_nt(s, q_operand(group, num_tiles_done), KOperand(k_smem(stage_of(num_k_blocks))));
-  if (num_k_blocks > 0) ping_pong_signal();
+  if (num_k_blocks > 0) ping_pong_signal(group);
   tile::wait_wgmma<0>(s);
   return flags;
 }
@@ -181,8 +200,8 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks) {
     tile::wait_full(shared().k[stage], phase);
     is_end = flags_of_warpgroup(group, num_k_blocks) & StepMessage::kLastOfTile;
     tile::arrive(shared().k[stage].empty);
-    ping_pong_wait();
-    ping_pong_signal();
+    ping_pong_wait(group);
+    ping_pong_signal(group);
     tile::wait_full(shared().v[stage], phase);
     tile::arrive(shared().v[stage].empty);
   }
@@ -228,140 +247,162 @@ CUFLASH_DEVICE void recompute_scores(Scores& s, unsigned num_tiles_done, unsigne
   }
 }
 
-// o += sum * scale, of rows.
-CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, const RowScales& scale) {
+// o += sum * scale
+CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, float scale) {
 #pragma unroll
   for (int i = 0; i < Output::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale[i], o.at(i, j));
+    for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale, o.at(i, j));
 }
 
-// Start the scores of a step that is not a tile's first one of a block. Says its kind.
-CUFLASH_DEVICE int start_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks) {
-  const int stage = stage_of(num_k_blocks);
-  tile::wait_full(shared().k[stage], phase_of(num_k_blocks));
-  const int flags = flags_of_warpgroup(group, num_k_blocks);
-  ping_pong_wait();
-  tile::start_gemm_nt(s, q_operand(group, num_tiles_done), KOperand(k_smem(stage)));
-  return flags;
-}
+// What a step's scores and weights are multiplied by.
+struct StepFactors {
+  RowScales scale, row_shift;
 
-// Start the products of weights with the values of a step.
-CUFLASH_DEVICE void start_values(Output& sum, const PackedP& p, unsigned num_k_blocks) {
+  // Read once its keys are there.
+  explicit CUFLASH_DEVICE StepFactors(const Softmax& softmax, unsigned num_k_blocks) {
+    const StepScales::Step& step = step_scales().steps[stage_of(num_k_blocks)];
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) {
+      scale[i] = thread_room().row_scales[i] * step.key;
+      row_shift[i] = softmax.row_shift(i, step.shift);
+    }
+  }
+};
+
+// The products that a step starts, found before its weights are there, so that little is left between these and the products.
+class NextProducts {
+ public:
+  NextProducts() = default;
+  CUFLASH_DEVICE NextProducts(int group, unsigned num_tiles_done, unsigned num_k_blocks)
+      : q_(q_operand(group, num_tiles_done)), k_(k_smem(stage_of(num_k_blocks))), v_(v_smem(stage_of(num_k_blocks - 1))) {
+    q_.descriptor.materialize();
+    k_.descriptor.materialize();
+    v_.descriptor.materialize();
+    has_both_ = tile::try_wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks)) &
+        tile::try_wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
+  }
+
+  // Start the scores of the step after, and the weights' products with values, which are added to others if they say so.
+  CUFLASH_DEVICE void start(Scores& s, Output& values, const PackedP& p, int group, unsigned num_k_blocks, bool adds) const {
+    if (!has_both_) {
+      tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
+      tile::wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
+    }
+    ping_pong_wait(group);
+    ptx::fence_registers(tile::accumulators(values));  // what reads them stays before
+    tile::start_gemm_nt(s, q_, k_);
+    tile::start_gemm_nt(values, p, v_, adds);
+    ping_pong_signal(group);
+  }
+
+ private:
+  QOperand q_;
+  KOperand k_;
+  VOperand v_;
+  bool has_both_;
+};
+
+// Multiply a tile's last weights with values, as no further scores are to be started with them.
+CUFLASH_DEVICE void multiply_last_values(Output& values, const PackedP& p, unsigned num_k_blocks, bool adds) {
   const int stage = stage_of(num_k_blocks);
   tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
-  tile::start_gemm_nt(sum, p, VOperand(v_smem(stage)));
+  tile::start_gemm_nt(values, p, VOperand(v_smem(stage)), adds);
+  tile::wait_wgmma<0>(values);
 }
 
-// Tile after tile. A step's values are added to O under the scores of the next step, and where there is room for Q of two tiles,
-// scores of the next tile's first step are made under the last step of this one, whose results are written then; if the
-// warpgroup has a part in all of its steps.
+// Tile after tile. Scores of the next tile's first step are made before this one's results are written, if the warpgroup has a
+// part in all of its steps.
 CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attention::TensorMaps& maps, int group,
                                   attention::SinkArgument sink, attention::ScalesArgument scales) {
-  unsigned num_k_blocks = 0, num_tiles_done = 0;
-  while (wait_tile(num_tiles_done)) {
-    Softmax softmax;
-    Output o, sum;
-    Scores s;
+  unsigned num_k_blocks = 0;
+  Scores s;
+  int flags = 0;
+  bool has_scores = false;
+  for (unsigned num_tiles_done = 0; has_scores || wait_tile(num_tiles_done); ++num_tiles_done) {
+    Softmax softmax(thread_room().row_max);
+    Output o, values;  // of steps of which none is in O yet
     PackedP p;
     o.fill(0);
-    sum.fill(0);
-    RowScales value_scale = {};  // of `sum`
-    read_row_scales(scales, num_tiles_done);
-    int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
-    // Add the last step's values to O, which is the tile's before where this one `follows`.
-    const auto add_values = [&](bool follows, float next_value_scale) {
-      add_scaled(o, sum, value_scale);
-      if (follows) {
-        Softmax previous;
-#pragma unroll
-        for (int i = 0; i < Softmax::kRows; ++i) {
-          previous.row_max[i] = thread_room().row_max[i];
-          previous.row_sum[i] = thread_room().row_sum[i];
-        }
-        epilogue(params, maps, num_tiles_done - 1, previous, o, sink);
-        o.fill(0);
-        if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
-      }
-#pragma unroll
-      for (int i = 0; i < Output::kRows; ++i) value_scale[i] = next_value_scale;
-    };
+    values.fill(0);
+    if (!has_scores) {
+      read_row_scales(scales, num_tiles_done);
+      flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
+    }
+    StepFactors factors(softmax, num_k_blocks);
     constexpr int kAsPlain = StepMessage::kUnmasked | StepMessage::kSkipMax;
     while (true) {
       const int stage = stage_of(num_k_blocks);
-      const bool is_last = flags & StepMessage::kLastForWarpgroup, follows = flags & StepMessage::kEpiloguePending;
-      const float next_value_scale = step_scales().value[stage];
-      RowScales step_scale;
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) step_scale[i] = thread_room().row_scales[i] * step_scales().key[stage];
-      // Weights are made while products with values run: the vote on them keeps the wait for these behind them.
+      const StepScales::Step& step = step_scales().steps[stage];
       const bool is_plain = (flags & kAsPlain) == kAsPlain;
-      if (is_plain && softmax.try_exp_with_stale_max(s, step_scale)) {
-        tile::arrive(shared().k[stage].empty);
+      NextProducts next;
+      float sum[Softmax::kRows], ended_scale;
+      const auto meanwhile = [&] {  // once the last products with values are made
+        tile::wait_wgmma<0>(values);
+        if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
+        ended_scale = step.ended_scale;
+        next = NextProducts(group, num_tiles_done, num_k_blocks + 1);
+      };
+      if (is_plain && softmax.try_exp_with_stale_max(s, factors.scale, factors.row_shift, sum, meanwhile, p)) {
+        softmax.add_sums(sum, step.unshift);
       } else {
         float factor[Softmax::kRows];
-        bool max_has_risen = is_plain && softmax.lower_weights(s, factor);
+        bool max_has_risen = is_plain && softmax.lower_weights(s, step.unshift, sum, factor);
         if (!max_has_risen) {
           if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);
           if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
-          const Softmax::Rise rise = softmax.update_max(s, step_scale, factor);
+          const Softmax::Rise rise = softmax.update_max(s, factors.scale, factor);
           max_has_risen = rise != Softmax::kHasNotRisen;
           if (max_has_risen && __all_sync(0xffffffffu, rise == Softmax::kHasMaximum)) flags |= StepMessage::kSkipMax;
-          softmax.exp_scores(s, step_scale);
+          softmax.exp_scores(s, factors.scale, step.shift, step.unshift);
         }
-        tile::arrive(shared().k[stage].empty);
-        if (max_has_risen && !follows)
+        if (!is_plain) meanwhile();
+        p = s;
+        if (max_has_risen)
 #pragma unroll
           for (int i = 0; i < Output::kRows; ++i) {
             o.scale_row(i, factor[i]);
-            value_scale[i] *= factor[i];
+            values.scale_row(i, factor[i]);
           }
       }
-      tile::wait_wgmma<0>(sum);
-      if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
-      p = s;
+      if (ended_scale >= 0) add_scaled(o, values, ended_scale);
       ++num_k_blocks;
-      const bool is_end = is_last &&
-          (kQStages == 1 || !(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done + 1));
-      if (is_end) {
-        add_values(follows, next_value_scale);
-        ++num_tiles_done;
+      if (flags & StepMessage::kLastForWarpgroup) {
+        const bool is_last_of_tile = flags & StepMessage::kLastOfTile, adds = ended_scale < 0;
+        const float value_scale = step_scales().value[stage];
+        tile::arrive(shared().k[stage].empty);
+        has_scores = is_last_of_tile && wait_tile(num_tiles_done + 1);
+        if (has_scores) {
+          NextProducts(group, num_tiles_done + 1, num_k_blocks).start(s, values, p, group, num_k_blocks, adds);
+          flags = flags_of_warpgroup(group, num_k_blocks);
+          tile::wait_wgmma<0>(values);
+          tile::wait_wgmma<0>(s);
+        } else {
+          multiply_last_values(values, p, num_k_blocks - 1, adds);
+        }
+        tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
+        add_scaled(o, values, value_scale);
+        if (!is_last_of_tile) skip_blocks(group, num_k_blocks);
+        epilogue(params, maps, num_tiles_done, softmax, o, sink);
+        tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
+        if (has_scores) read_row_scales(scales, num_tiles_done + 1);
         break;
       }
-      flags = is_last * StepMessage::kEpiloguePending | StepMessage::kValuesPending |
-          (is_last ? 0 : flags & StepMessage::kSkipMax) | start_scores(s, group, num_tiles_done + is_last, num_k_blocks);
-      add_values(follows, next_value_scale);
-      start_values(sum, p, num_k_blocks - 1);
-      ping_pong_signal();
-      if (is_last) {
-        ++num_tiles_done;
-#pragma unroll
-        for (int i = 0; i < Softmax::kRows; ++i) {
-          thread_room().row_max[i] = softmax.row_max[i];
-          thread_room().row_sum[i] = softmax.row_sum[i];
-        }
-        softmax = Softmax();
-        read_row_scales(scales, num_tiles_done);
-      }
+      next.start(s, values, p, group, num_k_blocks, ended_scale < 0);
+      tile::arrive(shared().k[stage].empty);
+      flags = StepMessage::kValuesPending | (flags & StepMessage::kSkipMax) | flags_of_warpgroup(group, num_k_blocks);
+      factors = StepFactors(softmax, num_k_blocks);
       tile::wait_wgmma<1>(s);
     }
-    if (kQStages == 1) tile::arrive(shared().q[0].empty);
-    start_values(sum, p, num_k_blocks - 1);
-    tile::wait_wgmma<0>(sum);
-    tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
-    add_scaled(o, sum, value_scale);
-    if (!(flags & StepMessage::kLastOfTile)) skip_blocks(group, num_k_blocks);
-    epilogue(params, maps, num_tiles_done - 1, softmax, o, sink);
-    if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
   }
   if (kStoresOByTma) ptx::bulk_wait_read<0>();
 }
 
 CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
                             attention::SinkArgument sink, attention::ScalesArgument scales) {
-  if (group == kNumConsumers) ping_pong_signal();
+  if (group == kNumConsumers) ping_pong_signal(group);
   consume_tiles(params, maps, group, sink, scales);
-  if (group == 1) ping_pong_wait();  // no group is left to take the last turn
+  if (group == 1) ping_pong_wait(group);  // no group is left to take the last turn
 }
 
 }  // namespace cuflash

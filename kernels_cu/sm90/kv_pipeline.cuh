@@ -42,6 +42,14 @@ CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const W
 
 // ---- all ----
 
+CUFLASH_DEVICE void init_kept_barriers(const KeptRing<false>&) {}
+CUFLASH_DEVICE void init_kept_barriers(const KeptRing<true>& ring) {
+  for (const tile::PipelineSlot& slot : ring.kept) {
+    ptx::mbarrier_init(ptx::shared_address(&slot.full), 4 * tile::kArrivalsPerWarp);
+    ptx::mbarrier_init(ptx::shared_address(&slot.empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
+  }
+}
+
 // By one thread, before all else.
 CUFLASH_DEVICE void init_barriers() {
   tile::PipelineSlot* const slots = shared().q;
@@ -50,6 +58,7 @@ CUFLASH_DEVICE void init_barriers() {
                        (kLoadsDo && i < kQStages ? 2 : 1) * tile::kArrivalsPerWarp);
     ptx::mbarrier_init(ptx::shared_address(&slots[i].empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
   }
+  init_kept_barriers(shared());
   for (const tile::PipelineSlot& tile_info_slot : shared().tile_info_slots) {
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.full), tile::kArrivalsPerWarp);
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), (2 + kStagesArray) * tile::kArrivalsPerWarp);
@@ -64,7 +73,7 @@ CUFLASH_DEVICE void init_barriers() {
 
 // Run the role of a producer warp. `Hooks` has what kernels do themselves:
 //   write_empty_rows(params, work, sink)         write the results of a tile whose queries see no key
-//   write_scales(scales, tile_info, stage, key)  with operands of 8 bits: put the scales of a step beside its message
+//   write_scales(scales, tile_info, stage, key, is_first)  with operands of 8 bits: put a step's scales beside its message
 template <class Hooks>
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
                             attention::SinkArgument sink, attention::PagesArgument pages,

@@ -133,7 +133,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.block = block;
         message.unread_start = start;
       }
-      if constexpr (config::kIsQuantized) Hooks::write_scales(scales, tile_info, stage, start);
+      if constexpr (config::kIsQuantized) Hooks::write_scales(scales, tile_info, stage, start, is_first);
       __syncwarp();
       load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
                     ends_inside_block(block, params.shape.seqlen_kv));

@@ -17,9 +17,12 @@ constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup
 constexpr int kNumConsumers = kBlockQ / 64;
 constexpr bool kLoadsDo = config::kIsBackward;  // with Q
 // other blocks of the multiprocessor work meanwhile
-constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1;
+constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1 && !config::kIsQuantized;
 constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
 constexpr int kNumTileInfos = 4;  // tiles known of: looked up, brought, multiplied, and written
+// Whether a warpgroup after the consumers draws which weights are dropped, ahead of them (sm90/drawn_weights.cuh).
+constexpr bool kHasDrawers = config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
+constexpr int kKeptStages = 2;
 // Whether a block asks for its next tile with a tile's first step, not with its last: what a list says of it comes later.
 constexpr bool kFetchesTileEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
 
@@ -82,7 +85,17 @@ struct StepMessage {
   int flags[kNumConsumers];
 };
 
-struct SharedStorage {
+// Which weights of steps are kept, as threads of consumers hold them: a ring of its own.
+template <bool HasDrawers>
+struct KeptRing {};
+template <>
+struct KeptRing<true> {
+  static constexpr int kNumWords = (kBlockKv / 16 + 3) / 4;  // of a thread
+  uint32_t kept_words[kKeptStages][kNumWords][kNumConsumers * kWarpgroupThreads];
+  tile::PipelineSlot kept[kKeptStages];
+};
+
+struct SharedStorage : KeptRing<kHasDrawers> {
   tile::PipelineSlot q[kQStages], k[kNumStages], v[kNumStages];
   tile::PipelineSlot tile_info_slots[kNumTileInfos];  // tasks
   WorkTileInfo tile_infos[kNumTileInfos];

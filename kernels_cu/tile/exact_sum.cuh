@@ -79,7 +79,7 @@ struct ExactSum {
     if (top == kNumDigits) sum += static_cast<double>(highest) * unit;
     const int exponent = kDigitBits * lowest + kLeastExponent, first = min(max(exponent, -1000), 900);
     sum = sum * power_of_two(first) * power_of_two(exponent - first);
-    return static_cast<T>(is_negative ? -sum : sum);
+    return ptx::rounded_to<T>(is_negative ? -sum : sum);
   }
 
  private:

@@ -7,20 +7,41 @@ struct PhiloxWords {
   uint32_t at[4];
 };
 
-// Philox4x32-10 (Salmon et al., SC 2011) of several counters in their places. They take turns, round by round: in one of them
-// each instruction waits for the one before. `key_of(n)` is the n-th word of the rounds' keys.
-template <int Num, class KeyOf>
-CUFLASH_DEVICE void philox4x32(PhiloxWords (&counters)[Num], KeyOf key_of) {
+// A key of Philox, two words, from the seed: what a round adds to it is Weyl's.
+struct PhiloxKey {
+  uint32_t low, high;
+
+  CUFLASH_DEVICE void next() {
+    low += 0x9E3779B9u;
+    high += 0xBB67AE85u;
+  }
+};
+
+// A round of Philox4x32 (Salmon et al., SC 2011) of several counters in their places. They take turns: in one of them each
+// instruction waits for the one before.
+template <int Num>
+CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& key) {
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint32_t k0 = key_of(2 * round), k1 = key_of(2 * round + 1);
+  for (int n = 0; n < Num; ++n) {
+    uint32_t(&c)[4] = counters[n].at;
+    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c[0], p1 = static_cast<uint64_t>(0xCD9E8D57u) * c[2];
+    counters[n] = {{static_cast<uint32_t>(p1 >> 32) ^ c[1] ^ key.low, static_cast<uint32_t>(p1),
+                    static_cast<uint32_t>(p0 >> 32) ^ c[3] ^ key.high, static_cast<uint32_t>(p0)}};
+  }
+}
+
+// Ten of them. Counters of a row share products of the first two; the others are a loop, whose text stays in the cache of
+// instructions.
+template <int Num>
+CUFLASH_DEVICE void philox4x32(PhiloxWords (&counters)[Num], PhiloxKey key) {
 #pragma unroll
-    for (int n = 0; n < Num; ++n) {
-      uint32_t(&c)[4] = counters[n].at;
-      const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c[0], p1 = static_cast<uint64_t>(0xCD9E8D57u) * c[2];
-      counters[n] = {{static_cast<uint32_t>(p1 >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(p1),
-                      static_cast<uint32_t>(p0 >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(p0)}};
-    }
+  for (int round = 0; round < 2; ++round, key.next()) philox_round(counters, key);
+#pragma unroll 1
+  for (int round = 2; round < 10; round += 2) {
+    philox_round(counters, key);
+    key.next();
+    philox_round(counters, key);
+    key.next();
   }
 }
 

@@ -127,14 +127,16 @@ struct E4M3Operand {
 
   CUFLASH_DEVICE void operator=(const Tile& from) {
 #pragma unroll
-    for (int k = 0; k < kNumFragments; ++k)
+    for (int k = 0; k < kNumFragments; ++k) pack(from, k);
+  }
+  CUFLASH_DEVICE void pack(const Tile& from, int k) {  // 32 columns of it
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {  // rows g and g + 8 of the first 16 columns, then of the others
-        const auto& left = from.tiles[0][4 * k + e / 2 * 2];
-        const auto& right = from.tiles[0][4 * k + e / 2 * 2 + 1];
-        const int row = e % 2 * 2;
-        fragments[k][e] = ptx::pack4(ptx::Float8E4M3{}, left[row], left[row + 1], right[row], right[row + 1]);
-      }
+    for (int e = 0; e < 4; ++e) {  // rows g and g + 8 of the first 16 columns, then of the others
+      const auto& left = from.tiles[0][4 * k + e / 2 * 2];
+      const auto& right = from.tiles[0][4 * k + e / 2 * 2 + 1];
+      const int row = e % 2 * 2;
+      fragments[k][e] = ptx::pack4(ptx::Float8E4M3{}, left[row], left[row + 1], right[row], right[row + 1]);
+    }
   }
 };
 
@@ -220,15 +222,15 @@ CUFLASH_DEVICE void start_gemm_add_nn(Tile& c, const PackedOperand<T, Left>& a, 
   ptx::wgmma_commit();
 }
 
-// c = a b^T, where b's columns are in the order `e4m3_column`
+// c = a b^T, or c += a b^T if it `adds`, where b's columns are in the order `e4m3_column`
 template <class Tile, class Left, class B>
-CUFLASH_DEVICE void start_gemm_nt(Tile& c, const E4M3Operand<Left>& a, KMajor<B> b) {
+CUFLASH_DEVICE void start_gemm_nt(Tile& c, const E4M3Operand<Left>& a, KMajor<B> b, bool adds) {
   static_assert(B::kColumns == 32 * E4M3Operand<Left>::kNumFragments, "what the sum runs over");
   ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < B::kColumns / 32; ++k)
-    ptx::wgmma<ptx::Major::kK>(ptx::Float8E4M3{}, accumulators(c), a.fragments[k], b.at(k), k > 0);
+    ptx::wgmma<ptx::Major::kK>(ptx::Float8E4M3{}, accumulators(c), a.fragments[k], b.at(k), adds || k > 0);
   ptx::wgmma_commit();
 }
 

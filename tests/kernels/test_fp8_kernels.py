@@ -131,7 +131,8 @@ def rising_scores(seqlen: int) -> list[Quantized]:
     """
     q, k, v = operands(128, seqlen, (64, 64), (4, 4), "float32")
     q[..., 0], k[..., 0] = 8, (np.arange(seqlen) // 128 + np.arange(seqlen) % 128 / 128)
-    k[..., 0] *= np.float32([0.5, 4, 40, 400])[:, None]
+    k[..., 0] *= np.float32([0.5, 2, 40, 400])[:, None]
+    v[:, :128] *= 8  # a sum of values ends there
     return [cuflash.quantize(x) for x in (q, k, v)]
 
 

@@ -21,11 +21,11 @@ FAULTS = {
         "heads of all batch entries draw alike": Edit(
             "executors/tile_dropout.py", "TileDropout.dropped", "(b * self.num_heads + h)", "(0 * b + h)"
         ),
-        "the upper half of a word is never drawn": Edit(
-            "dropout/weights.py", "kept", "(drawn >> (16 * (j % 2))[:, None])", "drawn"
+        "halves of words change places": Edit(
+            "dropout/weights.py", "kept", "for shift in (0, 16)", "for shift in (16, 0)"
         ),
         "a number at the threshold is dropped": Edit(
-            "dropout/weights.py", "kept", "number >= draws.threshold", "number > draws.threshold + 600"
+            "dropout/weights.py", "kept", "is_kept: Array = np.uint64(0xFFFF)", "is_kept: Array = np.uint64(0)"
         ),
         "weights that are left keep their size": Edit(
             "executors/cpu.py", "_HostCall.forward_rows", "o = o * self.wide(self.dropout.draws.factor)", "pass"
@@ -64,8 +64,8 @@ FAULTS = {
         ),
     },
     simt_is_right: {
-        "keys of a word's halves change places": Edit(
-            "attention/dropout.cuh", "WeightDraw.keeps", "place.key % 2", "1 - place.key % 2"
+        "neighbouring keys change places": Edit(
+            "attention/dropout.cuh", "WeightDraw.keeps", "place.key % 2 * 8", "(1 - place.key % 2) * 8"
         ),
         "numbers drawn last are another head's": Edit(
             "attention/dropout.cuh", "head_number", "batch_head.batch_index", "0 * batch_head.batch_index"
@@ -98,8 +98,11 @@ FAULTS = {
         "heads of a tile draw alike": Edit(
             "sm80/forward.cu", "drop_step", "work.batch_head.head + heads.quotient", "work.batch_head.head"
         ),
-        "rows of a call change places": Edit(
-            "attention/dropout.cuh", "for_each_weight", "+ e / 4,", "+ 1 - e / 4,"
+        "rows of a cell change places": Edit(
+            "attention/dropout.cuh", "KeptFragments.bit", "4 * number + 2 * (i % 2)", "4 * number + 2 * (1 - i % 2)"
+        ),
+        "a level of numbers is not compared": Edit(
+            "attention/dropout.cuh", "Draws.kept", "level < 8; ++level", "level < 7; ++level"
         ),
         "dropped weights have no gradient at all": Edit(
             "attention/dropout_gradient_mma.cuh", "dropout_score_gradients",
@@ -113,22 +116,24 @@ FAULTS = {
             "constexpr bool kTellsPlaces = false;",
         ),
         "neighbours keep what they drew": Edit(
-            "tile/exchange.cuh", "exchange_halves", "half == 0 ? HalvesOfPair{own, other} : HalvesOfPair{other, own}",
-            "HalvesOfPair{own, other}",
+            "attention/dropout.cuh", "kept_fragments", "__shfl_xor_sync(0xffffffffu, drawn, 4)", "drawn"
         ),
-        "a thread gives its own half away": Edit(
-            "tile/exchange.cuh", "exchange_halves", "halves(half == 0), lane_bit", "halves(half != 0), lane_bit"
+        "a thread takes its own half of the other's": Edit(
+            "attention/dropout.cuh", "kept_fragments", "IsTransposed ? (number == 0 ? 8 : 24)",
+            "IsTransposed ? (number == 0 ? 24 : 8)",
         ),
-        "neighbours draw the same numbers": Edit(
-            "sm90/changed_weights.cuh", "kept_weights_of_step", "first_query % 8 + half", "first_query % 8"
+        "neighbours draw the same cells": Edit(
+            "attention/dropout.cuh", "kept_fragments", "2 * (first + n) + number", "2 * (first + n)"
         ),
         "steps that start anywhere draw as aligned ones": Edit(
-            "sm90/changed_weights.cuh", "kept_weights_of_step",
-            "if ((place.keys.first | place.queries.first) % 16 != 0)", "if (false)",
+            "attention/dropout.cuh", "kept_fragments", "if ((first_row | first_column) % 16 != 0)", "if (false)",
+        ),
+        "the next step has this one's weights": Edit(
+            "sm90/backward.cu", "consume", "draw_step(kept, next_place, dropout, params.shape);", ";"
         ),
         "dP of a dropped weight is kept": Edit(
             "sm90/backward_changed_scores.cuh", "make_changed_operands",
-            "kept.at(i, j) ? dp.at(i, j) * dropout.single_factor : 0.0f",
+            "(kept.at(i, j) ? dp.at(i, j) : 0.0f) * dropout.single_factor",
             "dp.at(i, j) * dropout.single_factor",
         ),
         "dV has what is dropped": Edit(
@@ -141,12 +146,22 @@ FAULTS = {
     },
     sm90_is_right: {
         "tiles that start anywhere draw as aligned ones": Edit(
-            "attention/dropout.cuh", "for_each_weight", "if ((first_query | first_key) % 16 != 0)", "if (false)"
+            "attention/dropout.cuh", "kept_fragments", "if ((first_row | first_column) % 16 != 0)", "if (false)"
         ),
-        "plain steps drop nothing": Edit(
-            "sm90/forward.cu", "consume_with_two_q_stages",
-            "release_k(num_k_blocks, false); drop_step(s, kept);",
-            "release_k(num_k_blocks, false);",
+        "neighbouring keys change places": Edit(
+            "attention/dropout.cuh", "KeptFragments.halves_at", "0x9988 : 0xbbaa", "0x8899 : 0xaabb"
+        ),
+        "drawers draw one warpgroup's rows for all": Edit(
+            "sm90/drawn_weights.cuh", "draw_steps", "work.first + 64 * group - own_row", "work.first - own_row"
+        ),
+        "warpgroups read what was drawn for one": Edit(
+            "sm90/drawn_weights.cuh", "read_kept", "Tile::warp_row() / 64 * kWarpgroupThreads", "0"
+        ),
+        "a warpgroup never leaves the rooms of what it passes over": Edit(
+            "sm90/forward.cu", "skip_blocks", "if constexpr (kHasDrawers) skip_kept(num_k_blocks);", ""
+        ),
+        "no weight is dropped": Edit(
+            "sm90/forward.cu", "pack_step", "p.fragments[k][e] &=", "p.fragments[k][e] |= 0 &"
         ),
     },
 }

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 from cuflash.dropout import Dropout
-from cuflash.masks import BlockPattern
+from cuflash.masks import BlockPattern, Sequences
 from cuflash.testing import Structure, assert_within_bounds
 from executors import SIM
 
-SIGNS = (AssertionError, ValueError)
+from cuflash import sim
+
+SIGNS = (AssertionError, ValueError, sim.SimulationError)
 SEED = 0x9ABCDEF012345678
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
 SHORT = Structure(**HEADS, seqlen_q=40, seqlen_kv=33, dropout=Dropout(0.3, SEED, 5))
@@ -92,7 +94,9 @@ def sm80_is_right() -> None:
 
 
 def sm90_is_right() -> None:
-    _check("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=300))
+    """Of steps that a warpgroup passes over, too: more than drawers are ahead."""
+    sequences = Sequences(np.array([0, 86, 150]), np.array([0, 50, 700]))
+    _check("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=700, mask=sequences))
 
 
 def hopper_gradients_are_right() -> None:

@@ -9,7 +9,7 @@ FORWARD, SOFTMAX, PIPELINE = "sm90/forward_fp8.cu", "attention/softmax_fp8.cuh",
 FAULTS = {
     fp8_is_right: {
         "K's scale is V's": Edit(
-            FORWARD, "write_scales", "step_scales().key[stage] = key", "step_scales().key[stage] = value"
+            FORWARD, "write_scales", "written.steps[stage] = {key,", "written.steps[stage] = {value,"
         ),
         "windows begin in the middle of a scale": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
@@ -20,15 +20,24 @@ FAULTS = {
         "V of all steps is that of the first": Edit(
             PIPELINE, "load_operand", "slot.full, 0, kIsTransposed ? first : 0)", "slot.full, 0, 0)"
         ),
-        "a step's values have the next one's scale": Edit(
-            FORWARD, "consume_tiles",
-            "flags = is_last * StepMessage::kEpiloguePending |",
-            "value_scale[0] = next_value_scale; flags = is_last * StepMessage::kEpiloguePending |",
+        "a sum of values has the next one's scale": Edit(
+            FORWARD, "write_scales", "is_first ? 0 : written.sum_scale}", "is_first ? 0 : value}"
+        ),
+        "weights leave out what their values' scale is beyond the sum's": Edit(
+            FORWARD, "write_scales", "starts ? 0 : shift,", "0,"
+        ),
+        "sums of weights take it in": Edit(FORWARD, "write_scales", "starts ? 1 : ptx::exp2_approx(-shift)", "1"),
+        "values of a step are added to a sum that has ended": Edit(
+            FORWARD, "consume_tiles", "next.start(s, values, p, group, num_k_blocks, ended_scale < 0)",
+            "next.start(s, values, p, group, num_k_blocks, true)",
         ),
         "O keeps its size as maxima rise": Edit(
-            FORWARD, "consume_tiles", "o.scale_row(i, factor[i])", "o.scale_row(i, 1)"
+            FORWARD, "consume_tiles", "o.scale_row(i, factor[i]);", ""
         ),
-        "weights exceed e4m3": Edit(SOFTMAX, "QuantizedSoftmax", "kMaxRise = 2", "kMaxRise = 6"),
+        "sums of values keep their size as maxima rise": Edit(
+            FORWARD, "consume_tiles", "values.scale_row(i, factor[i]);", ""
+        ),
+        "weights exceed e4m3": Edit(SOFTMAX, "QuantizedSoftmax", "kMaxRise = 2", "kMaxRise = 60"),
         "scores of infinite weights are not made again": Edit(
             FORWARD, "consume_tiles", "if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);", ""
         ),
@@ -44,24 +53,26 @@ FAULTS = {
     fp8_is_scheduled_right: {
         "Q is left before the scores are made": Edit(
             FORWARD, "consume_tiles",
-            "read_row_scales(scales, num_tiles_done); int flags",
+            "read_row_scales(scales, num_tiles_done); flags",
             "read_row_scales(scales, num_tiles_done); "
-            "tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty); int flags",
+            "tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty); flags",
         ),
         "V is left before it is multiplied": Edit(
             FORWARD, "consume_tiles",
-            "tile::wait_wgmma<0>(sum); if (flags & StepMessage::kValuesPending) "
+            "tile::wait_wgmma<0>(values); if (flags & StepMessage::kValuesPending) "
             "tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);",
             "if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty); "
-            "tile::wait_wgmma<0>(sum);",
+            "tile::wait_wgmma<0>(values);",
         ),
         "the room of O is written while the last O leaves it": Edit(
             FORWARD, "store_boxes", "ptx::bulk_wait_read<0>();", ""
         ),
-        "a tile's results are the next one's": Edit(
-            FORWARD, "consume_tiles",
-            "epilogue(params, maps, num_tiles_done - 1, previous, o, sink); o.fill(0);",
-            "epilogue(params, maps, num_tiles_done - 1, previous, o, sink);",
+        "a tile's scores have the scales of the one before": Edit(
+            FORWARD, "consume_tiles", "if (has_scores) read_row_scales(scales, num_tiles_done + 1);", ""
+        ),
+        "scales of a step are read after the next one's are written": Edit(
+            FORWARD, "consume_tiles", "const StepScales::Step& step = step_scales().steps[stage];",
+            "const StepScales::Step& step = step_scales().steps[stage]; tile::arrive(shared().k[stage].empty);",
         ),
     },
     rounding_is_right: {

@@ -148,7 +148,7 @@ FAULTS = {
         "equal instructions are two": Edit(PROGRAM, "Builder.put", "if instruction not in self._found:", "if True:"),
         "equal numbers are two": Edit(PROGRAM, "Builder.number", "value.hex(), self", "len(self._slots), self"),
         "what nothing needs is kept": Edit(
-            PROGRAM, "_needed", "stack = list(results)", "stack = list(range(len(instructions)))"
+            PROGRAM, "needed_for", "stack = list(results)", "stack = list(range(len(instructions)))"
         ),
         "constants do not fold": Edit(PROGRAM, "Builder._folded", "op in _FOLDS and", "False and"),
         "a square is a power": Edit(

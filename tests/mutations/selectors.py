@@ -142,7 +142,7 @@ FAULTS = {
         "numbers have 32 bits": Edit("lists/draw.cu", "lists_draw", "words[0].at[0] >> 8", "words[0].at[0]"),
         "two cells have one number": Edit("lists/draw.cu", "lists_draw", "<uint32_t>(cell)", "<uint32_t>(cell / 2)"),
         "the upper half of the seed is not read": Edit(
-            "tile/philox.cuh", "philox4x32", "k1 = key_of(2 * round + 1)", "k1 = key_of(2 * round)"
+            "lists/draw.cu", "lists_draw", "draw.seed >> 32", "draw.seed"
         ),
     },
     an_index_hands_its_lists_over: {

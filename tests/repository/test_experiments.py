@@ -593,6 +593,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
             assert {getattr(case, fact) for _, case in mine} == {False, True}, (family, fact)
         structures = [case.structure for _, case in mine]
         assert {each.has_dlse for each in structures} == {False, True}
+        assert any(each.dropout for each in structures) == (family != "fa1")
         assert {each.num_heads // each.num_kv_heads for each in structures} == {1, 2, 4}
         assert {each.layouts[0] for each in structures} == set(proof.LAYOUTS)
     of_backward = {

@@ -23,7 +23,7 @@ BLOCKS = masks.BlockPattern(np.array([[1, 0, 1], [0, 1, 1], [1, 0, 0]], bool), (
 TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,), "num_heads": 4, "num_kv_heads": 2}
 SHORT = {**TWO, "seqlen_q": 40, "seqlen_kv": 32, "value_dim": 32}
 # A list of blocks that start anywhere, a window that does, packed sequences, keys that blocks share, and heads that
-# share a tile of queries.
+# share a tile of queries; and several whole tiles.
 SHAPES: dict[str, dict[str, Any]] = {
     "list": {**SHORT, "seqlen_q": 120, "seqlen_kv": 72, "value_dim": 72, "mask": BLOCKS & PARTIAL},
     "window": {
@@ -31,11 +31,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "packed": {**SHORT, "mask": masks.Sequences(np.array([0, 7, 7, 40]), np.array([0, 11, 16, 32]))},
     "shared": {**TWO, "seqlen_q": 3, "seqlen_kv": 400, "value_dim": 8},
+    "tiles": {**TWO, "seqlen_q": 150, "seqlen_kv": 270, "value_dim": 128, "mask": masks.Causal("bottom_right")},
 }  # fmt: skip
 KERNELS = [
     ("simt", "list", "float32"), ("simt", "window", "float64"), ("naive", "list", "float16"),
     ("sm80", "list", "float16"), ("sm80", "shared", "bfloat16"), ("sm90", "window", "float16"),
-    ("sm90", "packed", "bfloat16"),
+    ("sm90", "packed", "bfloat16"), ("sm90", "tiles", "float16"),
 ]  # fmt: skip
 RUNS = [
     pytest.param(run, shape, dtype, id=f"{run}-{shape}", marks=marks)
@@ -64,25 +65,42 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, words) -> Non
     assert [f"{int(word):08x}" for word in found] == words.split()
 
 
+def cell_and_bit(i: Any, j: Any) -> tuple[Any, Any, Any]:
+    """Two words of a weight's counter, and the bit of each half of the words that is of its number."""
+    bit = 8 * (j % 2) + 4 * (i % 2) + 2 * (i // 8 % 2) + j // 8 % 2
+    return 4 * (i // 16) + i % 8 // 2, 4 * (j // 16) + j % 8 // 2, bit
+
+
 @given(
-    st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(1, 2**16 - 1), st.integers(0, 5),
+    st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(1, 2**8 - 1), st.integers(0, 5),
     st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1),
 )  # fmt: skip
 def test_a_weight_is_kept_by_the_number_of_its_place(seed, offset, threshold, head, i, j) -> None:
     """One weight by the module's formula."""
-    counter = [8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, head, offset]
-    word = int(philox4x32(seed, np.array(counter, np.uint64))[2 * (i // 8 % 2) + j // 8 % 2])
-    expected = (word >> 16 * (j % 2)) % (1 << 16) >= threshold
-    found = Dropout(threshold / 2**16, seed, offset).keep((3, 2, 2**31, 2**31), np.array([i]), np.array([j, i, j]))
+    row, column, bit = cell_and_bit(i, j)
+    words = philox4x32(seed, np.array([row, column, head, offset], np.uint64))
+    number = sum(((int(words[n // 2]) >> 16 * (n % 2) + bit) & 1) << n for n in range(8))
+    found = Dropout(threshold / 2**8, seed, offset).keep((3, 2, 2**31, 2**31), np.array([i]), np.array([j, i, j]))
     assert found.shape == (3, 2, 1, 3)
-    assert found[head // 2, head % 2, 0, 0] == found[head // 2, head % 2, 0, 2] == expected
+    assert found[head // 2, head % 2, 0, 0] == found[head // 2, head % 2, 0, 2] == (number >= threshold)
 
 
 def test_every_number_belongs_to_one_weight() -> None:
-    """Of a tile of 16 x 16 weights no two have the same half of the same word of the same counter."""
+    """Of a tile of 16 x 16 weights no two have the same bit of the same counter."""
     i, j = np.mgrid[:16, :16]
-    places = 8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, 2 * (i // 8 % 2) + j // 8 % 2, j % 2
-    assert len(set(zip(*(x.ravel().tolist() for x in places)))) == 256
+    assert len(set(zip(*(x.ravel().tolist() for x in cell_and_bit(i, j))))) == 256
+
+
+@pytest.mark.parametrize("threshold", [26, 128, 230])
+def test_weights_are_dropped_as_often_as_p_says(threshold) -> None:
+    """At each place of a tile of 16 x 16, and at two neighbours of it at once, within five standard deviations."""
+    p = threshold / 256
+    dropped = ~Dropout(p, SEED).keep((4, 512, 512))
+    tiles = dropped.reshape(4, 32, 16, 32, 16).swapaxes(2, 3).reshape(-1, 16, 16)
+    both = (tiles[:, 1:] & tiles[:, :-1], tiles[:, :, 1:] & tiles[:, :, :-1])
+    for found, expected in ((tiles, p), *((each, p * p) for each in both)):
+        deviation = np.sqrt(expected * (1 - expected) / len(found))
+        assert (np.abs(found.mean(axis=0) - expected) < 5 * deviation).all()
 
 
 @pytest.mark.parametrize(("run", "shape", "dtype"), RUNS)
@@ -129,7 +147,7 @@ def test_every_result_with_dropout_is_within_its_bound(run, example):
 @pytest.mark.parametrize("dtype", ["float16"])
 def test_lse_is_that_of_all_weights_and_calls_repeat(run, dtype) -> None:
     example = run.rounded(Structure(**SHORT, dtype=dtype, mask=PARTIAL).example())
-    plain, nothing = run.everything(example), run.everything(example.but(dropout=Dropout(2.0**-18, SEED)))
+    plain, nothing = run.everything(example), run.everything(example.but(dropout=Dropout(0, SEED)))
     assert {name: x.tobytes() for name, x in nothing.items()} == {name: x.tobytes() for name, x in plain.items()}
     dropped = example.but(dropout=Dropout(0.5, SEED))
     first, second = run.everything(dropped), run.everything(dropped)
@@ -212,7 +230,7 @@ def test_calls_differ_by_seed_offset_and_probability() -> None:
 
 
 def test_a_dropout_is_what_its_numbers_say() -> None:
-    assert Dropout(0.1, 3).p == 6554 / 65536
+    assert Dropout(0.1, 3).p == 26 / 256
     assert Dropout(np.float32(0.5), np.int64(3), np.uint8(2)) == Dropout(0.5, 3, 2)
     assert len({Dropout(0.1, 3), Dropout(0.1, 3, 0), Dropout(0.1 + 1e-9, 3), Dropout(0.1, 4)}) == 2
     assert pickle.loads(pickle.dumps(Dropout(0.1, 3))) == Dropout(0.1, 3)
@@ -228,7 +246,8 @@ def test_a_dropout_is_what_its_numbers_say() -> None:
         ((-0.1, 0), "p must be a number, 0 <= p < 1; got -0.1"),
         ((float("nan"), 0), "p must be a number, 0 <= p < 1; got nan"),
         ((True, 0), "p must be a number"),
-        ((np.float64(1 - 1e-9), 0), "p must round to a multiple of 2.-16 below 1"),
+        ((np.float64(1 - 1e-9), 0), "p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got .*0.9"),
+        ((0.001, 0), "p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got 0.001"),
         ((0.1, 0.5), "seed must be an int, or an array of no axes"),
         ((0.1, "7"), "seed must be an int, or an array of no axes"),
         ((0.1, None), "seed must be an int, or an array of no axes"),

@@ -46,6 +46,7 @@ _NUM_TILE_INFOS = 4  # tiles that they know of
 # bytes that warpgroups tell each other
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
 _ARRAY_ALIGNMENT = 128  # of a staged array's rooms, whose rows are permuted by bits of their places
+_KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
@@ -301,7 +302,8 @@ def forward_spec(
     """
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
-    # What needs more registers than three or four warpgroups have.
+    # Three and four warpgroups of consumers have too few registers, and with dropout draw more slowly than two with a
+    # warpgroup that draws for them: experiments/results/dropout_steps.log, 4.
     score = problem.score
     is_large = problem.dropout is not None or (score is not None and _is_large(score, can_stage(problem)))
     if largest is None and not is_large:
@@ -331,6 +333,8 @@ def forward_spec(
     )  # fmt: skip
     if is_staged:
         return replace(spec, num_stages=_STAGES, score_is_staged=True)
+    if problem.dropout is not None and problem.score is None and width <= 128 and block_q == 2 * ROWS:
+        spec = replace(spec, num_warps=spec.num_warps + 4)  # a warpgroup draws for the others
     # One warpgroup of consumers leaves tensor cores idle while it reckons, so several blocks share a multiprocessor.
     if block_q > ROWS or width > 128:
         return spec
@@ -447,6 +451,9 @@ def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> in
     groups, stages = spec.block_q // ROWS, spec.num_stages
     tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * loads_do
     storage = _SLOT * (q_stages + 2 * stages) + _NUM_TILE_INFOS * (_SLOT + -(-tile_info // 16) * 16)
+    if spec.entry == "forward" and spec.num_warps == 4 * (2 + groups):  # a warpgroup that draws
+        words = spec.block_q * 2 * -(-spec.block_kv // 64)
+        storage += _KEPT_STAGES * (_SLOT + 4 * words)
     return storage + (_MESSAGE + _FLAGS * groups) * stages + _OTHER
 
 

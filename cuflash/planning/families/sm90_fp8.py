@@ -29,7 +29,8 @@ _ROOMS = (64, 128)  # columns that kernels are compiled for
 _KEYS = 128  # of a step
 _MIN_KEYS = 64
 _STAGES = 4
-_THREAD_ROOM = 32  # bytes that a consumer's thread keeps
+_Q_STAGES = 2  # tiles of queries in shared memory at once
+_THREAD_ROOM = 16  # bytes that a consumer's thread keeps
 
 
 class Sm90Fp8(Family):
@@ -143,17 +144,12 @@ class Sm90Fp8(Family):
         return shared_bytes(spec)
 
 
-def q_stages(spec: KernelSpec) -> int:
-    """Tiles of queries in shared memory at once."""
-    return 1 if spec.is_listed and spec.block_q == ROWS else 2
-
-
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a block: operands, what warpgroups tell each other, and the rounded O."""
-    operands = q_stages(spec) * spec.block_q * spec.head_dim
+    operands = _Q_STAGES * spec.block_q * spec.head_dim
     operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
-    storage = storage_bytes(spec, q_stages(spec))
-    scales = 8 * spec.num_stages
+    storage = storage_bytes(spec, _Q_STAGES)
+    scales = 20 * spec.num_stages + 12
     end = operands + storage + -storage % 16 + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
     return end + -end % 1024 + (2 * spec.block_q * spec.value_dim if spec.dtype.itemsize == 2 else 0)
 

@@ -43,11 +43,24 @@ CUFLASH_DEVICE float tanh_approx(float x) {
 CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 
+template <class T>
+CUFLASH_DEVICE T rounded_to(double x) { return static_cast<T>(x); }
+
 CUFLASH_DEVICE float min_or_nan(float x, float y) {
   return x != x || y != y ? __uint_as_float(kCanonicalNan) : x < y ? x : y;
 }
 
 CUFLASH_DEVICE uint32_t bits_at_or_above(int first) { return first > 31 ? 0 : ~0u << (first < 0 ? 0 : first); }
+
+CUFLASH_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t z = 0;
+  for (int byte = 0; byte < 4; ++byte) {
+    const uint32_t chosen = selector >> 4 * byte & 0xf;
+    const uint32_t bits = static_cast<uint32_t>((chosen & 4 ? y : x) >> 8 * (chosen & 3)) & 0xff;
+    z |= (chosen & 8 ? (bits & 0x80 ? 0xffu : 0u) : bits) << 8 * byte;
+  }
+  return z;
+}
 
 template <class T>
 CUFLASH_DEVICE T negative_infinity();

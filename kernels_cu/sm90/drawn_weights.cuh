@@ -1,0 +1,63 @@
+#pragma once
+#include <sm90/kv_pipeline.cuh>
+
+// Which weights are dropped, drawn by a warpgroup of its own ahead of the consumers, whose own instructions wait for each other.
+// A thread draws for those of each warpgroup of consumers whose number in it is the thread's own.
+namespace cuflash {
+
+CUFLASH_DEVICE KeptRing<true>& kept_ring() { return reinterpret_cast<KeptRing<true>&>(shared()); }  // if it is there
+CUFLASH_DEVICE const tile::PipelineSlot& kept_slot(unsigned count) { return kept_ring().kept[count % kKeptStages]; }
+CUFLASH_DEVICE int kept_phase(unsigned count) { return count / kKeptStages % 2; }
+
+// The drawers: step after step and tile after tile. `Tile` is what consumers have of a step's scores.
+template <class Tile>
+CUFLASH_DEVICE void draw_steps(const attention::Params& params, attention::DropoutArgument dropout) {
+  if constexpr (kHasDrawers) {
+    using namespace attention;
+    static_assert(sizeof(KeptFragments<Tile>) == 4 * KeptRing<true>::kNumWords, "as a thread of consumers holds them");
+    const int thread = threadIdx.x % kWarpgroupThreads, own_row = Tile::warp_row() - Tile::warp_row() % 64;
+    const Draws draws(dropout);
+    unsigned num_blocks = 0;
+    for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
+      const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
+      if (tile_info.is_end) return;
+      const WorkTile work = tile_info.work;
+      const VisitRange visit_range = tile_info.visit_range;
+      const uint32_t head = head_number(params.shape, work.batch_head, work.batch_head.head);
+      BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, visit_range);
+      KvBlock block;
+      for (; blocks.next(block); ++num_blocks) {
+        shift_short_block<kBlockKv, kKeepsSteps>(block, visit_range, params.shape.seqlen_kv);
+        wait_slot(kept_slot(num_blocks), kept_phase(num_blocks));
+#pragma unroll 1
+        for (int group = 0; group < kNumConsumers; ++group) {
+          const auto kept = kept_fragments<false>(Tile(), draws, head, work.first + 64 * group - own_row, block.start);
+#pragma unroll
+          for (int n = 0; n < KeptRing<true>::kNumWords; ++n)
+            kept_ring().kept_words[num_blocks % kKeptStages][n][kWarpgroupThreads * group + thread] = kept.words[n];
+        }
+        tile::arrive(kept_slot(num_blocks).full);
+      }
+    }
+  }
+}
+
+// The consumers: what was drawn for a thread of a step, whose room is left.
+template <class Kept>
+CUFLASH_DEVICE void read_kept(Kept& kept, unsigned num_k_blocks) {
+  using Tile = typename Kept::WeightTile;
+  tile::wait_full(kept_slot(num_k_blocks), kept_phase(num_k_blocks));
+  const int thread = Tile::warp_row() / 64 * kWarpgroupThreads + threadIdx.x % kWarpgroupThreads;
+#pragma unroll
+  for (int n = 0; n < KeptRing<true>::kNumWords; ++n)
+    kept.words[n] = kept_ring().kept_words[num_k_blocks % kKeptStages][n][thread];
+  tile::arrive(kept_slot(num_k_blocks).empty);
+}
+
+// Of a step that the warpgroup passes over.
+CUFLASH_DEVICE void skip_kept(unsigned num_k_blocks) {
+  tile::wait_full(kept_slot(num_k_blocks), kept_phase(num_k_blocks));
+  tile::arrive(kept_slot(num_k_blocks).empty);
+}
+
+}  // namespace cuflash
