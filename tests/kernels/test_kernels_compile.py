@@ -67,10 +67,10 @@ SPILLS = {
     **{("sm80_backward", dtype, 256): 8 for dtype in _HALVES},  # on sm_100
     # In the producer, which has 24 registers, and here keeps the time at which it began to wait.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
-    # Of 96 registers, with which two thread blocks of nine warps fit; a step of 64 keys does not spill, and is slower
+    # Of 96 registers, with which two thread blocks of nine warps fit. A step of 64 keys does not spill, and is slower
     # by a sixth (experiments/results/selection_steps.log).
-    **{("sm90_block_mass", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 128)},
-    **{("sm90_block_mass watched", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 128)},
+    **{("sm90_block_mass", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
+    **{("sm90_block_mass watched", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
     # Most of it in the producer, which has 24 registers and walks a list here; consumers keep two accumulators.
     **{("sm90_forward_fp8", dtype, 128): 320 for dtype in (*_HALVES, np.dtype(np.float32))},
     ("sm80_forward", np.dtype(np.float32), 192): 12,  # of tf32x3, on sm_100, where a tile holds few queries
