@@ -239,13 +239,13 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
 
 
 def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
-    """The family with its architecture; the kernel with each field of its specification, and as wide for its dtype."""
+    """The family with its architecture; the kernel with each field of its specification, and with its tile's width."""
     spec, architecture = target
     plain = replace(spec, score=None, score_wrt=())
-    each = {(spec.name, field.name, str(getattr(plain, field.name))) for field in fields(spec)}
-    each |= {(spec.name, "score", str(spec.score is not None))}
-    width = "wide" if spec.head_dim > 128 else "narrow"
-    return {(spec.family, architecture), (spec.name, str(spec.dtype), width), *each}
+    names = {field.name for field in fields(spec)} - {"head_dim", "value_dim", "score"}
+    each = {(spec.name, name, str(getattr(plain, name))) for name in names}
+    width = next((str(width) for width in (64, 128, 256) if spec.head_dim <= width), "")
+    return {(spec.family, architecture), (spec.name, width), (spec.name, "score", str(spec.score is not None)), *each}
 
 
 def faults(made: Compiled) -> list[str]:

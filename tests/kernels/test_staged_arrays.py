@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 import pytest
 from cuflash.planning.spec import KernelSpec
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import GPU, SIM, Run, is_long, needs_compiler
+from cuflash.executors.sim import Simulator
+from executors import GPU, SIM, Run, hostile_schedules, is_long, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scores import everything
@@ -131,6 +133,18 @@ def check_masks(run: Run, names: tuple[str, ...]) -> None:
 def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
     everywhere = ("nothing", "causal", "window", "lengths", "lower")
     check_masks(run, everywhere if is_long() or run.executor == "gpu" else ("causal", "window"))
+
+
+def check_schedules(most: int = 2) -> None:
+    """The same where warps run in any order, and copies land late; several tiles of queries, and a part of each."""
+    for schedule in hostile_schedules("staged", most):
+        with patch("cuflash.executors.sim._SIMULATOR", Simulator(schedule)):
+            check_masks(replace(SIM, kernel="sm90"), ("window",))
+
+
+@needs_compiler
+def test_schedules_and_late_copies_change_nothing() -> None:
+    check_schedules()
 
 
 def check_layouts(run: Run) -> None:

@@ -7,7 +7,9 @@ from types import ModuleType
 
 from cuflash.sim import SimulationError
 from executors import SIM
-from test_staged_arrays import check_hidden, check_layouts, check_masks, check_plans, check_zeros
+from test_staged_arrays import (
+    check_hidden, check_layouts, check_masks, check_plans, check_schedules, check_zeros
+)  # fmt: skip
 from test_uniform_steps import check_clipped, check_directions
 
 SIGNS = (AssertionError, ValueError, SimulationError)
@@ -16,6 +18,11 @@ _HOPPER = replace(SIM, kernel="sm90")
 
 def staged_results_are_right() -> None:
     check_masks(_HOPPER, ("window", "lengths"))
+
+
+def late_copies_are_waited_for() -> None:
+    """Also where a warp runs on before others, and copies land when they are waited for."""
+    check_schedules()
 
 
 def layouts_change_no_bit() -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from mutations.planting import Edit
 from mutations.staged_array_guards import (
-    arrays_are_staged_where_they_can_be, hidden_elements_have_no_gradient, layouts_change_no_bit,
-    monotone_integers_are_found, staged_results_are_right, uniform_steps_are_right, zeros_are_planned,
+    arrays_are_staged_where_they_can_be, hidden_elements_have_no_gradient, late_copies_are_waited_for,
+    layouts_change_no_bit, monotone_integers_are_found, staged_results_are_right, uniform_steps_are_right,
+    zeros_are_planned,
 )  # fmt: skip
 
 STAGED, WEIGHTS = "sm90/staged_array.cuh", "sm90/changed_weights.cuh"
 FAULTS = {
     staged_results_are_right: {
-        "a step has the elements of the first keys": Edit(STAGED, "row", "keys.first)", "0)"),
+        "a step has the elements of the first keys": Edit(
+            STAGED, "start_copy",
+            "const Element* from = &matrix.at(queries.first, keys.first) +",
+            "const Element* from = &matrix.at(queries.first, 0) +",
+        ),
+        "chunks of a row are not permuted": Edit(
+            STAGED, "start_copy", "to.address(row, chunk)", "to.address(row & ~7, chunk) + row % 8 * Room::kChunks * 16"
+        ),
         "P has the element of a pair's other key": Edit(
             "sm90/tile_score.cuh", "apply", "pairs[i][j % 2]", "pairs[i][1 - j % 2]"
         ),
@@ -20,17 +28,21 @@ FAULTS = {
             "array_smem(stage_of(num_k_blocks + 1))",
         ),
         "gradients read elements of other queries": Edit(
-            WEIGHTS, "function_at", "Tile::column(j) * SmemArray::kPitch", "Tile::row(i) * SmemArray::kPitch"
+            WEIGHTS, "function_at", "Tile::column(j), Tile::row(i) / 8", "Tile::column(0), Tile::row(i) / 8"
         ),
-        "fewer bytes are expected than come": Edit(
-            "sm90/q_pipeline.cuh", "load_array", "kBlockQ / kCopyThreads * 32", "kBlockQ / kCopyThreads * 16"
+    },
+    late_copies_are_waited_for: {
+        "elements are read before they are there": Edit(
+            "sm90/forward.cu", "score_step",
+            "if constexpr (kStagesArray) tile::wait_full(array_slot(stage_of(num_k_blocks)), phase_of(num_k_blocks));",
+            "",
         ),
     },
     layouts_change_no_bit: {
         "columns that are no neighbours are brought as such": Edit(
-            STAGED, "has_whole_packets", "matrix.column_stride == 1", "true"
+            STAGED, "start_copy", "is_aligned = matrix.column_stride == 1", "is_aligned = true"
         ),
-        "threads copy neighbours": Edit(STAGED, "copy", "from[j * matrix.column_stride]", "from[j]"),
+        "threads copy neighbours": Edit(STAGED, "copy_each", "from[e * matrix.column_stride]", "from[e]"),
     },
     hidden_elements_have_no_gradient: {
         "a gradient is stored where another step's is": Edit(
@@ -44,9 +56,10 @@ FAULTS = {
         "a tile of gradients has one key": Edit(
             WEIGHTS, "StepScore", "rows.at(Tile::warp_row() + 15)", "rows.at(Tile::warp_row())"
         ),
-        "sums of a uniform step are lost": Edit(
-            WEIGHTS, "flush", "score_.flush(of_tile_, uniform_, sums.of_uniform, of_score);", ""
+        "sums of uniform steps are lost": Edit(
+            WEIGHTS, "finish_sums", "score.flush(of_steps);", ";"
         ),
+        "a sum goes on with the next element": Edit("tile/global_sum.cuh", "join", "sum = 0;", ""),
     },
     arrays_are_staged_where_they_can_be: {
         "indices change places": Edit("planning/staged_array.py", "staged_load", '("i", "j")', '("j", "i")'),
