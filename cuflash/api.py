@@ -266,7 +266,7 @@ def attention_vjp(
 
     Raises
     ------
-    TypeError, UnsupportedProblem, MemoryError
+    TypeError, UnsupportedProblem, MemoryError, RuntimeError
         As `attention`; `vjp` raises them for do and dlse.
 
     Notes

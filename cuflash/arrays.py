@@ -17,7 +17,7 @@ Namespace: TypeAlias = Any
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
-_LONGEST = 60  # of a value that a message shows
+_LONGEST = 60  # characters of a value that a message shows
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ class _Call:
 
     def __init__(self, names: tuple[str, ...], options: Options, place: str) -> None:
         score = options.score
-        if isinstance(score, Score):  # which else would hold tracers for as long as JAX holds this
+        if isinstance(score, Score):  # otherwise it holds tracers for as long as JAX holds this
             score = score.with_arrays({name: _shape_of(array) for name, array in score.arrays.items()})
         bias = None if options.bias is None else _shape_of(options.bias)  # no part of a score where one is wrong
         self.names, self._place = names, place

@@ -18,12 +18,12 @@ _ON_HOST = {1: "CPU", 3: "CUDA pinned"}  # kDLCPU, kDLCUDAHost
 
 
 def address(array: Array) -> int:
-    """Of the first element, on whichever device."""
+    """Return the address of an array's first element, on the host or on a device."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def device_number(array: Array) -> int | None:
-    """Of the CUDA device that holds an array; None on the host."""
+    """Return the number of the CUDA device that holds an array, and None for the host."""
     return None if isinstance(array, np.ndarray) else int(array.data.device_id)
 
 

@@ -324,7 +324,7 @@ class Plan:
         return gpu.bind(self.plan, self.plan.kernels.backward, given, results)
 
     def _cache_bound_call(self, key: Hashable, bound_call: BoundCall) -> BoundCall:
-        """The same, found by calls on arrays that lie alike."""
+        """Keep a bound call for later calls on arrays of the same layouts, and return it."""
         if len(self._bound_calls) < _MAX_BOUND_CALLS:
             self._bound_calls[key] = bound_call
         return bound_call

@@ -493,7 +493,7 @@ def _returned(outs: _Outs, made: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 def _as_tensor(array: Array) -> Tensor:
-    """The same memory as a tensor."""
+    """Return a tensor of an array's memory."""
     if array.dtype == BFLOAT16:
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)

@@ -181,7 +181,7 @@ def _assembled(grid: _Grid, kinds: Array, bits: Array | None, rows: tuple[Array,
 class _Listed(NamedTuple):
     """How the chosen cells of a grid close ranks, in order, without counting them."""
 
-    position: Array  # of each cell in the list; one past the room of the list where the cell is not listed
+    position: Array  # each cell's place in the list; one past the room of the list where the cell is not listed
     pointers: Array  # where each row's cells start
     capacity: int
 
@@ -198,7 +198,7 @@ class _Listed(NamedTuple):
     def list(self, values: Array) -> Array:
         """The values of the cells listed, then zeros."""
         line = namespace(values).zeros(self.capacity + 1, dtype=values.dtype)
-        line[self.position] = values  # what is not listed meets in the last, which is cut off
+        line[self.position] = values  # cells that are not listed write to the last place, which is cut off
         return line[: self.capacity]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from html import escape
 from operator import and_, or_, sub, xor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse
@@ -20,59 +20,14 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.content import mask_namespace, without_memos
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
+from .carried import CarriedLists, Remembered
 from .classify import BlockKind, classify, pack, pointers, unpack
 from .classify_on_device import classify_grid, column_lists, entry_rows, transposed_tiles
 from .index_mask import IndexGrid, IndexMask
 from .report import IndexReport
 
-
-class Remembered(NamedTuple):
-    """Memory of calls with a block index, for later calls with it; it is freed with the index.
-
-    Nothing here may lead back to the index: a circle would keep memory of a device until Python's collector runs.
-
-    Attributes
-    ----------
-    mask : IndexMask
-        A mask of the same arrays, which holds a copy of the index and not the index itself.
-    calls : dict
-        How calls ran, by what decides a call beside the index and the data.
-    """
-
-    mask: IndexMask
-    calls: dict[Any, Any]
-
-
 _EVERYTHING = Band()
 _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of lists which an index carries
-
-
-class CarriedLists(NamedTuple):
-    """The lists of an index on a device, in the form that kernels walk; they are made with the index.
-
-    Attributes
-    ----------
-    lists : uint8 array
-        All of them, one after the other.
-    source : ListSource
-        How they lie in the array: one object for all indices of one layout.
-    """
-
-    lists: Array
-    source: Any
-
-    @property
-    def arrays(self) -> dict[str, Array]:
-        """The lists by name, as `ListedWork.lists` has them."""
-        found: dict[str, Array] = self.source.lists_of(self.lists)
-        return found
-
-    @property
-    def fields(self) -> dict[str, Array]:
-        """The arrays of an index by the names of its fields, but for the row intervals."""
-        found: dict[str, Array] = self.source.fields_of(self.lists)
-        return found
-
 
 # Makes an index of chosen blocks on a device: of the blocks, a resolved mask, its shape, and the sides of a block. The
 # executors put their kernels here, which this room does not know; without them operations on arrays make the index.
@@ -417,7 +372,7 @@ class BlockIndex:
 
     @cached_property
     def on_host(self) -> BlockIndex:
-        """The same index in NumPy arrays, without the room behind the last entry; waits for a device and copies.
+        """A copy of the index in NumPy arrays, without the room behind the last entry; making it waits for a device.
 
         Examples
         --------

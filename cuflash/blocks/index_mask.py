@@ -80,7 +80,7 @@ class IndexGrid(Mask):
         return _element_is_allowed(self.index, *self._clipped(entry), b, h, i, j)
 
     def entries(self) -> tuple[Array, Array]:
-        """Of each block whether it is listed, and the kind of its entry."""
+        """Return whether each block is listed, and the kind of its entry."""
         position, is_listed = self._clipped(self.table.array)
         return is_listed, self.index.kinds[position] if len(self.index.kinds) else is_listed
 

@@ -68,7 +68,7 @@ class IntervalWork:
 
     @cached_property
     def on_host(self) -> IntervalWork:
-        """The same work in NumPy arrays; waits for a device and copies."""
+        """A copy of the work in NumPy arrays; making it waits for a device."""
         if self.lo is None or self.hi is None or namespace(self.lo) is np:
             return self
         return replace(self, lo=to_host(self.lo), hi=to_host(self.hi))
@@ -208,7 +208,7 @@ class ListedWork:
 
     @cached_property
     def on_host(self) -> ListedWork:
-        """The same work in NumPy arrays; waits for a device and copies."""
+        """A copy of the work in NumPy arrays; making it waits for a device."""
         return self if self.index.is_on_host else ListedWork(index=self.index.on_host)
 
     @cached_property

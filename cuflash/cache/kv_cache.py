@@ -201,7 +201,7 @@ class KVCache:
         cache._hold(arrays, pages, positions, max_pages * page_size)
         return cache
 
-    # What it holds
+    # The content
 
     @property
     def k(self) -> Array:
@@ -301,7 +301,7 @@ class KVCache:
             f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages})"
         )
 
-    # What changes it
+    # Changes of the content
 
     def append(self, k: Array, v: Array, *, counts: Any = None) -> None:
         """Add rows at the end of each sequence.
@@ -555,7 +555,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if faults:
             raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
 
-    # What reads it
+    # Attention
 
     def attention(
         self,
@@ -645,13 +645,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if plan is not None:
             self._decode(plan, arrays, None if counts is None else news, out, asked)
         elif self._is_counted_on_device:
-            raise UnsupportedProblem(
-                [
-                    "q must be what the cache's kernels serve in a cache that is counted on the device: float16 or "
-                    "bfloat16, head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90'; got "
-                    f"{q.shape} of {q.dtype}, kernel {describe(kernel)}"
-                ]
-            )
+            raise UnsupportedProblem([_not_served(q, kernel)])
         else:
             self._attend_one_by_one(q, o, lse, news, sink, limits, causal, options)
         return (o, lse) if return_lse else o
@@ -741,3 +735,12 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
     def _grow(self, growth: Growth) -> None:
         for copy in self._pages.grow(growth):
             self._arrays.copy(copy)
+
+
+def _not_served(q: Array, kernel: Any) -> str:
+    """The reason against a call that no kernel serves on a cache that is counted on the device."""
+    return (
+        "q must be what the cache's kernels serve in a cache that is counted on the device: float16 or bfloat16, "
+        f"head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90'; got {q.shape} of {q.dtype}, "
+        f"kernel {describe(kernel)}"
+    )

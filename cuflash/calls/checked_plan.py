@@ -54,7 +54,7 @@ def planned(
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
     reasons += flag_reasons("deterministic", options.deterministic)
     where = where if isinstance(where, str) else ""
-    precision = "ieee" if precision_reasons(q, precision) else precision  # what else is wrong is said too
+    precision = "ieee" if precision_reasons(q, precision) else precision  # other reasons are found too
     problem = composed = None
     captured = dict[str, Any]()
     with collecting(reasons):

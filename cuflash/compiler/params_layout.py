@@ -60,9 +60,9 @@ WORK = np.dtype(
     align=True,
 )
 ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum", "tile_counter")
-NAIVE_ARRAYS = ("scores", "score_gradients")  # of the naive kernels
+NAIVE_ARRAYS = ("scores", "score_gradients")  # arrays of the naive kernels
 NAIVE_MATRICES = np.dtype([(name, MATRICES) for name in NAIVE_ARRAYS], align=True)
-PART_ARRAYS = ("o_parts", "lse_parts")  # of blocks that share a tile's keys
+PART_ARRAYS = ("o_parts", "lse_parts")  # results of blocks that share a tile's keys
 PARTS = np.dtype([(name, MATRICES) for name in PART_ARRAYS], align=True)
 PARAMS = np.dtype(
     [
@@ -80,8 +80,8 @@ TENSOR_MAP_PARAM = np.dtype(
 )
 # beside PARAMS, to kernels of the sm90 family
 TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
-ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter", *SCALE_ARRAYS)  # of one number a row
-HEAD_VECTORS = ("sink", "dsink")  # of one number a head
+ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter", *SCALE_ARRAYS)  # one number a row
+HEAD_VECTORS = ("sink", "dsink")  # one number a head
 _RECORDS = {
     "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "NaiveMatrices": NAIVE_MATRICES, "Parts": PARTS,
     "Params": PARAMS,

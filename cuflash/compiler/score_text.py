@@ -77,7 +77,7 @@ class Printer:
         is_stored: bool,
     ) -> None:
         self.program, self.wrt, self.sums = program, wrt, sums
-        self.kinds = dict(zip(wrt, sums))  # by name; OWN where there is none
+        self.kinds = dict(zip(wrt, sums))  # kind of sum by name; OWN where there is none
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
         has_slopes_of_arrays = len(program.results) > 2
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()

@@ -24,7 +24,7 @@ _ELEMENTS = {
     np.dtype(np.float32): "float",
     np.dtype(np.float64): "double",
 }
-# By field: the argument of a kernel that has the feature, in the order of `Launch.features`.
+# The argument of a kernel that has the feature of a field, in the order of `Launch.features`.
 _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
@@ -95,7 +95,7 @@ def flatten(path: str, *, host: bool = False) -> str:
 
 
 def flatten_text(text: str, name: str, *, host: bool = False) -> str:
-    """The same of a text that is no file of `kernels_cu/`; messages call it `name`."""
+    """A text that is no file of `kernels_cu/`, with everything it includes, each file once; messages call it `name`."""
     return "".join(_expanded(text, name, set(), host))
 
 

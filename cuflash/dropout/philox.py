@@ -16,7 +16,7 @@ __all__ = ["philox4x32"]
 
 _MASK = (1 << 32) - 1
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = 0x9E3779B9, 0xBB67AE85  # what a round adds to the words of the key
+_WEYL = 0x9E3779B9, 0xBB67AE85  # a round adds these to the words of the key
 _ROUNDS = 10
 
 

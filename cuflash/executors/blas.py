@@ -23,7 +23,7 @@ _NAMES = {
     "blis": ("bli_thread_get_num_threads", "bli_thread_set_num_threads"),
     "flexiblas": ("flexiblas_get_num_threads", "flexiblas_set_num_threads"),
 }
-_PREFIXES, _SUFFIXES = ("", "scipy_"), ("", "64_", "_64")  # of OpenBLAS's functions in some builds
+_PREFIXES, _SUFFIXES = ("", "scipy_"), ("", "64_", "_64")  # what some builds of OpenBLAS add to names of functions
 
 
 class _OfProcess:

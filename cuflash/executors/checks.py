@@ -41,7 +41,7 @@ def with_watchdog(spec: KernelSpec) -> KernelSpec:
 class _Margins(NamedTuple):
     name: str
     buffer: Array  # bytes
-    nbytes: int  # of the array between them
+    nbytes: int  # size of the array between them
 
 
 class Check:

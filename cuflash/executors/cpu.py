@@ -89,7 +89,7 @@ class _Tile(NamedTuple):
     visits: tuple[_VisitedRows, ...]
 
 
-_OF_HEADS = ("sink", "dsink")  # of one number a head
+_OF_HEADS = ("sink", "dsink")  # arrays of one number a head
 _OF_SCORE = ("score.", "dscore.")  # names of a score function's arrays and of their gradients start so
 _BatchHead: TypeAlias = tuple[int, int]  # batch entry, head
 _RowIndex: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices

@@ -37,7 +37,7 @@ def _from_lse(tiles: QueryTiles) -> tuple[Array, Array]:
 
 
 def _from_scores(tiles: QueryTiles) -> tuple[Array, Array]:
-    """The same from the maximum and the sum of all keys; writes lse."""
+    """Return the terms and factors of `_from_lse` from the maximum and the sum of all keys, and write lse."""
     wide = tiles.array("lse").dtype.type
     row_max = np.full(tiles.read("lse").shape, wide(-np.inf))
     row_sum = np.zeros_like(row_max)

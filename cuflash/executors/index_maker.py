@@ -7,7 +7,8 @@ from typing import Any
 
 from ..arrays import Array
 from ..blocks import index as indices
-from ..blocks.index import BlockIndex, CarriedLists
+from ..blocks.carried import CarriedLists
+from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
@@ -20,7 +21,7 @@ from .list_maker import ListMaker
 
 _MAX_MAKERS = 256
 
-_makers: dict[Hashable, IndexMaker | None] = {}  # by what decides an index but the blocks chosen
+_makers: dict[Hashable, IndexMaker | None] = {}  # keys are all that decides an index but the chosen blocks
 
 
 class IndexMaker:

@@ -35,7 +35,7 @@ from .tensor_map import Template, BoxedArray
 
 UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 _MAP_BATCH_AXES = 2  # a tensor map has five axes; further ones take a launch for each of their entries
-_NO_STRIDE = -1  # of rows that all are the same: no tensor map
+_NO_STRIDE = -1  # rows that all are the same have no tensor map
 _NESTED_RECORDS = {"naive": NAIVE_ARRAYS, "parts": PART_ARRAYS}  # arrays that have a record of their own
 
 
@@ -82,9 +82,9 @@ class ParamsTemplate:
     views: tuple[View, ...]
     templates: tuple[tuple[Any, ...], ...]  # Params and features of each launch; their addresses are offsets in bytes
     maps: Any  # a record of tensor maps, whose addresses are missing
-    map_offsets: Mapping[str, int]  # of addresses of arrays that have a map, in words
+    map_offsets: Mapping[str, int]  # words at which addresses of arrays that have a map stand
     features: tuple[Feature, ...] = ()
-    list_offsets: Mapping[str, int] = field(default_factory=dict)  # of lists that a call hands over, in bytes
+    list_offsets: Mapping[str, int] = field(default_factory=dict)  # lists that a call hands over, in bytes
 
     @classmethod
     def of(

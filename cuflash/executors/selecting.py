@@ -185,5 +185,5 @@ class Selection:
         scores = address(made := self._score(q, k, stream)[0])
         kept = self._choose(scores, scores if self._has_shares else 0, stream)
         index = self._make_index(address(kept), stream)
-        del made  # which the stream has read by whatever takes its memory next
+        del made  # the stream reads it before the next owner of its memory writes
         return index

@@ -13,11 +13,11 @@ from ..arrays import BFLOAT16
 
 BYTES = 128
 _MAGIC = 0x70616D726F736E65
-_MAX_STRIDE_BYTES = 1 << 40  # of a stride
+_MAX_STRIDE_BYTES = 1 << 40
 _MAX_BOX = 256  # elements along an axis
 # as in sim/runtime/bulk.cpp, where integers are of no kind that is added
 _TYPES = {np.dtype(np.uint8): 0, np.dtype(np.float16): 1, BFLOAT16: 2, np.dtype(np.float32): 3}
-_NAMES = {0: "UINT8", 1: "FLOAT16", 2: "BFLOAT16", 3: "FLOAT32"}  # of CUDA's
+_NAMES = {0: "UINT8", 1: "FLOAT16", 2: "BFLOAT16", 3: "FLOAT32"}  # the ends of CUDA's names
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 # Map in sim/runtime/bulk.cpp.
 _SIMULATED = np.dtype(
@@ -63,7 +63,7 @@ class BoxedArray(NamedTuple):
 
     @property
     def outer_strides(self) -> tuple[int, ...]:
-        """Of all axes but the last."""
+        """Strides in bytes of all axes but the last."""
         return tuple(stride if size != 1 else 16 for size, stride in zip(self.shape[:-1], self.strides[:-1]))
 
     def reasons(self, address: int) -> list[str]:
@@ -112,7 +112,7 @@ def simulated(boxed: BoxedArray, address: int) -> Any:
 
 @lru_cache(maxsize=4096)
 def encoded(boxed: BoxedArray, address: int) -> Any:
-    """The same for a GPU, by the CUDA driver.
+    """Make the tensor map of an array on a GPU, by the CUDA driver.
 
     Raises
     ------
@@ -153,7 +153,7 @@ class Template(NamedTuple):
     offset: int
 
 
-_ADDRESSES = 0x5A5A_5A5A_5A50, 0x25A5_A5A5_A5A0  # of no array: they differ in most bits
+_ADDRESSES = 0x5A5A_5A5A_5A50, 0x25A5_A5A5_A5A0  # no array has these; they differ in most bits
 
 
 @lru_cache(maxsize=4096)

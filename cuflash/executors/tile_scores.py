@@ -41,7 +41,7 @@ class TileScores:
 
     @classmethod
     def of(cls, problem: Problem, arrays: Mapping[str, Array | None]) -> TileScores:
-        """Of a problem with a score function, and of the arrays of an executor's call; gradients start from 0."""
+        """Make the scores of a problem with a score function, on the arrays of a call; gradients start from 0."""
         program = problem.score
         assert program is not None
         keys = [operand.key for operand in problem.operands if operand.is_captured]

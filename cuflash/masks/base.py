@@ -148,7 +148,7 @@ class Mask(Described):
         return may, must
 
     def resolve(self, shape: MaskShape) -> Mask:
-        """The same mask in absolute coordinates for a shape: alignments become offsets, and arrays are checked.
+        """Convert the mask to absolute coordinates for a shape: alignments become offsets, and arrays are checked.
 
         Parameters
         ----------
@@ -186,7 +186,7 @@ class Mask(Described):
         return None
 
     def on_blocks(self, block: int | tuple[int, int], *, mirrored: bool = False) -> Mask:
-        """The same pattern drawn in whole blocks: what this mask says of tokens, the new one says of blocks.
+        """Draw the pattern in whole blocks: the new mask says of blocks what this one says of tokens.
 
         Query block I attends key block J where, in this mask, token I attends token J of a problem with one token for
         each block. Patterns of few tokens, as windows and strides, become block-sparse so without any partial block.

@@ -22,7 +22,7 @@ class Described:
     """A frozen description: compared by all that it holds, and pickled without what it has computed."""
 
     def to(self, convert: Callable[[Array], Array]) -> Self:
-        """The same description with each array converted: ``mask.to(cupy.asarray)`` copies them to the device.
+        """Return a copy with each array converted: ``mask.to(cupy.asarray)`` copies them to the device.
 
         Examples
         --------

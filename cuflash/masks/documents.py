@@ -124,7 +124,10 @@ def _are_equal(x: Array, y: Array) -> Array:
 
 
 def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
-    """The same for ids that ask themselves, all entries at once: runs of equal ids, numbered through the entries."""
+    """Return the start and the end of each id's run of equal ids, for queries and keys that share their ids.
+
+    Runs are numbered through all batch entries, so that one search serves all of them.
+    """
     xp, length = namespace(ids.array), ids.array.shape[-1]
     starts = xp.ones(ids.array.shape, dtype=bool)
     starts[..., 1:] = ids.array[..., 1:] != ids.array[..., :-1]

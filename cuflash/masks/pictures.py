@@ -16,11 +16,11 @@ from .content import mask_namespace
 from .coordinates import elements
 from .shape import MaskShape, block_pair
 
-SYMBOLS = "·█▒"  # of the states
+SYMBOLS = "·█▒"  # one for each state
 COLOURS = ("#ffffff", "#1f4e79", "#9dc3e6")
 MEANINGS = ("absent", "full", "partial")
-_PIXELS = 256  # of the longer side of an SVG
-_CELLS = 64  # of the longer side of an SVG, at most
+_PIXELS = 256  # the longer side of an SVG
+_CELLS = 64  # most cells along the longer side of an SVG
 
 
 def shown_states(

@@ -24,10 +24,10 @@ APPEND = np.dtype(
     align=True,
 )
 _WARPS = 8
-_WARPS_OF_ROWS = 16  # of the kernel that rounds to 8 bits, one for each row of a head
+_WARPS_OF_ROWS = 16  # warps of the kernel that rounds to 8 bits, one for each row of a head
 _ROWS_OF_A_WARP = 2
-_BYTES_OF_A_THREAD = 64  # of keys or values
-_MOST_BLOCKS = 256  # of a sequence
+_BYTES_OF_A_THREAD = 64  # bytes of keys or values
+_MOST_BLOCKS = 256  # thread blocks for one sequence
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -29,7 +29,7 @@ _WIDEST_CHUNK = 128  # columns of head_dim that shared memory holds at a time
 # On tensor cores: columns of a chunk where rows come in chunks, queries of a tile, and keys of the narrowest block.
 _CHUNK, _QUERIES, _LEAST_KEYS = 64, 128, 8
 _FAMILIES: dict[str, Family] = {SM80: sm80.Sm80(), SM90: sm90.Sm90()}
-_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # of a tile, by accumulator
+_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # sides of a tile, by accumulator
 
 
 def mass_shape(problem: Problem, block: tuple[int, int]) -> tuple[int, ...]:

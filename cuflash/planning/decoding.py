@@ -38,7 +38,7 @@ DECODE = np.dtype(
     ],
     align=True,
 )
-MOST_ROWS = 64  # of a tile: query heads of a group times new tokens
+MOST_ROWS = 64  # rows of a tile: query heads of a group times new tokens
 MOST_PARTS = 128  # as kMostParts
 _DIMS = (64, 128, 256)
 _CHUNK = 16  # bytes that one instruction copies
@@ -69,7 +69,7 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# By the wider of the two dimensions, and the fewest rows that the tile is for. The first that fits shared memory.
+# Tiles by the wider of the two dimensions, and by the fewest rows that they are for. The first that fits shared memory.
 # Results have the same bits for any number of stages, so that this number alone may depend on the batch.
 _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
     128: {0: (_Tile(64, 4, 4), _Tile(64, 4, 3), _Tile(64, 4, 2))},
@@ -77,7 +77,7 @@ _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
 }
 _STAGES_OF_MANY_BLOCKS = 2  # more blocks on a multiprocessor then: one starts while another ends
 _STAGES_OF_TWO_BLOCKS = 3  # a multiprocessor has shared memory for two of them
-_E4M3_STAGES = 2  # of a cache of 8-bit numbers for each of these, which takes as many bytes
+_E4M3_STAGES = 2  # stages of a cache of 8-bit numbers for each of these, which takes as many bytes
 _SCALE_BYTES = 4
 
 

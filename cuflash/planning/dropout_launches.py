@@ -14,8 +14,8 @@ from ..errors import UnsupportedProblem
 from .launches import Feature, Kernels, Launch, Pass
 from .operands import Operand
 
-NAME = "dropout"  # of the feature
-SEED = "dropout_seed"  # of the operand
+NAME = "dropout"  # the feature's name
+SEED = "dropout_seed"  # the operand's name
 DROPOUT = np.dtype(
     [
         ("seed", np.uint64),

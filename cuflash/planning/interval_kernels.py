@@ -29,6 +29,7 @@ _POINTER = np.uint64
 _ALIGNMENT = 256  # bytes; of each result in the array that holds all of them
 _UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 _SIDES = ("q", "kv")
+_MOST_THREADS = 1 << 30  # kernels number them in int32
 _OF_ORDERS_ALONE = ("row_lengths", "column_lengths")  # which no attention kernel reads
 # Mirrors `kernels_cu/lists/interval_params.cuh`.
 INTERVAL_PARAMS = np.dtype(
@@ -127,7 +128,8 @@ class IntervalSource:
                 seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, lo=lo, hi=hi
             )
             over = max(over[0], of_closed[0]), max(over[1], of_closed[1])
-        return cls(**_closed_form(sequences), rows=rows, shape=shape, block=block, batch=over[0], num_heads=over[1])
+        found = cls(**_closed_form(sequences), rows=rows, shape=shape, block=block, batch=over[0], num_heads=over[1])
+        return found if found.num_threads <= _MOST_THREADS else None
 
     @property
     def extents(self) -> tuple[int, int, int]:
@@ -145,6 +147,11 @@ class IntervalSource:
         if self.block is None:
             return 0, 0
         return -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
+
+    @property
+    def num_threads(self) -> int:
+        """One for each query, and for each block that is ordered."""
+        return self.batch * self.num_heads * (self.shape.seqlen_q + sum(self.num_blocks))
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -198,10 +205,9 @@ class IntervalSource:
 
     def launches(self) -> list[tuple[KernelSpec, int, int]]:
         """The kernels with their thread blocks, and the bytes of their shared memory."""
-        num_matrices, num_blocks = self.batch * self.num_heads, sum(self.num_blocks)
-        threads = {"intervals": num_matrices * (self.shape.seqlen_q + num_blocks)}  # one for each query and block
+        threads = {"intervals": self.num_threads}
         if self.block is not None:
-            threads["interval_orders"] = 32 * num_matrices * num_blocks
+            threads["interval_orders"] = 32 * self.batch * self.num_heads * sum(self.num_blocks)
         specs = ((INTERVAL_SPECS[entry], number) for entry, number in threads.items())
         return [(spec, -(-number // spec.num_threads), 0) for spec, number in specs]
 

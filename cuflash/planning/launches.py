@@ -23,7 +23,7 @@ MATRICES = np.dtype(
         ("is_accumulator", np.int64),
     ],
     align=True,
-)  # of an array, in the records that kernels take
+)  # an array in the records that kernels take
 
 
 class Workspace(NamedTuple):

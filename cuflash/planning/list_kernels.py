@@ -36,7 +36,7 @@ _RESULTS = (
     "grid_kinds", "ranks", "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers",
     "column_entries", "column_steps", "row_order", "column_order",
 )  # fmt: skip
-_OF_LISTS_ALONE = ("grid_kinds", "ranks")  # which no attention kernel reads
+_OF_LISTS_ALONE = ("grid_kinds", "ranks")  # no attention kernel reads these
 _BYTES = ("grid_kinds", "kinds", "bits")
 # Mirrors `kernels_cu/lists/params.cuh`.
 LIST_PARAMS = np.dtype(

@@ -23,7 +23,7 @@ class Operand(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    is_captured: bool = False  # by the score function
+    is_captured: bool = False  # the score function reads it
 
     @property
     def key(self) -> str:

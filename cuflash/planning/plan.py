@@ -26,7 +26,7 @@ from .spec import KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
 _AXES_OF_A_LAUNCH = 2  # axes of a batch that one launch surely holds, tensor maps too
-MAX_TILES = 1 << 30  # of a launch: kernels number them in int32, and add the blocks of a launch
+MAX_TILES = 1 << 30  # tiles of a launch: kernels number them in int32, and add the blocks of a launch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -120,9 +120,9 @@ class KernelPlan:
 
     @property
     def gradients_made(self) -> dict[str, ShapeDtype]:
-        """The same as the executor writes them: where the caller sums over broadcast axes, over all of the batch and in
-        the accumulator's dtype.
+        """Shapes and dtypes of gradients as the executor writes them, before sums over broadcast axes.
 
+        Gradients that are summed over broadcast axes afterwards have all of the batch, and the accumulator's dtype.
         Kernels sum the gradients of operands themselves, but for batches that may take more than one launch.
         """
         problem, wanted = self.problem, self.gradients

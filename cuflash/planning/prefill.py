@@ -38,7 +38,7 @@ QUERY_INTERVALS = np.dtype(
     align=True,
 )
 PREFILL_FAMILIES = (SM90, SM80)  # the first that serves a call is taken
-# Of the kernel that makes intervals: warps, the rows of one head that a warp writes, and blocks of a sequence at most.
+# The kernel that makes intervals: its warps, rows of one head that a warp writes, and most blocks for a sequence.
 _WARPS, _ROWS_OF_WARP, _MOST_BLOCKS = 8, 16, 64
 _ROWS_OF_ONE_PAGE = 64
 _LONG = 4096  # queries, of which tiles are as tall as they may be

@@ -22,7 +22,7 @@ from .score_operands import captured_operands
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-_MAX_EXPONENT = 64  # of a scale that float32 products are multiplied by as it is; float64 has eight times the range
+_MAX_EXPONENT = 64  # a scale of at most 2^64 multiplies products in float32 as it is; float64 has eight times the range
 
 
 class Scaling(NamedTuple):
@@ -195,7 +195,7 @@ class Problem:
         }
 
     def gradient_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The same over all of the batch, which gradients have until they are summed over broadcast axes."""
+        """The shapes of dq, dk and dv over all of the batch, before they are summed over broadcast axes."""
         if not self.has_heads:
             return self.argument_shapes()
         return {name: (*self.batch, *shape[-3:]) for name, shape in self.argument_shapes().items()}
@@ -289,7 +289,7 @@ def precision_reasons(q: Array, precision: str) -> list[str]:
     """Why products of q's dtype cannot be made at a precision."""
     if not isinstance(precision, str) or precision not in PRECISIONS:
         return [f"precision must be {', '.join(map(repr, (*PRECISIONS, 'fp8')))}; got {describe(precision)}"]
-    dtype = getattr(q, "dtype", np.float32)  # what is no array is said elsewhere
+    dtype = getattr(q, "dtype", np.float32)  # another check refuses what is no array
     if precision != "ieee" and dtype != np.float32:
         return [f"precision={precision!r} is for float32; got {dtype}: use precision='ieee'"]
     return []

@@ -24,7 +24,7 @@ TRANSPOSE = np.dtype(
     ],
     align=True,
 )
-CAPABILITY = (9, 0)  # of the chips that these kernels are for
+CAPABILITY = (9, 0)  # chips that these kernels are for
 KEYS = 128  # that a block transposes, and that lengths are rounded up to
 _COLUMNS = (64, 128, 256)
 _BLOCKS = (16, 32, 64, 128)

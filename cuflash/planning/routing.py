@@ -18,7 +18,7 @@ from .spec import KernelSpec
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive(), FlashAttention1())
 }
-_OTHER_FAMILIES = {"cache": SIMT, "fp8": SM90}  # which run where others do
+_OTHER_FAMILIES = {"cache": SIMT, "fp8": SM90}  # folders whose kernels run where those of a family do
 _LISTS = Lists()
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries of the sm90 family's usual tile

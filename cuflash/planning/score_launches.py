@@ -14,7 +14,7 @@ from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
 from .staged_array import staged_load
 
-NAME = "score"  # of the feature
+NAME = "score"  # the feature's name
 _PREFIX, _GRADIENT_PREFIX = "score.", "dscore."
 # Kernels that make scores, and of those that make their gradients the one that adds up those of captured arrays.
 _FORWARD = ("scores", "forward", "block_mass")
@@ -28,7 +28,7 @@ def array_name(name: str) -> str:
 
 
 def gradient_name(name: str) -> str:
-    """The same of a captured array's gradient, which kernels add to: it is zero before the first of them."""
+    """Name the gradient of a captured array, which kernels add to: it is zero before the first of them."""
     return _GRADIENT_PREFIX + name
 
 

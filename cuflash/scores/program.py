@@ -467,7 +467,7 @@ class _ReverseSweep:
             return times(g, put.binary("sub", self.one, put.binary("mul", n, n)))
         if op == "sqrt":
             return self._over(times(g, put.const(0.5)), n)
-        return self.zero  # of sign, and of an integer as a real
+        return self.zero  # the slope of sign, and of an integer as a real
 
     def _terms_of_power(self, n: int, a: int, b: int, g: int) -> list[tuple[int, int]]:
         put, times = self.builder, self._times

@@ -12,7 +12,7 @@ from .program import Instruction, Program
 
 LARGEST = 2**31 - 1  # integers of a program are int32 in kernels
 _MOST_EXACT = 2**24  # float32 holds every integer up to it
-_LONGEST = 40  # of an expression that a message shows
+_LONGEST = 40  # characters of an expression that a message shows
 
 
 class Range(NamedTuple):

@@ -27,7 +27,7 @@ from .values import Operands, run
 
 
 class Arithmetic(NamedTuple):
-    """Of the kernel's reals: unit roundoff, the smallest normal and the largest number."""
+    """Unit roundoff, the smallest normal and the largest number of the dtype in which a kernel computes."""
 
     ua: float
     wa: float
@@ -74,7 +74,7 @@ def score_errors(
 
 class _Pair(NamedTuple):
     value: Any
-    error: Any  # of a bool: whether it may be the other one
+    error: Any  # for a bool, whether it may be the other one
 
 
 def values_and_errors(

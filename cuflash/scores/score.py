@@ -174,7 +174,7 @@ class Score:
         return Score.of_reserved(composed, **{**other.arrays, **self.arrays}).remade_by(operator.matmul, self, other)
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Score:
-        """The same program over other arrays of the same dtypes and numbers of axes, without tracing again.
+        """Put other arrays of the same dtypes and numbers of axes in place of the captured ones, without tracing again.
 
         Parameters
         ----------
@@ -211,7 +211,7 @@ class Score:
         return made
 
     def remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
-        """The same score, whose pickle calls `make` again: for functions that are made inside of another.
+        """Return a copy whose pickle calls `make` again, for functions that are made inside of another.
 
         Parameters
         ----------

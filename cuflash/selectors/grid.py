@@ -27,7 +27,7 @@ from .budget import Budget, Diagonal, Forced, choose
 
 _MAX_FACTS = 256
 
-_facts: dict[Hashable, tuple[Any, ...]] = {}  # what calls that differ in addresses and budgets alone have in common
+_facts: dict[Hashable, tuple[Any, ...]] = {}  # calls share an entry if only addresses and budgets differ
 
 
 @dataclass(frozen=True, eq=False)

@@ -134,7 +134,7 @@ def cache_directory() -> Path:
     try:
         folder = Path.home() / ".cache" / "cuflash" / "sim"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # What is loaded from here runs with the user's rights, so nobody else may own it.
+        # Libraries that are loaded from here run with the user's rights, so nobody else may own it.
         if not (os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid()):
             reason = f"{folder} is not writable, or not this user's"
         elif _forbids_libraries(folder):
@@ -199,7 +199,7 @@ def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> Path:
     target = _target("kernel", _identity(compiler), _runtime_text(), source, *flags, *_LINK)
     if not _is_whole(target):
         kept = target.with_suffix(".cpp")
-        # Where the compiler cannot use the prelude that it has read before, it finds the text.
+        # A compiler that cannot use the precompiled prelude finds its text here.
         prelude = (f"-I{_build_prelude(compiler, flags)}", f"-I{_RUNTIME}", "-include", _PRELUDE)
         to_object = [compiler, *flags, *_HERE, *prelude, "-c", kept.name, "-o", "kernel.o"]
         to_library = [compiler, *_LINK, "kernel.o", "-lgcc", "-o", target.name]

@@ -1,1 +1,1 @@
-"""How much of attention a sparse mask keeps, and which block patterns keep most."""
+"""What a sparse mask keeps, which block patterns keep most, what binds a kernel, and how many bytes a call takes."""

@@ -22,7 +22,7 @@ from ..plans import BoundCall, Plan, as_arrays, layout_key
 MAX_DIM = 4096  # columns of q and k: a kernel sums scores over chunks of them
 _MAX_BOUND_CALLS = 256
 
-_bound_calls: dict[Hashable, tuple[KernelPlan, BoundCall]] = {}  # of calls on a GPU that differ in addresses alone
+_bound_calls: dict[Hashable, tuple[KernelPlan, BoundCall]] = {}  # calls on a GPU share one if only addresses differ
 
 
 def block_mass(

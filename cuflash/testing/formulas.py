@@ -114,7 +114,7 @@ class Formula:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the arrays that it takes, in the order of `ARRAYS`."""
+        """Names of the arrays that the formula takes, in the order of `ARRAYS`."""
         names = _names(self.tree)
         return tuple(name for name in ARRAYS if name in names)
 

@@ -106,7 +106,7 @@ def _assert_all(name: str, result: Any, must: Any, does: Any, words: str, exampl
 def expected(example: Example) -> dict[str, Expected]:
     """Classify the elements of o and lse, and with `do` also of dq, dk and dv."""
     score, allowed, holds = _pairs(example)
-    is_hidden = allowed & np.isneginf(score)  # of weight 0
+    is_hidden = allowed & np.isneginf(score)  # its weight is 0
     is_nan_row = (allowed & (np.isnan(score) | np.isposinf(score))).any(axis=-1)
     counts = allowed & ~is_hidden
     has_scores = counts.any(axis=-1)

@@ -168,14 +168,14 @@ class _Final:
         self.slope = np.broadcast_to(self._found.tangents.get("s", 0), raw.shape)
 
     def gradients(self, names: tuple[str, ...], final_gradient: Any) -> Iterator[Any]:
-        """Of the arrays with these names."""
+        """Yield the gradients of the arrays with these names."""
         return (self.reads[name].gradient(self._found, final_gradient) for name in names)
 
 
 def _weighted(weights: Any, terms: Any, allowed: Any) -> Any:
     """Sums of terms by a row's weights, which are 0 where they are not allowed: not even a NaN there is read."""
     if np.isfinite(terms).all():
-        return np.dot(weights, terms)  # of long doubles faster than @
+        return np.dot(weights, terms)  # faster than @ for long doubles
     products = np.zeros((*weights.shape, terms.shape[-1]), weights.dtype)
     np.multiply(weights[..., None], terms, out=products, where=allowed[..., None])
     return products.sum(axis=-2)

@@ -100,7 +100,7 @@ def layouts() -> st.SearchStrategy[str]:
 
 
 def laid_out(values: Any, layout: str) -> Any:
-    """The same values in another memory layout; gaps in the memory hold NaN.
+    """Copy values into another memory layout; gaps in the memory hold NaN.
 
     - contiguous: C order
     - transposed: (batch, seqlen, heads, dim) in memory, seen as (batch, heads, seqlen, dim); 2-D: Fortran order

@@ -4,8 +4,8 @@
 
 namespace cuflash::attention {
 
-// `score_gradients` under dropout, of scores as tensor cores leave them, rows being queries: P is left with the weights that
-// are kept, yet to be multiplied by `factor`, and dS is that of all.
+// Make P and dS as `score_gradients` does, under dropout, of scores in the accumulator layout of tensor cores, whose
+// rows are queries. P keeps the weights that dropout keeps, not yet multiplied by `factor`; dS has all elements.
 template <class Tile>
 CUFLASH_DEVICE void dropout_score_gradients(Tile& s, Tile& dp, const Dropout& dropout, uint32_t head, int first_query,
                                             int first_key, bool is_masked, float softmax_scale_log2,

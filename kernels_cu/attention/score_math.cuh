@@ -4,15 +4,15 @@
 #include <tile/element.cuh>
 #include <tile/global_sum.cuh>
 
-// The operations of a score function that are more than an operator of C++. cuflash/compiler/score_text.py prints calls of
-// them. Like NumPy's, they return NaN if an argument is NaN.
+// The operations of a score function that are more than an operator of C++. cuflash/compiler/score_text.py prints calls
+// of them. Like NumPy's, they return NaN if an argument is NaN.
 namespace cuflash::score {
 
 CUFLASH_DEVICE float absolute(float x) { return ::fabsf(x); }
 CUFLASH_DEVICE double absolute(double x) { return ::fabs(x); }
 CUFLASH_DEVICE int absolute(int x) { return x < 0 ? -x : x; }
 
-// Of equal arguments, the first.
+// Return the smaller, and below the greater, of two numbers; the first one if they are equal.
 template <class T>
 CUFLASH_DEVICE T minimum(T x, T y) {
   return x <= y || x != x ? x : y;
@@ -32,7 +32,7 @@ CUFLASH_DEVICE bool is_finite(T x) {
   return x - x == 0;
 }
 
-// Python's // and %, by a positive divisor.
+// Return the quotient, and below the remainder, of Python's // and % for a positive divisor.
 CUFLASH_DEVICE int floor_divide(int x, int by) { return x / by - (x % by < 0); }
 CUFLASH_DEVICE int remainder(int x, int by) { return x % by + (x % by < 0 ? by : 0); }
 
@@ -46,13 +46,14 @@ CUFLASH_DEVICE double tangent(double x) { return ptx::tanh_accurate(x); }
 CUFLASH_DEVICE float tangent_fast(float x) { return ptx::tanh_approx(x); }
 CUFLASH_DEVICE double tangent_fast(double x) { return ptx::tanh_accurate(x); }
 
-// An element of a captured array as a number that programs reckon with.
+// Return an element of a captured array in the type in which programs compute.
 template <class T, class Element>
 CUFLASH_DEVICE T real(Element x) {
   return static_cast<T>(tile::to_accumulator(x));
 }
 
-// The same of integers; those beyond an int count as the nearest one.
+// Return an element of a captured array of integers as an int; numbers beyond the range of int become the nearest
+// limit.
 template <class Element>
 CUFLASH_DEVICE int whole(Element x) {
   constexpr int kMost = 0x7fffffff;
@@ -64,7 +65,7 @@ CUFLASH_DEVICE int whole(Element x) {
   return static_cast<int>(x);
 }
 
-// Where the matrices of a batch entry lie in an array with leading axes, which have these extents.
+// Return the offset of the matrices of a batch entry in an array with leading axes of these extents.
 template <int NumAxes>
 CUFLASH_DEVICE int64_t leading_offset(int b, const int64_t* extents, const int64_t* strides) {
   int64_t offset = 0;

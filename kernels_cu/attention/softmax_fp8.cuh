@@ -4,23 +4,23 @@
 
 namespace cuflash::attention {
 
-// Online softmax whose weights are rounded to e4m3, times 2^4, of which the format holds at most 448. Scales differ from step
-// to step, so that maxima are of scores times scale times log2(e). A maximum stays until it rises by more than kMaxRise, or in
-// steps that look for none until the sum of a thread's weights in a row exceeds 448. Such a maximum may then be larger than all
-// scores of its row, and weights smaller, but the largest one is still 2^2 at least.
-//
-// Values of several steps are summed in the tensor cores, and have one scale there. What the scale of a step's values is beyond
-// it, 2^shift, its weights have taken in: they are 2^(4 + shift) exp(s - max) then. Sums of weights leave it out.
+// Online softmax whose weights are rounded to e4m3, times 2^4, of which the format holds at most 448. Scales differ
+// from step to step, so that maxima are of scores times scale times log2(e). A maximum stays until it rises by more
+// than kMaxRise, or in steps that look for none until the sum of a thread's weights in a row exceeds 448. Such a
+// maximum may then be larger than all scores of its row, and weights smaller, but the largest one is still 2^2 at
+// least.  Values of several steps are summed in the tensor cores, and have one scale there. What the scale of a step's
+// values is beyond it, 2^shift, its weights have taken in: they are 2^(4 + shift) exp(s - max) then. Sums of weights
+// leave it out.
 template <int Rows>
 struct QuantizedSoftmax {
-  static constexpr int kRows = Rows;  // of a thread
+  static constexpr int kRows = Rows;  // rows per thread
   static constexpr float kWeightExponent = 4;
   static constexpr float kMaxRise = 2;
   static constexpr float kLargestSum = 448;
-  static constexpr float kLoweredSumExponent = 7;  // of a thread's sum that was too large
+  static constexpr float kLoweredSumExponent = 7;  // exponent to which a thread's sum is lowered if it is too large
 
-  float (&row_max)[kRows];  // in the thread's room of shared memory: most steps read it once
-  float row_sum[kRows];     // of the thread's own columns, times 2^4
+  float (&row_max)[kRows];  // in shared memory, since most steps read it once
+  float row_sum[kRows];  // sum over the thread's own columns, times 2^4
 
   explicit CUFLASH_DEVICE QuantizedSoftmax(float (&room)[kRows]) : row_max(room) {
 #pragma unroll
@@ -30,12 +30,13 @@ struct QuantizedSoftmax {
     }
   }
 
-  // Raise maxima to those of scores where they rose by enough, and scale sums by what that takes from them. Says whether any of
-  // the warp's did, and o is to be scaled too, and then whether the thread's rows have seen a key. Called by whole warps.
+  // Update maxima that rise by more than kMaxRise, and rescale the sums of their rows. Return whether a maximum of the
+  // warp has risen, so that O must be scaled too, and then whether all rows of the thread have seen a key. Called by
+  // whole warps.
   enum Rise { kHasNotRisen, kHasRisen, kHasMaximum };
   template <class Tile>
   CUFLASH_DEVICE Rise update_max(Tile& s, const float (&scale_log2)[kRows], float (&factor)[kRows]) {
-    float row_highest[kRows][4];  // four of a row, so that none waits for the other
+    float row_highest[kRows][4];  // four maxima per row, so that comparisons do not wait for each other
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
 #pragma unroll
@@ -48,9 +49,9 @@ struct QuantizedSoftmax {
       const float highest = fmaxf(fmaxf(row_highest[i][0], row_highest[i][1]),
                                   fmaxf(row_highest[i][2], row_highest[i][3]));
       thread_max[i] = highest * scale_log2[i];
-      has_risen |= thread_max[i] - row_max[i] > kMaxRise;  // not of -inf - (-inf)
+      has_risen |= thread_max[i] - row_max[i] > kMaxRise;  // false for -inf - (-inf), which is NaN
     }
-    if (!__any_sync(0xffffffffu, has_risen)) return kHasNotRisen;  // each thread asks for its own columns: rarely any has
+    if (!__any_sync(0xffffffffu, has_risen)) return kHasNotRisen;  // each thread tests its own columns; a rise is rare
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       thread_max[i] = tile::quad_max(thread_max[i]);
@@ -74,9 +75,10 @@ struct QuantizedSoftmax {
     }
   }
 
-  // Turn scores into weights under the maxima as they are, which all rows have, and round them into p: weights are 2 to the
-  // power of a score times `scale_log2` plus `row_shift`, and `sum` is that of the thread's. `meanwhile` is called before p is
-  // written. False where a sum is so large that one of the weights may be too large. Called by whole warps.
+  // Turn scores into weights under the old maxima, which all rows have, and round them into p. A weight is 2 to the
+  // power of a score times `scale_log2` plus `row_shift`; `sum` is the sum of the thread's weights. `meanwhile` is
+  // called before p is written. Return false if a sum is so large that one of the weights may be too large. Called by
+  // whole warps.
   template <class Tile, class Meanwhile, class P>
   CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows], const float (&row_shift)[kRows],
                                              float (&sum)[kRows], Meanwhile meanwhile, P& p) {
@@ -86,7 +88,7 @@ struct QuantizedSoftmax {
     constexpr int kGroups = P::kNumFragments, kFirst = kGroups / 2;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      if (group == kFirst) {  // the vote keeps what follows behind it
+      if (group == kFirst) {  // the vote keeps the instructions after it behind it
 #pragma unroll
         for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;
         is_small = __all_sync(0xffffffffu, is_small);
@@ -105,19 +107,20 @@ struct QuantizedSoftmax {
 #pragma unroll
     for (int group = kGroups - kFirst; group < kGroups; ++group) p.pack(s, group);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;  // false of NaN
+    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;  // false if the sum is NaN
     return __all_sync(0xffffffffu, is_small);
   }
   CUFLASH_DEVICE float row_shift(int i, float shift) const { return kWeightExponent + shift - row_max[i]; }
 
-  // Add the weights up, of which `sum` is that of the thread.
+  // Add the thread's sum of weights to the sums of its rows.
   CUFLASH_DEVICE void add_sums(const float (&sum)[kRows], float unshift) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) row_sum[i] = ptx::fma(sum[i], unshift, row_sum[i]);
   }
 
-  // Raise maxima so that no such sum is too large, and add the weights up; `factor` is what is scaled by it. False, and
-  // nothing is done, where weights are infinite: scores are needed again. Called by whole warps.
+  // Raise maxima so that no sum of weights is too large, and add the weights up; sums and weights are scaled by
+  // `factor`. Return false, and change nothing, if weights are infinite: then the scores must be computed again. Called
+  // by whole warps.
   template <class Tile>
   CUFLASH_DEVICE bool lower_weights(Tile& s, float unshift, float (&sum)[kRows], float (&factor)[kRows]) {
     float largest[kRows];
@@ -125,7 +128,7 @@ struct QuantizedSoftmax {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       largest[i] = tile::quad_max(sum[i]);
-      is_finite &= sum[i] < -ptx::negative_infinity<float>();  // false of NaN
+      is_finite &= sum[i] < -ptx::negative_infinity<float>();  // false if the sum is NaN
     }
     if (!__all_sync(0xffffffffu, is_finite)) return false;
 #pragma unroll
@@ -140,8 +143,8 @@ struct QuantizedSoftmax {
     return true;
   }
 
-  // Divide o by its row sums; `lse` is the natural log-sum-exp of rows. Rows without a key: o = 0, lse = -inf. Called by whole
-  // warps.
+  // Divide o by its row sums, and compute the natural log-sum-exp of the rows. Rows without a key have o = 0 and lse =
+  // -inf. Called by whole warps.
   template <class OutputTile>
   CUFLASH_DEVICE void finalize(OutputTile& o, float (&lse)[kRows]) const {
     float sum[kRows];

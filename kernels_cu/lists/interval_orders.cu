@@ -1,15 +1,19 @@
 // Orders the blocks of queries, and those of keys, of each matrix by their lengths: the longest first, and of equally long ones
 // the last. A warp finds the place of a block by counting those before it.
 #include <lists/interval_params.cuh>
-#include <tile/range.cuh>
+#include <ptx/thread.cuh>
 
 namespace cuflash::lists {
 
 CUFLASH_DEVICE void put_in_order(const int32_t* lengths, int32_t* order, int number, int num_blocks) {
   const int first = number / num_blocks * num_blocks, length = lengths[number];
-  const int num_before = tile::warp_sum(first, first + num_blocks, [&](int other) {
-    return lengths[other] > length || (lengths[other] == length && other > number);
-  });
+  const int end = first + num_blocks;
+  int num_before = 0;
+  for (int start = first; start < end; start += 32) {
+    const int other = start + ptx::lane(), other_length = other < end ? lengths[other] : -1;
+    const bool is_before = other_length > length || (other_length == length && other > number);
+    num_before += __popc(__ballot_sync(0xffffffffu, is_before));
+  }
   if (ptx::lane() == 0) order[first + num_before] = number - first;
 }
 

@@ -1,8 +1,9 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// What the kernel that finds the row intervals of packed sequences takes, by value. cuflash/planning/interval_kernels.py has the
-// same record as a NumPy dtype. A matrix is a batch entry and head of the intervals.
+// What the kernel that finds the row intervals of packed sequences takes, by value.
+// cuflash/planning/interval_kernels.py has the same record as a NumPy dtype. A matrix is a batch entry and head of the
+// intervals.
 namespace cuflash::lists {
 
 constexpr int kBatchAxes = 3;
@@ -23,7 +24,7 @@ struct IntervalParams {
   int32_t* row_order;                     // [matrix, q block] blocks of queries, the longest first; as in attention/params.cuh
   int32_t* column_order;
   int64_t left, right;                    // keys on either side of the diagonal
-  int32_t batch[kBatchAxes];              // of the leading axes, in which a batch entry is counted
+  int32_t batch[kBatchAxes];  // extents of the batch axes
   int32_t num_matrices, num_heads;
   int32_t seqlen_q, seqlen_kv, num_offsets;
   int32_t q_itemsize, kv_itemsize;        // bytes of an offset

@@ -99,15 +99,15 @@ struct Matrix {
 };
 
 // How many blocks of a side a range may touch at least, of as many as are told apart.
-CUFLASH_DEVICE int blocks_of(int64_t length, int block) {
-  return static_cast<int>(clipped((length + block - 1) / block, 0, kMaxLength));
+CUFLASH_DEVICE int blocks_of(int length, int block) {
+  return static_cast<int>(clipped(length > 0 ? (length - 1) / block + 1 : 0, 0, kMaxLength));
 }
 
 CUFLASH_DEVICE int row_length(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   const int first = number * params.block_q, end = first + params.block_q;
   const int last = (end < params.seqlen_q ? end : params.seqlen_q) - 1;
-  return blocks_of(matrix.keys_of(last).hi - matrix.keys_of(first).lo, params.block_kv);
+  return blocks_of(static_cast<int>(matrix.keys_of(last).hi - matrix.keys_of(first).lo), params.block_kv);
 }
 
 CUFLASH_DEVICE int column_length(const Matrix& matrix, int number) {
@@ -119,13 +119,13 @@ CUFLASH_DEVICE int column_length(const Matrix& matrix, int number) {
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cuflash::config::kMinBlocks)
 lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
   using namespace cuflash::lists;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int thread = blockIdx.x * kThreads + threadIdx.x;
   const int num_blocks = params.row_order == nullptr ? 0 : params.num_q_blocks + params.num_kv_blocks;
   const int of_matrix = num_blocks + params.seqlen_q;  // the blocks first, as they take longer
-  const int number = static_cast<int>(thread / of_matrix), at = static_cast<int>(thread % of_matrix);
+  const int number = thread / of_matrix, at = thread % of_matrix;
   if (number >= params.num_matrices) return;
   const Matrix matrix(params, number);
   if (at >= num_blocks) {

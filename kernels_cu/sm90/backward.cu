@@ -1,8 +1,9 @@
-// FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) on Hopper: a block keeps a tile of keys and walks the
-// queries that visit it, over the query heads that share it, tile after tile. One warpgroup brings Q, dO and what is known
-// of each query; two multiply, 64 keys each. They make S and dP transposed: so P and dS, and dK and dV, stay in registers,
-// and only dS goes through shared memory, for dQ, whose parts are added up in global memory. Where sm90/backward_rows.cu
-// makes dQ, nothing does, and one warpgroup multiplies.
+// FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) on Hopper, up to 128 columns. A thread block keeps a
+// tile of keys and walks the blocks of queries that visit it, over the query heads that share its key/value head; then
+// it takes the next tile. One warpgroup loads Q, dO and the statistics of the queries. Two warpgroups multiply, 64 keys
+// each. They compute S and dP transposed, so that P and dS, and dK and dV, stay in registers. Only dS passes through
+// shared memory, for the product dQ, whose parts are summed in global memory. If sm90/backward_rows.cu computes dQ,
+// this kernel does not, and one warpgroup multiplies.
 #include <sm90/backward_changed_scores.cuh>
 #include <sm90/backward_epilogue.cuh>
 
@@ -18,9 +19,10 @@ CUFLASH_DEVICE void start_dp(Scores& dp, const PipelineState& state, int part) {
                       tile::KMajor<SmemDo>(do_smem(state.stage)));
 }
 
-// Walk all steps, tile after tile. A product's registers are variables of their own where they live: what starts anew is no
-// one's before. There is one loop, each time of one step, at whose end no product is under way: so the compiler knows that
-// where operands lie is one number for the warp, and waits for none by itself.
+// Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a fresh variable per iteration, so
+// that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge of the loop;
+// otherwise ptxas serialises them (advisory C7510). There is one loop, with one step per iteration, so that addresses
+// of operands are uniform in the warp.
 CUFLASH_DEVICE void consume(const attention::Params& params, int part, const score::Function& score,
                             attention::DropoutArgument dropout) {
   using namespace attention;
@@ -33,7 +35,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       DqSumLayout::thread_offset();
   const float softmax_scale_log2 = smem.softmax_scale_log2;
   int ds_address = 0;
-  if constexpr (kMakesDq)  // opaque: else reckoned anew in each step
+  if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
     ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
   Kept kept;
   using Step = StepScoreIf<Scores, score::Function>;
@@ -108,7 +110,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     const PipelineState next_state = state.next();
     DqFinish dq_finish = kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
     QueryValues next_lse_2;
-    if constexpr (kDpRunsAhead) {  // asked before stores of dQ, and the next scores, ask shared memory for all it gives
+    if constexpr (kDpRunsAhead) {  // loaded before stores of dQ and the next product occupy shared memory
       flags = wait_step(next_state);
       next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
     }
@@ -123,7 +125,8 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       dq_finish = smem.dq_finish;
     }
     const bool finishes = dq_finish != DqFinish::kNot;
-    if (starts_next_tile(flags) || finishes) {  // one branch: steps that do neither run through one piece of code
+    // one branch for both cases, so that all other steps are one piece of code
+    if (starts_next_tile(flags) || finishes) {
       if (starts_next_tile(flags)) release_kv();
       tile::wait_wgmma<0>(dk);
       if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
@@ -147,7 +150,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     }
     Scores next_s;
     start_scores(next_s, next_state, part);
-    // a branch: without one the compiler serializes products
+    // this wait contains a branch, without which ptxas serialises the products
     tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
     if constexpr (kDpRunsAhead) {
       tile::wait_wgmma<1>(dk);
@@ -156,7 +159,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
       const StepPlace next_place = place_of_step(next_state.stage);
-      const Step next_step(score, next_place);  // found, as is what is drawn, while products run
+      const Step next_step(score, next_place);  // computed, as the numbers of dropout are, while products run
       draw_step(kept, next_place, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
       make_step_p(next_s, delta, next_lse_2, next_state, next_step);

@@ -11,8 +11,8 @@
 namespace cuflash {
 
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;  // a block starts with 128 registers for each thread
-static_assert(kProducerRegisters + kConsumerRegisters <= 2 * 128, "else a group waits for ever");
-static_assert(kNumConsumers == 1 && kThreads == 2 * kWarpgroupThreads, "a warpgroup has 64 queries");
+static_assert(kProducerRegisters + kConsumerRegisters <= 2 * 128, "a block has no more registers");
+static_assert(kNumConsumers == 1 && kThreads == 2 * kWarpgroupThreads, "a warpgroup multiplies 64 queries");
 
 using Scores = tile::WarpTile<1, kBlockKv / 8, 4>;
 using Dq = tile::WarpTile<1, kHeadDim / 8, 4>;

@@ -9,15 +9,16 @@
 namespace cuflash {
 
 constexpr bool kChangesWeights = kHasScore || config::kHasDropout;
-// Slopes depend on scores: P and dS are made together, of S, once dP is there. Else P is made while dP is multiplied.
+// If slopes depend on scores, P and dS are made together, of S, once dP has arrived. Else P is made while dP is
+// multiplied.
 constexpr bool kMakesPairs = kHasScore && score::Function::kSlopesNeedScore;
 constexpr bool kHasSlopes = kHasScore && (!score::Function::kIsShift || score::Function::kAddsGradients);
 
-// A step's tile of scores: where its keys and queries stand.
+// The positions of the keys and queries of a step's scores.
 struct StepPlace {
   const attention::BatchHead& batch_head;
   attention::Positions keys, queries;
-  int stage;  // of its Q
+  int stage;  // stage of the step's Q
 };
 CUFLASH_DEVICE StepPlace place_of_step(int stage) {
   const StepMessage& message = shared().messages[stage];
@@ -25,7 +26,7 @@ CUFLASH_DEVICE StepPlace place_of_step(int stage) {
   return {work.batch_head, {work.first, work.last}, {message.block.start, message.block.stop}, stage};
 }
 
-// A score function at the elements of a step that a thread has.
+// The score function at a thread's elements of a step.
 template <class Tile, class Score>
 class StepScore {
  public:
@@ -37,7 +38,8 @@ class StepScore {
         queries_(place.queries, Tile::first_column()),
         array_(array_smem(place.stage)),
         place_(SmemArray::offset(Tile::first_column(), Tile::first_row() / 8) + 2 * (Tile::first_row() % 8)) {
-    if constexpr (kStagesArray) place_ = ptx::opaque(place_);  // else it takes registers from step to step
+    // opaque, so that it takes no registers from step to step
+    if constexpr (kStagesArray) place_ = ptx::opaque(place_);
     const attention::PositionsOf<Score> keys(place.keys, Tile::first_row());
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
@@ -52,7 +54,7 @@ class StepScore {
     }
   }
 
-  // Sums of what a step adds to gradients of captured arrays.
+  // What a step adds to the gradients of captured arrays.
   struct Sums {
     typename Score::OfTileSums of_tile;
     typename Score::OfKeySums of_key[Tile::kRows];
@@ -60,19 +62,19 @@ class StepScore {
     typename Score::OfUniformSums of_uniform;
   };
 
-  // The scores in the place of q k^T, for 16 queries.
+  // Replace q k^T by the scores, for 16 queries.
   CUFLASH_DEVICE void apply(Tile& s, int k, float softmax_scale) const {
     by_form([&](auto form) { apply_in<decltype(form)>(s, k, softmax_scale); });
   }
 
-  // dS = dF f' in the place of dF, for 16 queries, where slopes do not depend on the score; 0 where P is. Gradients of
-  // captured arrays are added to. Called by whole warps.
+  // Replace dF by dS = dF f' for 16 queries, if slopes do not depend on the score; dS is 0 where P is 0. Add to the
+  // gradients of captured arrays. Called by whole warps.
   CUFLASH_DEVICE void apply_slopes(Tile& p, Tile& df, int k, Sums& sums) const {
     by_form([&](auto form) { apply_slopes_in<decltype(form)>(p, df, k, sums); });
   }
 
-  // P and dS in the places of q k^T and dP, for 16 queries. `is_seen(i, j)` and statistics are asked for by a thread's
-  // row and column. Called by whole warps.
+  // Replace q k^T by P and dP by dS, for 16 queries. `is_seen(i, j)` and the statistics are functions of a thread's row
+  // and column. Called by whole warps.
   template <class IsSeen, class LseOf, class DeltaOf>
   CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
                                  int k, Sums& sums) const {
@@ -95,7 +97,7 @@ class StepScore {
   }
 
  private:
-  // How captured arrays are read: an element for each score, one for the warp's tile, or one that is at hand.
+  // The ways to read captured arrays: an element for each score, one element for the warp's tile, or a staged element.
   struct OfEach {};
   struct OfUniform {};
   struct OfStaged {};
@@ -108,7 +110,7 @@ class StepScore {
     if constexpr (!Score::kIsStaged) visit(OfEach());
   }
 
-  // The function at a thread's element.
+  // Return the score function at a thread's element.
   template <class Form>
   CUFLASH_DEVICE decltype(auto) function_at(int i, int j) const {
     if constexpr (kIsSame<Form, OfStaged>) {
@@ -157,7 +159,8 @@ class StepScore {
           function.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
                        sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
         if constexpr (!Score::kIsShift) {
-          // A P of 0 leaves 0 of a finite slope by itself; of one that a whole tile has it is known at once.
+          // If the slope is finite, a P of 0 makes dS 0 by itself; whether it is finite needs one test if the whole
+          // tile has one slope.
           const T ds = df.at(i, j) * slopes.d0;
           df.at(i, j) = !score::is_finite(slopes.d0) && p.at(i, j) == 0 ? T(0) : ds;
         }
@@ -187,15 +190,15 @@ class StepScore {
   const Score& score_;
   typename Score::OfTile of_tile_;
   attention::PositionsOf<Score> queries_;
-  SmemArray array_;  // of the step
-  int place_;  // of the thread's first key and query
+  SmemArray array_;  // elements of the step
+  int place_;  // place of the thread's first key and query
   bool is_uniform_ = false;
   typename Score::OfUniform uniform_;
   attention::Position<T> keys_[Tile::kRows];
   typename Score::OfKey of_key_[Tile::kRows];
 };
 
-// The same without a score function.
+// The type that stands for a step's score function in kernels without one.
 template <class Tile>
 struct NoStepScore {
   struct Sums {};
@@ -223,7 +226,7 @@ CUFLASH_DEVICE void finish_sums(const Score& score, const StepSums& of_steps) {
   if constexpr (Score::kAddsGradients && Score::kCanBeUniform) score.flush(of_steps);
 }
 
-// Store dS of a step, which all consumers have put into shared memory, as the gradient of the staged array.
+// Store dS of a step, which all consumers have stored in shared memory, as the gradient of the staged array.
 template <class Score, class SmemDs>
 CUFLASH_DEVICE void store_gradient(const Score& score, const StepPlace& place, SmemDs ds) {
   const auto all = score.staged_gradient(score.of_tile(place.batch_head.batch_index, place.batch_head.head));
@@ -234,7 +237,7 @@ CUFLASH_DEVICE void store_gradient(const Score& score, const StepPlace& place, S
   tile::copy<kNumConsumers * kWarpgroupThreads>(part, tile::TmaBoxes(ds), ptx::thread_index() - kWarpgroupThreads);
 }
 
-// Which of a thread's weights are kept. Called by whole warps.
+// Return bits of a thread's weights that dropout keeps. Called by whole warps.
 template <class Tile>
 CUFLASH_DEVICE attention::KeptFragments<Tile, true> kept_weights_of_step(const attention::Dropout& dropout,
                                                                          const attention::Shape& shape,

@@ -3,25 +3,25 @@
 #include <tile/counter.cuh>
 #include <tile/range.cuh>
 
-// Of a list, whose tiles of queries few tiles of keys come to: who comes first stores what it makes of dQ, so that nobody sets
-// sums to 0 beforehand, and others, who add, wait until it has. Where very few come, the last of them waits until all others
-// are done, takes their sums and finishes dQ. Each waits for those alone who came before.
+// Of a list, whose tiles of queries few tiles of keys come to: who comes first stores what it makes of dQ, so that
+// nobody sets sums to 0 beforehand, and others, who add, wait until it has. Where very few come, the last of them waits
+// until all others are done, takes their sums and finishes dQ. Each waits for those alone who came before.
 namespace cuflash::attention {
 
-// How many tiles of keys have come to a tile of queries, and kDqIsStored; or, where the last of `num` that will come finishes
-// dQ, kArrivalIsDone for each that is done.
+// Counter of the tiles of keys that have arrived at a tile of queries, plus kDqIsStored once the first has stored its
+// sums. If the last of `expected` tiles finishes dQ, the counter has kArrivalIsDone for each tile that is done.
 struct DqArrivals {
   int count, expected;
 };
 constexpr int kDqIsStored = 1 << 30, kArrivalIsDone = 1 << 16;
 
-// What who comes does, where the last one finishes.
+// The part of one arrival, if the last tile that arrives finishes dQ.
 struct DqArrival {
-  int before;       // came before
-  int num_awaited;  // of them, who have to be done
+  int before;  // number of tiles that arrived before
+  int num_awaited;  // how many of these must be done first
   bool is_last;
 
-  // Of what the count was and how many will come.
+  // Return the part of the arrival that found `count`, if `num` tiles will arrive.
   static CUFLASH_DEVICE DqArrival of(int count, int num) {
     const int before = count % kArrivalIsDone;
     const bool is_last = before == num - 1;
@@ -29,13 +29,13 @@ struct DqArrival {
   }
 };
 
-// Wait until all are done that are waited for. By whole warps.
+// Wait until all awaited tiles are done. Called by whole warps.
 CUFLASH_DEVICE void wait_for_arrivals(const DqArrival& arrival, const int* count) {
   if (arrival.num_awaited > 0) ptx::wait_for_counter(count, -kArrivalIsDone, arrival.num_awaited * kArrivalIsDone);
 }
 
-// How many tiles of Width keys come to a tile of queries: those of its row of the list that some query sees, as Steps over
-// queries has it. By a warp.
+// Return the number of tiles of Width keys that arrive at a tile of queries: those of its row of the list that some
+// query sees, as BlockIterator walks them. Called by a warp.
 template <int Width>
 CUFLASH_DEVICE int num_expected_arrivals(const Params& params, const WorkTile& work) {
   const WorkList& list = params.work;
@@ -51,7 +51,8 @@ CUFLASH_DEVICE int num_expected_arrivals(const Params& params, const WorkTile& w
   });
 }
 
-// The same without a list: tiles from the first key that the first of the queries sees to the last key of the last one.
+// Return the number of tiles of Width keys that arrive at a tile of queries without a list: the tiles from the first
+// key that the first query sees to the last key that the last query sees.
 template <int Width>
 CUFLASH_DEVICE int num_visiting_key_tiles(const Params& params, const WorkTile& work) {
   const int lo = interval(params, work.batch_head, work.first).lo,
@@ -59,7 +60,8 @@ CUFLASH_DEVICE int num_visiting_key_tiles(const Params& params, const WorkTile& 
   return lo < params.shape.seqlen_kv ? max((hi + Width - 1) / Width - lo / Width, 0) : 0;
 }
 
-// Before anybody comes: nobody has, and so many will. Where nobody will, dQ is 0. By the first warp.
+// Reset the counter of a tile of queries, and store how many tiles will arrive. If none will, write dQ = 0. Called by
+// the first warp.
 template <int Width, class Element>
 CUFLASH_DEVICE void init_dq_arrivals(const Params& params, const WorkTile& work, DqArrivals& arrivals) {
   int num;

@@ -1,15 +1,17 @@
 #pragma once
 #include <sm90/kv_pipeline.cuh>
 
-// Which weights are dropped, drawn by a warpgroup of its own ahead of the consumers, whose own instructions wait for each other.
-// A thread draws for those of each warpgroup of consumers whose number in it is the thread's own.
+// Which weights are dropped, drawn by a warpgroup of its own ahead of the consumers, whose own instructions wait for
+// each other. A thread draws for those of each warpgroup of consumers whose number in it is the thread's own.
 namespace cuflash {
 
-CUFLASH_DEVICE KeptRing<true>& kept_ring() { return reinterpret_cast<KeptRing<true>&>(shared()); }  // if it is there
+// Return the ring of kept weights; valid if the kernel has drawers.
+CUFLASH_DEVICE KeptRing<true>& kept_ring() { return reinterpret_cast<KeptRing<true>&>(shared()); }
 CUFLASH_DEVICE const tile::PipelineSlot& kept_slot(unsigned count) { return kept_ring().kept[count % kKeptStages]; }
 CUFLASH_DEVICE int kept_phase(unsigned count) { return count / kKeptStages % 2; }
 
-// The drawers: step after step and tile after tile. `Tile` is what consumers have of a step's scores.
+// Run the drawer warpgroup: draw the kept weights of all steps, tile after tile. `Tile` is the consumers' register tile
+// of scores.
 template <class Tile>
 CUFLASH_DEVICE void draw_steps(const attention::Params& params, attention::DropoutArgument dropout) {
   if constexpr (kHasDrawers) {
@@ -42,7 +44,7 @@ CUFLASH_DEVICE void draw_steps(const attention::Params& params, attention::Dropo
   }
 }
 
-// The consumers: what was drawn for a thread of a step, whose room is left.
+// Return the kept weights of a thread in a step, and release their slot. Called by consumers.
 template <class Kept>
 CUFLASH_DEVICE void read_kept(Kept& kept, unsigned num_k_blocks) {
   using Tile = typename Kept::WeightTile;
@@ -54,7 +56,7 @@ CUFLASH_DEVICE void read_kept(Kept& kept, unsigned num_k_blocks) {
   tile::arrive(kept_slot(num_k_blocks).empty);
 }
 
-// Of a step that the warpgroup passes over.
+// Release the slot of a step that the warpgroup skips.
 CUFLASH_DEVICE void skip_kept(unsigned num_k_blocks) {
   tile::wait_full(kept_slot(num_k_blocks), kept_phase(num_k_blocks));
   tile::arrive(kept_slot(num_k_blocks).empty);

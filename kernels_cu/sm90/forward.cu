@@ -1,7 +1,8 @@
-// FlashAttention-3's forward pass (arXiv 2407.08608, algorithm 2) on Hopper: one warpgroup of a block brings tiles of Q, K
-// and V into shared memory, the others multiply them, 64 rows of queries each. Scores of the next step are multiplied
-// while this one's become weights and while the last one's are multiplied by V; and warpgroups take turns at starting
-// products, so that one's softmax runs under another's products. Blocks go on to further tiles until none is left.
+// FlashAttention-3's forward pass (arXiv 2407.08608, algorithm 2) on Hopper. One warpgroup of a thread block loads
+// tiles of Q, K and V into shared memory; the other warpgroups multiply them, 64 rows of queries each. Scores of the
+// next step are multiplied while the scores of this one become weights, and while the weights of the step before are
+// multiplied by V. Warpgroups start products in turn, so that the softmax of one runs under the products of another.
+// Blocks take further tiles until none is left.
 #include <attention/config_mma.cuh>
 #include <attention/dropout.cuh>
 #include <attention/sink.cuh>
@@ -14,13 +15,13 @@
 
 namespace cuflash {
 
-// for rooms, under weights; where steps are short it costs more than waiting
+// tests the barriers of the next slots while weights are made; at 64 columns this costs more than it saves
 constexpr bool kTestsBarriersEarly = kHeadDim > 64;
-// Whether no maxima are looked for in a tile's masked steps and its last one either. Rooms of keys are left later for it, and
-// two warpgroups, which take more keys in the same time, would wait for them.
+// The masked steps of a tile and its last one skip the maximum too. They then release K later, for which two
+// warpgroups, which need more keys in the same time, would wait.
 constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
-// With a score function, consumers want more of them, unless it reads arrays at positions.
+// With a score function, consumers need more registers, unless it reads arrays at positions.
 constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions && !kStagesArray;
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
@@ -40,9 +41,8 @@ using PackedP = tile::PackedOperand<Element, Scores>;
 using ScoresOfTile = TileScoreOr<Scores, score::Function>::Type;
 using Kept = attention::KeptFragments<Scores>;
 
-// ---- the consumers ----
 
-// Numbers count what a warpgroup has read: tiles of queries, and of keys.
+// num_tiles_done and num_k_blocks count the tiles and the blocks of keys that a warpgroup has read.
 
 using QOperand = tile::KMajor<SmemQ>;
 using KOperand = tile::KMajor<SmemK>;
@@ -51,7 +51,7 @@ CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tiles_done) {
   return QOperand(q_smem(q_stage_of(num_tiles_done)), 64 * (group % kNumConsumers));
 }
 
-// Of a tile's first step; says the step's kind.
+// Multiply the scores of a tile's first step, wait for them, and return the flags of the step.
 CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks,
                                       bool waits_for_ping_pong) {
   tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
@@ -63,8 +63,8 @@ CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tiles_d
   return flags;
 }
 
-// Pass over the rest of a tile, of which the warpgroup's queries see nothing: take turns and pass them, and leave what is not
-// read; but for the last step's values, if it `keeps_last_v`.
+// Skip the rest of a tile, whose keys the warpgroup's queries do not see: take part in the ping-pong, and release K and
+// V; but not the last V if `keeps_last_v`.
 CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_last_v) {
   for (bool is_end = false; !is_end; ++num_k_blocks) {
     const int stage = stage_of(num_k_blocks), phase = phase_of(num_k_blocks);
@@ -83,7 +83,7 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
   }
 }
 
-// The score function of a step's scores, in their place, before masks hide any.
+// Replace the scores of a step by their score function, before masks hide any.
 CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                unsigned num_k_blocks) {
   if constexpr (kStagesArray) tile::wait_full(array_slot(stage_of(num_k_blocks)), phase_of(num_k_blocks));
@@ -96,7 +96,7 @@ CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Func
   if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work);
 }
 
-// Find which weights of a step are kept, while its scores are multiplied: it is drawn here, or read where others draw.
+// Find the weights of a step that dropout keeps. Called while its scores are multiplied.
 CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::DropoutArgument dropout, Kept& kept,
                               unsigned num_tiles_done, unsigned num_k_blocks) {
   if constexpr (kHasDrawers) {
@@ -110,7 +110,7 @@ CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::Dropou
   }
 }
 
-// The weights of a step as an operand, 0 where they are dropped.
+// Pack the weights of a step as an operand; dropped weights are 0.
 CUFLASH_DEVICE void pack_step(PackedP& p, const Scores& s, const Kept& kept) {
   p = s;
   if constexpr (config::kHasDropout)
@@ -120,12 +120,12 @@ CUFLASH_DEVICE void pack_step(PackedP& p, const Scores& s, const Kept& kept) {
       for (int e = 0; e < 4; ++e) p.fragments[k][e] &= kept.halves_at(e % 2, 4 * k + e / 2 * 2);
 }
 
-// A step's scores once more, for one warp alone, whose own are lost.
+// Multiply the scores of a step again, by mma.sync, for one warp whose scores are lost.
 CUFLASH_DEVICE void recompute_scores(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                      unsigned num_tiles_done, unsigned num_k_blocks) {
   constexpr int kInPanel = SmemQ::kPanelWidth / 16;
   s.fill(0);
-#pragma unroll 1  // rare: less text
+#pragma unroll 1  // rare, so the code is kept short
   for (int k = 0; k < kHeadDim / 16; ++k) {
     const auto q = tile::left_k_major(q_smem(q_stage_of(num_tiles_done)).panel(k / kInPanel), s.warp_row());
     const auto keys = tile::right_k_major(k_smem(stage_of(num_k_blocks)).panel(k / kInPanel), 0);
@@ -136,7 +136,7 @@ CUFLASH_DEVICE void recompute_scores(const ScoresOfTile& of_tile, const score::F
   score_step(of_tile, function, s, num_k_blocks);
 }
 
-// What is not so as it left the product: hide what masks hide, and turn what falls as scores grow.
+// Hide masked scores, and negate scores if the scale is not positive.
 CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, unsigned num_tiles_done,
                                     unsigned num_k_blocks) {
   const StepMessage& message = shared().messages[stage_of(num_k_blocks)];
@@ -145,14 +145,14 @@ CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, 
   mask_block(params, s, shared().tile_infos[tile_info_index(num_tiles_done)], message);
 }
 
-// A step's keys are not read any more; nor are, with its last ones, a tile's queries, if they have the one room.
+// Release K of a step; with the last step of a tile also Q, if it has one stage.
 CUFLASH_DEVICE void release_k(unsigned num_k_blocks, bool is_last) {
   tile::arrive(shared().k[stage_of(num_k_blocks)].empty);
   if constexpr (kStagesArray) tile::arrive(array_slot(stage_of(num_k_blocks)).empty);
   if (is_last && kQStages == 1) tile::arrive(shared().q[0].empty);
 }
 
-// The weights of a step, of which scores are left in their place.
+// Turn the scores of a step into weights, after its maxima are updated, and rescale O.
 CUFLASH_DEVICE void make_p(Scores& s, Softmax& softmax, Output& o, bool max_has_risen,
                            const float (&factor)[Softmax::kRows]) {
   if (max_has_risen) Softmax::rescale(o, factor);
@@ -160,14 +160,14 @@ CUFLASH_DEVICE void make_p(Scores& s, Softmax& softmax, Output& o, bool max_has_
   softmax.exp_scores(s, shared().softmax_scale_log2);
 }
 
-// O has the values of the keys before.
+// Wait for the product of O with V of the step before, and release this V.
 CUFLASH_DEVICE void wait_output(Output& o, unsigned num_k_blocks) {
   tile::wait_wgmma<0>(o);
   tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
 }
 
-// What is multiplied next: Q and the keys after `num_k_blocks` - 1, and the values of these. Found while weights are
-// made: what products wait for comes late under others.
+// Operands of the next products: Q, K of the block `num_k_blocks`, and V of the block before. Descriptors and barriers
+// are read while weights are made: the same loads under products would have a long latency.
 class NextOperands {
  public:
   NextOperands() = default;
@@ -182,7 +182,7 @@ class NextOperands {
     v_.descriptor.materialize();
   }
 
-  // Start both products, once their weights are there. Says the kind of the keys' step.
+  // Start both products, for which the weights must be ready. Return the flags of the block of K.
   CUFLASH_DEVICE int start_products(Scores& s, Output& o, const PackedP& p, int group, unsigned num_k_blocks) const {
     if (!has_k_) tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
     if (!has_v_) tile::wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
@@ -201,14 +201,15 @@ class NextOperands {
   bool has_k_, has_v_;
 };
 
-// Plain steps have code of their own that is in one piece: where it jumps, it waits for instructions.
+// Return whether a step is plain: unmasked, without a maximum, and not the last one. Plain steps are a straight piece
+// of code of their own, since jumps wait for instruction fetches.
 CUFLASH_DEVICE bool is_plain(int flags) {
   constexpr int kAsPlain = StepMessage::kSkipMax | StepMessage::kUnmasked;
   return (flags & (kAsPlain | StepMessage::kLastForWarpgroup)) == kAsPlain;
 }
 
-// Scores of a step that is not plain, or was, and they are lost: `scores_are_lost`. Whether they are weights then; else
-// they are as masks leave them.
+// Process the scores of a step that is not plain, or of a plain one whose scores are lost (`scores_are_lost`). Return
+// whether they have become weights; otherwise they are masked scores.
 CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const ScoresOfTile& of_tile,
                                         const score::Function& function, Scores& s, Softmax& softmax,
                                         unsigned num_tiles_done, unsigned num_k_blocks, int flags,
@@ -231,15 +232,14 @@ CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const S
   return p_is_ready;
 }
 
-// Whether the next step is to look for maxima: it is after one that did not, and lost its scores. A score function may
-// let scores rise with the key, step after step: then it is also after one that raised a maximum.
+// Return kSkipMax if the next step may skip the maximum: not after a step that skipped it and lost its scores.
 CUFLASH_DEVICE int next_flags(int flags, bool p_is_ready, const Softmax& softmax, bool max_has_risen) {
   const bool scores_are_lost = (kSkipsMaxOnMasked ? flags & StepMessage::kSkipMax : is_plain(flags)) && !p_is_ready;
   const bool may_rise_again = kHasScore && max_has_risen;
   return ptx::opaque(scores_are_lost | may_rise_again | softmax.max_reasons) ? 0 : StepMessage::kSkipMax;
 }
 
-// O gets the last values.
+// Add the product with the last V of a tile to O.
 CUFLASH_DEVICE void add_last_v(Output& o, const PackedP& p, unsigned num_k_blocks) {
   tile::wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
   tile::start_gemm_add_nn(o, p, tile::MnMajor<SmemV>(v_smem(stage_of(num_k_blocks - 1))));
@@ -247,7 +247,7 @@ CUFLASH_DEVICE void add_last_v(Output& o, const PackedP& p, unsigned num_k_block
   tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
 }
 
-// Tile after tile.
+// Run a consumer warpgroup with one stage of Q.
 CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, const attention::TensorMaps& maps,
                                              int group,
                                              attention::SinkArgument sink, const score::Function& function,
@@ -296,8 +296,9 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
   }
 }
 
-// With room for Q of two tiles, scores of the next tile's first step are made under the last step of this one, and its
-// results are written once the next tile has its first weights; if the warpgroup has a part in all of this one's steps.
+// Run a consumer warpgroup with two stages of Q. The first scores of the next tile are multiplied under the last step
+// of a tile, whose results are written when the next tile has its first weights; provided that the warpgroup takes part
+// in all steps of the tile.
 CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, const attention::TensorMaps& maps,
                                               int group,
                                               attention::SinkArgument sink, const score::Function& function,
@@ -352,7 +353,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
         }
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
       }
-      // Before scores are waited for.
+      // computed before the wait for scores
       flags = next_flags(flags, p_is_ready, softmax, max_has_risen) | is_last * StepMessage::kEpiloguePending |
           (is_first && !is_last) * StepMessage::kOStoreInFlight |
              next_operands.start_products(s, o, p, group, num_k_blocks);
@@ -373,7 +374,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, const attention::Te
   if (group == kNumConsumers) ping_pong_signal();
   if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function, dropout);
   else consume_with_two_q_stages(params, maps, group, sink, function, dropout);
-  if (group == 1) ping_pong_wait();  // nobody is left to take the last one
+  if (group == 1) ping_pong_wait();  // takes the last signal, for which no other warpgroup waits
 }
 
 }  // namespace cuflash
@@ -383,7 +384,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
              const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
-  // one for the warp: branches do not part it
+  // uniform in the warp, so that branches do not diverge
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (threadIdx.x == 0) {
     init_barriers();

@@ -1,12 +1,14 @@
-// FlashAttention-3's forward pass in 8 bits (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are numbers of e4m3 with a
-// scale for each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of P: no lane
-// hands another any weight. P V of kStepsOfSum steps is summed by the tensor cores, which keep 14 bits of it, and then added to
-// O in float32. Scores of the next step are multiplied while this one's become weights and while the last one's are multiplied
-// by V; warpgroups take turns at starting products. Blocks go on to further tiles until none is left.
+// FlashAttention-3's forward pass in 8 bits (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are numbers of e4m3
+// with a scale for each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of
+// P: no lane hands another any weight. P V of kStepsOfSum steps is summed by the tensor cores, which keep 14 bits of
+// it, and then added to O in float32. Scores of the next step are multiplied while this one's become weights and while
+// the last one's are multiplied by V; warpgroups take turns at starting products. Blocks go on to further tiles until
+// none is left.
 #include <attention/config_mma.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <attention/softmax_fp8.cuh>
+#include <sm90/forward_fp8_epilogue.cuh>
 #include <sm90/forward_hooks.cuh>
 #include <sm90/kv_pipeline.cuh>
 
@@ -19,46 +21,9 @@ constexpr int kConsumerRegisters = kIsWide ? 240 : kMinBlocks == 1 ? 232 : 216;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
 
-using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
-using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
-using PackedP = tile::E4M3Operand<Scores>;
-using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
-using RowScales = float[Scores::kRows];
-constexpr int kStepsOfSum = 512 / kBlockKv;  // at most: 512 keys, as fp8/cuts.py has it
-constexpr float kLargestShift = 1;           // weights take in a scale that is at most as many powers of two from the sum's
+constexpr int kPingPongBarrier = 1;  // numbers of named barriers, one for each consumer warpgroup
 
-// What steps have beside messages, and the room in which O is rounded, each warp's rows in one place.
-struct alignas(16) StepScales {
-  struct alignas(16) Step {
-    float key;
-    float shift, unshift;  // powers of two by which the scale of its values is larger than their sum's; 2^-shift
-    float ended_scale;     // of the sum that ends before the step, as it starts another; negative if it does not
-  };
-  Step steps[kNumStages];
-  float value[kNumStages];            // the scale of the sum with the step's values
-  float sum_scale, sum_scale_log2;    // of the last step; the producer's own
-  int num_steps_of_sum;
-};
-// What a thread keeps there, as its registers are for accumulators: the scales of its rows, and their maxima.
-struct alignas(16) ThreadRoom {
-  float row_scales[2], row_max[2];
-};
-constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
-CUFLASH_DEVICE StepScales& step_scales() {
-  return *reinterpret_cast<StepScales*>(ptx::dynamic_shared<unsigned char>() + kStepScalesOffset);
-}
-constexpr bool kStoresOByTma = sizeof(Element) == 2;
-constexpr int kThreadRoomsOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 15) / 16 * 16;
-CUFLASH_DEVICE ThreadRoom& thread_room() {
-  const int number = ptx::thread_index() - kWarpgroupThreads;
-  return reinterpret_cast<ThreadRoom*>(ptx::dynamic_shared<unsigned char>() + kThreadRoomsOffset)[number];
-}
-constexpr int kThreadRoomsEnd = kThreadRoomsOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadRoom));
-constexpr int kSmemOOffset = (kThreadRoomsEnd + 1023) / 1024 * 1024;
-
-constexpr int kPingPongBarrier = 1;  // names of barriers, one for each warpgroup of consumers
-
-// The scale of a row of an operand.
+// Return the scale of a row of an operand.
 CUFLASH_DEVICE float scale_of_row(const attention::Matrices& scales, const attention::BatchHead& batch_head, int head, int row,
                                   int64_t rows_of_a_scale) {
   const int number = row / static_cast<int>(rows_of_a_scale);
@@ -66,7 +31,8 @@ CUFLASH_DEVICE float scale_of_row(const attention::Matrices& scales, const atten
 }
 
 struct Fp8Hooks : ForwardHooks {
-  // A step's values are added to the sum of the step before if that has few steps, and its scale is near theirs.
+  // Store the scales of a step. Its values are added to the sum of the step before if that sum has few steps and a
+  // similar scale.
   static CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage,
                                           int first_key, bool is_first) {
     const attention::BatchHead& batch_head = tile_info.work.batch_head;
@@ -88,9 +54,8 @@ struct Fp8Hooks : ForwardHooks {
   }
 };
 
-// ---- the consumers ----
-
-// The warpgroup whose turn it is to start products: groups are numbered from 1 on.
+// Wait until the warpgroup may start products; groups are numbered from 1 on. Below, let the next warpgroup start its
+// own.
 CUFLASH_DEVICE void ping_pong_wait(int group) {
   if (kPingPong) ptx::bar_sync(kPingPongBarrier + group - 1, 2 * kWarpgroupThreads);
 }
@@ -98,70 +63,7 @@ CUFLASH_DEVICE void ping_pong_signal(int group) {
   if (kPingPong) ptx::bar_arrive(kPingPongBarrier + group % kNumConsumers, 2 * kWarpgroupThreads);
 }
 
-// Write a warp's rows of O, rounded, with what the accelerator cannot copy; or as floats.
-template <class T>
-CUFLASH_DEVICE void store_rows(const tile::Matrix<T>& to, Output& o) {
-  tile::store(to, o);
-}
-CUFLASH_DEVICE void store_rows(const tile::Matrix<float>& to, Output& o) {
-#pragma unroll
-  for (int i = 0; i < Output::kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-#pragma unroll
-    for (int j = 0; j < Output::kColumns; ++j) {
-      const int column = o.first_column() + o.column(j);
-      if (row < to.num_rows && column < to.num_columns) to.at(row, column) = o.at(i, j);
-    }
-  }
-}
-
-// Round a warp's rows of O into its room, and let the accelerator copy them from there.
-template <class T>
-CUFLASH_DEVICE void store_boxes(T, const attention::TensorMaps& maps, const EpilogueTarget& target, const Output& o) {
-  using SmemO = tile::WgmmaTile<T, kBlockQ, kValueDim>;
-  const SmemO o_smem{kSmemOOffset};
-  ptx::bulk_wait_read<0>();  // the tile before has left
-  __syncwarp();
-  tile::PackedOperand<T, Output> rounded;
-  rounded = o;
-  tile::store(o_smem, rounded, o.warp_row());
-  ptx::fence_proxy_async();
-  __syncwarp();
-#pragma unroll
-  for (int panel = 0; panel < SmemO::kNumPanels && o.warp_row() < target.num_rows; ++panel)
-    ptx::tma_store_5d(&maps.o.map, o_smem.panel(panel).address(o.warp_row(), 0), panel * SmemO::kPanelWidth,
-                      target.first + o.warp_row(), target.o_coords.x, target.o_coords.y, target.o_coords.z);
-  ptx::bulk_commit();
-}
-CUFLASH_DEVICE void store_boxes(float, const attention::TensorMaps&, const EpilogueTarget&, const Output&) {}
-
-// Write lse and O of a tile. O leaves by a room in shared memory where the accelerator writes it, a box for each warp's rows.
-CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
-                             const Softmax& softmax, Output& o, attention::SinkArgument sink) {
-  using namespace attention;
-  const WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
-  const BatchHead& batch_head = tile_info.work.batch_head;
-  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
-  float row_lse[Output::kRows];
-  softmax.finalize(o, row_lse);
-  if constexpr (config::kHasSink)
-#pragma unroll
-    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
-  const EpilogueTarget target = tile_info.epilogue_target;
-  if (kStoresOByTma && target.uses_tma_store) {
-    store_boxes(Element{}, maps, target, o);
-  } else {
-    const auto all = matrix<Element>(params.o, batch_head, batch_head.head, 0, params.shape.value_dim);
-    store_rows(all.rows(tile_info.work.first, tile_info.work.last), o);
-  }
-#pragma unroll
-  for (int i = 0; i < o.kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
-  }
-}
-
-// Numbers count what a warpgroup has read: tiles of queries, and of keys.
+// num_tiles_done and num_k_blocks count the tiles and the blocks of keys that a warpgroup has read.
 
 using QOperand = tile::KMajor<SmemQ>;
 using KOperand = tile::KMajor<SmemK>;
@@ -170,7 +72,7 @@ CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tiles_done) {
   return QOperand(q_smem(q_stage_of(num_tiles_done)), 64 * (group % kNumConsumers));
 }
 
-// Keep what scores of a thread's rows are multiplied by, but for the scale of keys.
+// Store the factors of the scores of a thread's rows, without the scale of keys.
 CUFLASH_DEVICE void read_row_scales(attention::ScalesArgument scales, unsigned num_tiles_done) {
   const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
 #pragma unroll
@@ -181,7 +83,7 @@ CUFLASH_DEVICE void read_row_scales(attention::ScalesArgument scales, unsigned n
   }
 }
 
-// Start the scores of a tile's first step, and wait for them; says the step's kind.
+// Multiply the scores of a tile's first step, wait for them, and return the flags of the step.
 CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks) {
   tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
   const int flags = flags_of_warpgroup(group, num_k_blocks);
@@ -192,8 +94,8 @@ CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tiles_d
   return flags;
 }
 
-// Pass over the rest of a tile, of which the warpgroup's queries see nothing: take turns and pass them, and leave what is not
-// read.
+// Skip the rest of a tile, whose keys the warpgroup's queries do not see: take part in the ping-pong, and release K and
+// V.
 CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks) {
   for (bool is_end = false; !is_end; ++num_k_blocks) {
     const int stage = stage_of(num_k_blocks), phase = phase_of(num_k_blocks);
@@ -207,7 +109,7 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks) {
   }
 }
 
-// What is not so as it left the product: hide what masks hide, and turn what falls as scores grow.
+// Hide masked scores, and negate scores if the scale is not positive.
 CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, unsigned num_tiles_done,
                                     unsigned num_k_blocks) {
   using Signs = attention::LazySoftmax<Scores::kRows>;
@@ -231,15 +133,15 @@ CUFLASH_DEVICE void recompute_scores(Scores& s, unsigned num_tiles_done, unsigne
   const SmemQ q = q_smem(q_stage_of(num_tiles_done));
   const SmemK k = k_smem(stage_of(num_k_blocks));
   s.fill(0);
-#pragma unroll 1  // rare: less text
+#pragma unroll 1  // rare, so the code is kept short
   for (int column = 0; column < kHeadDim; ++column) {
-    const int at = ptx::opaque(column);  // so that no address is kept
+    const int at = ptx::opaque(column);  // opaque, so that no address stays in a register
     float query[Scores::kRows];
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) query[i] = number_of(place_of(q, s.first_row() + s.row(i), at));
     const uint8_t* const keys[2] = {place_of(k, s.first_column(), at), place_of(k, s.first_column() + 1, at)};
 #pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j) {  // swizzles repeat after eight rows
+    for (int j = 0; j < Scores::kColumns; ++j) {  // the swizzle repeats after eight rows
       const float key = number_of(keys[j % 2] + j / 2 * 8 * SmemK::kRowBytes);
 #pragma unroll
       for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(query[i], key, s.at(i, j));
@@ -247,7 +149,7 @@ CUFLASH_DEVICE void recompute_scores(Scores& s, unsigned num_tiles_done, unsigne
   }
 }
 
-// o += sum * scale
+// Add sum * scale to o.
 CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, float scale) {
 #pragma unroll
   for (int i = 0; i < Output::kRows; ++i)
@@ -255,11 +157,11 @@ CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, float scale) {
     for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale, o.at(i, j));
 }
 
-// What a step's scores and weights are multiplied by.
+// Factors of a step's scores and weights.
 struct StepFactors {
   RowScales scale, row_shift;
 
-  // Read once its keys are there.
+  // Reads the factors; K of the step must have arrived.
   explicit CUFLASH_DEVICE StepFactors(const Softmax& softmax, unsigned num_k_blocks) {
     const StepScales::Step& step = step_scales().steps[stage_of(num_k_blocks)];
 #pragma unroll
@@ -270,7 +172,8 @@ struct StepFactors {
   }
 };
 
-// The products that a step starts, found before its weights are there, so that little is left between these and the products.
+// Operands of the products that a step starts. They are computed before its weights are ready, so that little is left
+// to do before the products start.
 class NextProducts {
  public:
   NextProducts() = default;
@@ -283,14 +186,15 @@ class NextProducts {
         tile::try_wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
   }
 
-  // Start the scores of the step after, and the weights' products with values, which are added to others if they say so.
+  // Start the scores of the next step, and the product of the weights with V, which is added to the sum unless the step
+  // starts a new one.
   CUFLASH_DEVICE void start(Scores& s, Output& values, const PackedP& p, int group, unsigned num_k_blocks, bool adds) const {
     if (!has_both_) {
       tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
       tile::wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
     }
     ping_pong_wait(group);
-    ptx::fence_registers(tile::accumulators(values));  // what reads them stays before
+    ptx::fence_registers(tile::accumulators(values));  // reads of the registers must stay before this line
     tile::start_gemm_nt(s, q_, k_);
     tile::start_gemm_nt(values, p, v_, adds);
     ping_pong_signal(group);
@@ -303,7 +207,7 @@ class NextProducts {
   bool has_both_;
 };
 
-// Multiply a tile's last weights with values, as no further scores are to be started with them.
+// Multiply a tile's last weights by V, without scores of a further step.
 CUFLASH_DEVICE void multiply_last_values(Output& values, const PackedP& p, unsigned num_k_blocks, bool adds) {
   const int stage = stage_of(num_k_blocks);
   tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
@@ -311,8 +215,8 @@ CUFLASH_DEVICE void multiply_last_values(Output& values, const PackedP& p, unsig
   tile::wait_wgmma<0>(values);
 }
 
-// Tile after tile. Scores of the next tile's first step are made before this one's results are written, if the warpgroup has a
-// part in all of its steps.
+// Run a consumer warpgroup: tile after tile. The first scores of the next tile are multiplied before the results of a
+// tile are written, if the warpgroup takes part in all steps of the tile.
 CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attention::TensorMaps& maps, int group,
                                   attention::SinkArgument sink, attention::ScalesArgument scales) {
   unsigned num_k_blocks = 0;
@@ -321,7 +225,7 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
   bool has_scores = false;
   for (unsigned num_tiles_done = 0; has_scores || wait_tile(num_tiles_done); ++num_tiles_done) {
     Softmax softmax(thread_room().row_max);
-    Output o, values;  // of steps of which none is in O yet
+    Output o, values;  // values: sum of the steps that are not in O yet
     PackedP p;
     o.fill(0);
     values.fill(0);
@@ -337,7 +241,7 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
       const bool is_plain = (flags & kAsPlain) == kAsPlain;
       NextProducts next;
       float sum[Softmax::kRows], ended_scale;
-      const auto meanwhile = [&] {  // once the last products with values are made
+      const auto meanwhile = [&] {  // called when the last products with V have ended
         tile::wait_wgmma<0>(values);
         if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         ended_scale = step.ended_scale;
@@ -402,7 +306,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, const attention::Te
                             attention::SinkArgument sink, attention::ScalesArgument scales) {
   if (group == kNumConsumers) ping_pong_signal(group);
   consume_tiles(params, maps, group, sink, scales);
-  if (group == 1) ping_pong_wait(group);  // no group is left to take the last turn
+  if (group == 1) ping_pong_wait(group);  // takes the last signal, for which no other warpgroup waits
 }
 
 }  // namespace cuflash
@@ -412,7 +316,7 @@ sm90_forward_fp8(const __grid_constant__ cuflash::attention::Params params,
                  const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
-  // one for the warp: branches do not part it
+  // uniform in the warp, so that branches do not diverge
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (threadIdx.x == 0) {
     init_barriers();

@@ -4,28 +4,26 @@
 
 // The pipeline of Hopper's kernels that keep a tile of queries and walk the blocks of keys it visits. The producer
 // warpgroup has a warp that schedules tiles (sm90/kv_tile_scheduler.cuh) and two that load Q, K and V, and dO in a
-// backward pass (sm90/kv_producer.cuh). The consumer warpgroups multiply, 64 rows of queries each. Blocks take further tiles
-// until none is left. This file has the masks and barriers of consumers and the roles of warps.
+// backward pass (sm90/kv_producer.cuh). The consumer warpgroups multiply, 64 rows of queries each. Blocks take further
+// tiles until none is left. This file has the masks and barriers of consumers and the roles of warps.
 namespace cuflash {
 
-// One warp looks tiles up, one brings Q and K, and one V: by the tensor memory accelerator, or where that cannot by itself.
-// The last one brings the elements of a staged array, if there is one.
+// Producer warps: one schedules tiles, one loads Q, dO and K, and one loads V.
 enum ProducerWarp { kLoadsKeys, kLoadsValues, kSchedulesTiles };
 
-// ---- the consumers ----
 
-// Wait for a tile. False where none is left.
+// Wait for the Q of a tile. Return false if no tile is left.
 CUFLASH_DEVICE bool wait_tile(unsigned num_tiles_done) {
   tile::wait_full(shared().q[q_stage_of(num_tiles_done)], q_phase_of(num_tiles_done));
   return !shared().tile_infos[tile_info_index(num_tiles_done)].is_end;
 }
 
-// A step's kind, for a warpgroup.
+// Return the flags of a step for a warpgroup.
 CUFLASH_DEVICE int flags_of_warpgroup(int group, unsigned num_k_blocks) {
   return shared().messages[stage_of(num_k_blocks)].flags[group % kNumConsumers];
 }
 
-// Set scores that masks hide in a step, and those of keys that were the last step's, to -inf; those of gradients to
+// Set the scores of a step that masks hide, and those of keys that the step before had, to -inf; in a backward pass to
 // `masked_score`.
 template <class Tile>
 CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const WorkTileInfo& tile_info,
@@ -40,7 +38,6 @@ CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const W
   });
 }
 
-// ---- all ----
 
 CUFLASH_DEVICE void init_kept_barriers(const KeptRing<false>&) {}
 CUFLASH_DEVICE void init_kept_barriers(const KeptRing<true>& ring) {
@@ -50,7 +47,7 @@ CUFLASH_DEVICE void init_kept_barriers(const KeptRing<true>& ring) {
   }
 }
 
-// By one thread, before all else.
+// Initialise the barriers of all slots. Called by one thread, before the roles start.
 CUFLASH_DEVICE void init_barriers() {
   tile::PipelineSlot* const slots = shared().q;
   for (int i = 0; i < kQStages + 2 * kNumStages; ++i) {
@@ -72,8 +69,10 @@ CUFLASH_DEVICE void init_barriers() {
 }
 
 // Run the role of a producer warp. `Hooks` has what kernels do themselves:
-//   write_empty_rows(params, work, sink)         write the results of a tile whose queries see no key
-//   write_scales(scales, tile_info, stage, key, is_first)  with operands of 8 bits: put a step's scales beside its message
+//   write_empty_rows(params, work, sink)
+//       write the results of a tile whose queries see no key
+//   write_scales(scales, tile_info, stage, key, is_first)
+//       with operands of 8 bits: store the scales of a step beside its message
 template <class Hooks>
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
                             attention::SinkArgument sink, attention::PagesArgument pages,

@@ -95,8 +95,8 @@ CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int lengt
 // bits, the latter two at multiples of their width.
 constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged || config::kIsQuantized;
 
-// Return whether queries that belong to no sequence follow on those of the tile. They may hold anything, and they must
-// be 0, since the rows of a warp decide together when maxima rise.
+// Return whether queries that belong to no sequence follow those of the tile. Q must be 0 there, since they may hold
+// NaN and the rows of a warp decide together when maxima rise.
 CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const attention::WorkTile& work) {
   return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
 }
@@ -172,13 +172,14 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
   }
 }
 
-// Bring the elements of the staged array. A step's are there once the copy of the tile's next step has started, or at
-// the tile's end.
+// Load the elements of the staged array. Those of a step have arrived when the copy of the tile's next step has
+// started, or at the end of the tile.
 template <class Score>
 CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& score) {
   using namespace attention;
   unsigned num_blocks = 0;
-  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);  // nobody reads them yet
+  // all slots but the first are empty at the start
+  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);
   for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
     const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
     if (tile_info.is_end) return;

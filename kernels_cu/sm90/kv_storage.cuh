@@ -13,17 +13,18 @@ namespace cuflash {
 using config::kMinBlocks;
 using config::kNumStages;
 
-constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup
+constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
 constexpr int kNumConsumers = kBlockQ / 64;
-constexpr bool kLoadsDo = config::kIsBackward;  // with Q
-// other blocks of the multiprocessor work meanwhile
+constexpr bool kLoadsDo = config::kIsBackward;  // dO is loaded with Q
+// several such blocks share a multiprocessor
 constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1 && !config::kIsQuantized;
 constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
-constexpr int kNumTileInfos = 4;  // tiles known of: looked up, brought, multiplied, and written
-// Whether a warpgroup after the consumers draws which weights are dropped, ahead of them (sm90/drawn_weights.cuh).
+constexpr int kNumTileInfos = 4;  // one tile each is scheduled, loaded, multiplied and written
+// A warpgroup after the consumers draws the numbers of dropout, ahead of them (sm90/drawn_weights.cuh).
 constexpr bool kHasDrawers = config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
 constexpr int kKeptStages = 2;
-// Whether a block asks for its next tile with a tile's first step, not with its last: what a list says of it comes later.
+// The next tile is scheduled during the first step of a tile, not the last one, since loads from a list have a long
+// latency.
 constexpr bool kFetchesTileEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
 
 template <bool IsQuantized>
@@ -33,7 +34,7 @@ struct OperandTiles {
   using V = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
 };
 template <>
-struct OperandTiles<true> {  // tensor cores read numbers of 8 bits along what they sum over: V is transposed
+struct OperandTiles<true> {  // V is transposed: tensor cores read operands of 8 bits along the summed dimension
   using Q = tile::WgmmaTile<ptx::Float8E4M3, kBlockQ, kHeadDim>;
   using K = tile::WgmmaTile<ptx::Float8E4M3, kBlockKv, kHeadDim>;
   using V = tile::WgmmaTile<ptx::Float8E4M3, kValueDim, kBlockKv>;
@@ -49,18 +50,19 @@ using SmemDo = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
 CUFLASH_DEVICE SmemDo do_smem(int slot) { return {kDoOffset + slot * SmemDo::kBytes}; }
 constexpr int kStorageOffset = kDoOffset + (kLoadsDo ? kQStages * SmemDo::kBytes : 0);
 
-constexpr int kBoxRows = 16;  // a warp's
+constexpr int kBoxRows = 16;  // rows of a warp, which TMA stores at a time
 
-// What is known of a tile, and of a step.
+// Messages about a tile and about a step.
 enum Operand { kQ, kK, kV, kDo };  // in the order of TensorMaps
 struct GroupVisitRange {  // no query of a warpgroup sees a key from `stop` on, and all see full_start <= x < full_stop
   int stop, full_start, full_stop;
 };
-struct alignas(16) EpilogueTarget {  // where they go
+struct alignas(16) EpilogueTarget {  // where the epilogue writes O and lse
   float* lse;
   int num_rows;
-  int uses_tma_store;  // rows are whole chunks, and as many as boxes have or the matrix, as the accelerator writes
-  int first;           // row of O
+  // TMA can store O: rows are whole 16-byte chunks, and the last box of rows is full or ends with the matrix
+  int uses_tma_store;
+  int first;  // first row of O
   tile::TmaCoords o_coords;
 };
 struct WorkTileInfo {
@@ -69,45 +71,48 @@ struct WorkTileInfo {
   attention::VisitRange visit_range;
   GroupVisitRange group_ranges[kNumConsumers];
   int kv_head, is_end;
-  tile::TmaCoords coords[kV + 1 + kLoadsDo];  // of operands
+  tile::TmaCoords coords[kV + 1 + kLoadsDo];  // coordinates of the operands
   int is_band;
-  attention::Interval band;  // what the first row sees, if it is one; others see what lies as much further on
+  // if is_band: the interval of the first row; the interval of each further row is one key further on
+  attention::Interval band;
 };
 struct StepMessage {
-  // Scores are what leaves the product, as no mask hides one and the scale is positive; the warpgroup's queries see no key
-  // of the tile's further steps; nobody's do. And what a warpgroup itself knows: the tile follows on another, whose results
-  // are to be written; no maxima are to be looked for; O of the tile before is leaving the room of its Q; products with the
-  // values of the step before are under way.
+  // Written by the producer. kUnmasked: every score of this KV block is visible, and the scale is positive.
+  // kLastForWarpgroup: the warpgroup's queries see no key of the tile's further blocks. kLastOfTile: the tile has no
+  // further block.
+  // Added by a consumer. kEpiloguePending: results of the tile before are yet to be written. kSkipMax: the step does
+  // not look for maxima. kOStoreInFlight: TMA still reads O of the tile before from the slot of its Q. kValuesPending:
+  // products with V of the step before are in flight.
   enum Flag { kUnmasked = 1, kLastForWarpgroup = 2, kLastOfTile = 4, kEpiloguePending = 8, kSkipMax = 16,
              kOStoreInFlight = 32, kValuesPending = 64 };
   attention::KvBlock block;
-  int unread_start;  // keys before it were the last step's
+  int unread_start;  // keys before it belong to the step before
   int flags[kNumConsumers];
 };
 
-// Which weights of steps are kept, as threads of consumers hold them: a ring of its own.
+// The bits of weights that dropout keeps, in the layout of the consumers' threads: a ring of its own.
 template <bool HasDrawers>
 struct KeptRing {};
 template <>
 struct KeptRing<true> {
-  static constexpr int kNumWords = (kBlockKv / 16 + 3) / 4;  // of a thread
+  static constexpr int kNumWords = (kBlockKv / 16 + 3) / 4;  // words per thread
   uint32_t kept_words[kKeptStages][kNumWords][kNumConsumers * kWarpgroupThreads];
   tile::PipelineSlot kept[kKeptStages];
 };
 
 struct SharedStorage : KeptRing<kHasDrawers> {
   tile::PipelineSlot q[kQStages], k[kNumStages], v[kNumStages];
-  tile::PipelineSlot tile_info_slots[kNumTileInfos];  // tasks
+  tile::PipelineSlot tile_info_slots[kNumTileInfos];  // filled by the scheduler warp
   WorkTileInfo tile_infos[kNumTileInfos];
   StepMessage messages[kNumStages];
-  float softmax_scale_log2;  // consumers' registers are for accumulators
-  float softmax_scale;       // of a kernel with a score function
+  float softmax_scale_log2;  // in shared memory, to save registers of consumers
+  float softmax_scale;  // for kernels with a score function
 };
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
 }
 
-// The step's elements of a captured array and their slots, behind all else.
+// Elements of the staged array of each step, and their slots, behind all other shared memory.
 using SmemArray = StagedArray<kBlockQ, kBlockKv>;
 CUFLASH_DEVICE SmemArray array_smem(int stage) {
   constexpr int kEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
@@ -117,7 +122,8 @@ CUFLASH_DEVICE tile::PipelineSlot& array_slot(int stage) {
   return array_smem(kNumStages).template pointer<tile::PipelineSlot>(0)[stage];
 }
 
-// The room of a ring that the count-th tile has, and the parity of its phases.
+// Return the stage of the count-th K or V block in its ring, and its phase; below, those of the count-th tile in the
+// rings of Q and of tile messages.
 CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
 CUFLASH_DEVICE int phase_of(unsigned count) { return count / kNumStages % 2; }
 CUFLASH_DEVICE int q_stage_of(unsigned count) { return count % kQStages; }
@@ -128,7 +134,8 @@ CUFLASH_DEVICE int tile_info_phase(unsigned count) { return count / kNumTileInfo
 
 CUFLASH_DEVICE bool elect_one() { return tile::lane() == 0; }
 
-// By the whole warp: threads that wait for the first one alone can keep it from going on.
+// Wait until a slot is empty. All threads of the warp wait: threads that waited for the first one alone could keep it
+// from advancing.
 CUFLASH_DEVICE void wait_slot(const tile::PipelineSlot& slot, int phase) {
   tile::wait_empty(slot, phase);
   __syncwarp();

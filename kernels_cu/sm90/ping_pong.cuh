@@ -11,6 +11,7 @@ constexpr int kPingPongBarrier = 1, kQEmptyBarrier = 4;  // numbers of named bar
 
 // Return the number of the warpgroup, from 1 on. It is computed at each use, to save registers.
 CUFLASH_DEVICE int own_group() { return threadIdx.x / kWarpgroupThreads; }
+// Wait until the warpgroup may start products; below, let the next warpgroup start its own.
 CUFLASH_DEVICE void ping_pong_wait() {
   if (kPingPong) ptx::bar_sync(kPingPongBarrier + own_group() - 1, 2 * kWarpgroupThreads);
 }

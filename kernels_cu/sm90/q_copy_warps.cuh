@@ -79,7 +79,7 @@ CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attentio
   });
 }
 
-// Fill the room of a step's elements of the staged array. By all copy warps.
+// Copy the elements of the staged array for a step into its slot. Called by all copy warps.
 template <class Score>
 CUFLASH_DEVICE void load_array(const Score& score, const attention::WorkTile& work, const attention::KvBlock& block,
                                int stage, int thread) {

@@ -5,25 +5,25 @@
 // The pipeline of Hopper's backward passes: a block keeps a tile of keys and walks the blocks of queries that visit it,
 // over the query heads that share its key/value head. Then it takes the next tile, whose first queries are loaded
 // meanwhile. The producer warpgroup loads Q, dO and the statistics of each query (sm90/q_producer.cuh,
-// sm90/q_copy_warps.cuh) and adds dQ up (sm90/dq_writer.cuh). Two consumer warpgroups multiply, or one if another kernel
-// computes dQ. This file has the barriers of consumers and the roles of warps.
+// sm90/q_copy_warps.cuh) and adds dQ up (sm90/dq_writer.cuh). Two consumer warpgroups multiply, or one if another
+// kernel computes dQ. This file has the barriers of consumers and the roles of warps.
 namespace cuflash {
 
-// ---- the consumers ----
 
-// Wait for a step, and say its kind. Early: what a consumer asks shared memory for once products have started comes late.
+// Wait for a step, and return its flags. Call it before the products of the step are started: loads from shared memory
+// have a long latency under products.
 CUFLASH_DEVICE int wait_step(const PipelineState& state) {
   SharedStorage& smem = shared();
   tile::wait_full(smem.q[state.stage], state.phase);
   int flags = smem.messages[state.stage].flags;
   if constexpr (kSkipsClamp) flags |= smem.queries[state.stage].stats.has_large_lse ? StepMessage::kLargeLse : 0;
-  // What a score function gives of queries that it hides from all keys does not matter.
+  // With a score function, results of queries that it hides from all keys must not matter.
   if constexpr (kHasScore) flags |= smem.queries[state.stage].stats.has_empty_rows ? StepMessage::kLargeLse : 0;
   return flags;
 }
 CUFLASH_DEVICE bool starts_next_tile(int flags) { return flags & (StepMessage::kLoadsV | StepMessage::kEndOfWork); }
 
-// K of another head, where a step brings it, once the last one's products are waited for.
+// If a step loads K for another head, release the K before, whose products have ended, and wait for the new one.
 CUFLASH_DEVICE void wait_next_head_k(int flags) {
   if ((flags & (StepMessage::kLoadsK | StepMessage::kLoadsV)) != StepMessage::kLoadsK) return;
   SharedStorage& smem = shared();
@@ -31,28 +31,29 @@ CUFLASH_DEVICE void wait_next_head_k(int flags) {
   tile::wait_full(smem.k, k_phase(flags));
 }
 
-// K and V of a tile whose first step has come; and where they are read.
+// Wait for K and V of a tile, at its first step; below, release both.
 CUFLASH_DEVICE void wait_kv(int flags) {
   SharedStorage& smem = shared();
   tile::wait_full(smem.k, k_phase(flags));
   tile::wait_full(smem.v, v_phase(flags));
 }
-CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // V with K
+CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // V is released with K
 
-// ---- all ----
 
-// What a block does: `consume` is called by both warpgroups of consumers, with the number of the warpgroup among them.
+// Run the role of each warp of a thread block. `consume` is called by the consumer warpgroups, with the number of the
+// warpgroup among them.
 template <class Consume>
 CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::TensorMaps& maps, Consume consume,
                               const score::Function& score) {
-  // one for the warp: branches do not part it
+  // uniform in the warp, so that branches do not diverge
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (threadIdx.x == 0) {
     shared().softmax_scale_log2 = params.shape.softmax_scale * (kHasScore ? 1 : attention::kLog2E);
     shared().has_tile = shared().kv_phases = 0;
     tile::PipelineSlot* const slots = &shared().k;
     for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {
-      const bool has_messages = &slots[i] >= shared().q && &slots[i] < shared().q + kNumStages;  // which all read
+      // the dQ writer reads messages too
+      const bool has_messages = &slots[i] >= shared().q && &slots[i] < shared().q + kNumStages;
       ptx::mbarrier_init(ptx::shared_address(&slots[i].full), 1 + kCopyThreads / 32 * tile::kArrivalsPerWarp);
       ptx::mbarrier_init(ptx::shared_address(&slots[i].empty),
                          (4 * kNumConsumers + (kHasDqWriter && has_messages)) * tile::kArrivalsPerWarp);

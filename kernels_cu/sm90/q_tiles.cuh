@@ -9,60 +9,65 @@ namespace cuflash {
 
 using config::kNumStages;
 
-constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup
+constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
 constexpr bool kMakesDq = config::kDqAtomicWidth > 0;
 constexpr int kNumConsumers = kMakesDq ? 2 : 1;
-constexpr int kRegistersPerThread = kMakesDq ? 168 : 128;  // that a block starts with, and moves
+// registers per thread at launch, which warpgroups then redistribute
+constexpr int kRegistersPerThread = kMakesDq ? 168 : 128;
 constexpr int kProducerRegisters = kMakesDq || kHeadDim > 64 || kValueDim > 64 ? 24 : 40;
 constexpr int kConsumerRegisters = kMakesDq ? 240 : 256 - kProducerRegisters;
 static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= kRegistersPerThread * (1 + kNumConsumers),
-              "else groups wait for ever");
-static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a producer, and consumers");
-static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
+              "warpgroups cannot take more registers than the block has");
+static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "one producer warpgroup, and the consumers");
+static_assert(kNumStages >= 2, "Q of a step is still read while scores of the next step are multiplied");
 
-// Names of barriers; a warpgroup of consumers has one of each kind that says Ds or Dq.
+// Numbers of named barriers. The last three are followed by one more number, for the second consumer warpgroup.
 constexpr int kConsumersSync = 1, kDsEmpty = 2, kDqEmpty = 4, kDqFull = 6;
 
-// Up to 128 columns a warpgroup has rows of dK and dV, and only dS goes through shared memory; beyond, it has columns of
-// them, and of P and dS as much goes there as both need.
+// Up to 128 columns, a warpgroup holds rows of dK and dV, and only dS passes through shared memory. Beyond, it holds
+// columns of dK and dV, and P and dS pass through shared memory, since both warpgroups need all of them.
 constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
-// Threads that say and copy what is brought: the last warp of theirs adds dQ up, where that goes through shared memory.
+// Threads of the producer warpgroup that write messages and load. Its last warp is the dQ writer if dQ is staged in
+// shared memory.
 constexpr int kProducerThreads = kIsWide ? kWarpgroupThreads : kWarpgroupThreads - 32,
     kCopyThreads = kProducerThreads - 32;
-// Blocks finish dQ: where tiles of keys see all in order (sm90/dq_semaphore.cuh); or, of a list, whoever comes last.
+// Blocks finish dQ of bands in the order of the tiles of keys (sm90/dq_semaphore.cuh); with a list, the tile that
+// arrives last does (sm90/dq_arrivals.cuh).
 constexpr bool kFinishesDqInOrder = config::kFusesDqEpilogue && !config::kIsListed && !config::kCountsDqArrivals;
-static_assert(!kIsWide || kMakesDq, "who makes dQ not has all of dK and dV in registers");
-static_assert(!config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ goes through its room");
-// Up to 128 columns P's minimum with 1 is left out where no lse is large.
+static_assert(!kIsWide || kMakesDq, "without in-kernel dQ, all of dK and dV must fit in registers");
+static_assert(!config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ that is finished must be staged");
+// Up to 128 columns, P is not clamped to 1 unless some lse is large.
 constexpr bool kSkipsClamp = !kIsWide;
-constexpr int kNumScoreTiles = kIsWide ? 3 : kMakesDq ? 1 : 0;  // P of even and of odd steps and dS; or dS
+// wide: P of even steps, P of odd steps, dS; else dS if dQ is computed
+constexpr int kNumScoreTiles = kIsWide ? 3 : kMakesDq ? 1 : 0;
 
 using SmemK = tile::WgmmaTile<Element, kBlockKv, kHeadDim, kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
 using SmemV = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
 using SmemQ = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
 using SmemDo = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
 constexpr int kScoreBytes = 2 * kBlockQ * kBlockKv;
-// of a block's shared memory; what of it is no tile
+// bytes of shared memory per block; upper limit of those that are not tiles
 constexpr int kMaxSharedBytes = 227 << 10, kStorageBytes = 5 << 10;
 constexpr int kTileBytes = SmemK::kBytes + SmemV::kBytes + kNumStages * SmemQ::kBytes + kNumScoreTiles * kScoreBytes;
-// Stages of dO: one where no more find room.
+// Stages of dO: as many as of Q if they fit, else one.
 constexpr int kDoStages = !kIsWide || kTileBytes + kNumStages * SmemDo::kBytes + kStorageBytes <= kMaxSharedBytes
     ? kNumStages : 1;
-static_assert(kDoStages == kNumStages || kNumStages == 2, "of two stages, the one says whose turn the other's phase is");
-// Consumers are told where each step stands: a score function, or dropout, depends on it.
+static_assert(kDoStages == kNumStages || kNumStages == 2, "with one stage of dO, the stage of Q is the phase of dO");
+// Messages always have the block of the step: score functions and dropout depend on it.
 constexpr bool kTellsPlaces = kHasScore || config::kHasDropout;
-// Consumers say of dO by itself that they have left it, not only with Q: where it has fewer stages; and at 128 columns, where
-// what ptxas makes of all that follows is 5 % faster with it.
+// dO is released apart from Q if it has fewer stages. At 128 columns too, as ptxas orders the instructions after the
+// release such that the kernel is 5 % faster.
 constexpr bool kReleasesDo = kDoStages < kNumStages || (!kIsWide && kBlockQ == 64);
 
 constexpr SmemK k_smem{0};
 constexpr SmemV v_smem{SmemK::kBytes};
-constexpr int kQOffset = v_smem.start + SmemV::kBytes;  // stages of Q, then of dO
+constexpr int kQOffset = v_smem.start + SmemV::kBytes;  // the stages of Q, followed by the stages of dO
 constexpr int kDoOffset = kQOffset + kNumStages * SmemQ::kBytes;
 constexpr int kScoreOffset = kDoOffset + kDoStages * SmemDo::kBytes;
-constexpr int kDqOffset = kScoreOffset + kNumScoreTiles * kScoreBytes;  // a part of dQ for each warpgroup
+// staging buffer of dQ, a part for each warpgroup
+constexpr int kDqOffset = kScoreOffset + kNumScoreTiles * kScoreBytes;
 constexpr int kDqPartBytes = 4 * kBlockQ * kHeadDim / kNumConsumers;
-constexpr bool kHasDqWriter = kMakesDq && !kIsWide;  // by way of that room
+constexpr bool kHasDqWriter = kMakesDq && !kIsWide;  // through the staging buffer
 constexpr int kStorageOffset = kDqOffset + (kHasDqWriter ? kNumConsumers * kDqPartBytes : 0);
 CUFLASH_DEVICE SmemQ q_smem(int stage) { return {kQOffset + stage * SmemQ::kBytes}; }
 CUFLASH_DEVICE SmemDo do_smem(int stage) { return {kDoOffset + stage * SmemDo::kBytes}; }

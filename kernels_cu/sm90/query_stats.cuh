@@ -3,18 +3,19 @@
 #include <attention/score_gradient.cuh>
 #include <sm90/dq_arrivals.cuh>
 
-// What gradients on Hopper know of a tile of queries before they walk it: as it lies in global memory, one copy brings it.
+// What gradients on Hopper know of a tile of queries before they walk it: as it lies in global memory, one copy brings
+// it.
 namespace cuflash {
 
-// halves: words of 32 bits may be NaN, which watched kernels leave none of
+// 16 bits per word: words of 32 bits could be taken for NaN by kernels with a watchdog
 constexpr int kNonemptyWords = kBlockQ / 16;
 struct alignas(16) QueryStats {
-  float lse_2[kBlockQ];  // in base 2; +inf of queries without a key, and past the tile
+  float lse_2[kBlockQ];  // in base 2; +inf for queries without a key, and past the tile
   float delta[kBlockQ];
-  uint32_t nonempty[kNonemptyWords];  // bits of those that have a key
-  int has_large_lse;                  // some lse is so large that its rounding lifts P by a thousandth above 1
+  uint32_t nonempty[kNonemptyWords];  // a bit for each query that has a key
+  int has_large_lse;  // some lse is so large that its rounding may raise P by a thousandth above 1
   int has_empty_rows;                 // some query has no key
-  attention::DqArrivals arrivals;  // where tiles of keys count theirs
+  attention::DqArrivals arrivals;  // used if tiles of keys count their arrivals
 
   static CUFLASH_DEVICE bool is_nonempty(const uint32_t* nonempty, int row) {
     return nonempty[row / 16] >> row % 16 & 1;
@@ -25,7 +26,7 @@ constexpr bool kFirstArrivalStoresDq =
 constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && config::kFusesDqEpilogue;
 constexpr float kLargestPlainLse2 = 1 << 14;
 
-// Of the first tile of a matrix; others follow.
+// Return the statistics of the first tile of a matrix; those of further tiles follow.
 CUFLASH_DEVICE QueryStats* query_stats(const attention::Params& params, const attention::BatchHead& batch_head) {
   return reinterpret_cast<QueryStats*>(attention::matrix<float>(params.delta, batch_head, batch_head.head, 0, 0).data);
 }

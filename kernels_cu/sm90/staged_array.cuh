@@ -10,7 +10,7 @@ namespace cuflash {
 
 constexpr bool kStagesArray = score::Function::kIsStaged;
 
-// The room of a step: a row for each query. It starts at a multiple of kArrayAlignment bytes.
+// The slot of a step: a row for each query. It starts at a multiple of kArrayAlignment bytes.
 template <int Rows, int Columns>
 using StagedArray = tile::SwizzledTile<uint16_t, Rows, Columns>;
 constexpr int kArrayAlignment = 128;
@@ -28,8 +28,8 @@ struct StagedPart {
   tile::Matrix<Element> matrix;
   attention::Positions queries, keys;
 
-  // Start the copy of the part by threads, of which `thread` is one; zeros past its ends. Bits that cannot be copied
-  // asynchronously are there at once.
+  // Start to copy the part, by threads of which `thread` is one. Elements past its ends become 0. Elements that
+  // cp.async cannot copy are copied at once.
   template <int Threads, int kUnroll, class Room>
   CUFLASH_DEVICE void start_copy(Room to, int thread) const {
     static_assert(Room::kChunks % 8 == 0, "eight chunks are permuted among each other");

@@ -22,7 +22,7 @@ class TileScore {
                             Staged staged) const {
     if constexpr (Score::kIsStaged) {
       float pairs[Tile::kRows][2];
-      // Opaque: else places of all columns take registers from step to step.
+      // opaque, since the places of all columns would take registers from step to step
       const int first = ptx::opaque(Staged::offset(Tile::first_row(), 0)) + 2 * Tile::first_column();
       apply_to_each(s, score, softmax_scale, block, [&](int i, int j, const auto&... arguments) {
         if (j % 2 == 0) {
@@ -67,7 +67,7 @@ class TileScore {
   attention::Positions queries_;
 };
 
-// The same without a score function.
+// The type that stands for a tile's score function in kernels without one.
 template <class Tile>
 struct NoTileScore {
   template <class Score>

@@ -67,10 +67,10 @@ SPILLS = {
     **{("sm80_backward", dtype, 256): 8 for dtype in _HALVES},  # on sm_100
     # In the producer, which has 24 registers, and here keeps the time at which it began to wait.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
-    # Of 96 registers, with which two thread blocks of nine warps fit; a step of 64 keys does not spill, and is slower
+    # Of 96 registers, with which two thread blocks of nine warps fit. A step of 64 keys does not spill, and is slower
     # by a sixth (experiments/results/selection_steps.log).
-    **{("sm90_block_mass", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 128)},
-    **{("sm90_block_mass watched", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 128)},
+    **{("sm90_block_mass", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
+    **{("sm90_block_mass watched", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
     # Most of it in the producer, which has 24 registers and walks a list here; consumers keep two accumulators.
     **{("sm90_forward_fp8", dtype, 128): 320 for dtype in (*_HALVES, np.dtype(np.float32))},
     ("sm80_forward", np.dtype(np.float32), 192): 12,  # of tf32x3, on sm_100, where a tile holds few queries
@@ -238,13 +238,13 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
 
 
 def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
-    """The family with its architecture; the kernel with each field of its specification, and as wide for its dtype."""
+    """The family with its architecture; the kernel with each field of its specification, and with its tile's width."""
     spec, architecture = target
     plain = replace(spec, score=None, score_wrt=())
-    each = {(spec.name, field.name, str(getattr(plain, field.name))) for field in fields(spec)}
-    each |= {(spec.name, "score", str(spec.score is not None))}
-    width = "wide" if spec.head_dim > 128 else "narrow"
-    return {(spec.family, architecture), (spec.name, str(spec.dtype), width), *each}
+    names = {field.name for field in fields(spec)} - {"head_dim", "value_dim", "score"}
+    each = {(spec.name, name, str(getattr(plain, name))) for name in names}
+    width = next((str(width) for width in (64, 128, 256) if spec.head_dim <= width), "")
+    return {(spec.family, architecture), (spec.name, width), (spec.name, "score", str(spec.score is not None)), *each}
 
 
 def faults(made: Compiled) -> list[str]:

@@ -200,9 +200,7 @@ FAULTS = {
     },
     pickled_after_use(an_index): {
         "an index takes its memos along": Edit(
-            "blocks/index.py", "BlockIndex.__getstate__",
-            "def __getstate__(self) -> Any:\n    return without_memos(self)",
-            "",
+            "blocks/index.py", "BlockIndex.__getstate__", "return without_memos(self)", "return dict(vars(self))"
         ),
     },
     pickled_after_use(a_resolved_mask): {

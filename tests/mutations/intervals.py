@@ -90,10 +90,10 @@ FAULTS = {
             KERNEL, "column_length", "rows_by<false>(last)", "rows_by<false>(first)"
         ),
         "blocks that are begun do not count": Edit(
-            KERNEL, "blocks_of", "(length + block - 1) / block", "length / block"
+            KERNEL, "blocks_of", "(length - 1) / block + 1", "length / block"
         ),
         "long blocks are told apart": Edit(KERNEL, "blocks_of", "0, kMaxLength", "0, 1 << 20"),
-        "the shortest come first": Edit(ORDERS, "put_in_order", "lengths[other] > length", "lengths[other] < length"),
+        "the shortest come first": Edit(ORDERS, "put_in_order", "other_length > length", "other_length < length"),
         "of equally long ones the first comes first": Edit(
             ORDERS, "put_in_order", "&& other > number", "&& other < number"
         ),

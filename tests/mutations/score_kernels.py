@@ -155,7 +155,7 @@ FAULTS = {
             "{0, message.block.stop}",
         ),
         "a slope that is constant is left out": Edit(
-            "sm90/changed_weights.cuh", "apply_slopes", "df.at(i, j) * slopes.d0", "df.at(i, j)"
+            "sm90/changed_weights.cuh", "apply_slopes_in", "df.at(i, j) * slopes.d0", "df.at(i, j)"
         ),
         "what keys have in common goes to a thread's first key": Edit(
             "sm90/changed_weights.cuh", "StepScore.flush", "score_.flush(of_tile_, of_key_[i],",
@@ -185,7 +185,7 @@ FAULTS = {
             "list(numbers[1 : program.num_numbers]) + list(numbers[:1])",
         ),
         "leading axes are the batch's first": Edit(
-            "compiler/score_text.py", "_Printer._of_levels",
+            "compiler/score_text.py", "Printer._of_levels",
             'f"batch_extents + {extents - axes}, {member}_strides"',
             'f"batch_extents, {member}_strides"',
         ),
@@ -193,7 +193,7 @@ FAULTS = {
             "executors/launch.py", "__call__", "self._target.set_zero(arrays[i])", "pass"
         ),
         "slopes of arrays are those of the score": Edit(
-            "compiler/score_text.py", "_Printer._additions",
+            "compiler/score_text.py", "Printer._additions",
             'f"    of_{level}.g{place} += df * slopes.d{place + 1};"',
             'f"    of_{level}.g{place} += df * slopes.d{place};"',
         ),

@@ -86,7 +86,7 @@ def the_kernel_makes_means() -> None:
 def an_index_hands_its_lists_over(library: ModuleType) -> None:
     """Lists that an index on a device carries are what its calls read, where kernels list in blocks of its size."""
     kernels, room, looking_up = (part(library, name) for name in ("planning.list_kernels", "masks", "planning.lookup"))
-    options, carried = part(library, "planning.options").Options, part(library, "blocks.index").CarriedLists
+    options, carried = part(library, "planning.options").Options, part(library, "blocks.carried").CarriedLists
     at_each_call = part(library, "masks.at_each_call").at_each_call
     for side in (16, 8):
         kept = device_double.to_device(np.eye(64 // side, dtype=bool))

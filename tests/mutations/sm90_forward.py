@@ -267,8 +267,8 @@ FAULTS = {
         ),
         "a task is left before V is brought": Edit(
             "sm90/kv_pipeline.cuh", "init_barriers",
-            "&tile_info_slot.empty), 2 * tile::kArrivalsPerWarp);",
-            "&tile_info_slot.empty), tile::kArrivalsPerWarp);",
+            "&tile_info_slot.empty), (2 + kStagesArray) * tile::kArrivalsPerWarp);",
+            "&tile_info_slot.empty), (1 + kStagesArray) * tile::kArrivalsPerWarp);",
         ),
         "a task is left before its results are written": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",

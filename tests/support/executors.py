@@ -210,7 +210,7 @@ def is_long() -> bool:
 
 
 # A kernel of the simulator takes a second to build for every dtype, tile and room for dims: few of them, all dtypes.
-SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=6)
+SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=4)
 GPU = Run("gpu", (("widest", 32),), most_examples=15)
 CPU = Run("cpu")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")

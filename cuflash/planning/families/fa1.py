@@ -26,7 +26,7 @@ from .sm80 import Sm80
 RUNNING = np.dtype([("running_o", MATRICES), ("running_statistics", MATRICES)], align=True)
 _WIDEST = 128  # columns of q, k and v
 _ROWS_OF_WARP = 16
-_STATE_BYTES = 52  # of what a block remembers of its outer turn
+_STATE_BYTES = 52  # what a block remembers of its outer loop
 _STATISTICS = 2  # numbers of a query beside O: its maximum and its sum
 
 
@@ -38,7 +38,7 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# By the columns that there is room for, best first: as many keys as the paper's own kernels keep at a time, since
+# Tiles by the columns that there is room for, best first: as many keys as the paper's own kernels keep at a time, since
 # device memory is read and written once for each tile of keys.
 _FORWARD: dict[int, tuple[_Tile, ...]] = {
     64: (_Tile(128, 256, 2), _Tile(64, 128, 1)),

@@ -15,7 +15,7 @@ from ..spec import KernelSpec
 from . import NAIVE
 from .family import Family, key_tiles, list_block_of, query_tiles
 
-_SIDE = 32  # of a tile, and the columns that it multiplies at a time
+_SIDE = 32  # rows and columns of a tile, which multiplies as many columns at a time
 _FORWARD = ("scores", "softmax", "output")
 _BACKWARD = ("scores", "gradient_scores", "gradient_queries", "gradient_keys")
 _READS = {

@@ -31,9 +31,9 @@ from .family import (
     rounded_dims,
 )
 
-_THREADS = 128  # of a thread block: kThreads
+_THREADS = 128  # threads of a block, kThreads
 _SPARE_REGISTERS = 32
-_SIDES = (128, 64, 32, 16, 8)  # of a tile
+_SIDES = (128, 64, 32, 16, 8)  # rows, or columns, of a tile
 _SMALLEST_ROWS = 16  # that threads can share
 
 
@@ -44,7 +44,7 @@ class _EntryLimits(NamedTuple):
     num_scores: int  # tiles of scores in registers
     sums: tuple[str, ...]  # dimensions of the accumulators in registers
     registers: int  # that both may fill of a thread's 255; beyond it times rose or registers spilled
-    mma_registers: int  # the same limit where tensor cores multiply
+    mma_registers: int  # the limit where tensor cores multiply
     max_rows: int = _SIDES[0]
     min_step: int = _SIDES[-1]
 
@@ -56,7 +56,7 @@ _LIMITS = {
     "backward_columns": _EntryLimits(False, 2, ("head_dim", "value_dim"), 160, 192),
     "backward": _EntryLimits(False, 1, ("head_dim", "value_dim"), 160, 144, max_rows=64, min_step=16),  # 128 rows spill
 }
-_STATISTICS_BLOCK_Q = 64  # of backward_statistics, which multiplies nothing and keeps nothing
+_STATISTICS_BLOCK_Q = 64  # queries of backward_statistics, which multiplies nothing and keeps nothing
 
 
 class Simt(Family):
@@ -232,7 +232,7 @@ def _is_simt_tile(spec: KernelSpec) -> bool:
     """Return whether threads share its rows evenly and its accumulators fit their registers."""
     entry, words = _LIMITS[spec.entry], accumulator_words(spec)
     rows, step = rows_and_step(spec)
-    if spec.mma_rows:  # of the backward pass in one walk dQ has as many rows as a step
+    if spec.mma_rows:  # in one walk of the backward pass dQ has as many rows as a step
         shared_rows = (rows, step) if spec.entry == "backward" else (rows,)
         return all(height % 32 == 0 for height in shared_rows) and words <= entry.mma_registers
     # Conversions take registers too, and so do the operands of very wide rows.

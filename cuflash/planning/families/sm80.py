@@ -42,13 +42,13 @@ class _Tile(NamedTuple):
     block_kv: int
     num_warps: int
     num_stages: int = 1
-    threads_per_processor: int = 256  # of a multiprocessor, that have all the registers they can use
+    threads_per_processor: int = 256  # so many threads have all the registers they can use
 
 
 _Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
 
-# By the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each fragment
-# of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times, and
+# Tiles by the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each
+# fragment of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times, and
 # experiments/speed/tile_sweep.py --gpu takes them anew.
 _FORWARD: _Tiles = {
     64: (_Tile(128, 128, 4),),
@@ -65,8 +65,8 @@ _BACKWARD: _Tiles = {
     128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     256: (_Tile(64, 64, 8, 2), _Tile(64, 64, 8), _Tile(32, 32, 4), _Tile(16, 16, 2)),
 }
-# The same of float32, of twice the bytes: experiments/results/tf32_tiles.log. The later ones are for chips whose shared
-# memory is small.
+# Tiles of float32, which has twice the bytes: experiments/results/tf32_tiles.log. The later ones are for chips with
+# little shared memory.
 _TF32X3_FORWARD: _Tiles = {
     64: (_Tile(128, 32, 4),),
     128: (_Tile(64, 64, 4),),
@@ -83,15 +83,15 @@ _TF32_BACKWARD: _Tiles = {
     128: (_Tile(64, 64, 8), _Tile(32, 32, 4)),
     256: (_Tile(32, 64, 8), _Tile(32, 32, 8), _Tile(32, 16, 4), _Tile(16, 16, 4)),
 }
-# By precision: of the forward kernel, of backward_rows, and of the other kernels.
+# Tiles by precision: of the forward kernel, of backward_rows, and of the other kernels.
 _TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
     "ieee": (_FORWARD, _ROWS, _BACKWARD),
     "tf32": (_TF32_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
     "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
 }
 _MMA_SIDE = 16  # rows and columns of a product
-# Of a thread of the gradients, by precision, where flat blocks of a list, or rows of 32 or 96, leave fewer warps than
-# the tables have: more spilled, up to 5750 bytes a thread.
+# Most accumulators of a thread of the gradients, by precision, where flat blocks of a list, or rows of 32 or 96, leave
+# fewer warps than the tables have: threads with more spilled up to 5750 bytes each.
 _MAX_ACCUMULATORS = {"ieee": 208, "tf32": 192, "tf32x3": 128}
 
 

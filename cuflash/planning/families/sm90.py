@@ -38,8 +38,8 @@ from .family import (
 from .sm80 import Sm80
 from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted_arrivals
 
-ROWS = 64  # of queries, of a warpgroup
-LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
+ROWS = 64  # queries that a warpgroup multiplies at a time
+LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made for the kernels
 _STAGES, _NARROW_STAGES = 2, 4  # a power of two, as rings count; up to 64 columns there is room for more
 _MMA_COLUMNS = 16  # columns of a product
 _NUM_TILE_INFOS = 4  # tiles that they know of
@@ -50,8 +50,8 @@ _KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
-_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_tiles.cuh
-_MASS_MESSAGE, _MASS_TILE = 24, 56  # of sm90/block_mass.cu, the tile without its queries
+_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
+_MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu, the tile without its queries
 
 
 class _Tile(NamedTuple):
@@ -59,16 +59,16 @@ class _Tile(NamedTuple):
     block_kv: int
 
 
-# By the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups. Without a list,
-# which leaves no registers for it, in more: in three, with fewer registers each, where a query sees so many keys that
-# it counts less what a tile costs beside its steps; in four, whose steps are short, where it sees fewer, if there are
-# MIN_TILES_PER_PROCESSOR for each multiprocessor: of fewer, long ones would end late.
+# Tiles by the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups. Three have
+# fewer registers each, and pay where a query sees so many keys that the cost of a tile beside its steps counts less.
+# Four have short steps, and pay where a query sees fewer keys, if there are MIN_TILES_PER_PROCESSOR for each
+# multiprocessor: with fewer tiles, the last of them would end late. A list leaves no registers for three or four.
 _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
-_STAGED_KEYS = 128  # of a step, where elements of a captured array lie beside them
-# Of a list: how many blocks of one warpgroup share a multiprocessor, and stages.
+_STAGED_KEYS = 128  # keys of a step, where elements of a captured array lie beside them
+# Lists: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
 
@@ -391,8 +391,10 @@ def backward_specs(
 def _backward_in_two_kernels(
     dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None
 ) -> dict[str, KernelSpec]:
-    """The same where one kernel makes dK and dV and another dQ: one warpgroup of consumers each, of which two share a
-    multiprocessor."""
+    """The kernels of the backward pass where one makes dK and dV and another makes dQ.
+
+    Each has one warpgroup of consumers, and two thread blocks of either share a multiprocessor.
+    """
     if largest is not None and min(largest) < ROWS:
         return {}
     stages = _NARROW_STAGES if max(dims) <= 64 else _STAGES
@@ -470,7 +472,7 @@ def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
     if spec.entry == "block_mass":
         return {name: found[name] for name in "qk"}
     if spec.entry == "forward":
-        return found | {"o": (ROWS // 4, value_panel)}  # of a warp
+        return found | {"o": (ROWS // 4, value_panel)}  # the rows of a warp
     if spec.entry == "backward_wide" and spec.head_dim % 128:  # half of the columns are whole panels
         found["k"] = (spec.block_kv, 32)
     return found | {"do": (spec.block_q, value_panel)}

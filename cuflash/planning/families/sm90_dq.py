@@ -16,7 +16,7 @@ from ..problem import Problem
 from ..spec import KernelSpec
 
 _MAX_STORING_TILES = 31  # tiles of keys of a batch entry and head that have a bit
-_MAX_ARRIVALS = 1 << 15  # by tiles of keys, of a tile of queries: what a half of their count holds
+_MAX_ARRIVALS = 1 << 15  # of tiles of keys at a tile of queries: half of the counter's bits hold them
 _MAX_FUSED_ARRIVALS = 8  # fewer, on average
 _MOST_FINISHED_TILES = 16  # of keys, in a window or in a sequence of mean length, without a list
 _LEAD_IN_WAVES = 2  # rounds of all blocks between a place's last tiles and its first one, of tiles of unlike lengths
@@ -58,10 +58,10 @@ def dq_semaphore_order(
 
 
 def fuses_dq_epilogue_of_list(problem: Problem, work: ListedWork, backward: KernelSpec) -> bool:
-    """Whether, of a list, the last tile of keys to come to queries had better finish their dQ.
+    """Return whether it pays that the last tile of keys that a list pairs with some queries finishes their dQ.
 
-    It brings what others made once more, and others have to tell it: that pays where few come, as measured:
-    experiments/results/sm90_steps.log, 28 and 29.
+    That tile loads the sum of the others once more, and the others signal that they have added to it. It pays where
+    few tiles add to one dQ: experiments/results/sm90_steps.log, 28 and 29.
     """
     tiles_in_block = -(-work.block_kv // backward.block_kv)
     if not _can_write_dq(problem, backward) or work.index.num_kv_blocks * tiles_in_block >= _MAX_ARRIVALS:

@@ -26,7 +26,7 @@ from .family import FORWARD_INPUTS, Family, list_block_of, query_tiles
 from .sm90 import LIST_BLOCK, ROWS, storage_bytes
 
 _ROOMS = (64, 128)  # columns that kernels are compiled for
-_KEYS = 128  # of a step
+_KEYS = 128  # keys of a step
 _MIN_KEYS = 64
 _STAGES = 4
 _Q_STAGES = 2  # tiles of queries in shared memory at once

@@ -40,7 +40,7 @@ two_products(const uint4* q, const uint4* k, const uint4* v, int* columns, float
   tile::E4M3Operand<P> rounded;
   rounded = p;
   O sum;
-  tile::start_gemm_nt(sum, rounded, tile::KMajor<SmemV>(v_smem));
+  tile::start_gemm_nt(sum, rounded, tile::KMajor<SmemV>(v_smem), false);
   tile::wait_wgmma<0>(sum);
   for (int i = 0; i < P::kRows; ++i) {
     const int row = p.first_row() + P::row(i);

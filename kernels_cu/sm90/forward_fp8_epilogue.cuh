@@ -1,0 +1,72 @@
+#pragma once
+#include <attention/sink.cuh>
+#include <sm90/forward_fp8_storage.cuh>
+#include <sm90/kv_pipeline.cuh>
+
+// Results of sm90_forward_fp8: lse and O of a tile.
+namespace cuflash {
+
+// Write a warp's rows of O by threads: rounded if TMA cannot store them, or as floats.
+template <class T>
+CUFLASH_DEVICE void store_rows(const tile::Matrix<T>& to, Output& o) {
+  tile::store(to, o);
+}
+CUFLASH_DEVICE void store_rows(const tile::Matrix<float>& to, Output& o) {
+#pragma unroll
+  for (int i = 0; i < Output::kRows; ++i) {
+    const int row = o.first_row() + o.row(i);
+#pragma unroll
+    for (int j = 0; j < Output::kColumns; ++j) {
+      const int column = o.first_column() + o.column(j);
+      if (row < to.num_rows && column < to.num_columns) to.at(row, column) = o.at(i, j);
+    }
+  }
+}
+
+// Round a warp's rows of O, stage them in shared memory, and store them by TMA.
+template <class T>
+CUFLASH_DEVICE void store_boxes(T, const attention::TensorMaps& maps, const EpilogueTarget& target, const Output& o) {
+  using SmemO = tile::WgmmaTile<T, kBlockQ, kValueDim>;
+  const SmemO o_smem{kSmemOOffset};
+  ptx::bulk_wait_read<0>();  // TMA has read the tile before
+  __syncwarp();
+  tile::PackedOperand<T, Output> rounded;
+  rounded = o;
+  tile::store(o_smem, rounded, o.warp_row());
+  ptx::fence_proxy_async();
+  __syncwarp();
+#pragma unroll
+  for (int panel = 0; panel < SmemO::kNumPanels && o.warp_row() < target.num_rows; ++panel)
+    ptx::tma_store_5d(&maps.o.map, o_smem.panel(panel).address(o.warp_row(), 0), panel * SmemO::kPanelWidth,
+                      target.first + o.warp_row(), target.o_coords.x, target.o_coords.y, target.o_coords.z);
+  ptx::bulk_commit();
+}
+CUFLASH_DEVICE void store_boxes(float, const attention::TensorMaps&, const EpilogueTarget&, const Output&) {}
+
+// Write lse and O of a tile. If TMA can store O, each warp stages its rows in shared memory and stores them as a box.
+CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
+                             const Softmax& softmax, Output& o, attention::SinkArgument sink) {
+  using namespace attention;
+  const WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
+  const BatchHead& batch_head = tile_info.work.batch_head;
+  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
+  float row_lse[Output::kRows];
+  softmax.finalize(o, row_lse);
+  if constexpr (config::kHasSink)
+#pragma unroll
+    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
+  const EpilogueTarget target = tile_info.epilogue_target;
+  if (kStoresOByTma && target.uses_tma_store) {
+    store_boxes(Element{}, maps, target, o);
+  } else {
+    const auto all = matrix<Element>(params.o, batch_head, batch_head.head, 0, params.shape.value_dim);
+    store_rows(all.rows(tile_info.work.first, tile_info.work.last), o);
+  }
+#pragma unroll
+  for (int i = 0; i < o.kRows; ++i) {
+    const int row = o.first_row() + o.row(i);
+    if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
+  }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,47 @@
+#pragma once
+#include <attention/softmax_fp8.cuh>
+#include <sm90/kv_storage.cuh>
+#include <tile/e4m3.cuh>
+
+// Register tiles and shared memory of sm90_forward_fp8, beside those of sm90/kv_storage.cuh.
+namespace cuflash {
+
+using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
+using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
+using PackedP = tile::E4M3Operand<Scores>;
+using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
+using RowScales = float[Scores::kRows];
+constexpr int kStepsOfSum = 512 / kBlockKv;  // upper limit of the steps in a sum: 512 keys, as in fp8/cuts.py
+// weights absorb a scale that differs from the sum's by at most so many powers of two
+constexpr float kLargestShift = 1;
+
+// Scales of steps, which are stored beside the messages.
+struct alignas(16) StepScales {
+  struct alignas(16) Step {
+    float key;
+    float shift, unshift;  // base-2 logarithm of the ratio of the values' scale to that of their sum; 2^-shift
+    float ended_scale;  // scale of the sum that ends before the step; negative if the step continues the sum
+  };
+  Step steps[kNumStages];
+  float value[kNumStages];  // scale of the sum that has the step's values
+  float sum_scale, sum_scale_log2;  // of the last step; used by the producer alone
+  int num_steps_of_sum;
+};
+// State of a consumer thread in shared memory, which saves registers: the scales of its rows, and their maxima.
+struct alignas(16) ThreadRoom {
+  float row_scales[2], row_max[2];
+};
+constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
+CUFLASH_DEVICE StepScales& step_scales() {
+  return *reinterpret_cast<StepScales*>(ptx::dynamic_shared<unsigned char>() + kStepScalesOffset);
+}
+constexpr bool kStoresOByTma = sizeof(Element) == 2;
+constexpr int kThreadRoomsOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 15) / 16 * 16;
+CUFLASH_DEVICE ThreadRoom& thread_room() {
+  const int number = ptx::thread_index() - kWarpgroupThreads;
+  return reinterpret_cast<ThreadRoom*>(ptx::dynamic_shared<unsigned char>() + kThreadRoomsOffset)[number];
+}
+constexpr int kThreadRoomsEnd = kThreadRoomsOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadRoom));
+constexpr int kSmemOOffset = (kThreadRoomsEnd + 1023) / 1024 * 1024;
+
+}  // namespace cuflash
