@@ -182,7 +182,7 @@ def _require_whole_packets(views: tuple[View, ...]) -> None:
     """
     for view in views:
         if view.name == "dq" and any(step % PACKET_BYTES for step in view.strides[:-1]):
-            raise ValueError(f"dq's rows must start at multiples of {PACKET_BYTES} bytes; got strides of {view.strides}")
+            raise ValueError(f"dq's rows must start at multiples of {PACKET_BYTES} bytes; got strides {view.strides}")
 
 
 def run(
