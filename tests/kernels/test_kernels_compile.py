@@ -81,8 +81,7 @@ SPILLS = {
     ("sm80_backward scored dropped", BFLOAT16, 64): 22,
     ("sm80_forward dropped", BFLOAT16, 128): 16,
     ("sm80_forward scored dropped", BFLOAT16, 128): 16,
-    ("sm90_forward scored", BFLOAT16, 64): 244,  # a bias; 40 and 148 with other functions
-    ("sm90_forward scored", BFLOAT16, 128): 40,  # a bias
+    ("sm90_forward scored", BFLOAT16, 64): 40,  # ALiBi
     ("sm90_backward scored", BFLOAT16, 64): 384,  # the gradient of a bias; 344 with a cap
     ("sm90_backward scored", BFLOAT16, 128): 60,  # the gradient of a table
 }
