@@ -148,6 +148,11 @@ class _Heads:
         return allowed, p, lse, p_sink / total
 
 
+def _widened(array: Any) -> Any:
+    """Integers in a dtype whose arithmetic does not wrap around, as a program's int32 does not where it is allowed."""
+    return np.asarray(array).astype(np.int64) if array.dtype.kind in "iu" and array.dtype.itemsize < 8 else array
+
+
 class _Final:
     """Final scores of all heads, their derivative by the scores, and by the arrays of a score."""
 
@@ -156,7 +161,7 @@ class _Final:
         h, i, j = np.ogrid[:num_heads, :seqlen_q, :seqlen_kv]
         b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
         arrays = {
-            name: array if array.dtype.kind in "iub" else np.asarray(array).astype(raw.dtype)
+            name: _widened(array) if array.dtype.kind in "iub" else np.asarray(array).astype(raw.dtype)
             for name, array in score.arrays.items()
         }
         self.reads = {name: Captured(array) for name, array in arrays.items() if array.dtype == raw.dtype}
