@@ -1,4 +1,5 @@
 #pragma once
+#include <ptx/store.cuh>
 #include <tile/copy_async.cuh>
 #include <tile/warp_tile.cuh>
 
@@ -86,8 +87,9 @@ CUFLASH_DEVICE void store_full_rows(Matrix<T> to, const Tile& from, int first, f
     transpose_in_quad(words);
     const int row = from.first_row() + from.row(i);
     if (row < to.num_rows)
-      *reinterpret_cast<Bits128*>(to.data + row * to.row_stride + column) = {
-          words[0] | static_cast<uint64_t>(words[1]) << 32, words[2] | static_cast<uint64_t>(words[3]) << 32};
+      ptx::store_aligned(reinterpret_cast<Bits128*>(to.data + row * to.row_stride + column),
+                         {words[0] | static_cast<uint64_t>(words[1]) << 32,
+                          words[2] | static_cast<uint64_t>(words[3]) << 32});
   }
 }
 
