@@ -19,6 +19,9 @@ from .tensor_map import Template, BoxedArray
 from .workspaces import Taken
 
 
+PACKET_BYTES = 16  # of a store of neighbouring elements
+
+
 class Lists(Protocol):
     """The arrays of a work list where kernels read them."""
 
@@ -93,6 +96,8 @@ class BoundPass:
         target: LaunchTarget,
         unwanted: Mapping[str, Workspace] = MappingProxyType({}),
     ) -> None:
+        if any(launch.spec.fuses_dq_epilogue for launch in kernels.launches.values()):
+            _require_whole_packets(views)
         needs = {**unwanted, **kernels.workspaces}
         made = tuple(View.of_new(name, workspace) for name, workspace in needs.items())
         records = ParamsTemplate.of(plan, (*views, *made), kernels.boxes, target.tensor_map, kernels.features)
@@ -165,6 +170,19 @@ class BoundPass:
             if workspace.is_zeroed:
                 made[-1].fill(0)
         return Taken(list(map(self._target.address, made)), made)
+
+
+def _require_whole_packets(views: tuple[View, ...]) -> None:
+    """Refuse a dQ whose rows do not start at multiples of 16 bytes, which kernels that finish dQ store at a time.
+
+    Raises
+    ------
+    ValueError
+        A stride of dq is no such multiple. The library's own results never are so.
+    """
+    for view in views:
+        if view.name == "dq" and any(step % PACKET_BYTES for step in view.strides[:-1]):
+            raise ValueError(f"dq's rows must start at multiples of {PACKET_BYTES} bytes; got strides {view.strides}")
 
 
 def run(

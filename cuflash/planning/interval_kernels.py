@@ -128,8 +128,8 @@ class IntervalSource:
                 seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, lo=lo, hi=hi
             )
             over = max(over[0], of_closed[0]), max(over[1], of_closed[1])
-        found = cls(**_closed_form(sequences), rows=rows, shape=shape, block=block, batch=over[0], num_heads=over[1])
-        return found if found.num_threads <= _MOST_THREADS else None
+        made = cls(**_closed_form(sequences), rows=rows, shape=shape, block=block, batch=over[0], num_heads=over[1])
+        return made if made.num_threads <= _MOST_THREADS else None
 
     @property
     def extents(self) -> tuple[int, int, int]:

@@ -17,10 +17,11 @@ Counters are `dram__bytes_read.sum` and `dram__bytes_write.sum` of every kernel 
 for all lengths, which empties the caches before each kernel. ncu needs a permission to read counters; where it lacks
 it, the experiment ends with what ncu says.
 
-Found:  by the model, bytes of standard attention and of FlashAttention-1 grow with the square of the length, and those
-of all other kernels with the length.
+Found:  on an H100, from 2048 to 16384 tokens, FlashAttention-1's loops move 0.99 to 1.00 of what the model says, and
+the passes of sm90 0.95 to 1.13: bytes of the former grow with the square of the length, and those of the latter with
+the length.
 
-Cost: A second on one core; --gpu minutes of a GPU under its profiler.
+Cost: A second on one core; --gpu half a minute of a GPU under its profiler.
 """
 
 import csv
