@@ -8,7 +8,7 @@ or with a sink; runs forward and backward on the host, and keeps the largest err
 dtype and result. `captured` is of the gradients of the function's arrays. A shard's number is the seed of its examples.
 
 Expect: never above 1.
-Found:  at most 0.93, and never above 1; the rows say of what.
+Found:  at most 0.67 of the bound in 1500 examples of each dtype, published with --examples 1500 --shard-size 125.
 
 Cost: Half an hour of two cores.
 """
