@@ -315,7 +315,7 @@ FAULTS = {
             "from.warp_column() + ptx::lane()",
         ),
         "dQ is written past the end": Edit(
-            "tile/epilogue.cuh", "store_full_rows", "if (row < to.num_rows) *reinterpret_cast", "*reinterpret_cast"
+            "tile/epilogue.cuh", "store_full_rows", "if (row < to.num_rows) ptx::store_aligned", "ptx::store_aligned"
         ),
     },
 }  # fmt: skip
