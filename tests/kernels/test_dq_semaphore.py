@@ -111,7 +111,6 @@ def test_blocks_finish_dq_where_it_was_measured_to_be_faster(seqlen: int, dim: i
 
 OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "few heads": ((16, 1024, 64), {"causal": True}),
-    "a window": ((512, 1024, 64), {"window": (100, 0)}),
     "documents": ((512, 1024, 64), {"mask": masks.Documents(np.arange(1024) // 100)}),
     "a list": ((512, 4096, 64), {"mask": masks.BlockPattern(np.tri(32) > 0, 128)}),
     "columns that are no whole packets": ((512, 1024, 60), {"causal": True}),

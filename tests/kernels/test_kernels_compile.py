@@ -80,6 +80,7 @@ SPILLS = {
     ("sm80_backward scored", BFLOAT16, 128): 30,
     ("sm80_backward scored dropped", BFLOAT16, 64): 22,
     ("sm80_forward dropped", BFLOAT16, 128): 16,
+    ("sm80_forward scored dropped", BFLOAT16, 64): 32,  # of keys that several thread blocks share
     ("sm80_forward scored dropped", BFLOAT16, 128): 16,
     ("sm90_forward scored", BFLOAT16, 64): 40,  # ALiBi
     ("sm90_backward scored", BFLOAT16, 64): 384,  # the gradient of a bias; 344 with a cap

@@ -14,6 +14,10 @@ from mutations.sm90_guards import (
 
 FAULTS = {
     gradients_are_right: {
+        "keys past those of the last query visit its tile": Edit(
+            "sm90/q_producer.cuh", "find_visit_range",
+            "if (visit_range.start >= params.shape.seqlen_q) visit_range.stop = visit_range.start = 0;", "",
+        ),
         "rooms are not fenced": Edit("sm90/q_pipeline.cuh", "run_roles", "ptx::fence_mbarrier_init();", ""),
         "queries past a step are alive": Edit(
             "sm90/q_producer.cuh", "has_rows_to_zero",

@@ -191,8 +191,7 @@ def gradients_are_right() -> None:
             copies = "late" if order == "last_warp" else "random"
             schedule = sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=seed < 2)
             machine = FewBlocks(schedule, most=1 + seed)
-            margin = ALIGNED if seed else MARGIN
-            assert_within_bounds(clean, **call(clean.but(**changed), SIM90, machine, margin=margin))
+            assert_within_bounds(clean, **call(clean.but(**changed), SIM90, machine, margin=ALIGNED))
 
 
 def wide_structures() -> list[Structure]:
@@ -240,8 +239,8 @@ def finished_gradients_are_right() -> None:
             example = half(structure)
             for seed, order in enumerate(("random", "last_warp", "first_warp")):
                 schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
-                machine, margin = FewBlocks(schedule, most=1 + (seed + number) % 3), ALIGNED if seed else MARGIN
-                assert_within_bounds(example, **call(example, SIM90, machine, margin=margin))
+                machine = FewBlocks(schedule, most=1 + (seed + number) % 3)
+                assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
 
 
 @with_fewest_tiles(0)
@@ -251,7 +250,7 @@ def gradients_of_lists_are_right() -> None:
         for seed, order in enumerate(("random", "last_warp", "first_warp")):
             schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
             machine = FewBlocks(schedule, most=1 + (seed + number) % 3)
-            assert_all_right(example, SIM90, machine, ALIGNED if seed else MARGIN)
+            assert_all_right(example, SIM90, machine, ALIGNED)
 
 
 @with_fewest_tiles(0)

@@ -9,14 +9,16 @@ CUFLASH_DEVICE void red_add_release(int* count, int value, CUFLASH_SIM_WHERE) {
   sim::release_counter(count);
   atomicAdd(count, value, where);
 }
-// Where blocks run one after another, a count that no earlier block left will never come.
+// Where blocks run one after another, a count that neither an earlier block left nor a lane of the warp added before it
+// waits will never come. A lane may add it after others have looked once, and before the warp votes.
 CUFLASH_DEVICE void wait_for_counter(const int* count, int mask, int threshold, CUFLASH_SIM_WHERE) {
-  while (true) {
+  for (bool has_voted = false;; has_voted = true) {
     const int value = sim::are_blocks_together() ? __atomic_load_n(count, __ATOMIC_RELAXED)
                                                  : atomicAdd(const_cast<int*>(count), 0, where);
     if (__all_sync(0xffffffffu, (value & mask) >= threshold)) return sim::acquire_counter(count);
-    if (!sim::are_blocks_together()) sim::fail(where, "waits for a count of %d, which is %d", threshold, value & mask);
-    if (threadIdx.x % 32 == 0 && (value & mask) < threshold) sim::wait_for_change(count, value, where);
+    if (!sim::are_blocks_together() && has_voted) sim::fail(where, "waits for a count of %d, which is %d", threshold, value & mask);
+    if (sim::are_blocks_together() && threadIdx.x % 32 == 0 && (value & mask) < threshold)
+      sim::wait_for_change(count, value, where);
   }
 }
 

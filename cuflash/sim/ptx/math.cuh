@@ -44,7 +44,11 @@ CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 
 template <class T>
-CUFLASH_DEVICE T rounded_to(double x) { return static_cast<T>(x); }
+CUFLASH_DEVICE T rounded_to(double x);
+template <>
+CUFLASH_DEVICE float rounded_to<float>(double x) { return static_cast<float>(x); }
+template <>
+CUFLASH_DEVICE double rounded_to<double>(double x) { return x; }
 
 CUFLASH_DEVICE float min_or_nan(float x, float y) {
   return x != x || y != y ? __uint_as_float(kCanonicalNan) : x < y ? x : y;
