@@ -110,7 +110,7 @@ class BlockIndex:
                 object.__setattr__(self, name, _read_only(array))
 
     @classmethod
-    def of_lists(cls, carried: CarriedLists, **facts: Any) -> BlockIndex:
+    def _of_lists(cls, carried: CarriedLists, **facts: Any) -> BlockIndex:
         """An index of lists on a device, whose arrays are views of these, made when one of them is used first.
 
         Parameters

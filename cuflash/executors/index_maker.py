@@ -46,7 +46,7 @@ class IndexMaker:
 
     def __call__(self, mask: int, stream: Any) -> BlockIndex:
         """The index of the mask at an address, once the stream has come so far."""
-        return BlockIndex.of_lists(CarriedLists(self.lists((mask,), stream), self._source), **self._facts)
+        return BlockIndex._of_lists(CarriedLists(self.lists((mask,), stream), self._source), **self._facts)
 
 
 def index_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:

@@ -141,7 +141,15 @@ class Sequences(Mask):
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Offsets of queries, and of keys where these have others."""
+        """Offsets of queries, and of keys where these have others.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuflash import masks
+        >>> masks.Sequences(np.array([0, 2, 5])).arrays
+        (array([0, 2, 5]),)
+        """
         return (self.q_offsets,) if self.kv_offsets is None else (self.q_offsets, self.kv_offsets)
 
     def resolve(self, shape: MaskShape) -> Mask:
@@ -170,11 +178,36 @@ class Sequences(Mask):
         return (lo <= j) & (j < hi)
 
     def keys_of(self, i: Array, q: Array, kv: Array) -> Intervals:
-        """lo and hi of queries, from the offsets of one batch entry.
+        """Return the intervals of keys that queries see, from the offsets of one batch entry.
 
         Every bound is clipped to the keys of the query's sequence, without which bounds would decrease from a sequence
         with more queries than keys to the next. Queries after all sequences have lo beyond all keys, as those past a
         length have, so that no kernel visits them: they may hold NaN.
+
+        Parameters
+        ----------
+        i : array of int
+            Numbers of queries.
+        q : array of int [num_sequences + 1]
+            Offsets of the sequences' queries.
+        kv : array of int [num_sequences + 1]
+            Offsets of the sequences' keys.
+
+        Returns
+        -------
+        lo : array of int
+            The first key that a query sees.
+        hi : array of int
+            The key after the last that it sees.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuflash import masks
+        >>> offsets = np.array([0, 2, 5])
+        >>> lo, hi = masks.Sequences(offsets).keys_of(np.arange(5), offsets, offsets)
+        >>> lo.tolist(), hi.tolist()
+        ([0, 0, 2, 2, 2], [2, 2, 5, 5, 5])
         """
         xp, last = namespace(q), q.shape[-1] - 1
         after = xp.searchsorted(q, i, side="right")
