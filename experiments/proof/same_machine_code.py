@@ -1,4 +1,4 @@
-"""Whether a change leaves the machine code of the kernels as it was, for changes that must: new names, moved files.
+"""Does a change of names or files leave the machine code of all kernels as it was?
 
     python -m experiments same_machine_code main                       # every kernel, against a commit or branch
     python -m experiments same_machine_code main --quick               # few kernels that have everything once

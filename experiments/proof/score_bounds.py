@@ -20,12 +20,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import bound_shares
 import cuflash
-import hypothesis
 from cuflash.testing import assertions, strategies
 from harness import Record, main, track
 from hypothesis import strategies as st
-from rich.table import Table
 
 RESULTS = ("o", "lse", "dq", "dk", "dv", "captured", "dsink")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -74,27 +73,12 @@ def shares(example: assertions.Example) -> dict[str, float]:
 def draw_shard(shard: tuple[str, int], size: int) -> Record:
     """Examples of one dtype from the seed that is the shard's number: the largest shares, and what gave them."""
     dtype, number = shard
-    record: Record = {"dtype": dtype, "examples": 0, "outside": 0} | dict.fromkeys(RESULTS, 0.0)
-    worst = dict.fromkeys((f"worst_{name}" for name in RESULTS), "")
-    with_function = strategies.structures(dtypes=(dtype,), has_score=True, most_scores=1 << 10, longest=50, widest=32)
-    with_sink = strategies.structures(dtypes=(dtype,), has_sink=True, most_scores=1 << 10, longest=50, widest=32)
-
-    @hypothesis.seed(number)
-    @hypothesis.settings(
-        max_examples=size, phases=[hypothesis.Phase.generate], database=None, deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
-    @hypothesis.given(st.one_of(with_function, with_function, with_function, with_sink))
-    def draw(structure: strategies.Structure) -> None:
-        found = shares(structure.example())
-        record["examples"] += 1
-        record["outside"] += any(share > 1 for share in found.values())
-        for name, share in found.items():
-            if share > record[name]:
-                record[name], worst[f"worst_{name}"] = share, repr(structure)
-
-    draw()
-    return record | worst
+    drawn = functools.partial(
+        strategies.structures, dtypes=(dtype,), most_scores=1 << 10, longest=50, widest=32
+    )
+    with_function, with_sink = drawn(has_score=True), drawn(has_sink=True)
+    structures = st.one_of(with_function, with_function, with_function, with_sink)
+    return {"dtype": dtype} | bound_shares.largest_shares(structures, shares, RESULTS, seed=number, size=size)
 
 
 def run(config: Config) -> Iterator[Record]:
@@ -106,26 +90,10 @@ def run(config: Config) -> Iterator[Record]:
         results = pool.imap(functools.partial(draw_shard, size=config.shard_size), todo)
         done = [next(results) for _ in track(todo, "shards")]
     for dtype in config.dtypes:
-        of_dtype = [record for record in done if record["dtype"] == dtype]
-        total: Record = {"dtype": dtype} | {
-            name: sum(record[name] for record in of_dtype) for name in ("examples", "outside")
-        }
-        for name in RESULTS:
-            worst = max(of_dtype, key=lambda record: record[name])
-            total |= {name: worst[name], f"worst_{name}": worst[f"worst_{name}"]}
-        yield total
+        yield bound_shares.summary(dtype, [record for record in done if record["dtype"] == dtype], RESULTS)
 
 
-def table(records: list[Record]) -> Table:
-    """The largest shares."""
-    made = Table(title="largest error over its bound")
-    for column in ("dtype", "examples", "outside", *RESULTS):
-        made.add_column(column, justify="left" if column == "dtype" else "right")
-    for row in records:
-        shown = (f"{row[name]:.3f}" for name in RESULTS)
-        made.add_row(row["dtype"], str(row["examples"]), str(row["outside"]), *shown)
-    return made
-
+table = functools.partial(bound_shares.table, names=RESULTS)
 
 if __name__ == "__main__":
     main(Config, run, table, replacing=("dtype",))

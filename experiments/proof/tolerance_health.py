@@ -21,11 +21,10 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import bound_shares
 import cuflash
-import hypothesis
 from cuflash.testing import assertions, strategies
 from harness import RESULTS, Record, machine, main, read_csv, track, write_csv
-from rich.table import Table
 
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 
@@ -75,29 +74,9 @@ def shares(example: assertions.Example) -> dict[str, float]:
 def draw_shard(shard: tuple[str, int], size: int) -> Record:
     """Examples of one dtype from the seed that is the shard's number: the largest shares, and what gave them."""
     dtype, number = shard
-    record: Record = {"dtype": dtype, "shard": number, "size": size, "examples": 0, "outside": 0}
-    record |= dict.fromkeys(OUTPUTS, 0.0)
-    worst = dict.fromkeys((f"worst_{name}" for name in OUTPUTS), "")
-
-    @hypothesis.seed(number)
-    @hypothesis.settings(
-        max_examples=size,
-        phases=[hypothesis.Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(strategies.structures(dtypes=(dtype,)))
-    def draw(structure: strategies.Structure) -> None:
-        found = shares(structure.example())
-        record["examples"] += 1
-        record["outside"] += any(share > 1 for share in found.values())
-        for name, share in found.items():
-            if share > record[name]:
-                record[name], worst[f"worst_{name}"] = share, repr(structure)
-
-    draw()
-    return record | worst
+    structures = strategies.structures(dtypes=(dtype,))
+    found = bound_shares.largest_shares(structures, shares, OUTPUTS, seed=number, size=size)
+    return {"dtype": dtype, "shard": number, "size": size} | found
 
 
 def run(config: Config) -> list[Record]:
@@ -114,7 +93,10 @@ def run(config: Config) -> list[Record]:
             done[record["dtype"], record["shard"]] = record
             write_csv(config.unfinished, list(done.values()))
     config.unfinished.unlink(missing_ok=True)
-    return [_summary(dtype, [done[shard] for shard in config.shards if shard[0] == dtype]) for dtype in config.dtypes]
+    return [
+        bound_shares.summary(dtype, [done[shard] for shard in config.shards if shard[0] == dtype], OUTPUTS)
+        for dtype in config.dtypes
+    ]
 
 
 def _unfinished(config: Config) -> dict[tuple[str, int], Record]:
@@ -129,24 +111,7 @@ def _unfinished(config: Config) -> dict[tuple[str, int], Record]:
     return {(record["dtype"], record["shard"]): record for record in records}
 
 
-def _summary(dtype: str, shards: list[Record]) -> Record:
-    total: Record = {"dtype": dtype} | {name: sum(shard[name] for shard in shards) for name in ("examples", "outside")}
-    for name in OUTPUTS:
-        worst = max(shards, key=lambda shard: shard[name])
-        total |= {name: worst[name], f"worst_{name}": worst[f"worst_{name}"]}
-    return total
-
-
-def table(records: list[Record]) -> Table:
-    """The largest shares."""
-    made = Table(title="largest error over its bound")
-    for column in ("dtype", "examples", "outside", *OUTPUTS):
-        made.add_column(column, justify="left" if column == "dtype" else "right")
-    for row in records:
-        shown = (f"{row[name]:.3f}" for name in OUTPUTS)
-        made.add_row(row["dtype"], str(row["examples"]), str(row["outside"]), *shown)
-    return made
-
+table = functools.partial(bound_shares.table, names=OUTPUTS)
 
 if __name__ == "__main__":
     main(Config, run, table)

@@ -856,7 +856,18 @@ def test_tolerance_health_counts_its_examples_and_goes_on_where_it_was(load, tmp
     assert [(row["dtype"], row["outside"]) for row in records] == [("float16", 0), ("float32", 0)]
     assert all(row["examples"] >= 4 and all(0 <= row[name] <= 1 for name in experiment.OUTPUTS) for row in records)
     assert not config.unfinished.exists()
-    experiment.table(records)
+    assert experiment.table(records).row_count == 2
+
+
+def test_score_bounds_keeps_the_largest_share_of_each_result(load) -> None:
+    experiment = load("score_bounds")
+    drawn = [experiment.draw_shard(("float32", seed), 4) for seed in range(2)]
+    total = load("bound_shares").summary("float32", drawn, experiment.RESULTS)
+    assert total["examples"] == sum(record["examples"] for record in drawn) == 8 and total["outside"] == 0
+    for name in experiment.RESULTS:
+        assert total[name] == max(record[name] for record in drawn) <= 1
+        assert (total[f"worst_{name}"] != "") == (total[name] > 0)
+    assert total["dq"] > 0 and experiment.table([total]).row_count == 1
 
 
 # Tables of the README
