@@ -14,7 +14,7 @@ _CORNERS = {1: ("first", "last"), 0: ("first", "first"), -1: ("last", "first")} 
 
 
 class Printer(Protocol):
-    """What prints the program of a function: `score_text.Printer`."""
+    """The parts of `score_text.Printer` that the functions below read and change."""
 
     program: Program
     levels: list[str]

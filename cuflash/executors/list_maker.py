@@ -48,7 +48,7 @@ class ListMaker:
         return {} if self._rows is None else self._rows.arrays
 
     def __call__(self, arrays: Sequence[int], stream: Any) -> Array:
-        """What the mask with arrays at these addresses has, as bytes, once the stream has come so far."""
+        """Launch the kernels on arrays at these addresses; return the bytes that hold the lists once they have run."""
         (lists,) = self._allocate(stream)
         if self._rows is not None:
             self._rows.use(stream)

@@ -218,7 +218,7 @@ def _room(shape: tuple[int, ...]) -> int:
 
 
 def _closed_form(sequences: Sequences) -> dict[str, Any]:
-    """What the kernel has of sequences beside their offsets: fields of `IntervalSource`."""
+    """Return the fields of `IntervalSource` that describe sequences but for their shape."""
     q, kv = sequences.arrays[0], sequences.arrays[-1]
     left, right = sequences.window or (None, None)
     if sequences.causal:
@@ -252,7 +252,7 @@ class IntervalsAtCall(IntervalWork):
         )  # fmt: skip
 
     def with_intervals(self, found: Array) -> IntervalsAtCall:
-        """The same work with the row intervals in an array of bytes that a call has made."""
+        """Return this work with row intervals that lie in an array of bytes, which a call has made."""
         views = self.source.views(found)
         return replace(self, lo=views["lo"], hi=views["hi"])
 

@@ -1,4 +1,4 @@
-"""Which captured array a kernel's producers put into shared memory, and whether its gradient is stored from there.
+"""The captured array that producers copy to shared memory, and the rule for storing its gradient from there.
 
 An array of 16-bit numbers that a score function reads at the query and the key, such as a bias, is as large as all
 scores. Its elements of a step come like the step's keys, by bulk copies, and not one by one for each score.

@@ -1,4 +1,4 @@
-"""What of a score program has one value in a whole tile of queries and keys, where integers say so.
+"""Instructions of a score program that have one value in a whole tile of queries and keys.
 
 An index such as a clipped distance, ``np.clip(j - i, -128, 128)``, is monotone in the query and in the key. So it has
 one value in a tile if it has the same at two corners, and then each captured array has one element that it is read at.
@@ -14,7 +14,7 @@ from .program import Instruction, Program, depends, needed_for
 
 
 class Direction(NamedTuple):
-    """Whether an integer never decreases (1), never changes (0) or never increases (-1) with the query and the key."""
+    """The direction of an integer along queries and keys: 1 never decreases, 0 never changes, -1 never increases."""
 
     query: int
     key: int
@@ -37,7 +37,7 @@ class Uniform:
 
 
 def uniform(program: Program) -> Uniform:
-    """What is uniform in a program; nothing if no array is read by monotone integers alone that may stay the same.
+    """Find what is uniform in a program: nothing, unless monotone integers alone say where an array is read.
 
     >>> import numpy as np
     >>> from cuflash.scores import Score

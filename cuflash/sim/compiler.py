@@ -134,7 +134,7 @@ def cache_directory() -> Path:
     try:
         folder = Path.home() / ".cache" / "cuflash" / "sim"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Libraries that are loaded from here run with the user's rights, so nobody else may own it.
+        # Libraries that are loaded from this folder run with the user's rights, so its owner must be the user.
         if not (os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid()):
             reason = f"{folder} is not writable, or not this user's"
         elif _forbids_libraries(folder):

@@ -110,7 +110,7 @@ def sequences(seqlen: int, count: int, seed: tuple[int, ...]) -> tuple[np.ndarra
 def recoloured(
     tokens: np.ndarray, goals: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same sequences with the other colour at the first end, and so the other answer."""
+    """Return these sequences with the other colour at the first end, and so with the other answer."""
     is_start = (tokens >= START) & (tokens < GOAL)
     return np.where(is_start, 2 * START + COLOURS - 1 - tokens, tokens), goals, 1 - labels
 

@@ -62,7 +62,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to measure; the defaults are the published run."""
+    """The cases to measure; the defaults are the published run."""
 
     cases: tuple[str, ...] = tuple(CASES)
     repeats: int = 20

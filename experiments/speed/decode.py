@@ -83,7 +83,7 @@ def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
 
 
 def captured_by_torch(calls: list[Callable[[], Any]]) -> Callable[[], float]:
-    """The same of calls on PyTorch's tensors."""
+    """Yield the cases of calls on PyTorch's tensors."""
     import torch
 
     calls[0]()

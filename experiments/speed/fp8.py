@@ -35,7 +35,7 @@ from workloads import blocks_name, flops, named_blocks, random_blocks
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to time; the defaults are the published run."""
+    """The cases to time; the defaults are the published run."""
 
     head_dims: tuple[int, ...] = (128, 64)
     masks: tuple[str, ...] = ("full", "causal", blocks_name(128, 0.125))

@@ -191,7 +191,7 @@ PEERS: dict[str, Callable[[Case, Any], Attend]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to measure; the defaults are the published run."""
+    """The cases to measure; the defaults are the published run."""
 
     cases: tuple[str, ...] = tuple(CASES)
     peers: tuple[str, ...] = tuple(PEERS)

@@ -32,7 +32,7 @@ ROW = ("library", "pass", "mask", "tokens", "head_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is timed; the defaults are the published run."""
+    """The cases to time; the defaults are the published run."""
 
     tokens: int = 1024
     all_tokens: int = 16384  # of a batch: its size is all_tokens / tokens

@@ -102,7 +102,7 @@ def ladder(rows: list[Row]) -> str:
 
 
 def language(rows: list[Row]) -> str:
-    """What each attention of a training reached, and what it took."""
+    """Return the table of the losses that each attention of a training reached, with times and memory."""
     names = {"step": "", "loss": ".4f", "held_out_loss": ".4f", "gap": ".1e", "bound": ".1e", "density": ".2f"}
     names |= {"tokens_per_s": ".3g", "peak_mib": ".3g", "longest_context": ""}
     lines = (
@@ -155,7 +155,7 @@ def errors(rows: list[Row]) -> str:
 
 
 def overhead(rows: list[Row]) -> str:
-    """What sweeps take beside their tasks."""
+    """Return the table of the time that sweeps take beside their tasks."""
     lines = (
         [row["engine"], row["tasks"], row["workers"], number(row, "task_s"), number(row, "seconds", ".4g")]
         + [number(row, name, form) for name, form in {"overhead": ".2%", "cpu_s": ".3g", "cpu_overhead": ".2%"}.items()]

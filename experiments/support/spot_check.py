@@ -1,4 +1,4 @@
-"""Whether a call too large for the reference is right: some rows of two heads, recomputed in float64 and bounded."""
+"""Checks of calls too large for the reference: some rows of two heads are recomputed in float64 and bounded."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -33,7 +33,7 @@ def specs(library: Any, score: Any, wrt: tuple[str, ...] = (), **changes: Any) -
 
 
 def check_plans(library: Any) -> None:
-    """Which arrays kernels stage, and of which they store the gradient."""
+    """Kernels stage arrays that are read at query and key, and store the gradients that one tile makes alone."""
 
     def bias(*shape: int, dtype: Any = HALF) -> Any:
         return library.scores.bias(library.ShapeDtype(shape, np.dtype(dtype)))
@@ -108,7 +108,7 @@ on_hopper = pytest.mark.parametrize(
 
 
 def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136) -> Example:
-    """Of a bias of which some elements, and all of every seventh query, are -inf."""
+    """Return an example with a bias that is -inf in some elements, and in all of every seventh query."""
     structure = Structure(
         q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=seqlen_kv,
         head_dim=dim, value_dim=dim, dtype="float16", mask=mask,
@@ -136,7 +136,7 @@ def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
 
 
 def check_schedules(most: int = 2) -> None:
-    """The same where warps run in any order, and copies land late; several tiles of queries, and a part of each."""
+    """Warps may run in any order and copies land late, with several tiles of queries, the last one a part."""
     for schedule in hostile_schedules("staged", most):
         with patch("cuflash.executors.sim._SIMULATOR", Simulator(schedule)):
             check_masks(replace(SIM, kernel="sm90"), ("window",))
@@ -148,7 +148,7 @@ def test_schedules_and_late_copies_change_nothing() -> None:
 
 
 def check_layouts(run: Run) -> None:
-    """The same bits whatever way a bias lies in memory."""
+    """Results have equal bits whatever way a bias lies in memory."""
     example = problem(masks.SlidingWindow(90, 90, "top_left"))
     array = example.score.arrays["bias"]
     expected = everything(run, example)
@@ -189,7 +189,7 @@ def test_wide_steps_of_narrow_heads_have_their_own_elements(run: Run) -> None:
 @settings(max_examples=20 if is_long() else 4, deadline=None)
 @given(st.data())
 def test_lengths_and_functions_do_not_matter(data: st.DataObject) -> None:
-    """Of a scaled and a curved function too, whose slopes need the staged number."""
+    """Slopes of a scaled and of a curved function need the staged number again."""
     seqlen_kv = 8 * data.draw(st.integers(1, 20))
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=data.draw(st.integers(65, 140)), seqlen_kv=seqlen_kv, head_dim=72,

@@ -27,7 +27,7 @@ NEAR = Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -4, 4) + 4],
 
 
 def check_directions(library: Any) -> None:
-    """Which integers of a function with a table of 100 elements are monotone in the query and the key."""
+    """Require the monotone integers of functions with a table of 100 elements, and their directions."""
     found = importlib.import_module(f"{library.__name__}.scores.uniform").uniform
 
     def directions(index: Any) -> list[tuple[int, int]]:
@@ -107,7 +107,7 @@ def test_clipped_tables_are_within_their_bounds(run: Run) -> None:
 
 @on_hopper
 def test_a_clipped_table_is_a_bias(run: Run) -> None:
-    """The same as the bias that holds its elements, whose gradient is summed by element."""
+    """A table gives what a bias of its elements gives, whose gradient is then summed by element."""
     if run.executor == "sim" and not is_long():
         pytest.skip("a short run draws other functions")
     structure = Structure(num_heads=2, num_kv_heads=2, seqlen_q=150, seqlen_kv=264, head_dim=80, dtype="float16")

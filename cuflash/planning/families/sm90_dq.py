@@ -87,7 +87,7 @@ def with_counted_arrivals(problem: Problem, work: IntervalWork, specs: dict[str,
 
 
 class ArrivalUse(Enum):
-    """What the count of the tiles of keys that have come to queries is for."""
+    """The use of a counter of the tiles of keys that have arrived at a tile of queries."""
 
     NONE = "nothing"
     STORE = "the first stores its part of dQ"
