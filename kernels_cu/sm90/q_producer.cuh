@@ -98,9 +98,9 @@ CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const atte
   const auto found = [&](int which) { return __shfl_sync(0xffffffffu, first, 8 * which); };
   VisitRange visit_range{found(0), found(1), found(2), found(3)};
   if (!elect_one()) return;
-  find_list_entries(params, work, visit_range);
   // Keys past those of the last query have no visitor: aligned to tiles, their range would hold the last tile.
   if (visit_range.start >= params.shape.seqlen_q) visit_range.stop = visit_range.start = 0;
+  find_list_entries(params, work, visit_range);
   shared().visit_range = aligned_to_tiles(params, visit_range, kBlockQ);
 }
 

@@ -12,6 +12,7 @@ import pytest
 from cuflash.planning.spec import KernelSpec
 from cuflash.testing import Example, Structure, assert_within_bounds
 from cuflash.executors.sim import Simulator
+from cuflash.sim import Schedule
 from executors import GPU, SIM, Run, hostile_schedules, is_long, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,16 +136,16 @@ def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
     check_masks(run, everywhere if is_long() or run.executor == "gpu" else ("causal", "window"))
 
 
-def check_schedules(most: int = 2) -> None:
+def check_schedules(schedules: list[Schedule]) -> None:
     """Warps may run in any order and copies land late, with several tiles of queries, the last one a part."""
-    for schedule in hostile_schedules("staged", most):
+    for schedule in schedules:
         with patch("cuflash.executors.sim._SIMULATOR", Simulator(schedule)):
             check_masks(replace(SIM, kernel="sm90"), ("window",))
 
 
 @needs_compiler
 def test_schedules_and_late_copies_change_nothing() -> None:
-    check_schedules()
+    check_schedules(hostile_schedules("staged"))
 
 
 def check_layouts(run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import ModuleType
 
-from cuflash.sim import SimulationError
+from cuflash.sim import Schedule, SimulationError
 from executors import SIM
 from test_staged_arrays import (
     check_hidden, check_layouts, check_masks, check_plans, check_schedules, check_zeros
@@ -21,8 +21,8 @@ def staged_results_are_right() -> None:
 
 
 def late_copies_are_waited_for() -> None:
-    """Also where a warp runs on before others, and copies land when they are waited for."""
-    check_schedules()
+    """Consumers run before the warp that copies a bias has waited for its copies, which land one by one."""
+    check_schedules([Schedule(seed=seed, order="priorities", copies="random") for seed in range(2)])
 
 
 def layouts_change_no_bit() -> None:

@@ -1,4 +1,4 @@
-"""Every planted fault is row_mask by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
+"""Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
 
 Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in; one,
 of NaN and infinities, has faults of Python and of kernels. Each guard sees its first fault: of Python's arithmetic it
