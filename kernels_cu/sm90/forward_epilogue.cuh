@@ -4,6 +4,7 @@
 #include <attention/sink.cuh>
 #include <sm90/kv_pipeline.cuh>
 #include <sm90/ping_pong.cuh>
+#include <sm90/store_boxes.cuh>
 
 // Results of sm90_forward: lse and O of a tile.
 namespace cuflash {
@@ -36,17 +37,7 @@ CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::T
     // The warpgroup's products must have read Q. With ping-pong, the wait before the next tile's first products ensures
     // it.
     if (!kPingPong || is_last) ptx::bar_sync(kQEmptyBarrier + own_group(), kWarpgroupThreads);
-    const SmemO o_smem{q_smem(q_stage_of(num_tiles_done)).start};
-    tile::PackedOperand<Element, Output> rounded;
-    rounded = o;
-    tile::store(o_smem, rounded, o.warp_row());
-    ptx::fence_proxy_async();
-    __syncwarp();
-#pragma unroll
-    for (int panel = 0; panel < SmemO::kNumPanels && o.warp_row() < target.num_rows; ++panel)
-      ptx::tma_store_5d(&maps.o.map, o_smem.panel(panel).address(o.warp_row(), 0), panel * SmemO::kPanelWidth,
-                        target.first + o.warp_row(), target.o_coords.x, target.o_coords.y, target.o_coords.z);
-    ptx::bulk_commit();
+    store_boxes<Element>(maps, target, SmemO{q_smem(q_stage_of(num_tiles_done)).start}, o);
   } else {
     const WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
     const auto all = matrix<Element>(params.o, work.batch_head, work.batch_head.head, 0, params.shape.value_dim);

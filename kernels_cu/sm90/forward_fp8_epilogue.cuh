@@ -2,6 +2,7 @@
 #include <attention/sink.cuh>
 #include <sm90/forward_fp8_storage.cuh>
 #include <sm90/kv_pipeline.cuh>
+#include <sm90/store_boxes.cuh>
 
 // Results of sm90_forward_fp8: lse and O of a tile.
 namespace cuflash {
@@ -25,23 +26,14 @@ CUFLASH_DEVICE void store_rows(const tile::Matrix<float>& to, Output& o) {
 
 // Round a warp's rows of O, stage them in shared memory, and store them by TMA.
 template <class T>
-CUFLASH_DEVICE void store_boxes(T, const attention::TensorMaps& maps, const EpilogueTarget& target, const Output& o) {
+CUFLASH_DEVICE void stage_and_store(T, const attention::TensorMaps& maps, const EpilogueTarget& target, const Output& o) {
   using SmemO = tile::WgmmaTile<T, kBlockQ, kValueDim>;
   const SmemO o_smem{kSmemOOffset};
   ptx::bulk_wait_read<0>();  // TMA has read the tile before
   __syncwarp();
-  tile::PackedOperand<T, Output> rounded;
-  rounded = o;
-  tile::store(o_smem, rounded, o.warp_row());
-  ptx::fence_proxy_async();
-  __syncwarp();
-#pragma unroll
-  for (int panel = 0; panel < SmemO::kNumPanels && o.warp_row() < target.num_rows; ++panel)
-    ptx::tma_store_5d(&maps.o.map, o_smem.panel(panel).address(o.warp_row(), 0), panel * SmemO::kPanelWidth,
-                      target.first + o.warp_row(), target.o_coords.x, target.o_coords.y, target.o_coords.z);
-  ptx::bulk_commit();
+  store_boxes<T>(maps, target, o_smem, o);
 }
-CUFLASH_DEVICE void store_boxes(float, const attention::TensorMaps&, const EpilogueTarget&, const Output&) {}
+CUFLASH_DEVICE void stage_and_store(float, const attention::TensorMaps&, const EpilogueTarget&, const Output&) {}
 
 // Write lse and O of a tile. If TMA can store O, each warp stages its rows in shared memory and stores them as a box.
 CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
@@ -57,7 +49,7 @@ CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::T
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
   const EpilogueTarget target = tile_info.epilogue_target;
   if (kStoresOByTma && target.uses_tma_store) {
-    store_boxes(Element{}, maps, target, o);
+    stage_and_store(Element{}, maps, target, o);
   } else {
     const auto all = matrix<Element>(params.o, batch_head, batch_head.head, 0, params.shape.value_dim);
     store_rows(all.rows(tile_info.work.first, tile_info.work.last), o);

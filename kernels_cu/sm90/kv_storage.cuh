@@ -115,8 +115,7 @@ CUFLASH_DEVICE SharedStorage& shared() {
 // Elements of the staged array of each step, and their slots, behind all other shared memory.
 using SmemArray = StagedArray<kBlockQ, kBlockKv>;
 CUFLASH_DEVICE SmemArray array_smem(int stage) {
-  constexpr int kEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
-  return {(kEnd + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment + stage * SmemArray::kBytes};
+  return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) + stage * SmemArray::kBytes};
 }
 CUFLASH_DEVICE tile::PipelineSlot& array_slot(int stage) {
   return array_smem(kNumStages).template pointer<tile::PipelineSlot>(0)[stage];

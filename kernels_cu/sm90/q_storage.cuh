@@ -98,8 +98,7 @@ CUFLASH_DEVICE SharedStorage& shared() {
 // The step's elements of a captured array, behind all else; they come and go with the step's Q.
 using SmemArray = StagedArray<kBlockQ, kBlockKv>;
 CUFLASH_DEVICE SmemArray array_smem(int stage) {
-  constexpr int kEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
-  return {(kEnd + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment + stage * SmemArray::kBytes};
+  return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) + stage * SmemArray::kBytes};
 }
 
 }  // namespace cuflash

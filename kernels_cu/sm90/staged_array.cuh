@@ -14,6 +14,10 @@ constexpr bool kStagesArray = score::Function::kIsStaged;
 template <int Rows, int Columns>
 using StagedArray = tile::SwizzledTile<uint16_t, Rows, Columns>;
 constexpr int kArrayAlignment = 128;
+// The first offset from `end` on at which slots can lie.
+CUFLASH_DEVICE constexpr int aligned_for_array(int end) {
+  return (end + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment;
+}
 
 // Two 16-bit numbers.
 template <class Element>

@@ -65,7 +65,7 @@ FAULTS = {
             "tile::wait_wgmma<0>(values);",
         ),
         "the room of O is written while the last O leaves it": Edit(
-            "sm90/forward_fp8_epilogue.cuh", "store_boxes", "ptx::bulk_wait_read<0>();", ""
+            "sm90/forward_fp8_epilogue.cuh", "stage_and_store", "ptx::bulk_wait_read<0>();", ""
         ),
         "a tile's scores have the scales of the one before": Edit(
             FORWARD, "consume_tiles", "if (has_scores) read_row_scales(scales, num_tiles_done + 1);", ""

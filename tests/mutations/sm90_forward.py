@@ -77,28 +77,28 @@ FAULTS = {
         ),
         "Q's room is left before O went through it": Edit(
             "sm90/forward_epilogue.cuh", "epilogue",
-            "tile::store(o_smem",
-            "tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty); tile::store(o_smem",
+            "store_boxes<Element>",
+            "tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty); store_boxes<Element>",
         ),
-        "O is written before it is there": Edit("sm90/forward_epilogue.cuh", "epilogue", "__syncwarp();", ""),
-        "O is not fenced": Edit("sm90/forward_epilogue.cuh", "epilogue", "ptx::fence_proxy_async();", ""),
+        "O is written before it is there": Edit("sm90/store_boxes.cuh", "store_boxes", "__syncwarp();", ""),
+        "O is not fenced": Edit("sm90/store_boxes.cuh", "store_boxes", "ptx::fence_proxy_async();", ""),
         "Q's room is left while O leaves it": Edit(
             "sm90/forward_epilogue.cuh", "release_q", "ptx::bulk_wait_read<0>();", ""
         ),
         "O is put where another warp's is": Edit(
-            "sm90/forward_epilogue.cuh", "epilogue", "(o_smem, rounded, o.warp_row());", "(o_smem, rounded, 0);"
+            "sm90/store_boxes.cuh", "store_boxes", "(o_smem, rounded, o.warp_row());", "(o_smem, rounded, 0);"
         ),
         "a panel of O is written over the first": Edit(
-            "sm90/forward_epilogue.cuh", "epilogue", "panel * SmemO::kPanelWidth,", "0 * panel,"
+            "sm90/store_boxes.cuh", "store_boxes", "panel * SmemO::kPanelWidth,", "0 * panel,"
         ),
         "a panel of O is the first one's": Edit(
-            "sm90/forward_epilogue.cuh", "epilogue", "o_smem.panel(panel).address(o", "o_smem.panel(0).address(o"
+            "sm90/store_boxes.cuh", "store_boxes", "o_smem.panel(panel).address(o", "o_smem.panel(0).address(o"
         ),
         "rows past a tile are written": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "(num_rows % kBoxRows == 0 ||", "(true ||"
         ),
         "warps past a tile write": Edit(
-            "sm90/forward_epilogue.cuh", "epilogue", "&& o.warp_row() < target.num_rows; ++panel", "; ++panel"
+            "sm90/store_boxes.cuh", "store_boxes", "&& o.warp_row() < target.num_rows; ++panel", "; ++panel"
         ),
         "lse past a tile is written": Edit(
             "sm90/forward_epilogue.cuh", "epilogue", "row < target.num_rows) target.lse", "true) target.lse"
