@@ -16,7 +16,7 @@ from ..arrays import Array
 from ..scores.program import BlockKind, Instruction, Program, depends
 from ..scores.values import OPERATIONS, Operands, result
 
-_BLOCK = 1 << 14  # scores of a block: 64 KiB in float32, of which a level-2 cache holds several
+_BLOCK = 1 << 15  # scores of a block: 128 KiB in float32, of which a level-2 cache holds several
 
 
 class Block(NamedTuple):

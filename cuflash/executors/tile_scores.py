@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,14 +13,12 @@ from ..scores.program import Program, derived, gradient_loads
 from ..scores.values import Operands
 from .tile_program import Block, blocks
 
-_LOG2_E = math.log2(math.e)
-
 
 @dataclass(frozen=True, eq=False)
 class TileScores:
     """A problem's score function with its arrays, and the sums of their gradients.
 
-    Scores are tiles [tiles, keys, queries]. They come in natural units and leave times log2(e).
+    Scores are tiles [tiles, keys, queries], in natural units.
 
     Attributes
     ----------
@@ -63,13 +60,13 @@ class TileScores:
         """Scores become final ones, in their place."""
         (f,) = self.program.results
         for block in blocks(self.program, self.operands, s, at, frozenset((f,))):
-            np.multiply(block.values[f], s.dtype.type(_LOG2_E), out=s[block.tiles, block.keys])
+            np.copyto(s[block.tiles, block.keys], block.values[f])
 
     def gradients(
         self,
         s: Array,
         dp: Array,
-        lse_2: Array,
+        lse: Array,
         delta: Array,
         at: tuple[Array, ...],
         mask: Callable[[Array], None],
@@ -80,6 +77,8 @@ class TileScores:
 
         Parameters
         ----------
+        lse : array [tiles, queries]
+            Of the final scores; inf for rows without a key.
         mask : callable
             Sets P of masked elements to 0.
         adds : bool
@@ -89,13 +88,14 @@ class TileScores:
         f, slope, *by_loads = program.results
         loads = self.loads if by_loads else ()
         kept = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
+        is_read_late = any(program.instructions[n].op == "s" for n in (slope, *by_loads))
         is_seen = np.ones(s.shape, bool)
         mask(is_seen.view(np.uint8))
         for block in blocks(program, self.operands, s, at, kept):
             here, values = (block.tiles, block.keys), block.values
-            p = np.multiply(values[f], s.dtype.type(_LOG2_E), out=np.empty_like(s[here]))
-            p -= lse_2[block.tiles, None, :]
-            np.exp2(p, out=p)
+            p = np.empty_like(s[here]) if is_read_late else s[here]
+            np.subtract(values[f], lse[block.tiles, None, :], out=p)
+            np.exp(p, out=p)
             np.minimum(p, 1, out=p)
             has_weight = np.not_equal(p, 0)
             has_weight &= is_seen[here]
