@@ -278,7 +278,8 @@ def refusals_are_told(library):
 
 
 def results_are_right(library):
-    """Every result of the cpu executor within its bound, with gradients of arrays."""
+    """Every result of the cpu executor within its bound, with gradients of arrays, tile by tile in many blocks."""
+    part(library, "executors.tile_program")._BLOCK = 64
     bounds_grow_with_the_function(library)
     drawn = part(library, "testing.strategies").examples(
         most_scores=1 << 11, most_rows=150, widest=16, longest=70, has_score=True
