@@ -301,6 +301,8 @@ def results_are_right(library):
         bias = rng.standard_normal((shape.num_heads, 1, shape.seqlen_kv)).astype(np.float32)
         capped_bias = library.scores.bias(bias) @ library.scores.softcap(1.5)
         within_bounds(library, plain.but(score=capped_bias, wrt=("bias",)))
+        temperature = library.scores.temperature(np.linspace(0.5, 2, shape.num_heads))
+        within_bounds(library, plain.but(score=temperature, wrt=("per_head",)))
         allowed = np.broadcast_to(plain.allowed, (*shape.batch, *shape[1:])).copy()
         allowed[..., 3] = False
         full = np.where(allowed, rng.standard_normal(allowed.shape), np.nan).astype(np.float32)

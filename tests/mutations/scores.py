@@ -230,7 +230,7 @@ FAULTS = {
             TRACE, "_require_signature", "signature.bind(*symbols, **captured)",
             "pass",
         ),
-        "swapped bytes are taken": Edit(SCORE, "_type_of", "or not dtype.isnative", ""),
+        "swapped bytes are taken": Edit(SCORE, "_kind_of", "if dtype.isnative else None", ""),
     },
     results_are_right: {
         "the function is applied after the mask": Edit(
