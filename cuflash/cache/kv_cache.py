@@ -334,15 +334,15 @@ class KVCache:
         cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, and \
 the cache has 3: truncate or reset the sequence, or make the cache with a larger capacity
         """
-        step = None if self._device is None else self._device.steps.append(k, v)
-        if step is None and self._device is not None and (is_foreign(k) or is_foreign(v)):
-            k, v = as_arrays({"k": k, "v": v}).values()
-            step = self._device.steps.append(k, v)
-        if step is None:
+        found = None if self._device is None else self._device.steps.append(k, v)
+        if found is None and self._device is not None and (is_foreign(k) or is_foreign(v)):
+            given, (k, v) = (k, v), as_arrays({"k": k, "v": v}).values()
+            found = self._device.steps.append(k, v, given)
+        if found is None:
             k, v = self._checked_rows(k, v)
         news = self._counted(counts, int(k.shape[2]))
         if self._is_counted_on_device:
-            self._put().append(k, v, news if counts is not None else None, None, step)
+            self._put().append(k, v, news if counts is not None else None, None, found)
             return
         growths = [
             Growth(sequence, length, length + new)
@@ -356,7 +356,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if self._device is None:
             self._arrays.write(k, v, growths, self._pages.tables)
         elif growths:
-            self._put().append(k, v, news if counts is not None else None, lengths, step)
+            self._put().append(k, v, news if counts is not None else None, lengths, found)
         self._lengths = lengths
 
     def _checked_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
@@ -610,14 +610,14 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             Anything else that cannot be, all reasons at once, before any work.
         """
         asked = causal, window, scale, kernel, executor, precision
-        step = None if self._device is None else self._device.steps.decode(q, out, sink, asked)
-        if step is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
-            q, sink = as_arrays({"q": q, "sink": sink}).values()
-            step = self._device.steps.decode(q, out, sink, asked)
-        if step is not None and type(return_lse) is bool:
+        found = None if self._device is None else self._device.steps.decode(q, out, sink, asked)
+        if found is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
+            given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
+            found = self._device.steps.decode(q, out, sink, asked, given)
+        if found is not None and type(return_lse) is bool:
             news = self._counted(counts, q.shape[2])
-            o, lse = step.make_o() if out is None else out, step.make_lse() if return_lse else None
-            self._put().decode(step, q, o, lse, None if counts is None else news, sink)
+            o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
+            self._put().decode(found, q, o, lse, None if counts is None else news, sink)
             return (o, lse) if return_lse else o
         xp, batch = namespace(self._k), len(self._lengths)
         q = as_arrays({"q": q})["q"]
