@@ -27,7 +27,7 @@ from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
 from .on_device import OnDevice, device_reasons, is_on_device
 from .paged_rows import PagedRows
-from .pages import Growth, OwnPages, PagePool
+from .pages import Growth, OwnPages, PagePool, growths
 from .prefill import prefill_plan_of
 
 
@@ -344,18 +344,12 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if self._is_counted_on_device:
             self._put().append(k, v, news if counts is not None else None, None, found)
             return
-        growths = [
-            Growth(sequence, length, length + new)
-            for sequence, (length, new) in enumerate(zip(self._lengths, news))
-            if new
-        ]
-        self._require_room("k", growths)
-        for growth in growths:
-            self._grow(growth)
         lengths = [length + new for length, new in zip(self._lengths, news)]
+        if max(lengths) > self._capacity or not self._pages.hold(self._lengths, lengths):
+            self._make_room("k", lengths)
         if self._device is None:
-            self._arrays.write(k, v, growths, self._pages.tables)
-        elif growths:
+            self._arrays.write(k, v, list(growths(self._lengths, lengths)), self._pages.tables)
+        elif lengths != self._lengths:
             self._put().append(k, v, news if counts is not None else None, lengths, found)
         self._lengths = lengths
 
@@ -394,16 +388,16 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if self._is_counted_on_device:
             return
         size = self._pages.page_size
-        growths = [
+        to_ends = [
             Growth(sequence, length, max(length, len(table) * size))
             for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables))
         ]
         if isinstance(self._pages, PagePool):
-            shortages = self._pages.shortages(growths)
+            shortages = self._pages.shortages(to_ends)
             reasons = [shortage_reason("pages", each, self._pages.num_pages) for each in shortages]
             if reasons:
                 raise UnsupportedProblem(reasons)
-            for growth in growths:
+            for growth in to_ends:
                 self._grow(growth)
         self._put()
         self._is_counted_on_device = True
@@ -527,15 +521,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             They exceed the capacity, or too few pages are free; all reasons at once, before any is taken.
         """
-        wanted = numbers("lengths", lengths, len(self._lengths))
-        growths = [
-            Growth(sequence, length, stop)
-            for sequence, (length, stop) in enumerate(zip(self._lengths, wanted))
-            if stop > length
-        ]
-        self._require_room("lengths", growths)
-        for growth in growths:
-            self._grow(growth)
+        self._make_room("lengths", numbers("lengths", lengths, len(self._lengths)))
 
     def check(self) -> None:
         """Prove that lengths, tables and counts of pages agree, and that nothing was left out; waits for a device.
@@ -725,12 +711,16 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             raise UnsupportedProblem(reasons)
         return news
 
-    def _require_room(self, name: str, growths: list[Growth]) -> None:
-        reasons = [capacity_reason(name, growth, self._capacity) for growth in growths if growth.stop > self._capacity]
+    def _make_room(self, name: str, stops: list[int]) -> None:
+        """Take pages for sequences that get so long, or refuse the argument of this name."""
+        wanted = list(growths(self._lengths, stops))
+        reasons = [capacity_reason(name, growth, self._capacity) for growth in wanted if growth.stop > self._capacity]
         if not reasons:
-            reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(growths)]
+            reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(wanted)]
         if reasons:
             raise UnsupportedProblem(reasons)
+        for growth in wanted:
+            self._grow(growth)
 
     def _grow(self, growth: Growth) -> None:
         for copy in self._pages.grow(growth):
