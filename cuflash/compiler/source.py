@@ -105,11 +105,20 @@ def _flattened(path: str, included: set[str], host: bool) -> Iterator[str]:
 
 
 def _expanded(text: str, shown: str, included: set[str], host: bool) -> Iterator[str]:
-    yield f'#line 1 "{shown}"\n'
+    for lines, path in _pieces(text, shown):
+        yield lines
+        if path and path not in included:
+            yield from _flattened(path, included, host)
+
+
+@lru_cache(maxsize=1024)
+def _pieces(text: str, shown: str) -> list[tuple[str, str]]:
+    """The lines between the includes of a file, and the file that is included after each of them, or ""."""
+    pieces, lines = [], [f'#line 1 "{shown}"\n']
     for number, line in enumerate(text.splitlines(), 1):
         include = _INCLUDE.fullmatch(line)
         if include is None:
-            yield "\n" if line == "#pragma once" else line + "\n"  # each file comes once, and the text has no header
+            lines.append("\n" if line == "#pragma once" else line + "\n")  # each file comes once; there is no header
             continue
         ours = _OURS.fullmatch(include[1])
         if ours is None:
@@ -117,9 +126,9 @@ def _expanded(text: str, shown: str, included: set[str], host: bool) -> Iterator
                 f"{shown}:{number} must include files of kernels_cu/ in angle brackets, like <ptx/mma.cuh>; "
                 f"it has {line.strip()!r}"
             )
-        if ours[1] not in included:
-            yield from _flattened(ours[1], included, host)
-        yield f'#line {number + 1} "{shown}"\n'
+        pieces.append(("".join(lines), ours[1]))
+        lines = [f'#line {number + 1} "{shown}"\n']
+    return [*pieces, ("".join(lines), "")]
 
 
 def _shown(path: str, host: bool) -> str:

@@ -84,9 +84,9 @@ def test_half_a_count_holds_all_tiles_that_come(columns: int, expected: bool) ->
 
 def structures() -> dict[str, Structure]:
     rng = np.random.default_rng(0)
-    square = {"num_heads": 4, "num_kv_heads": 4, "seqlen_q": 600, "seqlen_kv": 520}
+    square = {"num_heads": 2, "num_kv_heads": 2, "seqlen_q": 600, "seqlen_kv": 520}
     narrow, wide = {"head_dim": 64, "value_dim": 40}, {"head_dim": 128, "value_dim": 128}
-    causal, blocks = masks.Causal("bottom_right"), rng.random((4, 5, 5)) < 0.6
+    causal, blocks = masks.Causal("bottom_right"), rng.random((2, 5, 5)) < 0.6
     blocks[:, 2], blocks[:, :, 3] = False, False  # queries and keys that nobody sees
     of_128, of_256 = masks.BlockPattern(blocks, 128), masks.BlockPattern(rng.random((3, 3)) < 0.7, 256)
     all_of_256 = masks.BlockPattern(np.ones((3, 3), bool), 256)
@@ -108,7 +108,7 @@ def structures() -> dict[str, Structure]:
         "a window up to tiles": Structure(
             **square, **narrow, mask=all_of_256 & masks.SlidingWindow(128, 0, "top_left")
         ),
-        "grouped heads": Structure(**square | {"num_kv_heads": 2}, **narrow, mask=of_128 & causal),
+        "grouped heads": Structure(**square | {"num_kv_heads": 1}, **narrow, mask=of_128 & causal),
         "a launch for each of two": Structure(
             q_batch=(2, 2, 2), k_batch=(2, 1, 2), v_batch=(1, 2, 1), seqlen_q=300, seqlen_kv=300, **narrow,
             mask=masks.BlockPattern(np.tri(3) > 0, 128) & causal,

@@ -143,7 +143,7 @@ def test_the_first_keys_must_see_all_queries_and_all_keys_some(
 
 
 def structures() -> dict[str, Structure]:
-    square = {"num_heads": 12, "num_kv_heads": 12, "seqlen_q": 300, "seqlen_kv": 300}
+    square = {"num_heads": 6, "num_kv_heads": 6, "seqlen_q": 300, "seqlen_kv": 300}
     narrow, wide = {"head_dim": 64, "value_dim": 40}, {"head_dim": 128, "value_dim": 128}
     right, left = masks.Causal("bottom_right"), masks.Causal("top_left")
     return {
@@ -157,12 +157,12 @@ def structures() -> dict[str, Structure]:
         "more keys": Structure(**square | {"seqlen_q": 200, "seqlen_kv": 430}, **wide, mask=right),
         "fewer queries than a tile": Structure(**square | {"seqlen_q": 5}, **narrow, mask=right),
         "more queries": Structure(**square | {"seqlen_q": 430, "seqlen_kv": 200}, **narrow, mask=left),
-        "grouped heads": Structure(**square | {"num_heads": 24, "num_kv_heads": 12}, **narrow, mask=right),
-        "grouped heads, dense": Structure(**square | {"num_heads": 24, "num_kv_heads": 12}, **wide),
-        "batch": Structure(q_batch=(7, 2), k_batch=(7, 1), v_batch=(2,), **square | {"num_heads": 1, "num_kv_heads": 1},
+        "grouped heads": Structure(**square | {"num_heads": 12, "num_kv_heads": 6}, **narrow, mask=right),
+        "grouped heads, dense": Structure(**square | {"num_heads": 12, "num_kv_heads": 6}, **wide),
+        "batch": Structure(q_batch=(3, 2), k_batch=(3, 1), v_batch=(2,), **square | {"num_heads": 1, "num_kv_heads": 1},
                            **narrow, mask=left),
         "a launch for each of two": Structure(
-            q_batch=(7, 2, 2), k_batch=(7, 1, 2), v_batch=(1, 2, 1), num_heads=1, seqlen_q=150, seqlen_kv=150, **narrow,
+            q_batch=(3, 2, 2), k_batch=(3, 1, 2), v_batch=(1, 2, 1), num_heads=1, seqlen_q=150, seqlen_kv=150, **narrow,
             mask=left,
         ),
         "not aligned": Structure(**square, head_dim=64, value_dim=33, layouts=("padded",) * 5, mask=right),

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example
-from executors import GPU, SIM, Run, needs_compiler
+from executors import GPU, SIM, Run, is_long, needs_compiler
 
 import cuflash
 from cuflash import DeviceSpec, Score, masks, sim
@@ -279,7 +279,7 @@ print(made.resources.spill_bytes, made.resources.stack_bytes, made.advisories)
         ("simt", "float32", "A100", "backward", 64),
         ("sm80", "float16", "A100", "forward", 128),
         ("sm90", "float16", "H100", "forward", 128),
-    ],
+    ][:: 1 if is_long() else 3],
 )
 def test_kernels_with_a_cap_do_not_spill(nvrtc: Any, kernel: str, dtype: str, chip: str, entry: str, dim: int) -> None:
     """In a process of its own, as a user's call is compiled: tests change tiles and sources of the process."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_exact_probes, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
+from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler
 from poison import STRUCTURES, PoisonedGpu, call
 from test_sm90 import (
     ALIGNED, GPU90, SIM90, TILES, Ends, FewBlocks, FewBlocksGpu, Watched, half, of_dims, plan_of, planned,
@@ -89,7 +89,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
 
 
 @repeating
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("name", [*STRUCTURES][:: 1 if is_long() else 2])
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, name: str) -> None:
     structure = STRUCTURES[name]
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
@@ -124,7 +124,7 @@ def test_lists_of_small_blocks_are_within_their_bounds(run: Run, name: str, is_a
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", {**LISTS, **BANDS})
+@pytest.mark.parametrize("name", [*LISTS, *BANDS][:: 1 if is_long() else 2])
 def test_all_bits_are_the_same_under_every_schedule(name: str) -> None:
     example = half((LISTS | BANDS)[name])
     assert walks_twice(plan_of(example, SIM_REPEATS))

@@ -13,7 +13,7 @@ from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, assert_within_bounds, examples
 from cuflash.blocks.work_list import IntervalWork, ListedWork
-from executors import Run, needs_compiler, on_kernels
+from executors import Run, is_long, needs_compiler, on_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from splitting import STRUCTURES, forward, rounded, split_plan
@@ -28,7 +28,8 @@ SPLITS = (1, 2, 3, 9)  # of 300 keys in steps of 128; so 9 leave blocks without 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_results_are_within_their_bounds_for_any_number_of_splits(run: Run, name: str) -> None:
     example = rounded(STRUCTURES[name].example())
-    for num_splits in SPLITS:
+    number = list(STRUCTURES).index(name)
+    for num_splits in SPLITS if is_long() else (SPLITS[number % len(SPLITS)],):
         left = forward(example, num_splits, run)
         assert_within_bounds(example, o=left.o, lse=left.lse)
 

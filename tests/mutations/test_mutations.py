@@ -2,8 +2,8 @@
 
 Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in; one,
 of NaN and infinities, has faults of Python and of kernels. Each guard sees its first fault: of Python's arithmetic it
-sees every other one, and of kernels, where a fault takes some seconds, every sixtieth. Of the faults of inputs every
-third is planted, of those of score functions every sixth. CUFLASH_PROFILE=long plants all.
+sees every fourth one, and of kernels, where a fault takes some seconds, every sixtieth. Of the faults of inputs every
+sixth is planted, of those of score functions every twelfth. CUFLASH_PROFILE=long plants all.
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ OF_KERNELS = (
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
 RUN_BY_OTHERS = (kernel_guards.attention_is_right, kernel_guards.all_steps_are_right)
-# In a short run tests of the same structures, in test_dq_turns and test_dq_of_lists, show that these pass.
-RUN_IN_LONG = (sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right)
+# In a short run tests of the same structures, in test_dq_semaphore, test_dq_of_lists and test_sm90_two_walks, show that
+# these pass.
+RUN_IN_LONG = (
+    sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right,
+    sm90_guards.gradients_in_two_walks_are_right,
+)  # fmt: skip
 
 
 def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[str, Guard, Edit]]:
@@ -110,9 +114,9 @@ def edited(
 
 
 @each(
-    sampled_by_guard(faults(python, host, lists, mask_algebra, non_finite, language="python"), 2)
-    + sampled(faults(*OF_INPUTS, score_kernels, selectors, sinks, dropout, fa1, staged_arrays, language="python"), 3)
-    + sampled(faults(scores), 6)
+    sampled_by_guard(faults(python, host, lists, mask_algebra, non_finite, language="python"), 4)
+    + sampled(faults(*OF_INPUTS, score_kernels, selectors, sinks, dropout, fa1, staged_arrays, language="python"), 6)
+    + sampled(faults(scores), 12)
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
