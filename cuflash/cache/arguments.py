@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import DTYPES, Array, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array
 from ..errors import UnsupportedProblem
 from ..fp8.e4m3 import E4M3
-from ..layouts import is_broadcast, kind_of, overlap
+from ..layouts import device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
 from ..planning.problem import MAX_HEAD_DIM
 from .pages import Growth, Shortage
@@ -119,6 +119,11 @@ def row_reasons(
             home = namespace(like).__name__
             reasons.append(
                 f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {home}.asarray"
+            )
+        elif device_number(array) != device_number(like):
+            reasons.append(
+                f"{name} must be on the cache's device, {device_number(like)}; got device {device_number(array)}: "
+                f"copy it there"
             )
     return reasons
 

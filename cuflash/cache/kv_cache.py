@@ -27,7 +27,7 @@ from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
 from .on_device import OnDevice, device_reasons, is_on_device
 from .paged_rows import PagedRows
-from .pages import Growth, OwnPages, PagePool
+from .pages import Growth, OwnPages, PagePool, growths
 from .prefill import prefill_plan_of
 
 
@@ -334,29 +334,23 @@ class KVCache:
         cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, and \
 the cache has 3: truncate or reset the sequence, or make the cache with a larger capacity
         """
-        step = None if self._device is None else self._device.steps.append(k, v)
-        if step is None and self._device is not None and (is_foreign(k) or is_foreign(v)):
-            k, v = as_arrays({"k": k, "v": v}).values()
-            step = self._device.steps.append(k, v)
-        if step is None:
+        found = None if self._device is None else self._device.steps.append(k, v)
+        if found is None and self._device is not None and (is_foreign(k) or is_foreign(v)):
+            given, (k, v) = (k, v), as_arrays({"k": k, "v": v}).values()
+            found = self._device.steps.append(k, v, given)
+        if found is None:
             k, v = self._checked_rows(k, v)
         news = self._counted(counts, int(k.shape[2]))
         if self._is_counted_on_device:
-            self._put().append(k, v, news if counts is not None else None, None, step)
+            self._put().append(k, v, news if counts is not None else None, None, found)
             return
-        growths = [
-            Growth(sequence, length, length + new)
-            for sequence, (length, new) in enumerate(zip(self._lengths, news))
-            if new
-        ]
-        self._require_room("k", growths)
-        for growth in growths:
-            self._grow(growth)
         lengths = [length + new for length, new in zip(self._lengths, news)]
+        if max(lengths) > self._capacity or not self._pages.hold(self._lengths, lengths):
+            self._make_room("k", lengths)
         if self._device is None:
-            self._arrays.write(k, v, growths, self._pages.tables)
-        elif growths:
-            self._put().append(k, v, news if counts is not None else None, lengths, step)
+            self._arrays.write(k, v, list(growths(self._lengths, lengths)), self._pages.tables)
+        elif lengths != self._lengths:
+            self._put().append(k, v, news if counts is not None else None, lengths, found)
         self._lengths = lengths
 
     def _checked_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
@@ -394,16 +388,16 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if self._is_counted_on_device:
             return
         size = self._pages.page_size
-        growths = [
+        to_ends = [
             Growth(sequence, length, max(length, len(table) * size))
             for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables))
         ]
         if isinstance(self._pages, PagePool):
-            shortages = self._pages.shortages(growths)
+            shortages = self._pages.shortages(to_ends)
             reasons = [shortage_reason("pages", each, self._pages.num_pages) for each in shortages]
             if reasons:
                 raise UnsupportedProblem(reasons)
-            for growth in growths:
+            for growth in to_ends:
                 self._grow(growth)
         self._put()
         self._is_counted_on_device = True
@@ -527,15 +521,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             They exceed the capacity, or too few pages are free; all reasons at once, before any is taken.
         """
-        wanted = numbers("lengths", lengths, len(self._lengths))
-        growths = [
-            Growth(sequence, length, stop)
-            for sequence, (length, stop) in enumerate(zip(self._lengths, wanted))
-            if stop > length
-        ]
-        self._require_room("lengths", growths)
-        for growth in growths:
-            self._grow(growth)
+        self._make_room("lengths", numbers("lengths", lengths, len(self._lengths)))
 
     def check(self) -> None:
         """Prove that lengths, tables and counts of pages agree, and that nothing was left out; waits for a device.
@@ -610,14 +596,14 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             Anything else that cannot be, all reasons at once, before any work.
         """
         asked = causal, window, scale, kernel, executor, precision
-        step = None if self._device is None else self._device.steps.decode(q, out, sink, asked)
-        if step is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
-            q, sink = as_arrays({"q": q, "sink": sink}).values()
-            step = self._device.steps.decode(q, out, sink, asked)
-        if step is not None and type(return_lse) is bool:
+        found = None if self._device is None else self._device.steps.decode(q, out, sink, asked)
+        if found is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
+            given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
+            found = self._device.steps.decode(q, out, sink, asked, given)
+        if found is not None and type(return_lse) is bool:
             news = self._counted(counts, q.shape[2])
-            o, lse = step.make_o() if out is None else out, step.make_lse() if return_lse else None
-            self._put().decode(step, q, o, lse, None if counts is None else news, sink)
+            o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
+            self._put().decode(found, q, o, lse, None if counts is None else news, sink)
             return (o, lse) if return_lse else o
         xp, batch = namespace(self._k), len(self._lengths)
         q = as_arrays({"q": q})["q"]
@@ -725,12 +711,16 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             raise UnsupportedProblem(reasons)
         return news
 
-    def _require_room(self, name: str, growths: list[Growth]) -> None:
-        reasons = [capacity_reason(name, growth, self._capacity) for growth in growths if growth.stop > self._capacity]
+    def _make_room(self, name: str, stops: list[int]) -> None:
+        """Take pages for sequences that get so long, or refuse the argument of this name."""
+        wanted = list(growths(self._lengths, stops))
+        reasons = [capacity_reason(name, growth, self._capacity) for growth in wanted if growth.stop > self._capacity]
         if not reasons:
-            reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(growths)]
+            reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(wanted)]
         if reasons:
             raise UnsupportedProblem(reasons)
+        for growth in wanted:
+            self._grow(growth)
 
     def _grow(self, growth: Growth) -> None:
         for copy in self._pages.grow(growth):

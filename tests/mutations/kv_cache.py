@@ -193,7 +193,7 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).append(*np.ones((2, 2, 1, 38, 4), np.float32)), "need 41 positions"): {
         "sequences grow beyond the capacity": Edit(
-            FILE, "KVCache._require_room", "if growth.stop > self._capacity", "if False"
+            FILE, "KVCache._make_room", "if growth.stop > self._capacity", "if False"
         ),
     },
     refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, and of 1 there are 0 free"): {
