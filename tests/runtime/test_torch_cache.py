@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch_machine import on_device  # noqa: E402
 
 from cuflash import KVCache, UnsupportedProblem, layouts  # noqa: E402
 from cuflash.cache import kv_cache  # noqa: E402
+from cuflash.compiler import nvrtc as compiling  # noqa: E402
 from executors import needs_compiler  # noqa: E402
 
 ROWS = np.random.default_rng(0).standard_normal((6, 3, 2, 4, 1, 64)).astype(np.float16)  # of 6 steps
@@ -74,6 +76,21 @@ def test_tensors_of_another_stream_are_taken_each_time(cupy: Any, monkeypatch: p
         cache.append(k, k)
         cache.attention(q)
         assert len(taken) == 3
+
+
+@needs_compiler
+def test_a_forked_child_is_told_so_of_tensors_too(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, q, k = a_cache(cupy), on_device(ROWS[0, 0]), on_device(ROWS[0, 1, :, :2])
+    for _ in range(3):
+        cache.append(k, k)
+        cache.attention(q)
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    compiling._after_fork()
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: pytest.fail("CUDA was asked in a forked child"))
+    for call in (lambda: cache.append(k, k), lambda: cache.attention(q)):
+        with pytest.raises(RuntimeError, match="this process was forked from one that had used CUDA"):
+            call()
 
 
 @pytest.mark.gpu
