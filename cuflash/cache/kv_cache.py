@@ -601,9 +601,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
             found = self._device.steps.decode(q, out, sink, asked, given)
         if found is not None and type(return_lse) is bool:
-            news = self._counted(counts, q.shape[2])
+            news = None if counts is None else self._counted(counts, q.shape[2])
             o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
-            self._put().decode(found, q, o, lse, None if counts is None else news, sink)
+            self._put().decode(found, q, o, lse, news, sink)
             return (o, lse) if return_lse else o
         xp, batch = namespace(self._k), len(self._lengths)
         q = as_arrays({"q": q})["q"]

@@ -147,7 +147,7 @@ FAULTS = {
             PAGES, "PagePool._has_page", "self._references[table[place]] == 1", "True"
         ),
         "rows on the next page are taken for rows on this one": Edit(
-            PAGES, "PagePool._has_page", "(growth.stop - 1) // self.page_size", "growth.length // self.page_size"
+            PAGES, "PagePool._has_page", "(stop - 1) // self.page_size", "length // self.page_size"
         ),
         "shared pages are written to": Edit(PAGES, "PagePool.grow", "if self._references[page] > 1:", "if False:"),
         "a copy of a page misses its last row": Edit(

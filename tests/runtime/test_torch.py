@@ -402,8 +402,7 @@ def test_a_lazily_negated_tensor_is_refused_after_one_that_lies_so(machines):
     for name in given:
         negated = torch._neg_view(given[name]).as_subclass(type(given[name]))
         (reason,) = reasons_of(attention, **given | {name: negated})
-        held = "its resolve_neg() makes one that does"
-        assert reason == f"{name} must hold its values; got a lazily negated view: {held}"
+        assert reason.startswith(f"{name} {BAD['negated'][1]}")
 
 
 KEPT = torch.rand((2, 4, 20, 20), generator=torch.Generator().manual_seed(3)) < 0.5
