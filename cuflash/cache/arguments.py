@@ -61,8 +61,8 @@ def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[Any]:
     return made
 
 
-def numbers(name: str, value: Any, batch: int) -> list[int]:
-    """One int of at least 0 for each sequence, from a list or an array on the host.
+def numbers(name: str, value: Any, batch: int | None) -> list[int]:
+    """One int of at least 0 for each sequence, of any number of sequences for None, from a list or a host's array.
 
     Raises
     ------
@@ -72,10 +72,12 @@ def numbers(name: str, value: Any, batch: int) -> list[int]:
     listed = list(value) if isinstance(value, (list, tuple)) else None
     if isinstance(value, np.ndarray) and value.ndim == 1 and is_integer_dtype(value.dtype):
         listed = value.tolist()
+    batch = batch if batch is not None or listed is None else len(listed)
     if listed is None or len(listed) != batch or not all(is_int(each) and 0 <= each < 2**31 for each in listed):
         raise UnsupportedProblem(
             [
-                f"{name} must be a list or NumPy array of {batch} ints of at least 0, one for each sequence, on the "
+                f"{name} must be a list or NumPy array of{'' if batch is None else f' {batch}'} ints of at least 0, "
+                "one for each sequence, on the "
                 f"host, where rows are counted; got {describe(value)}"
             ]
         )
