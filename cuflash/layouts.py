@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -156,6 +156,30 @@ def _is_on_stream_of(tensor: Any, cupy: Any) -> bool:
     """Return whether PyTorch's current stream on a tensor's device is CuPy's, so that neither waits for the other."""
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(tensor.get_device())
     return stream == int(cupy.cuda.get_current_stream().ptr)
+
+
+def tensors_layout(*tensors: Any) -> Hashable:
+    """How tensors of PyTorch lie that kernels on CuPy's current stream may read in place; None for anything else.
+
+    Tensors of one layout are `taken` as arrays of one layout, but for odd addresses.
+    """
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is None or cupy is None:
+        return None
+    found = []
+    try:
+        for each in tensors:
+            if not _is_plain(each, torch) or each.requires_grad or each.is_neg() or not each.data_ptr():
+                return None
+            found.append((each.shape, each.stride(), each.dtype, each.device))
+    except RuntimeError:  # nested tensors have no shape, and tracers no memory: `tensor_reasons` says so
+        return None
+    return (cupy.cuda.runtime.getDevice(), *found) if _is_on_stream_of(tensors[0], cupy) else None
+
+
+def _is_plain(value: Any, torch: Any) -> bool:
+    """Return whether a value is a dense tensor on a CUDA device, and of no subclass."""
+    return type(value) is torch.Tensor and value.is_cuda and value.layout is torch.strided
 
 
 def _of_tensor(tensor: Any, cupy: Any) -> Array:

@@ -387,6 +387,8 @@ def _key(given: dict[str, Any], outs: _Outs, looked_up: Lookup, wants_lse: bool)
         tensors += tuple(each for each in outs if each is not None)
     if not _PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
+    if any(map(torch.Tensor.is_neg, tensors)):  # memory that does not hold their values
+        return None
     lie = torch_gpu.layout_key(*tensors), o is None, lse is None, wants_lse
     return looked_up.key(lie, *given)
 

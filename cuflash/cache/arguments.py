@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array
-from ..errors import UnsupportedProblem
+from ..api import plan
+from ..arrays import (
+    DTYPES, Array, ShapeDtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array,
+)  # fmt: skip
+from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
-from ..layouts import is_broadcast, kind_of, overlap
+from ..layouts import device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
 from ..planning.problem import MAX_HEAD_DIM
 from .pages import Growth, Shortage
@@ -122,6 +125,11 @@ def row_reasons(
             reasons.append(
                 f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {home}.asarray"
             )
+        elif device_number(array) != device_number(like):
+            reasons.append(
+                f"{name} must be on the cache's device, {device_number(like)}; got device {device_number(array)}: "
+                f"copy it there"
+            )
     return reasons
 
 
@@ -149,6 +157,15 @@ def overlap_reasons(name: str, array: Array, others: Mapping[str, Array]) -> lis
         for other, value in others.items()
         if namespace(value) is namespace(array) and overlap(array, value)
     ]
+
+
+def option_reasons(like: ShapeDtype, scale: Any, kernel: Any, executor: Any, precision: Any) -> list[str]:
+    """Why options of attention are refused whatever the rows are, for rows like some."""
+    reasons: list[str] = []
+    precision = "ieee" if isinstance(precision, str) and precision == "fp8" else precision  # it has no plan
+    with collecting(reasons):
+        plan(like, like, like, scale=scale, kernel=kernel, executor=executor, precision=precision)
+    return reasons
 
 
 def checked_window(window: Any) -> tuple[int | None, int | None] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..api import attention, plan
+from ..api import attention
 from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..executors.bound_launch import launch_once
@@ -20,14 +20,14 @@ from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
 from .arguments import (
-    PAGE_SIZE, capacity_reason, checked_window, dtype_of, numbers, out_reasons, overlap_reasons,
+    PAGE_SIZE, capacity_reason, checked_window, dtype_of, numbers, option_reasons, out_reasons, overlap_reasons,
     page_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
 from .on_device import OnDevice, device_reasons, is_on_device
 from .paged_rows import PagedRows
-from .pages import Growth, OwnPages, PagePool
+from .pages import Growth, OwnPages, PagePool, growths
 from .prefill import prefill_plan_of
 
 
@@ -336,29 +336,23 @@ class KVCache:
         cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, and \
 the cache has 3: truncate or reset the sequence, or make the cache with a larger capacity
         """
-        step = None if self._device is None else self._device.steps.append(k, v)
-        if step is None and self._device is not None and (is_foreign(k) or is_foreign(v)):
-            k, v = as_arrays({"k": k, "v": v}).values()
-            step = self._device.steps.append(k, v)
-        if step is None:
+        found = None if self._device is None else self._device.steps.append(k, v)
+        if found is None and self._device is not None and (is_foreign(k) or is_foreign(v)):
+            given, (k, v) = (k, v), as_arrays({"k": k, "v": v}).values()
+            found = self._device.steps.append(k, v, given)
+        if found is None:
             k, v = self._checked_rows(k, v, counts)
         news = self._counted(counts, int(k.shape[2]))
         if self._is_counted_on_device:
-            self._put().append(k, v, news if counts is not None else None, None, step)
+            self._put().append(k, v, news if counts is not None else None, None, found)
             return
-        growths = [
-            Growth(sequence, length, length + new)
-            for sequence, (length, new) in enumerate(zip(self._lengths, news))
-            if new
-        ]
-        self._require_room("k", growths)
-        for growth in growths:
-            self._grow(growth)
         lengths = [length + new for length, new in zip(self._lengths, news)]
+        if max(lengths) > self._capacity or not self._pages.hold(self._lengths, lengths):
+            self._make_room("k", lengths)
         if self._device is None:
-            self._arrays.write(k, v, growths, self._pages.tables)
-        elif growths:
-            self._put().append(k, v, news if counts is not None else None, lengths, step)
+            self._arrays.write(k, v, list(growths(self._lengths, lengths)), self._pages.tables)
+        elif lengths != self._lengths:
+            self._put().append(k, v, news if counts is not None else None, lengths, found)
         self._lengths = lengths
 
     def _checked_rows(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
@@ -399,16 +393,16 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if self._is_counted_on_device:
             return
         size = self._pages.page_size
-        growths = [
+        to_ends = [
             Growth(sequence, length, max(length, len(table) * size))
             for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables))
         ]
         if isinstance(self._pages, PagePool):
-            shortages = self._pages.shortages(growths)
+            shortages = self._pages.shortages(to_ends)
             reasons = [shortage_reason("pages", each, self._pages.num_pages) for each in shortages]
             if reasons:
                 raise UnsupportedProblem(reasons)
-            for growth in growths:
+            for growth in to_ends:
                 self._grow(growth)
         self._put()
         self._is_counted_on_device = True
@@ -534,15 +528,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             They exceed the capacity, or too few pages are free; all reasons at once, before any is taken.
         """
-        wanted = numbers("lengths", lengths, len(self._lengths))
-        growths = [
-            Growth(sequence, length, stop)
-            for sequence, (length, stop) in enumerate(zip(self._lengths, wanted))
-            if stop > length
-        ]
-        self._require_room("lengths", growths)
-        for growth in growths:
-            self._grow(growth)
+        self._make_room("lengths", numbers("lengths", lengths, len(self._lengths)))
 
     def check(self) -> None:
         """Prove that lengths, tables and counts of pages agree, and that nothing was left out; waits for a device.
@@ -617,14 +603,14 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             Anything else that cannot be, all reasons at once, before any work.
         """
         asked = causal, window, scale, kernel, executor, precision
-        step = None if self._device is None else self._device.steps.decode(q, out, sink, asked)
-        if step is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
-            q, sink = as_arrays({"q": q, "sink": sink}).values()
-            step = self._device.steps.decode(q, out, sink, asked)
-        if step is not None and type(return_lse) is bool:
+        found = None if self._device is None else self._device.steps.decode(q, out, sink, asked)
+        if found is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
+            given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
+            found = self._device.steps.decode(q, out, sink, asked, given)
+        if found is not None and type(return_lse) is bool:
             news = self._counted(counts, q.shape[2])
-            o, lse = step.make_o() if out is None else out, step.make_lse() if return_lse else None
-            self._put().decode(step, q, o, lse, None if counts is None else news, sink)
+            o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
+            self._put().decode(found, q, o, lse, None if counts is None else news, sink)
             return (o, lse) if return_lse else o
         xp, batch = namespace(self._k), len(self._lengths)
         q = as_arrays({"q": q})["q"]
@@ -641,8 +627,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
                 reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
         reasons += self._count_reasons(counts, q)
         if reasons:
-            reasons += self._option_reasons(scale, kernel, executor, precision)
-            raise UnsupportedProblem(reasons)
+            like = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0])
+            raise UnsupportedProblem(reasons + option_reasons(like, scale, kernel, executor, precision))
         news = self._counted(counts, int(q.shape[2]))
         o = xp.empty(shape, q.dtype) if out is None else out
         lse = xp.empty(shape[:3], accumulator_dtype(q.dtype))
@@ -714,14 +700,6 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             o[sequence], lse[sequence] = 0, -np.inf if sink is None else sink[..., None]
             o[sequence, :, rows], lse[sequence, :, rows] = made
 
-    def _option_reasons(self, scale: Any, kernel: Any, executor: Any, precision: Any) -> list[str]:
-        """Why options are refused whatever the rows are."""
-        shape, reasons = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0]), list[str]()
-        precision = "ieee" if isinstance(precision, str) and precision == "fp8" else precision  # it has no plan
-        with collecting(reasons):
-            plan(shape, shape, shape, scale=scale, kernel=kernel, executor=executor, precision=precision)
-        return reasons
-
     def _count_reasons(self, counts: Any, rows: Array) -> list[str]:
         """Why counts are none of such rows, of which each sequence has all where the shape is wrong."""
         if self._device is not None and is_on_device(counts):
@@ -751,12 +729,16 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             raise UnsupportedProblem(reasons)
         return news
 
-    def _require_room(self, name: str, growths: list[Growth]) -> None:
-        reasons = [capacity_reason(name, growth, self._capacity) for growth in growths if growth.stop > self._capacity]
+    def _make_room(self, name: str, stops: list[int]) -> None:
+        """Take pages for sequences that get so long, or refuse the argument of this name."""
+        wanted = list(growths(self._lengths, stops))
+        reasons = [capacity_reason(name, growth, self._capacity) for growth in wanted if growth.stop > self._capacity]
         if not reasons:
-            reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(growths)]
+            reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(wanted)]
         if reasons:
             raise UnsupportedProblem(reasons)
+        for growth in wanted:
+            self._grow(growth)
 
     def _grow(self, growth: Growth) -> None:
         for copy in self._pages.grow(growth):

@@ -15,7 +15,7 @@ from ..planning.launches import Launch
 from ..planning.prefill import PrefillPlan
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
-from .steps import AppendStep, DecodeStep, Steps
+from .steps import Append, AppendStep, Decode, DecodeStep, Steps
 
 
 class OnDevice:
@@ -84,20 +84,20 @@ class OnDevice:
         return namespace(self.k).asarray(np.array(counts, np.int32))
 
     def append(
-        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, step: AppendStep | None
+        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: Append | None
     ) -> None:
         """Launch the kernel that writes rows and adds to the lengths, which the host knows afterwards, or does not.
 
-        The step is bound unless one is given.
+        The step is bound unless one is found.
         """
         counts = self.counts(counts)
-        step = self._bound_append(k, v, counts) if step is None else step
+        step, of_k, of_v = found or self._bound_append(k, v, counts)
         stream = self.steps.current_stream()
-        step.run(k, v, counts, stream)
+        step.run(of_k, of_v, 0 if counts is None else counts.data.ptr, stream)
         self._known_lengths = None if new_lengths is None else list(new_lengths)  # the cache changes its own
-        self._after(step, stream, [k, v, counts])
+        self._after(step, stream, k, v, counts)
 
-    def _bound_append(self, k: Array, v: Array, counts: Array | None) -> AppendStep:
+    def _bound_append(self, k: Array, v: Array, counts: Array | None) -> Append:
         shape, dtype = tuple(map(int, k.shape)), np.dtype(k.dtype)
         plan = append_plan(shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales))
         self._require_ready(plan.launch)
@@ -106,7 +106,7 @@ class OnDevice:
 
     def bound_decode(
         self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...]
-    ) -> DecodeStep:
+    ) -> Decode:
         """The step of a call of `attention`; counts of arrived parts, which the kernel leaves at 0, are the cache's.
 
         Parameters
@@ -123,13 +123,15 @@ class OnDevice:
         made = {name: self._arrived_parts if each.is_zeroed else None for name, each in plan.workspaces.items()}
         return self.steps.bind_decode(plan, arrays | self.tables(None) | made, out, options, gpu.current_target())
 
-    def decode(self, step: DecodeStep, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None) -> None:
+    def decode(self, found: Decode, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None) -> None:
         """Launch the decode kernel; lse is None where the caller does not want it."""
+        step, of_q, _, of_sink = found
         counts, memory, stream = self.counts(counts), self.steps.memory(step.nbytes), self.steps.current_stream()
-        step.run(q, o, lse, counts, sink, memory, stream)
-        self._after(step, stream, [q, o, lse, counts, sink, memory])
+        of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
+        step.run(of_q, o.data.ptr, of_lse, of_counts, of_sink, memory.data.ptr, stream)
+        self._after(step, stream, q, o, lse, counts, sink, memory)
 
-    def _after(self, step: AppendStep | DecodeStep, stream: Any, arrays: list[Any]) -> None:
+    def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
         """Hold what a captured call uses as long as the cache, since each replay writes there; wait if asked to."""
         if stream.is_capturing():
             self._captured.extend(arrays)

@@ -21,6 +21,13 @@ class Growth(NamedTuple):
     stop: int
 
 
+def growths(lengths: Iterable[int], stops: Iterable[int]) -> Iterator[Growth]:
+    """Yield the growths of those sequences that get longer."""
+    for sequence, (length, stop) in enumerate(zip(lengths, stops)):
+        if stop > length:
+            yield Growth(sequence, length, stop)
+
+
 class Copy(NamedTuple):
     """The first rows of a page that go to another."""
 
@@ -45,6 +52,10 @@ class OwnPages:
         self.num_pages = batch
         self.tables = [[sequence] for sequence in range(batch)]
         self.num_free = 0
+
+    def hold(self, lengths: Iterable[int], stops: Iterable[int]) -> bool:
+        """Tell whether every sequence has all pages of its own that it needs to get so long."""
+        return True
 
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
         return []
@@ -105,6 +116,10 @@ class PagePool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def hold(self, lengths: Iterable[int], stops: Iterable[int]) -> bool:
+        """Tell whether every sequence has all pages of its own that it needs to get so long."""
+        return all(map(self._has_page, growths(lengths, stops)))
 
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
         """Growths for which no page is left when they come in this order; those that find none take none."""

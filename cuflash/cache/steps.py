@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..executors.appending import bound_append
 from ..executors.decoding import bound_decode
 from ..executors.launch import LaunchTarget
 from ..executors.prefill import BoundPrefill
-from ..layouts import address, reach
+from ..layouts import reach, tensors_layout
 from ..planning.appending import AppendPlan
 from ..planning.decoding import DecodePlan
 from ..planning.prefill import PrefillPlan
@@ -23,6 +23,8 @@ from ..plans import layout_key
 
 _MOST_STEPS = 512
 _ALIGNMENT = 256  # bytes, of arrays that share memory
+_SCALES = {type(None), float, int}
+_NOT_GIVEN: Hashable = ()  # in place of a layout
 
 Extent = tuple[int, int]  # the first address of an array's memory, and the one after its last
 
@@ -48,14 +50,14 @@ class AppendStep:
         self._rows = [_Place(arrays[name]) for name in ("k", "v")]
         self._start = bound_append(plan, arrays, ("k", "v", "counts"), target)
 
-    def takes(self, rows: tuple[Array, Array], own: Iterable[Extent]) -> bool:
-        """Tell whether rows of this layout need no check: they lie apart from the cache's own memory."""
-        k, v = self._rows
-        return k.is_apart(rows[0], own) and v.is_apart(rows[1], own)
+    def takes(self, k: int, v: int, own: Iterable[Extent]) -> bool:
+        """Tell whether rows at these addresses need no check: they lie apart from the cache's own memory."""
+        of_k, of_v = self._rows
+        return of_k.is_apart(k, own) and of_v.is_apart(v, own)
 
-    def run(self, k: Array, v: Array, counts: Array | None, stream: Any) -> None:
-        """Launch the kernel."""
-        self._start((k.data.ptr, v.data.ptr, 0 if counts is None else counts.data.ptr), stream)
+    def run(self, k: int, v: int, counts: int, stream: Any) -> None:
+        """Launch the kernel on rows at these addresses, and counts at theirs or at 0 for all rows."""
+        self._start((k, v, counts), stream)
 
 
 class DecodeStep:
@@ -94,21 +96,21 @@ class DecodeStep:
             else bound_decode(plan, arrays, names, target)
         )
 
-    def takes(self, q: Array, out: Array | None, sink: Array | None, own: Iterable[Extent]) -> bool:
-        """Tell whether arrays of this layout need no check: they are aligned, and out overlaps no other."""
-        if not self._q.is_aligned(q) or self._sink is not None and not self._sink.is_aligned(sink):
+    def takes(self, q: int, out: int | None, sink: int | None, own: Iterable[Extent]) -> bool:
+        """Tell whether arrays at these addresses need no check: they are aligned, and out overlaps no other."""
+        if not self._q.is_aligned(q) or self._sink is not None and not self._sink.is_aligned(sink or 0):
             return False
         return out is None or self._o.is_aligned(out) and self._o.is_apart(out, [*own, self._q.extent(q)])
 
-    def run(self, q: Array, o: Array, lse: Array | None, counts: Any, sink: Any, memory: Array, stream: Any) -> None:
-        """Launch the kernel; `memory` is that of the workspaces, and of lse where the caller does not want it."""
-        start = memory.data.ptr
-        addresses = [start + offset for offset in self._offsets]
+    def run(self, q: int, o: int, lse: int | None, counts: int, sink: int | None, memory: int, stream: Any) -> None:
+        """Launch the kernel on arrays at these addresses.
+
+        `memory` is that of the workspaces, and of lse where the caller does not want it.
+        """
+        addresses = [memory + offset for offset in self._offsets]
         if lse is not None:
-            addresses[0] = lse.data.ptr
-        addresses += (q.data.ptr, o.data.ptr, 0 if counts is None else counts.data.ptr)
-        if sink is not None:
-            addresses.append(sink.data.ptr)
+            addresses[0] = lse
+        addresses += (q, o, counts) if sink is None else (q, o, counts, sink)
         self._start(addresses, stream)
 
 
@@ -119,20 +121,36 @@ class _Place:
         self._low, self._high = reach(array)
         self._odd_bits = array.dtype.itemsize - 1
 
-    def is_aligned(self, array: Any) -> bool:
-        return not array.data.ptr & self._odd_bits
+    def is_aligned(self, start: int) -> bool:
+        return not start & self._odd_bits
 
-    def extent(self, array: Array) -> Extent:
-        start = array.data.ptr
+    def extent(self, start: int) -> Extent:
         return start + self._low, start + self._high
 
-    def is_apart(self, array: Array, others: Iterable[Extent]) -> bool:
+    def is_apart(self, start: int, others: Iterable[Extent]) -> bool:
         """Tell whether memory is surely disjoint from others': none lies between an array's first and last element."""
-        first, end = self.extent(array)
+        first, end = start + self._low, start + self._high
         for other_first, other_end in others:
             if first < other_end and other_first < end:
                 return False
         return True
+
+
+class Append(NamedTuple):
+    """A step with the addresses of new rows: what an append launches."""
+
+    step: AppendStep
+    k: int
+    v: int
+
+
+class Decode(NamedTuple):
+    """A step with the addresses of a call's arrays; None for those that are not given."""
+
+    step: DecodeStep
+    q: int
+    out: int | None
+    sink: int | None
 
 
 class Steps:
@@ -147,40 +165,60 @@ class Steps:
     def __init__(self, k: Array, v: Array) -> None:
         xp = namespace(k)
         self.current_stream, self._empty = xp.cuda.get_current_stream, xp.empty
-        self._own = [(address(array) + low, address(array) + high) for array in (k, v) for low, high in [reach(array)]]
+        self._own = [_Place(array).extent(_address(array)) for array in (k, v)]
         self._appends: dict[Hashable, AppendStep] = {}
         self._decodes: dict[Hashable, DecodeStep] = {}
         self._memory: list[Array] = []  # the last one is in use; a stream may still read the others
 
-    def append(self, k: Any, v: Any) -> AppendStep | None:
-        """The step for rows like which some have been checked and bound; None where they have to be checked."""
-        step = self._appends.get(_append_key(k, v))
-        return step if step is not None and step.takes((k, v), self._own) else None
+    def append(self, k: Any, v: Any, given: tuple[Any, Any] | None = None) -> Append | None:
+        """The append of rows like which some have been checked and bound; None where they have to be checked.
 
-    def decode(self, q: Any, out: Any, sink: Any, options: tuple[Any, ...]) -> DecodeStep | None:
-        """The step for a call like which one has been checked and bound; None where it has to be checked."""
+        Where k and v are views of tensors that are `given`, later tensors of their layout are rows like these.
+        """
+        step = self._appends.get(_append_key(k, v))
+        if step is None:
+            return None
+        if given is not None and (key := _append_key(*given)) is not None:
+            _remember(self._appends, key, step)
+        of_k, of_v = _address(k), _address(v)
+        return Append(step, of_k, of_v) if step.takes(of_k, of_v, self._own) else None
+
+    def decode(
+        self, q: Any, out: Any, sink: Any, options: tuple[Any, ...], given: tuple[Any, Any] | None = None
+    ) -> Decode | None:
+        """The call like which one has been checked and bound; None where it has to be checked.
+
+        Where q and the sink are views of tensors that are `given`, later tensors of their layout are like these.
+        """
         key = _decode_key(q, out, sink, options)
         step = None if key is None else self._decodes.get(key)
-        return step if step is not None and step.takes(q, out, sink, self._own) else None
+        if step is None:
+            return None
+        if given is not None and (key := _decode_key(given[0], out, given[1], options)) is not None:
+            _remember(self._decodes, key, step)
+        of_q = _address(q)
+        of_out, of_sink = None if out is None else _address(out), None if sink is None else _address(sink)
+        return Decode(step, of_q, of_out, of_sink) if step.takes(of_q, of_out, of_sink, self._own) else None
 
-    def bind_append(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> AppendStep:
+    def bind_append(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> Append:
         """The step for rows that have been checked."""
         key = _append_key(arrays["k"], arrays["v"])
         step = self._appends.get(key) or AppendStep(plan, arrays, target)
         if key is not None:
             _remember(self._appends, key, step)
-        return step
+        return Append(step, _address(arrays["k"]), _address(arrays["v"]))
 
     def bind_decode(
         self, plan: DecodePlan | PrefillPlan, arrays: Mapping[str, Array | None], out: Any, options: tuple[Any, ...],
         target: LaunchTarget,
-    ) -> DecodeStep:  # fmt: skip
+    ) -> Decode:  # fmt: skip
         """The step for a call that has been checked; `out` is None where each call has an array made."""
-        key = _decode_key(arrays["q"], out, arrays["sink"], options)
+        q, sink = arrays["q"], arrays["sink"]
+        key = _decode_key(q, out, sink, options)
         step = self._decodes.get(key) or DecodeStep(plan, arrays, target)
         if key is not None:
             _remember(self._decodes, key, step)
-        return step
+        return Decode(step, _address(q), None, None if sink is None else _address(sink))
 
     def memory(self, nbytes: int) -> Array:
         """At least so many bytes, which calls that follow each other share."""
@@ -190,9 +228,21 @@ class Steps:
         return self._memory[-1]
 
 
+def _address(array: Any) -> int:
+    """The address of an array of CuPy's or of a tensor."""
+    of_tensor = getattr(array, "data_ptr", None)
+    address: int = array.data.ptr if of_tensor is None else of_tensor()
+    return address
+
+
+def _layout(*arrays: Any) -> Hashable:
+    """How arrays of CuPy's lie, or tensors that stand for some; None for anything else."""
+    return layout_key(*arrays) or tensors_layout(*arrays)
+
+
 def _append_key(k: Any, v: Any) -> Hashable:
-    """How rows lie; None for what is not CuPy's, and under CUFLASH_CHECK."""
-    return None if checks.is_on() else layout_key(k, v)
+    """How rows lie; None for what may not be plain, and under CUFLASH_CHECK."""
+    return None if checks.is_on() else _layout(k, v)
 
 
 def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...]) -> Hashable:
@@ -200,14 +250,17 @@ def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...]) -> Hashab
 
     `options` are causal, window, scale, kernel, executor and precision. Equal ones have one type here: 1 is not True.
     """
-    causal, window, scale, *names = options
-    if type(causal) is not bool or type(scale) not in (type(None), float, int) or set(map(type, names)) != {str}:
+    causal, window, scale, kernel, executor, precision = options
+    if type(causal) is not bool or type(scale) not in _SCALES or checks.is_on():
+        return None
+    if not type(kernel) is type(executor) is type(precision) is str:
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
-    others = [array for array in (out, sink) if array is not None]
-    layout = None if checks.is_on() else layout_key(q, *others)
-    return None if layout is None else (layout, out is None, sink is None, options)
+    of_out = _NOT_GIVEN if out is None else _layout(out)
+    of_sink = _NOT_GIVEN if sink is None else _layout(sink)
+    layout = _layout(q)
+    return None if layout is None or of_out is None or of_sink is None else (layout, of_out, of_sink, options)
 
 
 def _remember(steps: dict[Hashable, Any], key: Hashable, step: Any) -> None:

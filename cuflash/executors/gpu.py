@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial, reduce
 from itertools import starmap
 from operator import and_, attrgetter, or_
@@ -407,12 +407,7 @@ def bind(
         The function returned does, of arrays that do not start at a multiple of their item size.
     """
     machine = machine or _GPU
-    _compile_in_parallel(kernels)
-    views = *starmap(View.of, given.items()), *(
-        View.of_new(name, result, axes.get(name)) for name, result in results.items()
-    )
-    besides = {name: Workspace(result.shape, result.dtype) for name, result in unwanted.items()}
-    bound = BoundPass(plan, kernels, views, machine, besides)
+    bound = bound_pass(plan, kernels, given, results, unwanted=unwanted, axes=axes, machine=machine)
     names, item_bits = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
     any_bits = reduce(or_, item_bits)
     makers = [machine.maker(result.shape, result.dtype, axes.get(name)) for name, result in results.items()]
@@ -439,6 +434,25 @@ def bind(
         return made
 
     return call
+
+
+def bound_pass(
+    plan: KernelPlan,
+    kernels: Pass,
+    given: Mapping[str, Array],
+    results: Mapping[str, ShapeDtype],
+    *,
+    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
+    axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    machine: Gpu | None = None,
+) -> BoundPass:
+    """The launches of a pass for operands of the layouts of `given` and results; all as `bind` takes it."""
+    _compile_in_parallel(kernels)
+    views = *starmap(View.of, given.items()), *(
+        View.of_new(name, result, axes.get(name)) for name, result in results.items()
+    )
+    besides = {name: Workspace(result.shape, result.dtype) for name, result in unwanted.items()}
+    return BoundPass(plan, kernels, views, machine or _GPU, besides)
 
 
 def compile_list_kernels(machine: Gpu) -> None:
@@ -533,7 +547,7 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check 
 
 
 _captured: WeakKeyDictionary[KernelPlan, list[Array]] = WeakKeyDictionary()
-_pinned: set[KernelPlan | ListMaker] = set()
+_pinned: set[Any] = set()
 
 
 def keep_for_capture(plan: KernelPlan, *arrays: Array) -> None:
@@ -550,6 +564,6 @@ def pin(plan: KernelPlan) -> None:
         hold(plan)
 
 
-def hold(kept: KernelPlan | ListMaker) -> None:
-    """Keep a plan, or what makes lists, and with it the arrays of its work list, for ever."""
+def hold(kept: Hashable) -> None:
+    """Keep a plan, what makes lists or a selection, and with it the arrays that it holds, for ever."""
     _pinned.add(kept)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
+from ..planning.launches import Workspace
 from ..planning.selection_kernels import (
     CHOICE, DRAW, POOLING, ChoiceRule, drawing_launch, means_shape, pooling_launch,
 )  # fmt: skip
@@ -17,7 +18,6 @@ from . import gpu
 from .bound_launch import BoundLaunch
 from .decoding import offset_of
 from .index_maker import IndexMaker
-from .launch import LaunchTarget
 
 _MAX_CHOOSERS = 256
 
@@ -44,13 +44,11 @@ class Chooser:
         names = ("scores", "shares", "allowed", "forced", "kept")
         places = [(0, offset_of(CHOICE, name)) for name in names]
         self._launch = BoundLaunch(launch, grid, [record], places, target)
-        self._make, self._address = target.maker(shape, np.dtype(bool)), target.address
+        self.kept = Workspace(shape, np.dtype(bool))
 
-    def __call__(self, scores: int, shares: int, stream: Any, allowed: int = 0, forced: int = 0) -> Array:
-        """Return the blocks that are kept, bool, for arrays at these addresses; 0 where there is none."""
-        kept = self._make()
-        self._launch((scores, shares, allowed, forced, self._address(kept)), stream)
-        return kept
+    def __call__(self, kept: int, scores: int, shares: int, stream: Any, allowed: int = 0, forced: int = 0) -> None:
+        """Write the blocks that are kept, for arrays at these addresses; 0 where there is none."""
+        self._launch((scores, shares, allowed, forced, kept), stream)
 
 
 def chosen(
@@ -91,7 +89,9 @@ def chosen(
     for each in (allowed, forced):
         given.append(None if each is None else xp.ascontiguousarray(xp.broadcast_to(each, scores.shape)))
     of_scores, of_shares, of_allowed, of_forced = (0 if each is None else target.address(each) for each in given)
-    return chooser(of_scores, of_shares, target.stream(), of_allowed, of_forced)
+    kept = xp.empty(scores.shape, bool)
+    chooser(target.address(kept), of_scores, of_shares, target.stream(), of_allowed, of_forced)
+    return kept
 
 
 class Pooler:
@@ -114,14 +114,12 @@ class Pooler:
         of_means = offset_of(POOLING["q"], "means")
         places = [(0, at + inner) for at in start for inner in (0, of_means)]
         self._launch = BoundLaunch(launch, grid, [record], places, target)
-        self._address, dtype = target.address, accumulator_dtype(q.dtype)
-        self._makers = [target.maker(means_shape(x.shape, side), dtype) for x, side in zip((q, k), block)]
+        dtype = accumulator_dtype(q.dtype)
+        self.means = tuple(Workspace(means_shape(x.shape, side), dtype) for x, side in zip((q, k), block))
 
-    def __call__(self, q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
-        """Return the means of q and of k."""
-        of_q, of_k = (make() for make in self._makers)
-        self._launch([self._address(each) for each in (q, of_q, k, of_k)], stream)
-        return of_q, of_k
+    def __call__(self, q: int, means_of_q: int, k: int, means_of_k: int, stream: Any) -> None:
+        """Write the means of q and of k, for arrays at these addresses."""
+        self._launch((q, means_of_q, k, means_of_k), stream)
 
 
 class Drawer:
@@ -139,51 +137,69 @@ class Drawer:
         launch, grid, record = drawing_launch(shape, seed)
         gpu.compile_kernels([launch.spec], target)
         self._launch = BoundLaunch(launch, grid, [record], [(0, offset_of(DRAW, "numbers"))], target)
-        self._make, self._address = target.maker(shape, np.dtype(np.float32)), target.address
+        self.numbers = Workspace(shape, np.dtype(np.float32))
 
-    def __call__(self, stream: Any) -> Array:
-        """Return the numbers, float32 in [0, 1)."""
-        numbers = self._make()
-        self._launch((self._address(numbers),), stream)
-        return numbers
+    def __call__(self, numbers: int, stream: Any) -> None:
+        """Write the numbers, in [0, 1), to an address."""
+        self._launch((numbers,), stream)
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Array:
     """Draw scores for the blocks of a grid by the kernel, on the current device."""
     target = gpu.current_target()
-    return Drawer(shape, seed, target)(target.stream())
+    numbers = gpu.namespace().empty(shape, np.float32)
+    Drawer(shape, seed, target)(target.address(numbers), target.stream())
+    return numbers
+
+
+class Scoring(NamedTuple):
+    """Kernels that score blocks, for q and k of one layout, in memory that they are given.
+
+    Attributes
+    ----------
+    workspaces : dict of Workspace by name
+        The first one holds the scores.
+    launch : callable (q, k, addresses, stream)
+        `addresses` are those of the workspaces. It returns the arrays that the kernels read or write besides.
+    has_shares : bool
+        Whether scores are masses, or multiples of them in each row; else all blocks count alike.
+    """
+
+    workspaces: Mapping[str, Workspace]
+    launch: Callable[[Array, Array, Sequence[int], Any], Sequence[Array]]
+    has_shares: bool
 
 
 class Selection:
     """A selection of blocks by kernels alone, for q and k of one layout.
 
+    Its kernels share memory that the stream keeps. A call allocates the lists of the index and nothing else.
+
     Parameters
     ----------
-    score : callable
-        Takes q, k and the stream, and returns scores of blocks, and whatever else is kept alive.
-    has_shares : bool
-        Whether scores are masses, or multiples of them in each row; else all blocks count alike.
+    scoring : Scoring
     choose : Chooser
     make_index : IndexMaker
-    target : LaunchTarget
+    target : Gpu
     """
 
-    def __init__(
-        self,
-        score: Callable[[Array, Array, Any], list[Array]],
-        has_shares: bool,
-        choose: Chooser,
-        make_index: IndexMaker,
-        target: LaunchTarget,
-    ) -> None:
-        self._score, self._has_shares, self._choose, self._make_index = score, has_shares, choose, make_index
-        self._target = target
+    def __init__(self, scoring: Scoring, choose: Chooser, make_index: IndexMaker, target: gpu.Gpu) -> None:
+        self._score, self._has_shares = scoring.launch, scoring.has_shares
+        self._choose, self._make_index = choose, make_index
+        self._workspaces = target.workspaces({**scoring.workspaces, "kept": choose.kept})
+        self._current_stream = target.current_stream
+        self._captured: list[Array] = []
 
     def __call__(self, q: Array, k: Array) -> BlockIndex:
         """The blocks chosen, in an index on the device."""
-        stream, address = self._target.stream(), self._target.address
-        scores = address(made := self._score(q, k, stream)[0])
-        kept = self._choose(scores, scores if self._has_shares else 0, stream)
-        index = self._make_index(address(kept), stream)
-        del made  # the stream reads it before the next owner of its memory writes
+        stream = self._current_stream()
+        taken = self._workspaces.take(stream)
+        *room, kept = taken.addresses
+        made = self._score(q, k, room, stream)
+        self._choose(kept, room[0], room[0] if self._has_shares else 0, stream)
+        index = self._make_index(kept, stream)
+        self._workspaces.give_back(stream, taken)
+        if stream.is_capturing():  # each replay writes there, and reads what lists are made of
+            self._captured += [*taken.arrays, *made]
+            gpu.hold(self)
         return index

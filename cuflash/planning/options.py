@@ -102,15 +102,15 @@ class Options(NamedTuple):
             None where equal values may mean different things, as 1 and True do, where softcap and bias are not part of
             one Score yet, or where a mask's contents may change.
         """
-        mask, causal, window, scale, score, softcap, bias, _, dropout, wrt, *words = self
-        kernel, executor, precision, deterministic = words
+        mask, causal, window, scale, score, softcap, bias, _, dropout, wrt = self[:_FIRST_WORD]
+        kernel, executor, precision, deterministic = words = self[_FIRST_WORD:]
         if layout is None or not (softcap is bias is None and (mask is None or isinstance(mask, Mask))):
             return None
         if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or type(causal) not in (bool, str):
             return None
         if not (type(kernel) is type(executor) is type(precision) is str and type(dropout) in _DROPOUTS):
             return None
-        if not (type(wrt) is str or type(wrt) is tuple and set(map(type, wrt)) <= {str}):
+        if type(wrt) is not str and (type(wrt) is not tuple or wrt and set(map(type, wrt)) != {str}):
             return None
         if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
             return None
@@ -124,4 +124,7 @@ class Options(NamedTuple):
         except TypeError:
             return None
         draws = None if dropout is None else dropout.draws  # without an array, which is among the operands
-        return layout, who, causal, window, scale, program, draws, wrt, *words, more
+        return layout, who, causal, window, scale, program, draws, wrt, words, more
+
+
+_FIRST_WORD = Options._fields.index("kernel")

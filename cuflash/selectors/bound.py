@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ from ..arrays import Array, namespace
 from ..blocks.index import BlockIndex
 from ..executors import checks, gpu
 from ..executors.index_maker import maker_of
-from ..executors.selecting import Chooser, Drawer, Pooler, Selection
+from ..executors.selecting import Chooser, Drawer, Pooler, Scoring, Selection
+from ..planning.launches import Workspace
 from ..planning.options import Options
 from ..plans import layout_key
-from ..study.block_mass import bound_block_mass
+from ..study.block_mass import BoundMass, bound_block_mass
 from .budget import Budget, Forced
 from .grid import Grid
 
@@ -57,31 +58,44 @@ def of_means(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
     """The selection by the softmax of means of blocks; None where the kernels do not serve it."""
     if _is_empty(grid) or grid.q.ndim > _MOST_AXES:
         return None
-    target = gpu.current_target()
-    pool = Pooler(grid.q, grid.k, grid.block, target)
-    means = pool(grid.q, grid.k, target.stream())
-    return _selection(grid, pool, means, (1, 1), grid.scale, grid.stairs(*grid.block), budget, forced)
+    pool, xp = Pooler(grid.q, grid.k, grid.block, gpu.current_target()), namespace(grid.q)
+    means = [xp.empty(each.shape, each.dtype) for each in pool.means]  # their layouts alone matter
+    mass = bound_block_mass(means[0], means[1], (1, 1), grid.stairs(*grid.block), grid.scale)
+    if mass is None:
+        return None
+    launch_mass = mass.launches.launch
+
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
+        of_mass, of_lse, of_q, of_k = room
+        pool(q.data.ptr, of_q, k.data.ptr, of_k, stream)
+        return launch_mass([of_q, of_k, of_mass, of_lse], stream)
+
+    workspaces = _workspaces(mass) | dict(zip(("means_of_q", "means_of_k"), pool.means))
+    return _by_scores(grid, Scoring(workspaces, score, has_shares=True), budget, forced)
 
 
 def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) -> Selection | None:
     """The selection by the softmax of antidiagonal sums; None where the kernels do not serve it."""
     if _is_empty(grid) or grid.shape.seqlen_q % stride or grid.shape.seqlen_kv % stride:
         return None
+    given = (grid.block[0] // stride, grid.block[1] // stride), grid.stairs(stride, stride), grid.scale / stride
+    k, mass = of_strides(grid.k, stride, turned=False), None
+    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:  # q and k lie as rows of strides do
+        q = of_strides(grid.q, stride, turned=False)
+        mass = bound_block_mass(q, k, *given, turned_columns=grid.q.shape[-1])
+    is_turned = mass is None
+    if mass is None:
+        mass = bound_block_mass(of_strides(grid.q, stride, turned=True), k, *given)
+    if mass is None:
+        return None
+    launch_mass = mass.launches.launch
 
-    def turn(q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
-        return of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
+        if is_turned:
+            q, k = of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
+        return [q, k, *launch_mass([q.data.ptr, k.data.ptr, *room], stream)]
 
-    def keep(q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
-        return q, k  # which lie as rows of strides do
-
-    block_q, block_kv = (side // stride for side in grid.block)
-    given = (block_q, block_kv), grid.scale / stride, grid.stairs(stride, stride), budget, forced
-    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:
-        rows = tuple(of_strides(x, stride, turned=False) for x in (grid.q, grid.k))
-        found = _selection(grid, keep, rows, *given, turned_columns=grid.q.shape[-1])
-        if found is not None:
-            return found
-    return _selection(grid, turn, turn(grid.q, grid.k, None), *given)
+    return _by_scores(grid, Scoring(_workspaces(mass), score, has_shares=True), budget, forced)
 
 
 def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selection | None:
@@ -89,7 +103,12 @@ def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selectio
     if _is_empty(grid):
         return None
     draw = Drawer((*grid.heads, *grid.size), seed, gpu.current_target())
-    return _by_scores(grid, lambda q, k, stream: [draw(stream)], False, np.dtype(np.float32), budget, forced)
+
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
+        draw(room[0], stream)
+        return ()
+
+    return _by_scores(grid, Scoring({"numbers": draw.numbers}, score, has_shares=False), budget, forced)
 
 
 def of_strides(x: Array, stride: int, *, turned: bool) -> Array:
@@ -103,30 +122,16 @@ def _is_empty(grid: Grid) -> bool:
     return 0 in (grid.shape.num_batch, grid.shape.num_heads, grid.shape.seqlen_q, grid.shape.seqlen_kv)
 
 
-def _selection(
-    grid: Grid, prepare: Any, prepared: tuple[Array, ...], block: tuple[int, int], scale: float, mask: Any,
-    budget: Budget, forced: Forced, turned_columns: int = 0,
-) -> Selection | None:  # fmt: skip
-    """A selection by the masses of rows that `prepare` makes of q and k, or of what lies as they do.
-
-    `prepared` is an example of them; `turned_columns` is as `bound_block_mass` takes it.
-    """
-    q, k = prepared
-    mass = bound_block_mass(q, k, block, mask, scale, turned_columns)
-    if mass is None:
-        return None
-    dtype = np.dtype(np.float64 if grid.q.dtype == np.float64 else np.float32)
-    return _by_scores(grid, lambda q, k, stream: mass(*prepare(q, k, stream)), True, dtype, budget, forced)
+def _workspaces(mass: BoundMass) -> dict[str, Workspace]:
+    """The memory of masses and of lse."""
+    return {name: Workspace(each.shape, each.dtype) for name, each in mass.results.items()}
 
 
-def _by_scores(
-    grid: Grid, score: Callable[[Array, Array, Any], list[Array]], has_shares: bool, dtype: np.dtype[Any],
-    budget: Budget, forced: Forced,
-) -> Selection | None:  # fmt: skip
-    """A selection by scores of a dtype, as `Selection` takes them; None where no kernels make the index."""
+def _by_scores(grid: Grid, scoring: Scoring, budget: Budget, forced: Forced) -> Selection | None:
+    """A selection by scores; None where no kernels make the index."""
     target, shape = gpu.current_target(), (*grid.heads, *grid.size)
     make_index = maker_of(namespace(grid.q).empty(shape, bool), grid.mask, grid.shape, grid.block)
     if make_index is None:
         return None
-    choose = Chooser(grid.rule(budget, forced), shape, dtype, target)
-    return Selection(score, has_shares, choose, make_index, target)
+    dtype = next(iter(scoring.workspaces.values())).dtype
+    return Selection(scoring, Chooser(grid.rule(budget, forced), shape, dtype, target), make_index, target)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ..api import planned
 from ..arrays import Array, ShapeDtype, describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem, collecting
 from ..executors import cpu_mass, gpu, sim
+from ..executors.launch import BoundPass
 from ..masks.shape import block_pair
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
 from ..planning.options import Options
@@ -113,9 +114,24 @@ def block_mass(
     return _mean(results["mass"], results["lse"] if lse is None else lse, sides[0], problem.seqlen_q)
 
 
+class BoundMass(NamedTuple):
+    """Masses as one launch on the current GPU.
+
+    Attributes
+    ----------
+    launches : BoundPass
+        For the addresses of q, k and the results.
+    results : dict of ShapeDtype by name
+        mass, which is the masses times the number of queries of each row that have a key, and lse.
+    """
+
+    launches: BoundPass
+    results: dict[str, ShapeDtype]
+
+
 def bound_block_mass(
     q: Array, k: Array, block: tuple[int, int], mask: Any, scale: float, turned_columns: int = 0
-) -> Callable[..., list[Array]] | None:
+) -> BoundMass | None:
     """Masses as one launch on the current GPU, for q and k of the layouts of these.
 
     Parameters
@@ -127,9 +143,8 @@ def bound_block_mass(
 
     Returns
     -------
-    callable or None
-        Takes q and k, and returns the masses, times the number of queries of each row that have a key, and lse; None
-        where there is nothing to multiply, or no kernel takes columns so turned.
+    BoundMass or None
+        None where there is nothing to multiply, or no kernel takes columns so turned.
     """
     ready, sides = _planned({"q": q, "k": k, "lse": None}, block, mask, False, scale, None, "gpu")
     plan = ready.plan
@@ -143,7 +158,7 @@ def bound_block_mass(
         "mass": ShapeDtype(mass_shape(problem, sides), problem.accumulator),
         "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
     }
-    return gpu.bind(replace(plan, kernels=kernels), kernels.forward, {"q": q, "k": k}, made, pins=True)
+    return BoundMass(gpu.bound_pass(replace(plan, kernels=kernels), kernels.forward, {"q": q, "k": k}, made), made)
 
 
 def _planned(

@@ -89,6 +89,7 @@ def structures() -> dict[str, Structure]:
     causal, blocks = masks.Causal("bottom_right"), rng.random((2, 5, 5)) < 0.6
     blocks[:, 2], blocks[:, :, 3] = False, False  # queries and keys that nobody sees
     of_128, of_256 = masks.BlockPattern(blocks, 128), masks.BlockPattern(rng.random((3, 3)) < 0.7, 256)
+    unlike_rows = np.array([[True, False], [False, True], [True, True], [True, False]])
     all_of_256 = masks.BlockPattern(np.ones((3, 3), bool), 256)
     return {
         "blocks of 128": Structure(**square, **narrow, mask=of_128),
@@ -97,7 +98,7 @@ def structures() -> dict[str, Structure]:
         "blocks of 256": Structure(**square, **narrow, mask=of_256),
         "causal blocks of 256": Structure(**square, **wide, mask=of_256 & causal),
         "blocks of 192 x 320": Structure(
-            **square, **narrow, mask=masks.BlockPattern(rng.random((4, 2)) < 0.8, (192, 320)) & causal
+            **square, **narrow, mask=masks.BlockPattern(unlike_rows, (192, 320)) & causal
         ),
         "bits": Structure(**square, **wide, mask=of_128 & masks.Dense(rng.random((600, 520)) < 0.5)),
         "lengths": Structure(**square, **narrow, mask=of_256 & masks.Lengths(q=490, kv=330)),

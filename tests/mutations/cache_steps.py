@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from mutations.planting import Edit
@@ -68,8 +70,9 @@ def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
     plan = decode_plan_of(library, first)
     step = steps.DecodeStep(plan, first | {"o_parts": None, "stats_parts": None}, target)
     memory = zeros(step.nbytes, dtype=np.uint8)
-    for arrays, lse in ((first, None), (second, second["lse"])):
-        step.run(arrays["q"], arrays["o"], lse, arrays["counts"], arrays["sink"], memory, None)
+    for arrays, lse in ((first, None), (second, second["lse"].data.ptr)):
+        q, o, counts, sink = (arrays[name].data.ptr for name in ("q", "o", "counts", "sink"))
+        step.run(q, o, lse, counts, sink, memory.data.ptr, None)
     parts = {"o_parts": zeros(1), "stats_parts": zeros(1)}
     record, _ = (np.frombuffer(each.tobytes(), kind) for each, kind in zip(
         target.launched[1], (part(library, "planning.decoding").DECODE, part(library, "planning.sinks").SINK)
@@ -88,22 +91,19 @@ def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
 def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
     """Arrays that are not aligned or may overlap the cache or an input, and options whose type may not be right."""
     steps, arrays = part(library, "cache.steps"), given()
-    q, o = arrays["q"], arrays["o"]
+    q, o, sink = (arrays[name].data.ptr for name in ("q", "o", "sink"))
     step = steps.DecodeStep(
         decode_plan_of(library, arrays), arrays | {"o_parts": None, "stats_parts": None}, Recording()
     )
     far = (0, 16)
-    assert step.takes(q, o, arrays["sink"], [far]) and step.takes(q, None, arrays["sink"], [far])
-    start, end = o.data.ptr, o.data.ptr + o.nbytes
+    assert step.takes(q, o, sink, [far]) and step.takes(q, None, sink, [far])
+    start, end = o, o + arrays["o"].nbytes
     for own in ((start - 8, start + 2), (end - 2, end + 8), (start, end), (start - 8, end + 8), (start + 2, end - 2)):
-        assert not step.takes(q, o, arrays["sink"], [far, own])
-    assert step.takes(q, o, arrays["sink"], [(start - 8, start), (end, end + 8)])
-    assert not step.takes(q, q, arrays["sink"], [far])
-    for odd in (q, arrays["sink"]):
-        odd.data.ptr += 1
-        assert not step.takes(q, None, arrays["sink"], [far])
-        odd.data.ptr -= 1
-    kept = steps.layout_key
+        assert not step.takes(q, o, sink, [far, own])
+    assert step.takes(q, o, sink, [(start - 8, start), (end, end + 8)])
+    assert not step.takes(q, q, sink, [far])
+    assert not step.takes(q + 1, None, sink, [far]) and not step.takes(q, None, sink + 1, [far])
+    kept, q = steps.layout_key, arrays["q"]
     steps.layout_key = lambda *given: len(given)
     try:
         right = (True, (3, None), None, "auto", "auto", "ieee")
@@ -112,6 +112,51 @@ def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
             assert steps._decode_key(q, None, None, (*right[:place], value, *right[place + 1 :])) is None
     finally:
         steps.layout_key = kept
+
+
+class Tensor:
+    """A tensor of PyTorch on a GPU, as far as its layout goes."""
+
+    def __init__(self, **others: Any) -> None:
+        of_kind = {"is_cuda": True, "layout": "strided", "requires_grad": False, "negated": False, "start": 256}
+        vars(self).update(of_kind | {"shape": (2, 8), "dtype": "float16", "device": "cuda:0"} | others)
+
+    def is_neg(self) -> bool:
+        return bool(self.negated)
+
+    def data_ptr(self) -> int:
+        return int(self.start)
+
+    def get_device(self) -> int:
+        return 0
+
+    def stride(self) -> tuple[int, ...]:
+        if self.shape is None:
+            raise RuntimeError("has no strides")
+        return (self.shape[1], 1)
+
+
+def tensors_that_must_be_taken_have_no_layout(library: ModuleType) -> None:
+    """A layout stands for tensors whose elements kernels on CuPy's stream read as they are, and for nothing else."""
+    layouts, of_tensor, stream = part(library, "layouts"), {"torch": 0}, SimpleNamespace(ptr=0)
+    c_part = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: of_tensor["torch"])
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: stream)
+    modules = {
+        "torch": SimpleNamespace(Tensor=Tensor, strided="strided", _C=c_part), "cupy": SimpleNamespace(cuda=cuda)
+    }  # fmt: skip
+    with patch.dict(sys.modules, modules):
+        plain = layouts.tensors_layout(Tensor(), Tensor())
+        assert plain is not None and plain == layouts.tensors_layout(Tensor(start=512), Tensor())
+        for other in ({"shape": (2, 9)}, {"dtype": "float32"}, {"device": "cuda:1"}):
+            assert layouts.tensors_layout(Tensor(), Tensor(**other)) not in (None, plain)
+        for wrong in (
+            {"is_cuda": False}, {"layout": "sparse"}, {"requires_grad": True}, {"negated": True}, {"start": 0},
+            {"shape": None},
+        ):  # fmt: skip
+            assert layouts.tensors_layout(Tensor(), Tensor(**wrong)) is None
+        assert layouts.tensors_layout(Tensor(), type("Other", (Tensor,), {})()) is None
+        of_tensor["torch"] = 7
+        assert layouts.tensors_layout(Tensor()) is None
 
 
 def shared_memory_is_as_large_as_the_largest_call(library: ModuleType) -> None:
@@ -133,7 +178,7 @@ FAULTS = {
             "executors/decoding.py", "offset_of", "int(start) + offset_of(kind, name)", "offset_of(kind, name)"
         ),
         "an lse that is wanted is not written": Edit(
-            FILE, "DecodeStep.run", "addresses[0] = lse.data.ptr", "pass"
+            FILE, "DecodeStep.run", "addresses[0] = lse", "pass"
         ),
         "workspaces are not aligned": Edit(
             FILE, "DecodeStep.__init__", "-(-size // _ALIGNMENT) * _ALIGNMENT for", "size for"
@@ -145,9 +190,17 @@ FAULTS = {
         ),
         "an output over q is taken": Edit(FILE, "DecodeStep.takes", "[*own, self._q.extent(q)]", "own"),
         "an odd address is taken": Edit(
-            FILE, "_Place.is_aligned", "return not array.data.ptr & self._odd_bits", "return True"
+            FILE, "_Place.is_aligned", "return not start & self._odd_bits", "return True"
         ),
         "1 is taken for True": Edit(FILE, "_decode_key", "type(causal) is not bool or", ""),
+    },
+    tensors_that_must_be_taken_have_no_layout: {
+        "a negated view is read as it lies": Edit("layouts.py", "tensors_layout", "or each.is_neg()", ""),
+        "a tensor with gradients is read": Edit("layouts.py", "tensors_layout", "or each.requires_grad", ""),
+        "a tensor that another stream writes is read": Edit(
+            "layouts.py", "tensors_layout", "if _is_on_stream_of(tensors[0], cupy) else None", ""
+        ),
+        "a subclass of tensors is read": Edit("layouts.py", "_is_plain", "type(value) is torch.Tensor and", ""),
     },
     shared_memory_is_as_large_as_the_largest_call: {
         "a larger call gets the memory of a smaller one": Edit(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pickle
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import scipy.sparse
@@ -172,10 +175,29 @@ def build_error(command, *words):
 
 def without_libraries(library):
     """The folder of a file system that is mounted with noexec keeps nothing."""
-    compiler = part(library, "sim.compiler")
-    compiler._forbids_libraries = lambda folder: True
-    compiler._temporary_directory = Path
-    return "noexec" in str(compiler.cache_directory())
+    host_cache = part(library, "compiler.host_cache")
+    host_cache.os = SimpleNamespace(**vars(os))
+    host_cache.os.statvfs = lambda folder: SimpleNamespace(f_flag=os.ST_NOEXEC)
+    with tempfile.TemporaryDirectory() as folder:
+        return "noexec" in host_cache.made(Path(folder))
+
+
+def of_others(library):
+    """The folder that other users may write to keeps nothing that is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o770)
+        return "other users may write" in part(library, "compiler.host_cache").made(Path(folder))
+
+
+def in_chosen_folder(library):
+    """Kernels for the host are kept where CUFLASH_CACHE_DIR says, and removed there, but nothing else is."""
+    host_cache = part(library, "compiler.host_cache")
+    with tempfile.TemporaryDirectory() as chosen, mock.patch.dict(os.environ, CUFLASH_CACHE_DIR=chosen):
+        (Path(chosen) / "sim" / f"prelude-{'0f' * 16}").mkdir(parents=True)
+        for name in (f"kernel-{'0f' * 16}.so", f"prelude-{'0f' * 16}/prelude.hpp.gch", "notes.so"):
+            (Path(chosen) / "sim" / name).write_bytes(b"12345")
+        removed = host_cache.cache_clear()
+        return (removed.entries, removed.nbytes) == (1, 10) and os.listdir(Path(chosen) / "sim") == ["notes.so"]
 
 
 FAULTS = {
@@ -249,7 +271,23 @@ FAULTS = {
     },
     takes(without_libraries): {
         "libraries are kept where none is loaded": Edit(
-            "sim/compiler.py", "cache_directory", "elif _forbids_libraries(folder):", "elif False:"
+            "compiler/host_cache.py", "fault", 'if os.statvfs(place).f_flag & getattr(os, "ST_NOEXEC", 0):', "if False:"
+        ),
+    },
+    takes(of_others): {
+        "libraries of others are loaded": Edit(
+            "compiler/host_cache.py", "fault", "if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):", "if False:"
+        ),
+    },
+    takes(in_chosen_folder): {
+        "the chosen folder is not used": Edit(
+            "compiler/host_cache.py", "folder", "Path(chosen) if chosen else", "Path(chosen) if False else"
+        ),
+        "preludes stay": Edit(
+            "compiler/host_cache.py", "cache_clear", "shutil.rmtree(entry)", "pass"
+        ),
+        "files of others are removed": Edit(
+            "compiler/host_cache.py", "_kept", "if _KEPT.fullmatch(entry.name)", "if entry.name"
         ),
     },
     refuses(attends(k=np.ndarray), "k must be an array; got the class ndarray"): {

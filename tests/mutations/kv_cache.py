@@ -193,7 +193,7 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).append(*np.ones((2, 2, 1, 38, 4), np.float32)), "need 41 positions"): {
         "sequences grow beyond the capacity": Edit(
-            FILE, "KVCache._require_room", "if growth.stop > self._capacity", "if False"
+            FILE, "KVCache._make_room", "if growth.stop > self._capacity", "if False"
         ),
     },
     refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, and of 1 there are 0 free"): {
@@ -229,6 +229,19 @@ FAULTS = {
     refuses(lambda library: filled(library).fork(1, 1), "target must be another sequence"): {
         "a sequence is forked to itself": Edit(
             FILE, "KVCache.fork", "if not reasons and source == target:", "if False:"
+        ),
+    },
+    refuses(lambda library: a_cache(library).fork(0, 1), "source must hold rows"): {
+        "an empty sequence is forked": Edit(
+            FILE, "KVCache.fork", "if not reasons and not self._lengths[source]:", "if False:"
+        ),
+    },
+    refuses(lambda library: filled(library).append(K[:1], K, counts=[9]), "counts must be"): {
+        "rows hide counts": Edit(FILE, "KVCache._checked_rows", "+= self._count_reasons(counts, k)", "+= []"),
+    },
+    refuses(lambda library: filled(library).attention(K[:1], scale="x"), "2 reasons"): {
+        "queries hide options": Edit(
+            FILE, "KVCache.attention", "reasons + option_reasons(like, scale, kernel, executor, precision)", "reasons"
         ),
     },
     refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import device_double
@@ -81,6 +81,43 @@ def the_kernel_draws() -> None:
 
 def the_kernel_makes_means() -> None:
     check_means()
+
+
+def selections_share_memory(library: ModuleType) -> None:
+    """What a selection's kernels write lies apart; a captured one keeps it, and masses alone count as shares."""
+    selecting, workspaces = part(library, "executors.selecting"), part(library, "executors.workspaces")
+    need = part(library, "planning.launches").Workspace
+    stream = SimpleNamespace(ptr=3, is_capturing=lambda: False)
+
+    def maker(shape: Any, dtype: Any, axes: Any = None) -> Any:
+        return lambda: np.empty(shape, dtype)
+
+    memory = SimpleNamespace(maker=maker, address=lambda x: x.ctypes.data, kept_pieces=dict)
+    target = SimpleNamespace(
+        workspaces=lambda needs: workspaces.Workspaces(needs, memory), current_stream=lambda: stream
+    )
+    needs = {"scores": need((2, 4), np.dtype(np.float32)), "means": need((300,), np.dtype(np.uint8))}
+    for has_shares in (False, True):
+        told: list[Any] = []
+
+        def score(q: Any, k: Any, room: Any, stream: Any) -> list[Any]:
+            told.extend(room)
+            return ["rows"]
+
+        def choose(kept: int, scores: int, shares: int, stream: Any) -> None:
+            told.extend((kept, scores, shares))
+
+        choose.kept = need((2, 4), np.dtype(bool))  # type: ignore[attr-defined]
+        scoring = selecting.Scoring(needs, score, has_shares)
+        selection = selecting.Selection(scoring, choose, lambda kept, stream: kept, target)
+        assert selection("q", "k") == told[2] and told[0] == told[3] and told[4] == (told[0] if has_shares else 0)
+        starts = sorted(told[:3])
+        assert all(later - earlier >= 256 for earlier, later in zip(starts, starts[1:]))
+        assert told[2] - told[1] >= 300 and not selection._captured
+        stream.is_capturing = lambda: True
+        selection("q", "k")
+        assert len(selection._captured) == 2 and selection in selecting.gpu._pinned
+        stream.is_capturing = lambda: False
 
 
 def an_index_hands_its_lists_over(library: ModuleType) -> None:

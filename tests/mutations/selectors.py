@@ -9,6 +9,7 @@ from mutations.selector_guards import (
     budgets_are_exact,
     rooflines_are_right,
     selections_are_right,
+    selections_share_memory,
     slashes_are_right,
     the_host_sums_masses,
     the_kernel_chooses,
@@ -24,7 +25,20 @@ CHOOSE, POOL, AT_CALL = "lists/choose.cu", "lists/pool.cu", "planning/list_kerne
 BUDGET, GRID, ESTIMATES = "selectors/budget.py", "selectors/grid.py", "selectors/estimates.py"
 SLASHES, PAGES, NSA = "selectors/slashes.py", "selectors/pages.py", "selectors/compressed.py"
 ROOFLINE = "study/roofline.py"
+SELECTING = "executors/selecting.py"
 FAULTS = {
+    selections_share_memory: {
+        "blocks that are kept lie over the scores": Edit(
+            SELECTING, "Selection.__call__", "*room, kept = taken.addresses", "kept, *room = taken.addresses"
+        ),
+        "numbers that were drawn count as shares": Edit(
+            SELECTING, "Selection.__call__", "room[0] if self._has_shares else 0", "room[0]"
+        ),
+        "a graph writes to memory that is free": Edit(
+            SELECTING, "Selection.__call__", "self._captured += [*taken.arrays, *made]", "pass"
+        ),
+        "a graph's selection is forgotten": Edit(SELECTING, "Selection.__call__", "gpu.hold(self)", "pass"),
+    },
     the_host_sums_masses: {
         "masses overwrite each other": Edit(MASS, "_add_to_grid", "+= sums.T", "= sums.T"),
         "sums are not rescaled": Edit(MASS, "_from_scores", "row_sum * np.exp2(row_max - shift)", "row_sum"),

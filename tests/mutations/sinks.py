@@ -88,7 +88,7 @@ FAULTS = {
             "looked_up.key(layout_key(q, k, v, *outs), len(outs), wants_lse)",
         ),
         "calls do not differ by what gradients are asked of": Edit(
-            "planning/options.py", "Options.key", "draws, wrt, *words,", "draws, (), *words,"
+            "planning/options.py", "Options.key", "draws, wrt, words,", "draws, (), words,"
         ),
     },
     simt_is_right: {

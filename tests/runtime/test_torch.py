@@ -395,6 +395,17 @@ def test_calls_with_an_index_share_its_copy_and_it_goes_with_the_index(machines)
         gc.enable()
 
 
+def test_a_lazily_negated_tensor_is_refused_after_one_that_lies_so(machines):
+    given = {name: on_device(tensor) for name, tensor in {"q": Q, "k": K, "v": V, "out": torch.empty(Q.shape)}.items()}
+    for _ in range(2):
+        attention(**given)
+    for name in given:
+        negated = torch._neg_view(given[name]).as_subclass(type(given[name]))
+        (reason,) = reasons_of(attention, **given | {name: negated})
+        held = "its resolve_neg() makes one that does"
+        assert reason == f"{name} must hold its values; got a lazily negated view: {held}"
+
+
 KEPT = torch.rand((2, 4, 20, 20), generator=torch.Generator().manual_seed(3)) < 0.5
 
 

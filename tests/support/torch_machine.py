@@ -117,6 +117,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy
         cupy.cuda.Stream = _Streams(cupy.cuda.Stream)
         cupy.from_dlpack = _as_cupy_array
         monkeypatch.setattr(layouts, "_is_on_stream_of", lambda tensor, cupy: False)
+        monkeypatch.setattr(layouts, "_is_plain", lambda value, torch: type(value) is DeviceTensor)
         monkeypatch.setattr(torch_gpu, "torch", machine)
         monkeypatch.setattr(torch_gpu, "MACHINE", torch_gpu.TorchGpu())
         monkeypatch.setattr(cuflash.torch, "torch", machine)

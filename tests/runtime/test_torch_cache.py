@@ -1,0 +1,102 @@
+"""PyTorch's tensors in a `KVCache` on a stand-in for a GPU: read in place or refused, as arrays of CuPy are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import cupy_machine  # noqa: E402
+import torch_machine  # noqa: E402
+from torch_machine import on_device  # noqa: E402
+
+from cuflash import KVCache, UnsupportedProblem, layouts  # noqa: E402
+from cuflash.cache import kv_cache  # noqa: E402
+from executors import needs_compiler  # noqa: E402
+
+ROWS = np.random.default_rng(0).standard_normal((6, 8, 2, 4, 1, 64)).astype(np.float16)  # of 6 steps
+SINK = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[cupy_machine.Cupy]:
+    """The stand-ins, where PyTorch's current stream is CuPy's."""
+    with torch_machine.installed(monkeypatch, tmp_path) as (machine, _):
+        monkeypatch.setattr(layouts, "_is_on_stream_of", lambda tensor, cupy: True)
+        monkeypatch.setattr(layouts, "_of_tensor", lambda tensor, cupy: cupy.from_dlpack(tensor))
+        yield machine
+
+
+def a_cache(cupy: Any) -> KVCache:
+    return KVCache(batch=2, num_kv_heads=2, head_dim=64, capacity=40, dtype=np.float16, xp=cupy)
+
+
+def walked(cupy: Any, send: Any, after: Any = lambda step: None) -> list[Any]:
+    """Results of steps with queries, new rows and a sink that a function sends."""
+    cache, made = a_cache(cupy), []
+    for step, (q, k, v, *_) in enumerate(ROWS):
+        q, k, v = send(q), send(np.ascontiguousarray(k[:, :2])), send(np.ascontiguousarray(v[:, :2]))
+        cache.append(k, v)
+        made += [cache.attention(q).get(), *(x.get() for x in cache.attention(q, sink=send(SINK), return_lse=True))]
+        after(step)
+    return made
+
+
+def test_tensors_of_a_layout_seen_twice_are_read_in_place(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = walked(cupy, cupy.asarray)
+
+    def after(step: int) -> None:
+        if step == 1:
+            monkeypatch.setattr(kv_cache, "as_arrays", lambda *args: pytest.fail("taken again"))
+
+    made = walked(cupy, on_device, after)
+    assert len(made) == 18 and all(np.array_equal(*pair) for pair in zip(made, wanted))
+
+
+def test_tensors_of_another_stream_are_taken_each_time(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DLPack makes CuPy's stream wait for theirs, each time."""
+    cache, taken = a_cache(cupy), []
+    take = cupy.from_dlpack
+    monkeypatch.setattr(cupy, "from_dlpack", lambda tensor: taken.append(tensor) or take(tensor))
+    q, k = on_device(ROWS[0, 0]), on_device(ROWS[0, 1, :, :2])
+    for _ in range(3):
+        cache.append(k, k)
+        cache.attention(q)
+    monkeypatch.setattr(layouts, "_is_on_stream_of", lambda tensor, cupy: False)
+    for _ in range(2):
+        taken.clear()
+        cache.append(k, k)
+        cache.attention(q)
+        assert len(taken) == 3
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        pytest.param(lambda x: x.requires_grad_(), "must not require gradients", id="with gradients"),
+        pytest.param(lambda x: torch._neg_view(x).as_subclass(type(x)), "a lazily negated view", id="negated"),
+        pytest.param(lambda x: on_device(x, 1), "must be on the cache's device, 0; got device 1", id="elsewhere"),
+        pytest.param(lambda x: x[:, :, :, :32], "must have shape", id="of another shape"),
+        pytest.param(lambda x: x.float(), "dtype", id="of another dtype"),
+    ],
+)
+def test_tensors_that_are_refused_at_first_are_refused_later(cupy: Any, change: Any, reason: str) -> None:
+    told = []
+    for steps in (0, 3):
+        cache = a_cache(cupy)
+        q, k = on_device(ROWS[0, 0]), on_device(ROWS[0, 1, :, :2])
+        for _ in range(steps):
+            cache.append(k, k)
+            cache.attention(q)
+        for call in (lambda x: cache.append(x, k), cache.attention):
+            given = q if call == cache.attention else k
+            with pytest.raises(UnsupportedProblem, match=reason) as caught:
+                call(change(given.clone().as_subclass(type(given))))
+            told.append(str(caught.value))
+    assert told[:2] == told[2:]
