@@ -231,6 +231,19 @@ FAULTS = {
             FILE, "KVCache.fork", "if not reasons and source == target:", "if False:"
         ),
     },
+    refuses(lambda library: a_cache(library).fork(0, 1), "source must hold rows"): {
+        "an empty sequence is forked": Edit(
+            FILE, "KVCache.fork", "if not reasons and not self._lengths[source]:", "if False:"
+        ),
+    },
+    refuses(lambda library: filled(library).append(K[:1], K, counts=[9]), "counts must be"): {
+        "rows hide counts": Edit(FILE, "KVCache._checked_rows", "+= self._count_reasons(counts, k)", "+= []"),
+    },
+    refuses(lambda library: filled(library).attention(K[:1], scale="x"), "2 reasons"): {
+        "queries hide options": Edit(
+            FILE, "KVCache.attention", "reasons + option_reasons(like, scale, kernel, executor, precision)", "reasons"
+        ),
+    },
     refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {
         "tables name pages that are not there": Edit(GIVEN, "_table_reasons", "if page >= num_pages]", "if False]"),
     },
