@@ -1,4 +1,4 @@
-"""``python -m cuflash`` prints what this machine can run; commands of their own behind it do more.
+"""``python -m cuflash``, or ``python -m cuflash doctor``, prints what this machine can run; other commands do more.
 
 ``python -m cuflash memory`` prints what a KV cache takes, ``python -m cuflash roofline`` what a call takes, and
 ``python -m cuflash study`` what block patterns keep.
@@ -12,10 +12,17 @@ from .study.calculators import memory_report
 from .study.command import study_report
 from .study.roofline import roofline_report
 
-_COMMANDS = {"memory": memory_report, "roofline": roofline_report, "study": study_report}
+
+def _doctor_report(arguments: list[str]) -> str:
+    if arguments:
+        sys.exit(f"python -m cuflash doctor: error: doctor takes no arguments; got {' '.join(arguments)}")
+    return str(doctor())
+
+
+_COMMANDS = {"doctor": _doctor_report, "memory": memory_report, "roofline": roofline_report, "study": study_report}
 
 if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold what the terminal's encoding has no letter for
     sys.stdout.reconfigure(errors="backslashreplace")
 if sys.argv[1:] and sys.argv[1] not in _COMMANDS:
     sys.exit(f"python -m cuflash: error: the command must be {', '.join(_COMMANDS)} or none; got {sys.argv[1]}")
-print(_COMMANDS[sys.argv[1]](sys.argv[2:]) if sys.argv[1:] else doctor())
+print(_COMMANDS[sys.argv[1] if sys.argv[1:] else "doctor"](sys.argv[2:]))

@@ -223,5 +223,5 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(
 def test_an_unknown_command_gets_one_line() -> None:
     words = [sys.executable, "-m", "cuflash", "studies"]
     run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
-    told = "python -m cuflash: error: the command must be memory, roofline, study or none; got studies\n"
+    told = "python -m cuflash: error: the command must be doctor, memory, roofline, study or none; got studies\n"
     assert (run.returncode, run.stdout, run.stderr) == (1, "", told)
