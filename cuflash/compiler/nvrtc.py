@@ -357,7 +357,7 @@ def current_device() -> tuple[Any, int]:
         CuPy or the GPU is missing, or the process was forked from one that used CUDA.
     """
     global _process, _is_started
-    if _process not in (None, os.getpid()):
+    if not _is_started and _process not in (None, os.getpid()):
         raise RuntimeError(
             "this process was forked from one that had used CUDA, which does not survive a fork: start it by "
             "multiprocessing.get_context('spawn') or 'forkserver'"
@@ -368,13 +368,15 @@ def current_device() -> tuple[Any, int]:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         advice = "python -m cuflash says what this machine has"
         raise RuntimeError(f"CuPy finds no usable GPU ({error}): {advice}") from error
-    _process, _is_started = os.getpid(), True
+    if not _is_started:
+        _process, _is_started = os.getpid(), True
     return cupy, device
 
 
-def is_started() -> bool:
-    """Return whether `current_device` has answered in this very process, and not in one that it was forked from."""
-    return _is_started
+def current_number() -> int:
+    """The number of CuPy's current device, as `current_device` tells it, in less time once that has answered."""
+    number: int = sys.modules["cupy"].cuda.runtime.getDevice() if _is_started else current_device()[1]
+    return number
 
 
 def _after_fork() -> None:

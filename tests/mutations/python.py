@@ -57,7 +57,7 @@ FAULTS = {
         ),
         "delta is left out": Edit("executors/cpu.py", "_score_gradient", "dp -= delta[..., None, :]", ""),
         "dlse has the wrong sign": Edit(
-            "executors/cpu.py", "_HostCall.backward_rows", "delta -= np.where(lse_2", "delta += np.where(lse_2"
+            "executors/cpu.py", "_HostCall.backward_rows", "delta -= np.where(shift", "delta += np.where(shift"
         ),
         "dq lacks the scale": Edit(
             "executors/cpu.py", "_HostCall.backward_rows", "dq * self.wide(self.plan.problem.scaling.scale)", "dq"
