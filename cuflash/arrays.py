@@ -203,4 +203,6 @@ def no_array(name: str, value: object) -> str:
         makes = "its dequantized() makes one"
     elif isinstance(value, type):
         makes = "call it"
+    elif hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__"):
+        makes = "it holds no data, and plan takes cuflash.ShapeDtype(shape, dtype) in the place of such a value"
     return f"{name} must be an array; got {describe(value)}: {makes}"

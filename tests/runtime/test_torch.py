@@ -274,6 +274,9 @@ def test_what_is_no_tensor_is_a_type_error(name):
     given = {"q": Q, "k": K, "v": V, name: Q.numpy()}
     with pytest.raises(TypeError, match=rf"{name} must be a torch.Tensor; got an array of shape .*: torch.from_numpy"):
         attention(**given)
+    if name != "out":
+        with pytest.raises(TypeError, match=rf"{name} must be a torch.Tensor; got list: torch.as_tensor makes one"):
+            attention(**given | {name: Q.tolist()})
 
 
 def test_subclasses_of_tensors_are_refused():
