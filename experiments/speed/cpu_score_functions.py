@@ -6,6 +6,10 @@ Forward and backward passes of the cpu executor with scores of the library and w
 the least CPU time of a call over all repeats, of all threads together: another program on the machine lengthens a call,
 but hardly adds to its CPU time. `of_plain` is over the plain call with the same mask and pass.
 
+Expect: what a function costs is its own arithmetic: little for ALiBi and a temperature, a tanh for a cap.
+Found:  at 2048 tokens forward takes 1.41 times plain with a cap, 1.10 with ALiBi and 0.96 with a temperature, whose
+weights are natural exponentials, and backward 1.60, 1.18 and 1.04.
+
 Cost: Minutes.
 """
 

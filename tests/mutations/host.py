@@ -23,8 +23,8 @@ FAULTS = {
     magnitudes_are_right: {
         "dk lacks the power of two of its scores": Edit(
             "executors/cpu.py", "_HostCall.backward_columns",
-            "self.wide(natural * self.score_factor)",
-            "self.wide(natural)",
+            "self.wide(self.natural * self.score_factor)",
+            "self.wide(self.natural)",
         ),
         "scores lack their power of two": Edit(
             "executors/cpu.py", "_HostCall.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"

@@ -18,7 +18,7 @@ FAULTS = {
         ),
         "lse is base 2": Edit(
             "executors/cpu.py", "_HostCall.forward_rows",
-            "row_max * self.wide(LN_2) + np.log(divisor)",
+            "row_max * self.wide(self.natural) + np.log(divisor)",
             "row_max + np.log2(divisor)",
         ),
         "an empty row has a finite lse": Edit(
@@ -64,8 +64,8 @@ FAULTS = {
         ),
         "dk keeps log2(e)": Edit(
             "executors/cpu.py", "_HostCall.backward_columns",
-            "natural = LN_2 if self.score is None else 1.0",
-            "natural = 1.0",
+            "self.wide(self.natural * self.score_factor)",
+            "self.wide(self.score_factor)",
         ),
         "only the last step gives dv": Edit(
             "executors/cpu.py", "_HostCall.backward_columns", "_added(dv, p @ do)", "p @ do"
@@ -110,7 +110,7 @@ FAULTS = {
     },
     rows_without_a_score_are_right: {
         "an empty row is exponentiated": Edit(
-            "executors/cpu.py", "backward", "np.where(empty, np.inf, lse * LOG2_E)", "(lse * LOG2_E)"
+            "executors/cpu.py", "backward", "np.where(empty, np.inf, in_unit)", "np.asarray(in_unit)"
         ),
     },
     work_is_right: {

@@ -146,7 +146,9 @@ FAULTS = {
         ),
     },
     programs_are_simple: {
-        "equal instructions are two": Edit(PROGRAM, "Builder.put", "if instruction not in self._found:", "if True:"),
+        "equal instructions are two": Edit(
+            PROGRAM, "Builder.put", "self._found.setdefault(key, len(self.instructions))", "len(self.instructions)"
+        ),
         "equal numbers are two": Edit(PROGRAM, "Builder.number", "value.hex(), self", "len(self._slots), self"),
         "what nothing needs is kept": Edit(
             PROGRAM, "needed_for", "stack = list(results)", "stack = list(range(len(instructions)))"
@@ -291,7 +293,7 @@ FAULTS = {
             "[(tile.b, tile.h // self.group_size) for tile in tiles]",
         ),
         "dk keeps log 2": Edit(
-            CPU, "_HostCall.backward_columns", "natural = LN_2 if self.score is None else 1.0", "natural = LN_2"
+            CPU, "_HostCall.backward_columns", "self.wide(self.natural * self", "self.wide(LN_2 * self"
         ),
         "scores are in base 2 for the function": Edit(
             CPU, "_HostCall.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"
