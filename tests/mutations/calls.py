@@ -15,6 +15,7 @@ from mutations.python_guards import part
 
 SIGNS = (AssertionError,)
 Q = np.ones((2, 10, 8), np.float32)
+HALF = Q.astype(np.float16)
 
 
 class Foreign:
@@ -479,6 +480,31 @@ FAULTS = {
     refuses(lambda library: library.error_bound(Q, Q, Q, product_dtype=int), "product_dtype must be a dtype of"): {
         "bounds are for any dtype of products": Edit(
             "bounds/elements.py", "_product_dtype", "except ValueError as error:", "except KeyError as error:"
+        ),
+    },
+    refuses(
+        lambda library: library.error_bound(Q, Q, Q, plan=library.plan(Q, Q, Q), causal=True), "causal must be left out"
+    ): {
+        "options beside a plan do not count": Edit(
+            "bounds/elements.py", "_bounds_of_plan",
+            "if type(value) is not type(usual[name]) or value != usual[name]", "if False",
+        ),
+    },
+    refuses(
+        lambda library: library.error_bound(Q, Q, Q[..., :3], plan=library.plan(Q, Q, Q)),
+        "v must have shape (2, 10, 8)",
+    ): {
+        "a plan is of any arrays": Edit(
+            "bounds/elements.py", "_bounds_of_plan",
+            'reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})', "",
+        ),
+    },
+    takes(
+        lambda library: library.plan(HALF, HALF, HALF, device=library.DeviceSpec.gpu("H100")).plan.product_dtype
+        == np.float16
+    ): {
+        "tensor cores round no weights": Edit(
+            "planning/plan.py", "KernelPlan.product_dtype", "if is_rounded else", "if False else"
         ),
     },
     refuses(

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -226,6 +227,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "error_bound": given_to(
         cuflash.error_bound, "q", "k", "v", "do", "dlse", *OPTIONS[:4], "sink", "precision", "product_dtype", "probable"
     ),
+    "error_bound of a plan": (partial(cuflash.error_bound, O, O, O), {"plan": READY, "mask": None, "sink": None}),
     "BlockIndex.from_mask": (
         BlockIndex.from_mask,
         {"mask": masks.Causal(), **LENGTHS, "batch": (2,), "num_heads": 3},
