@@ -13,7 +13,7 @@ from .blocks.index import BlockIndex
 from .bounds import Bounds, error_bound
 from .cache import KVCache
 from .compiler.nvrtc import cache_info
-from .doctor import doctor
+from .diagnosis import doctor, show_config
 from .dropout import Dropout
 from .errors import CompileError, UnsupportedProblem
 from .fp8 import QuantizationBound, Quantized, Rotation, quantization_bound, quantize
@@ -70,5 +70,10 @@ __all__ = [
     "roofline",
     "scores",
     "selectors",
+    "show_config",
     "unpack",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -7,7 +7,7 @@
 import io
 import sys
 
-from .doctor import doctor
+from .diagnosis import doctor
 from .study.calculators import memory_report
 from .study.command import study_report
 from .study.roofline import roofline_report
