@@ -19,7 +19,7 @@ HALF = Q.astype(np.float16)
 
 
 class Foreign:
-    """An array of another library, as far as DLPack goes."""
+    """An array of another library, with DLPack alone."""
 
     def __init__(self, host, device=(1, 0), fault=None):
         self.host, self.device, self.fault = host, device, fault
@@ -41,7 +41,7 @@ class Traced:
 
 
 def refuses(call, *words):
-    """A probe: the library's call raises one of its two errors, whose message has these words."""
+    """Return a probe: the library's call raises one of its two errors, whose message has these words."""
 
     def probe(library):
         try:
@@ -57,7 +57,7 @@ def refuses(call, *words):
 
 
 def takes(call):
-    """A probe: the library's call raises nothing and is true."""
+    """Return a probe: the library's call raises nothing and returns a true value."""
 
     def probe(library):
         try:
@@ -81,7 +81,7 @@ def twice(first, second):
 
 
 def untouched(**options):
-    """The call is refused before it writes."""
+    """Return a probe: the call is refused before it writes."""
 
     def call(library):
         out = np.full_like(Q, 7)
@@ -95,7 +95,7 @@ def untouched(**options):
 
 
 def pickled_after_use(make):
-    """A pickle of a used object is as long as that of a fresh one, and is made at all."""
+    """Return a probe: a used object can be pickled, and its pickle is as long as that of a fresh one."""
 
     def call(library):
         fresh, used = make(library, False), make(library, True)
@@ -148,7 +148,7 @@ def replaced(library):
 
 
 def kept(library):
-    """A library that was cut short is not taken for whole."""
+    """Return whether a shared library that was cut short is known to be incomplete."""
     compiler = part(library, "sim.compiler")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "kernel.so"
@@ -172,7 +172,7 @@ def build_error(command, *words):
 
 
 def without_libraries(library):
-    """The folder of a file system that is mounted with noexec keeps nothing."""
+    """Return whether the reason for a temporary folder names a file system mounted with noexec."""
     compiler = part(library, "sim.compiler")
     compiler._forbids_libraries = lambda folder: True
     compiler._temporary_directory = Path

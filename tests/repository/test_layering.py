@@ -117,19 +117,19 @@ def _reads_environment(tree: ast.Module, allowed: set[str]) -> bool:
 
 
 def _heavy(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Packages that only a GPU needs, of those that an import statement asks for."""
+    """Yield the packages that only a GPU needs, among those that an import statement names."""
     modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
     if not getattr(node, "level", 0):
         yield from (name for name in modules if name.partition(".")[0] in ("cupy", "cuda"))
 
 
 def _name(node: ast.AST) -> str | None:
-    """The last word of a name, an attribute or a parameter."""
+    """Return the last word of a name, an attribute or a parameter."""
     return getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None)
 
 
 def _imports(room: str, node: ast.AST) -> Iterator[tuple[str, list[str]]]:
-    """Absolute names of the modules that an import statement asks for, and the names it takes out of each."""
+    """Yield absolute names of the modules that an import statement names, and the names it takes from each."""
     if isinstance(node, ast.Import):
         yield from ((alias.name, []) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -151,7 +151,7 @@ def _room(module: str) -> str:
 
 
 def _room_of(module: str) -> str:
-    """The subpackage that a module is part of, or the module itself."""
+    """Return the subpackage that a module is part of, or the module itself."""
     return module.partition(".")[0]
 
 
@@ -207,7 +207,7 @@ def test_the_package_lists_its_public_names_and_no_module_bears_that_of_a_functi
 
 
 def test_names_of_families_are_written_once() -> None:
-    """They stand where they are defined, in the type of `kernel=`, and in docstrings and messages."""
+    """Names stand where they are defined, in the type of `kernel=`, and in docstrings and messages."""
     found = {
         (room, node.value)
         for room, path in _library().items()

@@ -1,4 +1,4 @@
-"""The report says what is there, what is missing and what to do, and survives a machine in any state."""
+"""The report lists what works, what is missing and what to do about it, on a machine in any state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""error_bound: it holds, it is as small as it says, and it says where it promises nothing."""
+"""error_bound holds, is as small as its derivation says, and is infinite where nothing is promised."""
 
 import math
 
@@ -123,7 +123,7 @@ def test_nothing_is_promised_where_the_dtype_may_overflow():
 
 
 def test_nothing_is_promised_of_gradients_through_a_ds_that_may_overflow():
-    """That of query 0 with keys 0 and 1 is 90000; query 1 sends no gradient, and key 2 is seen by it alone."""
+    """dS of query 0 with keys 0 and 1 is 90000. Query 1 has no gradient, and it alone attends key 2."""
     q, k = np.full((2, 1), 0.01, np.float16), np.zeros((3, 1), np.float16)
     v, do = np.array([[600], [0], [0]], np.float16), np.array([[600], [0]], np.float16)
     options = {"mask": np.array([[True, True, False], [False, False, True]])}

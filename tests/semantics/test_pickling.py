@@ -1,4 +1,4 @@
-"""Whatever the library hands out is pickled and copied after use, tells the same then, and takes no memos along."""
+"""All that the library returns can be pickled and copied after use, is equal afterwards, and holds no memos."""
 
 from __future__ import annotations
 
