@@ -14,7 +14,7 @@ from .bounds import Bounds, error_bound
 from .cache import KVCache
 from .compiler.host_cache import cache_clear
 from .compiler.nvrtc import cache_info
-from .doctor import doctor
+from .diagnosis import doctor, show_config
 from .dropout import Dropout
 from .errors import CompileError, UnsupportedProblem
 from .fp8 import QuantizationBound, Quantized, Rotation, quantization_bound, quantize
@@ -72,5 +72,10 @@ __all__ = [
     "roofline",
     "scores",
     "selectors",
+    "show_config",
     "unpack",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

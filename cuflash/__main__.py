@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .doctor import doctor
+from .diagnosis import doctor
 from .study.calculators import memory_report
 from .study.command import study_report
 from .study.roofline import roofline_report

@@ -1,4 +1,4 @@
-"""Hypothesis profiles (CUFLASH_PROFILE=ci, dev or long), the gpu marker, a device that is not there, test kernels."""
+"""Shared set-up of the tests: Hypothesis profiles (CUFLASH_PROFILE=ci, dev or long), the gpu marker, and fixtures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ settings.load_profile(os.environ.get("CUFLASH_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """BLAS on one thread where tests run side by side: a worker for each core, and threads that spin on all of them."""
+    """Limit BLAS to one thread in each worker of pytest-xdist, since the workers take all cores together."""
     if hasattr(config, "workerinput"):
         threadpoolctl.threadpool_limits(1, user_api="blas")
 
@@ -70,7 +70,9 @@ def device() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def nvrtc() -> tuple[int, int]:
-    """The version of NVRTC, without which a test makes no sense; the test extra installs it where there is a wheel."""
+    """The version of NVRTC. A test with this fixture skips where no wheel of NVRTC exists, and fails where one is
+    missing.
+    """
     try:
         return compiling.nvrtc_version()
     except RuntimeError as error:
@@ -81,7 +83,7 @@ def nvrtc() -> tuple[int, int]:
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of kernels_cu/ with the kernels of tests/support/kernels/ in it, which sources are made of meanwhile."""
+    """A copy of kernels_cu/ with the kernels of tests/support/kernels/, from which texts are made during the test."""
     folder = tmp_path / "kernels_cu"
     for original in (sources.KERNELS, Path(__file__).parent / "support" / "kernels"):
         shutil.copytree(original, folder, dirs_exist_ok=True)
@@ -93,7 +95,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def spec() -> Callable[..., sources.KernelSpec]:
-    """spec("plain", head_dim=128): a kernel's specification, simt and small but for what is said."""
+    """A function that returns the specification of a small simt kernel; its arguments replace fields of it."""
 
     def make(entry: str = "plain", **fields: object) -> KernelSpec:
         small = {"family": "simt", "head_dim": 64, "value_dim": 64, "block_q": 32, "block_kv": 32}

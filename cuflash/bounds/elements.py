@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, as_dtype, describe, flag_reasons
+from ..arrays import DTYPES, Array, as_dtype, describe, flag_reasons, to_host
 from ..blocks.work_list import requested_mask
 from ..dropout import Dropout
 from ..errors import UnsupportedProblem, collecting
 from ..fp8 import e4m3, operands as fp8
 from ..fp8.cuts import Cuts
+from ..planning.dropout_launches import SEED
+from ..planning.options import Options
 from ..planning.problem import Problem, with_operands
-from ..plans import as_mask_of_arrays
+from ..plans import Plan, as_mask_of_arrays
 from ..reference import allowed_of, expand_heads, with_heads
 from ..scores import library
+from ..scores.values import Operands
 from .captured import Captured
 from .forward import Weights, forward_tolerances
 from .gradients import gradient_tolerances, sink_tolerance
@@ -78,6 +81,7 @@ def error_bound(
     precision: str = "ieee",
     product_dtype: Any = None,
     probable: bool = False,
+    plan: Plan | None = None,
 ) -> Bounds:
     """Bound the error of every element of attention and its gradients, against exact arithmetic on the same inputs.
 
@@ -104,6 +108,10 @@ def error_bound(
         Let a sum of n terms err by min(n, 6 sqrt(n)) roundoffs instead of n. That is no guarantee any more (rounding
         errors that all point one way can exceed it), but at thousands of keys it sees far smaller faults; Higham and
         Mary, A new approach to probabilistic rounding error analysis (SIAM J. Sci. Comput. 41, 2019).
+    plan : Plan, optional
+        The plan whose results are bounded, as `cuflash.plan` returns it: its mask, scale, score function, dropout and
+        precision count, and what its kernels round P and dS to. Of the options, only `sink` and `probable` may stand
+        beside it.
 
     Returns
     -------
@@ -126,7 +134,7 @@ def error_bound(
 
     Examples
     --------
-    >>> import numpy as np
+    >>> import numpy as np, cuflash
     >>> from cuflash import reference
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 4, 100, 32))
@@ -135,7 +143,18 @@ def error_bound(
     >>> bound = error_bound(q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)).o
     >>> bound.shape, bool(bound.max() < 2e-3)
     ((4, 100, 32), True)
+    >>> halves = [x.astype(np.float16) for x in (q, k, v)]
+    >>> ready = cuflash.plan(*halves, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
+    >>> of_kernels, of_host = error_bound(*halves, plan=ready).o, error_bound(*halves, causal=True).o
+    >>> bool((of_kernels > of_host).any())                      # the kernels round P to float16 too
+    True
     """
+    if plan is not None:
+        options = Options(
+            mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias, wrt=wrt,
+            dropout=dropout, precision=precision,
+        )  # fmt: skip
+        return _bounds_of_plan(plan, (q, k, v), do, dlse, sink, options, product_dtype, probable)
     reasons, storage, quantized = flag_reasons("probable", probable), None, (q, k, v)
     if fp8.are_quantized(q, k, v):
         reasons += fp8.bound_reasons(q, k, v, do, precision)
@@ -167,6 +186,68 @@ def error_bound(
     captured = None if composed is None else Captured.of(composed, problem)
     weights = Weights.of(dropout, problem)
     return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured, weights, cuts)
+
+
+def _bounds_of_plan(
+    plan: Plan,
+    qkv: tuple[Array, Array, Array],
+    do: Array | None,
+    dlse: Array | None,
+    sink: Array | None,
+    options: Options,
+    product_dtype: Any,
+    probable: bool,
+) -> Bounds:
+    """`error_bound` of a plan, beside which `options` and `product_dtype` must be left out."""
+    if not isinstance(plan, Plan):
+        raise UnsupportedProblem([f"plan must be a Plan or None; got {describe(plan)}: cuflash.plan makes one"])
+    given = {**options._asdict(), "product_dtype": product_dtype}
+    usual = {**Options()._asdict(), "product_dtype": None}
+    reasons = [
+        f"{name} must be left out beside plan, which was made with its own; got {describe(value)}"
+        for name, value in given.items()
+        if type(value) is not type(usual[name]) or value != usual[name]
+    ]
+    reasons += flag_reasons("probable", probable)
+    if fp8.are_quantized(*qkv):
+        raise UnsupportedProblem([*reasons, "plan must be None for Quantized q, k and v: plans are of plain arrays"])
+    q, k, v, do, dlse, sink = host_arrays(dict(zip("qkv", qkv)) | {"do": do, "dlse": dlse, "sink": sink})
+    problem = plan.plan.problem
+    reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})
+    reasons += _cotangent_reasons("do", do, problem.o_shape())
+    reasons += _cotangent_reasons("dlse", dlse, problem.lse_shape())
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    allowed = plan.plan.mask.to(to_host).toarray(**problem.mask_shape._asdict())
+    model = Rounding.of(problem.dtype, problem.precision, plan.plan.product_dtype, probable)
+    captured = dropout = None
+    if problem.score is not None:
+        held = [to_host(plan.captured[array.name]) for array in problem.score.arrays]
+        captured = Captured(problem.score, Operands(problem.numbers, held, problem.batch), problem.wrt)
+    if problem.dropout is not None:
+        seed = plan.captured.get(SEED, problem.dropout.seed)
+        dropout = Dropout(1 - 1 / problem.dropout.factor, seed, problem.dropout.offset)
+    weights = Weights.of(dropout, problem)
+    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured, weights, None)
+
+
+def _planned_reasons(plan: Plan, given: Mapping[str, Array | None]) -> list[str]:
+    """Why arguments are not those of a plan, or the plan does not hold the arrays of its score function."""
+    problem = plan.plan.problem
+    wanted = {name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
+    wanted |= {operand.name: (operand.shape, operand.dtype) for operand in problem.operands}
+    reasons = []
+    for name, array in given.items():
+        if name not in wanted:
+            reasons += [] if array is None else [f"{name} must be None, as planned; got {describe(array)}"]
+        elif array is None or (tuple(array.shape), array.dtype) != wanted[name]:
+            shape, dtype = wanted[name]
+            reasons.append(f"{name} must have shape {shape} and dtype {dtype}, as planned; got {describe(array)}")
+    return reasons + [
+        f"plan must be made with the array {name}; got one that was made with its shape alone"
+        for name in wanted
+        if name not in given and name not in plan.captured
+    ]
 
 
 def _cotangent_reasons(name: str, array: Array | None, shape: tuple[int, ...]) -> list[str]:

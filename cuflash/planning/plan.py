@@ -8,6 +8,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ..arrays import ShapeDtype
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import UnsupportedProblem
@@ -71,6 +73,12 @@ class KernelPlan:
     def is_empty(self) -> bool:
         """Return whether there is nothing to compute: no queries, no keys, or nothing in the batch."""
         return 0 in (self.num_heads, self.problem.seqlen_q, self.problem.seqlen_kv)
+
+    @property
+    def product_dtype(self) -> np.dtype[Any]:
+        """The dtype that P and dS are rounded to before they multiply v, do, k and q."""
+        is_rounded = self.family is not None and self.family.rounds_weights and self.problem.dtype.itemsize == 2
+        return self.problem.dtype if is_rounded else self.problem.accumulator
 
     @cached_property
     def specs(self) -> dict[str, KernelSpec]:

@@ -39,7 +39,7 @@ class Expected(NamedTuple):
 
 
 class _Holds(NamedTuple):
-    """Return the places of NaN in an operand, and those of NaN or an infinity."""
+    """The places of NaN in an operand, and the places of NaN or an infinity."""
 
     nan: Any
     any: Any

@@ -44,7 +44,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Return which calls; every combination is one row."""
+    """Calls that are compared; every combination is one row."""
 
     gpu: bool = False
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")

@@ -53,7 +53,7 @@ Peaks = dict[tuple[str, str, int, str], int]  # bytes, by kernel, mask, length a
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Return which calls; every combination is one row."""
+    """Calls that are timed; every combination is one row."""
 
     gpu: bool = False
     masks: tuple[str, ...] = MASKS

@@ -5,11 +5,12 @@
 // Blocks take further tiles until none is left.
 #include <attention/config_mma.cuh>
 #include <attention/dropout.cuh>
-#include <attention/sink.cuh>
 #include <attention/score.cuh>
+#include <attention/sink.cuh>
 #include <sm90/drawn_weights.cuh>
 #include <sm90/forward_epilogue.cuh>
 #include <sm90/forward_hooks.cuh>
+#include <sm90/forward_tiles.cuh>
 #include <sm90/kv_pipeline.cuh>
 #include <sm90/tile_score.cuh>
 
@@ -20,7 +21,6 @@ constexpr bool kTestsBarriersEarly = kHeadDim > 64;
 // The masked steps of a tile and its last one skip the maximum too. They then release K later, for which two
 // warpgroups, which need more keys in the same time, would wait.
 constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
-constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 // With a score function, consumers need more registers, unless it reads arrays at positions.
 constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions && !kStagesArray;
 constexpr int kProducerRegisters =
@@ -40,16 +40,7 @@ static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers + kHasDrawers),
 using PackedP = tile::PackedOperand<Element, Scores>;
 using ScoresOfTile = TileScoreOr<Scores, score::Function>::Type;
 using Kept = attention::KeptFragments<Scores>;
-
-
-// num_tiles_done and num_k_blocks count the tiles and the blocks of keys that a warpgroup has read.
-
-using QOperand = tile::KMajor<SmemQ>;
-using KOperand = tile::KMajor<SmemK>;
 using VOperand = tile::MnMajor<SmemV>;
-CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tiles_done) {
-  return QOperand(q_smem(q_stage_of(num_tiles_done)), 64 * (group % kNumConsumers));
-}
 
 // Multiply the scores of a tile's first step, wait for them, and return the flags of the step.
 CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks,
@@ -134,15 +125,6 @@ CUFLASH_DEVICE void recompute_scores(const ScoresOfTile& of_tile, const score::F
     tile::mma_k_step<Element>(s, q_frag, keys, k % kInPanel, false);
   }
   score_step(of_tile, function, s, num_k_blocks);
-}
-
-// Hide masked scores, and negate scores if the scale is not positive.
-CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, unsigned num_tiles_done,
-                                    unsigned num_k_blocks) {
-  const StepMessage& message = shared().messages[stage_of(num_k_blocks)];
-  const double softmax_scale = attention::exponent_scale(params.shape);
-  if (Softmax::needs_negation(softmax_scale)) Softmax::negate(s, softmax_scale);
-  mask_block(params, s, shared().tile_infos[tile_info_index(num_tiles_done)], message);
 }
 
 // Release K of a step; with the last step of a tile also Q, if it has one stage.
@@ -242,7 +224,7 @@ CUFLASH_DEVICE int next_flags(int flags, bool p_is_ready, const Softmax& softmax
 // Add the product with the last V of a tile to O.
 CUFLASH_DEVICE void add_last_v(Output& o, const PackedP& p, unsigned num_k_blocks) {
   tile::wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
-  tile::start_gemm_add_nn(o, p, tile::MnMajor<SmemV>(v_smem(stage_of(num_k_blocks - 1))));
+  tile::start_gemm_add_nn(o, p, VOperand(v_smem(stage_of(num_k_blocks - 1))));
   tile::wait_wgmma<0>(o);
   tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
 }

@@ -2,15 +2,11 @@
 #include <attention/dropout.cuh>
 #include <attention/mask_softmax_mma.cuh>
 #include <attention/sink.cuh>
-#include <sm90/kv_pipeline.cuh>
-#include <sm90/ping_pong.cuh>
+#include <sm90/forward_tiles.cuh>
 #include <sm90/store_boxes.cuh>
 
 // Results of sm90_forward: lse and O of a tile.
 namespace cuflash {
-
-using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
-using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 
 using Softmax = attention::LazySoftmax<Scores::kRows>;
 
@@ -29,9 +25,7 @@ CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::T
   float row_lse[Output::kRows];
   softmax.finalize(o, shared().softmax_scale_log2, row_lse);
   if constexpr (config::kHasDropout) o.scale(dropout.factor);
-  if constexpr (config::kHasSink)
-#pragma unroll
-    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
+  merge_sink_into(o, row_lse, logit);
   const EpilogueTarget target = shared().tile_infos[tile_info_index(num_tiles_done)].epilogue_target;
   if (kStoresOByTma && target.uses_tma_store) {
     // The warpgroup's products must have read Q. With ping-pong, the wait before the next tile's first products ensures
@@ -43,11 +37,7 @@ CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::T
     const auto all = matrix<Element>(params.o, work.batch_head, work.batch_head.head, 0, params.shape.value_dim);
     tile::store(all.rows(work.first, work.last), o);
   }
-#pragma unroll
-  for (int i = 0; i < o.kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
-  }
+  store_lse(params, target, o, row_lse);
 }
 
 // Release the slot of a tile's Q, one of two, once TMA has read O from it.

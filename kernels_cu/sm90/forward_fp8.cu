@@ -1,27 +1,24 @@
 // FlashAttention-3's forward pass in 8 bits (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are numbers of e4m3
 // with a scale for each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of
-// P: no lane hands another any weight. P V of kStepsOfSum steps is summed by the tensor cores, which keep 14 bits of
-// it, and then added to O in float32. Scores of the next step are multiplied while this one's become weights and while
-// the last one's are multiplied by V; warpgroups take turns at starting products. Blocks go on to further tiles until
-// none is left.
+// P, so that weights stay in their lanes. P V of kStepsOfSum steps is summed by the tensor cores, which keep 14 bits of
+// it, and then added to O in float32. Scores of the next step are multiplied while the scores of this one become
+// weights, and while the weights of the step before are multiplied by V. Warpgroups start products in turn. Blocks take
+// further tiles until none is left.
 #include <attention/config_mma.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <attention/softmax_fp8.cuh>
 #include <sm90/forward_fp8_epilogue.cuh>
 #include <sm90/forward_hooks.cuh>
+#include <sm90/forward_tiles.cuh>
 #include <sm90/kv_pipeline.cuh>
 
 namespace cuflash {
 
-constexpr bool kPingPong = kNumConsumers > 1;
 constexpr bool kIsWide = kValueDim > 64 && kMinBlocks == 1;  // consumers need nearly all registers
 constexpr int kProducerRegisters = kIsWide ? 24 : 40;
 constexpr int kConsumerRegisters = kIsWide ? 240 : kMinBlocks == 1 ? 232 : 216;
-constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
-
-constexpr int kPingPongBarrier = 1;  // numbers of named barriers, one for each consumer warpgroup
 
 // Return the scale of a row of an operand.
 CUFLASH_DEVICE float scale_of_row(const attention::Matrices& scales, const attention::BatchHead& batch_head, int head, int row,
@@ -54,23 +51,7 @@ struct Fp8Hooks : ForwardHooks {
   }
 };
 
-// Wait until the warpgroup may start products; groups are numbered from 1 on. Below, let the next warpgroup start its
-// own.
-CUFLASH_DEVICE void ping_pong_wait(int group) {
-  if (kPingPong) ptx::bar_sync(kPingPongBarrier + group - 1, 2 * kWarpgroupThreads);
-}
-CUFLASH_DEVICE void ping_pong_signal(int group) {
-  if (kPingPong) ptx::bar_arrive(kPingPongBarrier + group % kNumConsumers, 2 * kWarpgroupThreads);
-}
-
-// num_tiles_done and num_k_blocks count the tiles and the blocks of keys that a warpgroup has read.
-
-using QOperand = tile::KMajor<SmemQ>;
-using KOperand = tile::KMajor<SmemK>;
 using VOperand = tile::KMajor<SmemV>;
-CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tiles_done) {
-  return QOperand(q_smem(q_stage_of(num_tiles_done)), 64 * (group % kNumConsumers));
-}
 
 // Store the factors of the scores of a thread's rows, without the scale of keys.
 CUFLASH_DEVICE void read_row_scales(attention::ScalesArgument scales, unsigned num_tiles_done) {
@@ -109,26 +90,19 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks) {
   }
 }
 
-// Hide masked scores, and negate scores if the scale is not positive.
-CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, unsigned num_tiles_done,
-                                    unsigned num_k_blocks) {
-  using Signs = attention::LazySoftmax<Scores::kRows>;
-  const StepMessage& message = shared().messages[stage_of(num_k_blocks)];
-  if (Signs::needs_negation(params.shape.softmax_scale)) Signs::negate(s, params.shape.softmax_scale);
-  mask_block(params, s, shared().tile_infos[tile_info_index(num_tiles_done)], message);
-}
-
-// The scores of a step once more, from the numbers themselves, for one warp alone, whose own are lost.
-CUFLASH_DEVICE float number_of(const uint8_t* e4m3) {  // whose bits are those of a float 2^120 times smaller
+// Return the number that an element of Q or K stands for. Its bits are those of a float that is 2^120 times smaller.
+CUFLASH_DEVICE float number_of(const uint8_t* e4m3) {
   const uint32_t bits = *e4m3;
   return __uint_as_float((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 1.329227995784916e36f;
 }
+// Return the address of an element in a swizzled tile.
 template <class Tile>
 CUFLASH_DEVICE const uint8_t* place_of(Tile tile, int row, int column) {
   const auto panel = tile.panel(column / Tile::kPanelWidth);
   const int at = column % Tile::kPanelWidth;
   return panel.template pointer<uint8_t>(panel.offset(row, at / 16)) + at % 16;
 }
+// Multiply the scores of a step again, from the numbers in shared memory, for one warp whose scores are lost.
 CUFLASH_DEVICE void recompute_scores(Scores& s, unsigned num_tiles_done, unsigned num_k_blocks) {
   const SmemQ q = q_smem(q_stage_of(num_tiles_done));
   const SmemK k = k_smem(stage_of(num_k_blocks));

@@ -44,9 +44,7 @@ CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::T
   const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, row_lse);
-  if constexpr (config::kHasSink)
-#pragma unroll
-    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
+  merge_sink_into(o, row_lse, logit);
   const EpilogueTarget target = tile_info.epilogue_target;
   if (kStoresOByTma && target.uses_tma_store) {
     stage_and_store(Element{}, maps, target, o);
@@ -54,11 +52,7 @@ CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::T
     const auto all = matrix<Element>(params.o, batch_head, batch_head.head, 0, params.shape.value_dim);
     store_rows(all.rows(tile_info.work.first, tile_info.work.last), o);
   }
-#pragma unroll
-  for (int i = 0; i < o.kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
-  }
+  store_lse(params, target, o, row_lse);
 }
 
 }  // namespace cuflash

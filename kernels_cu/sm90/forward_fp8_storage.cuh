@@ -1,13 +1,11 @@
 #pragma once
 #include <attention/softmax_fp8.cuh>
-#include <sm90/kv_storage.cuh>
+#include <sm90/forward_tiles.cuh>
 #include <tile/e4m3.cuh>
 
-// Register tiles and shared memory of sm90_forward_fp8, beside those of sm90/kv_storage.cuh.
+// Register tiles and shared memory of sm90_forward_fp8, beside those of sm90/forward_tiles.cuh and sm90/kv_storage.cuh.
 namespace cuflash {
 
-using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
-using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 using PackedP = tile::E4M3Operand<Scores>;
 using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
 using RowScales = float[Scores::kRows];

@@ -1,4 +1,4 @@
-"""The order in which blocks take tiles of keys where they finish dQ, as a list; and what each tile waits for."""
+"""The order in which blocks take tiles of keys where they finish dQ, as a list, and plans in which they do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cuflash.planning.launches import DqSemaphoreOrder
 
 
 class KeyTile(NamedTuple):
-    place: int  # a batch entry and head of keys
+    place: int  # batch entry and head of the keys
     number: int  # along the sequence
 
 
 def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int) -> list[KeyTile]:
-    """Of groups that are finished, round after round."""
+    """The tiles of the heads whose dQ is finished by blocks, in the order in which blocks take them."""
     found = []
     for round_ in range(num_groups + dq_order.last_tile_lead + dq_order.first_tile_lag):
         for numbers, delay in (
@@ -38,7 +38,11 @@ def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int)
 
 
 def taken_order(dq_order: DqSemaphoreOrder, num_places: int, num_tiles: int) -> list[KeyTile]:
-    """The same, and then the tiles of other places: theirs of most steps first, as under a causal mask."""
+    """All tiles in the order in which blocks take them.
+
+    The tiles of heads whose dQ blocks finish come first, then those of the other heads, the longest first under a
+    causal mask.
+    """
     finished = dq_order.num_fused_heads(num_places)
     order = finishing_order(dq_order, finished // dq_order.heads_per_group, num_tiles) if finished else []
     for first in range(finished, num_places, dq_order.heads_per_group):
@@ -49,7 +53,7 @@ def taken_order(dq_order: DqSemaphoreOrder, num_places: int, num_tiles: int) -> 
 
 @contextmanager
 def plans_of_its_own() -> Iterator[None]:
-    """No plan from before is taken, and none that is made here is kept, also where a test fails or is meant to."""
+    """Empty the cache of plans before and after a `with` block, so that plans made under patches stay inside of it."""
     plan_cache._cached_plan.cache_clear()
     try:
         yield
@@ -59,7 +63,7 @@ def plans_of_its_own() -> Iterator[None]:
 
 @contextmanager
 def of_lists(*, finishes: bool) -> Iterator[None]:
-    """As if it always paid that the last tile of keys to come to queries of a list finishes their dQ, or never."""
+    """Make plans in which the last tile of keys of a list always finishes dQ, or in which none does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90_dq, "_MAX_FUSED_ARRIVALS", 1 << 30 if finishes else 0)
         with plans_of_its_own():
@@ -68,7 +72,7 @@ def of_lists(*, finishes: bool) -> Iterator[None]:
 
 @contextmanager
 def of_intervals(use: ArrivalUse) -> Iterator[None]:
-    """As if that use of the count of tiles of keys always paid, of row intervals and of bands, where it is possible."""
+    """Make plans of row intervals and bands that always use the count of arrivals in one way, where it is possible."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90_dq, "best_use_of_arrivals", lambda *_: use)
         patch.setattr(sm90_dq, "_is_faster", lambda *_: False)
@@ -78,8 +82,10 @@ def of_intervals(use: ArrivalUse) -> Iterator[None]:
 
 @contextmanager
 def on_few_processors(number: int = 3, *, finishes: bool = True) -> Iterator[None]:
-    """As if a GPU had few multiprocessors, so that small calls have tiles enough for blocks to finish dQ; and as if
-    that always paid, or never."""
+    """Make plans for a GPU of few multiprocessors, in which blocks finish dQ wherever they can, or never.
+
+    Small calls have enough tiles for such a GPU.
+    """
     device = checked_plan._device
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checked_plan, "_device", lambda executor: replace(device(executor), num_processors=number))

@@ -36,7 +36,7 @@ OF_DECODE = {
 
 
 def kept(rows: Any, dtype: Any) -> Any:
-    """Rows as a cache of 8 bits has them, exactly."""
+    """Rows after a cache of 8 bits has rounded them, in a dtype that holds them exactly."""
     wide = dequantized_rows(*quantized_rows(rows), np.float32)
     made = wide.astype(dtype)
     assert np.array_equal(made.astype(np.float32), wide)
@@ -46,7 +46,7 @@ def kept(rows: Any, dtype: Any) -> Any:
 @on_kernels
 @pytest.mark.parametrize("kind", OF_DECODE)
 def test_it_is_attention_to_the_rows_that_are_kept(run: Run, kind: str) -> None:
-    """Within the bound of weights in bfloat16; alone, in another order, and in pages anywhere: the same bits."""
+    """Results are within the bounds of bfloat16 weights, with equal bits alone, in another order, and in any pages."""
     call, attend = drawn(OF_DECODE[kind]), partial(attended, run, device=OF_DECODE[kind]["device"], is_quantized=True)
     o, lse, faults = attend(call)
     assert not faults
@@ -58,7 +58,7 @@ def test_it_is_attention_to_the_rows_that_are_kept(run: Run, kind: str) -> None:
 @on_kernels
 @pytest.mark.parametrize("dtype", HALVES)
 def test_numbers_of_8_bits_are_multiplied_exactly(run: Run, dtype: str) -> None:
-    """One key for each query: o is the row of values that is kept, of all 256 numbers but NaN, and lse the score."""
+    """With one key for each query, o is its row of values, of all 256 numbers but NaN, and lse is the score."""
     bits = np.arange(256, dtype=np.uint8)
     bits[[0x7F, 0xFF]] = 0
     numbers = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -107,7 +107,7 @@ def test_dims_that_are_no_whole_chunks_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 @pytest.mark.parametrize("dims", [(8, 16), (256, 3)], ids=str)
 def test_rows_are_rounded_as_on_the_host(run: Run, dtype: Any, dims: tuple[int, int]) -> None:
-    """Bit for bit, and go where plain rows go; rows that have no room are left out and counted."""
+    """Rows have the bits that the host makes and go where plain rows go. Rows without room are left out and counted."""
     for counts, num_rows in (((5, 2, 0, 4), 5), ((26, 10, 1, 4), 26)):
         rows, k, v, lengths, faults, *scales = appended(run, dtype, dims, counts, num_rows, is_quantized=True)
         made = [quantized_rows(x) for x in rows]
@@ -120,7 +120,7 @@ def test_rows_are_rounded_as_on_the_host(run: Run, dtype: Any, dims: tuple[int, 
 
 @on_kernels
 def test_hard_numbers_are_rounded_as_on_the_host(run: Run) -> None:
-    """Ties, subnormal numbers, the ends of both formats, NaN and infinities; rows of one number, and of many."""
+    """Rows hold ties, subnormal numbers, the ends of both formats, NaN and infinities, and one number or many."""
     counts = (26, 10, 1, 4)
     rows, k, v, _, _, *scales = appended(run, np.float32, (64, 40), counts, 26, is_quantized=True, is_hard=True)
     for given, pages, scale in zip(rows, (k, v), scales):

@@ -29,7 +29,7 @@ on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 @on_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, kind: str) -> None:
-    """Within the bound; alone, in another order, and in pages of any size in any place: the same bits."""
+    """Results are within their bounds, with equal bits alone, in another order, and in pages of any size and place."""
     call, attend = drawn(KINDS[kind]), partial(attended, run, device=KINDS[kind]["device"])
     o, lse, faults = attend(call)
     assert not faults
@@ -40,7 +40,7 @@ def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, kind: s
 
 @on_kernels
 def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run) -> None:
-    """With counts of 3, 1 and 0 of 3 rows."""
+    """Sequences use 3, 1 and 0 of the 3 rows that are given."""
     call = replace(drawn(NEW | {"rows": 3, "heads": 4}, (193, 70, 9)), counts=(3, 1, 0))
     assert_rows_may_be_fewer(partial(attended, run), call)
 

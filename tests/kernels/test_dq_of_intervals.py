@@ -1,6 +1,7 @@
-"""Row intervals and bands whose tiles of keys count when they come to queries, in the sm90 family's gradients.
+"""dQ of row intervals and bands, where tiles of keys count their arrivals at queries in the sm90 family's gradients.
 
-The first stores its part of dQ, and the last may finish it: right under every schedule, in the simulator and on a GPU.
+The first tile that arrives stores its part of dQ, and the last one may finish it. Results are right under every
+schedule, in the simulator and on a GPU.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def test_drawn_masks_are_within_their_bounds(run: Run, example: Example) -> None
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles_that_come_at_once_are_waited_for(dim: int, use: ArrivalUse) -> None:
-    """More tiles of keys than the GPU works on at a time. All bits come out the same, but those of dQ."""
+    """There are more tiles of keys than the GPU works on at a time. All results but dQ repeat bit for bit."""
     mask = masks.Sequences(np.sort(np.random.default_rng(0).integers(0, 1025, 9)), causal=True)
     example = half(Structure(num_heads=40, seqlen_q=1024, seqlen_kv=1024, head_dim=dim, value_dim=dim, mask=mask))
     first = assert_all_right(example, GPU90, use)

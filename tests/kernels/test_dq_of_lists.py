@@ -1,5 +1,7 @@
-"""Lists of few blocks a row, of which the last tile of keys to come to queries finishes their dQ in the sm90 family's
-gradients: where it does, and what comes out under every schedule, in the simulator and on a GPU."""
+"""dQ of lists with few blocks a row, which the last tile of keys that arrives finishes in the sm90 family's gradients.
+
+Tests say which calls do so, and that results are right under every schedule, in the simulator and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
         yield
 
 
-# Calls whose last visitor finishes dQ.
+# Calls in which the last tile of keys that arrives finishes dQ.
 
 
 def planned(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[int, ...] = (2,)) -> KernelPlan:
@@ -37,7 +39,7 @@ def planned(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[int, .
 
 
 def finishes(plan: KernelPlan) -> bool:
-    """And if so, no kernel rounds dQ."""
+    """Return whether the backward kernel of a plan finishes dQ; no kernel then rounds dQ."""
     of = {entry: plan.specs[entry].fuses_dq_epilogue for entry in ("backward_statistics", "backward")}
     assert of["backward"] == of["backward_statistics"] == ("convert_dq" not in plan.specs)
     assert plan.kernels.order.dq is None
@@ -159,7 +161,7 @@ def test_gradients_are_within_their_bounds_under_every_schedule(name: str) -> No
 
 @holds_for_examples(on_sm90, longest=500, tile=128, most_rows=1200, most_scores=1 << 18, widest=128, max_leaves=2)
 def test_drawn_masks_within_blocks_are_within_their_bounds(run: Run, example: Example) -> None:
-    """Whatever is drawn, as it is and within blocks, whether the last to come finishes dQ or not."""
+    """Drawn masks, alone and within blocks, are within their bounds whether or not the last tile finishes dQ."""
     rows, columns = (-(-array.shape[-2] // 128) for array in (example.q, example.k))
     blocks = masks.BlockPattern(np.arange(rows)[:, None] % 3 <= np.arange(columns) % 3, 128)
     for mask in (example.mask, blocks if example.mask is None else blocks & example.mask):
@@ -185,7 +187,7 @@ def test_what_stands_at_queries_and_keys_that_nobody_sees_never_matters(run: Run
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("block", [128, 256])
 def test_tiles_that_come_at_once_are_waited_for(dim: int, block: int) -> None:
-    """More tiles of keys than the GPU works on at a time. All bits come out the same, but those of dQ."""
+    """There are more tiles of keys than the GPU works on at a time. All results but dQ repeat bit for bit."""
     mask = masks.BlockPattern(np.random.default_rng(0).random((40, 1024 // block, 1024 // block)) < 0.5, block)
     example = half(Structure(num_heads=40, seqlen_q=1024, seqlen_kv=1024, head_dim=dim, value_dim=dim, mask=mask))
     first = assert_all_right(example, GPU90)

@@ -43,7 +43,7 @@ def test_blocks_take_each_tile_once(dq_order: DqSemaphoreOrder, more: int, num_t
 
 @given(ORDERS, st.integers(0, 4), st.integers(2, 9))
 def test_no_tile_waits_for_one_that_is_taken_later(dq_order: DqSemaphoreOrder, more: int, num_tiles: int) -> None:
-    """Those that add wait for those that store, which are further along; who finishes, for all."""
+    """A tile that adds to dQ waits for the tiles that store it, and the tile that finishes dQ waits for all others."""
     order = finishing_order(dq_order, dq_order.last_tile_lead + dq_order.first_tile_lag + 1 + more, num_tiles)
     number = {tile: x for x, tile in enumerate(order)}
     for tile in order:
@@ -55,8 +55,10 @@ def test_no_tile_waits_for_one_that_is_taken_later(dq_order: DqSemaphoreOrder, m
 def ends_of_blocks(
     plan: KernelPlan, num_places: int, beside: float = 2, finishing: float = 1.3
 ) -> tuple[list[float], float]:
-    """When blocks end that take tiles in this order, of steps that take a time of 1, and more where they finish dQ; and
-    the time for which they waited for others in between."""
+    """Simulate blocks that take tiles in order; return when each block ends, and the time that all of them waited.
+
+    A step takes a time of 1, and more in tiles that finish dQ.
+    """
     spec, dq_order, problem = plan.specs["backward"], plan.kernels.order.dq, plan.problem
     assert dq_order is not None
     num_tiles, num_steps = (-(-problem.seqlen_kv // spec.block_kv), -(-problem.seqlen_q // spec.block_q))
@@ -67,7 +69,7 @@ def ends_of_blocks(
         steps = num_steps - (tile.number * num_steps // num_tiles if hides else 0)
         is_first = tile.number == 0 and tile.place < finished
         end = start + steps * (finishing if is_first else 1)
-        if tile.place < finished and (is_first or not hides):  # who stores the diagonal has done so after a step
+        if tile.place < finished and (is_first or not hides):  # the diagonal is stored after one step
             others = range(1, num_tiles) if is_first else [num_tiles - 1] if tile.number < num_tiles - 1 else []
             late = max([0.0, *(done[KeyTile(tile.place, other)] - (start + 1) for other in others)])
             waited, end = waited + late, end + late
@@ -196,7 +198,7 @@ def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> N
     ("name", "most"), in_turn(["dense", "causal, 128 columns", "a launch for each of two"], [1, 2])
 )
 def test_any_number_of_blocks_ends(run: Run, name: str, most: int) -> None:
-    """None waits for what another block, which does not run yet, would have to do."""
+    """No block waits for work of a block that does not run yet, however few blocks run at a time."""
     example = half(STRUCTURES[name])
     with on_few_processors():
         machine = FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most)
@@ -218,7 +220,7 @@ DRAWN_MASKS = [None, masks.Causal("bottom_right"), masks.Causal("top_left")]
 
 @holds_for_examples(on_sm90, longest=400, tile=128, most_rows=1200, most_scores=1 << 18, widest=128, max_leaves=1)
 def test_drawn_problems_are_within_their_bounds(run: Run, example: Example) -> None:
-    """Whatever is drawn, whether blocks may finish its dQ or not, under each mask with which they may."""
+    """Drawn problems are within their bounds under each mask with which blocks may finish dQ."""
     with on_few_processors(2):
         for mask in DRAWN_MASKS:
             other = example.but(mask=mask)

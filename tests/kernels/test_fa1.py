@@ -27,7 +27,7 @@ on_fa1 = pytest.mark.parametrize(
     [pytest.param(FA1, marks=needs_compiler), pytest.param(replace(GPU, kernel="fa1"), marks=pytest.mark.gpu)],
     ids=str,
 )
-DRAWN = {"dtypes": HALVES, "widest": 64}  # wider heads are refused, and come below
+DRAWN = {"dtypes": HALVES, "widest": 64}  # wider heads are refused, as a test below shows
 
 
 @holds_for_examples(on_fa1, **DRAWN)
@@ -112,7 +112,7 @@ def test_the_cases_above_are_of_every_kind() -> None:
 
 
 def results_of(plan: KernelPlan, example: Example, machine: Simulator) -> dict[str, Any]:
-    """Both passes of a plan on a machine, of arrays whose heads do not broadcast."""
+    """Run both passes of a plan on a machine, for arrays whose heads do not broadcast."""
     problem, operands = plan.problem, {name: getattr(example, name) for name in "qkv"}
     forward = {"o": np.empty(problem.o_shape(), problem.dtype), "lse": np.empty(problem.lse_shape(), np.float32)}
     run_pass(plan, plan.kernels.forward, machine, operands | forward)
@@ -125,7 +125,7 @@ def results_of(plan: KernelPlan, example: Example, machine: Simulator) -> dict[s
 @needs_compiler
 @pytest.mark.parametrize("schedule", hostile_schedules("fa1"), ids=str)
 def test_every_schedule_gives_the_same_bits(schedule: Any) -> None:
-    """Two stages and, on a chip of little shared memory, one; blocks of a list as well."""
+    """Kernels have two stages, or one on a chip of little shared memory; one case has a list of blocks."""
     for case, chip, num_stages in (("128 columns", "L4", 1), ("blocks under a diagonal", "H100", 2)):
         example = FA1.rounded(CASES[case].example())
         arrays = example.q, example.k, example.v
@@ -154,7 +154,7 @@ def plan_of(*shape: int, dtype: Any = np.float16, chip: str = "H100", **options:
 
 
 def test_memory_is_linear_in_the_length_and_explain_tells_the_traffic() -> None:
-    """A float32 O with two numbers a row forward; dQ and delta backward, which takes less."""
+    """The forward pass takes a float32 O and two numbers a row; the backward pass takes dQ and delta, which is less."""
     short, long = plan_of(16, 8, 1024, 64), plan_of(16, 8, 4096, 64)
     assert long.workspace_bytes == 16 * 8 * 4096 * 4 * (64 + 2) == 4 * short.workspace_bytes
     told = long.explain()
@@ -165,7 +165,7 @@ def test_memory_is_linear_in_the_length_and_explain_tells_the_traffic() -> None:
 
 @pytest.mark.parametrize(("dim", "keys", "backward_keys"), [(64, 256, 128), (128, 128, 128)])
 def test_traffic_counts_what_every_turn_moves(dim: int, keys: int, backward_keys: int) -> None:
-    """By the sums of algorithms 1 and 4, turn after turn, of tiles that fill their matrices."""
+    """Traffic equals the sums that algorithms 1 and 4 of the paper give, for tiles that fill their matrices."""
     ready = plan_of(2, 3, 1024, dim)
     specs = ready.plan.specs
     assert (specs["forward"].block_kv, specs["backward"].block_kv) == (keys, backward_keys)

@@ -66,7 +66,7 @@ def test_a_feature_without_its_array_is_a_fault_of_the_plan(kernels, spec) -> No
 @settings(max_examples=20)
 @given(factor=st.floats(-8, 8, width=32), num_heads=st.integers(1, 4), seqlen=st.integers(1, 70))
 def test_numbers_are_read_at_each_launch(factor: float, num_heads: int, seqlen: int) -> None:
-    """Two features in one record array each have the words that their dtypes say."""
+    """Each of two features has a record of its own, with the numbers and addresses of its dtype."""
     first = Feature("first", SCALING, {"factor": factor})
     q = np.zeros((num_heads, seqlen, 8), np.float32)
     plan = cuflash.plan(q, q, q, executor="sim").plan

@@ -1,4 +1,4 @@
-"""Kernels for operands of 8 bits, on the simulator and on a GPU: within bounds of the exact result."""
+"""Kernels for operands of 8 bits, on the simulator and on a GPU, give results within the bounds of the exact ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ on_fp8 = pytest.mark.parametrize(
 
 
 def put(run: Run, x: Quantized) -> Quantized:
-    """Quantised operands where a run computes."""
+    """Copy a quantised operand to where a run computes."""
     if not run.is_on_device:
         return x
     return replace(x, data=run.put(x.data.view(np.uint8)), scale=run.put(x.scale))
@@ -54,7 +54,7 @@ def operands(seqlen_q: int, seqlen_kv: int, dims: tuple[int, int], heads: tuple[
 
 
 def require_bounds(found: tuple[Any, Any], x8: Any, **named: Any) -> float:
-    """Require that results are within the bounds of the exact ones; the largest share of a bound that an error has."""
+    """Require that results are within the bounds of the exact ones; return the largest share of a bound."""
     bound = cuflash.error_bound(*x8, product_dtype=E4M3, **named)
     mask, causal, window = (named.get(name) for name in ("mask", "causal", "window"))
     q, k, v = (x.scaled(np.float64) for x in x8)
@@ -125,9 +125,9 @@ def test_a_list_is_the_mask_that_it_stands_for(run: Run, block: int) -> None:
 
 
 def rising_scores(seqlen: int) -> list[Quantized]:
-    """Operands whose scores rise from one block of keys to the next, from head to head more.
+    """Operands whose scores rise from one block of keys to the next, faster in each further head.
 
-    In the first head no maximum has to rise; in the others weights are too large, or infinite.
+    In the first head no maximum has to rise. In the others weights become too large, or infinite.
     """
     q, k, v = operands(128, seqlen, (64, 64), (4, 4), "float32")
     q[..., 0], k[..., 0] = 8, (np.arange(seqlen) // 128 + np.arange(seqlen) % 128 / 128)
@@ -145,7 +145,7 @@ def test_maxima_that_rise_late(run: Run) -> None:
 
 @on_fp8
 def test_whole_numbers_are_exact(run: Run) -> None:
-    """One key a query takes the whole weight, so that each row of v comes back exactly: the order of keys is right."""
+    """One key takes all of a query's weight, so each row of v comes back exactly, which shows the order of keys."""
     keys, dim = 160, 128
     codes = np.where((np.arange(keys)[:, None] >> np.arange(8)) % 2, 1.0, -1.0)
     k = np.zeros((1, keys, dim), np.float32)
@@ -158,7 +158,7 @@ def test_whole_numbers_are_exact(run: Run) -> None:
 
 
 def one_scale(x: Any) -> Quantized:
-    """Numbers of e4m3 as they are."""
+    """Make an operand of numbers that e4m3 holds, with a scale of 1."""
     return Quantized(
         data=x.astype(E4M3), scale=np.ones((*x.shape[:-2], 1), np.float32), per="head", block=128, rotation=None,
         source_dtype=np.dtype(np.float32),
@@ -167,7 +167,7 @@ def one_scale(x: Any) -> Quantized:
 
 @on_fp8
 def test_scales_move_through(run: Run) -> None:
-    """A scale of one block of v changes what its keys give, and powers of two in q and k that cancel change nothing."""
+    """A scale of one block of v multiplies what its keys give; powers of two in q and k that cancel change nothing."""
     q8, k8, v8 = (cuflash.quantize(x) for x in operands(256, 256, (64, 64), (1, 1), "float32"))
     mask = masks.Documents(np.arange(256) // 128)
     before, _ = attention(run, [q8, k8, v8], mask=mask)
@@ -205,7 +205,7 @@ def test_a_scale_of_any_size(run: Run) -> None:
 
 @on_fp8
 def test_strides_and_batches(run: Run) -> None:
-    """Data with any strides, broadcast batches, and two-dimensional operands."""
+    """Kernels take data with any strides, broadcast batches, and two-dimensional operands."""
     rng = np.random.default_rng(5)
     q, v = rng.standard_normal((2, 3, 2, 70, 64), dtype=np.float32)
     k = rng.standard_normal((3, 1, 70, 64), dtype=np.float32)
@@ -233,7 +233,7 @@ def test_precision_fp8_quantises(run: Run) -> None:
 
 @contextmanager
 def on_simulator(machine: Simulator) -> Iterator[None]:
-    """Calls of the simulator's executor run on a machine."""
+    """Run calls with executor="sim" on another machine inside a `with` block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sim_executor, "_SIMULATOR", machine)
         yield
@@ -252,7 +252,7 @@ SCHEDULED: dict[str, dict[str, Any]] = {
 @needs_compiler
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_no_schedule_changes_a_bit(name: str) -> None:
-    """One block for all tiles, which go on in each other, under hostile schedules; against a block for each tile."""
+    """One thread block that computes all tiles under hostile schedules gives the bits of one block for each tile."""
     x8 = [cuflash.quantize(x, block=64) for x in operands(600, 600, (64, 64), (4, 2), "bfloat16")]
     right = attention(SIM, x8, **SCHEDULED[name])
     for schedule in hostile_schedules(f"fp8 {name}"):

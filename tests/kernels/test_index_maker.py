@@ -1,4 +1,4 @@
-"""Indices that kernels make of chosen blocks, against those of the array operations that specify them."""
+"""Indices of chosen blocks that kernels make equal those of the array operations that specify them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made(xp, kept, mask, shape, block):
 
 
 def assert_same(got, expected):
-    """Every field, with the room behind the last entry and the intervals."""
+    """Assert that every field of two indices is equal, also unused room behind the last entry, and the intervals."""
     for field in fields(BlockIndex):
         here, there = getattr(expected, field.name), getattr(got, field.name)
         if not isinstance(here, device.DeviceArray):

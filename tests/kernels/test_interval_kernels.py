@@ -33,7 +33,7 @@ CLOSED = [None, masks.SlidingWindow(7, 3, "top_left"), masks.Causal("bottom_righ
 
 @st.composite
 def cases(draw):
-    """A shape and sequences of any offsets' dtype and layout, perhaps intersected with closed forms."""
+    """Draw a shape, and sequences with offsets of any dtype and layout, perhaps intersected with closed forms."""
     batch = draw(st.sampled_from([(), (1,), (2,), (2, 3), (1, 2, 2)]))
     rng, num_sequences = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.integers(0, 7))
     shape = MaskShape(batch, draw(st.integers(1, 2)), draw(st.integers(1, 90)), draw(st.integers(1, 90)))
@@ -57,7 +57,7 @@ def cases(draw):
 
 
 def found_by_kernel(mask, shape, convert, target, address, stream):
-    """Results of the kernels by name, of a mask whose offsets are sent by `convert`; and its source."""
+    """Return the source of a mask's intervals and the kernels' results by name; `convert` sends the offsets."""
     resolved = sent(mask, convert).resolve(shape)
     source = IntervalSource.of(resolved, shape, BLOCK)
     parts = getattr(resolved, "operands", (resolved,))
@@ -71,7 +71,7 @@ def on_simulator(mask, shape, schedule=None):
 
 
 def assert_found(mask, shape, source, found):
-    """Intervals and orders are those of the array form."""
+    """Assert that intervals and orders equal those that array operations make."""
     sides = row_intervals(mask.resolve(shape), *shape[2:], source.batch, source.num_heads)
     lo, hi = (np.broadcast_to(side, source.extents) for side in sides)
     (seqlen_q, seqlen_kv), (block_q, block_kv) = shape[2:], BLOCK
@@ -151,7 +151,7 @@ def cupy(tmp_path, monkeypatch):
 
 
 def require_bounds(mask, **found):
-    """Require that results of a call with a mask of the host's arrays are within their bounds."""
+    """Require that results of a call are within their bounds; the mask holds arrays of the host."""
     assert_within_bounds(Example(q=Q, k=K, v=V, mask=mask, do=DO), **found)
 
 

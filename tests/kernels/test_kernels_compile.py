@@ -1,7 +1,7 @@
-"""The gate: each kernel that can be asked for compiles for each chip it serves, without a spill or an advice of ptxas.
+"""The compile gate: each kernel compiles for each chip that it serves, without spills and without advice from ptxas.
 
-CUFLASH_PROFILE=long compiles all; the ci profile as many as show each kernel with each value of each field but the
-sizes of tiles, with narrow and with wide heads, and each family on each chip.
+CUFLASH_PROFILE=long compiles all kernels. The ci profile compiles as many as together have, for each kernel, each value
+of each field but the sizes of tiles, narrow and wide heads, and each family on each chip.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
 
 
 def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
-    """The kernels of the sm90 family for row intervals, in the place of those for a band."""
+    """The kernels of the sm90 family that replace those for a band where work is row intervals."""
     names = ("backward", "backward_statistics", "convert_dq")
     counting = {replace(specs[name], counts_dq_arrivals=True, is_ordered=name == "backward") for name in names}
     finishing = {replace(spec, fuses_dq_epilogue=True) for spec in counting if spec.entry != "convert_dq"}
@@ -135,7 +135,7 @@ def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
 
 
 def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
-    """The kernels that a sink takes beside or in the place of one without it."""
+    """The kernels that a call with a sink has beside a kernel, or in its place."""
     if spec.name in ("naive_softmax", "sm90_backward_statistics"):
         found = {gradient_spec(spec.accumulator, spec)}
     else:
@@ -145,8 +145,11 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
 
 
 def of_scores(name: str) -> set[KernelSpec]:
-    """Kernels of the sm80 or sm90 family on a known GPU with score functions and dropout: each library function, whose
-    slopes are 1, constant or neither, with gradients of arrays that are read once a tile, a score, or by a table."""
+    """Kernels of the sm80 or sm90 family on a known GPU with score functions and dropout.
+
+    Each function of the library is among them. Their slopes are 1, constant or neither, and their arrays have gradients
+    that are summed by tile, by score or by a table.
+    """
     device, specs = DeviceSpec.gpu(name), set()
     heads, slopes = 2, ShapeDtype((2,), np.float32)
     table = np.zeros((heads, 32), np.float32)
@@ -166,7 +169,7 @@ def of_scores(name: str) -> set[KernelSpec]:
 
 
 def of_caches(name: str) -> set[KernelSpec]:
-    """The kernels of KV caches on a known GPU, in 16 and 8 bits: tiles of few rows and of many, with a sink too."""
+    """The kernels of KV caches on a known GPU, in 16 and 8 bits, for few rows and for many, also with a sink."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
     specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in SOURCES}
@@ -187,7 +190,7 @@ def of_caches(name: str) -> set[KernelSpec]:
 
 
 def of_fp8() -> set[KernelSpec]:
-    """The kernels for operands of 8 bits, which one chip has."""
+    """The kernels for operands of 8 bits, all for the H100."""
     device, specs = DeviceSpec.gpu("H100"), set()
     for dtype, dim, length, limit in product(
         (*_HALVES, np.dtype(np.float32)), (64, 128), LENGTHS, (None, (64, 64), (128, 128))
@@ -220,8 +223,10 @@ def every_target() -> list[tuple[KernelSpec, str]]:
 
 
 def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
-    """All; or few that have whatever one of them has: always the one next that adds the most, of these the narrowest,
-    which compiles fastest."""
+    """Return all targets in the long profile, else few that together cover what all of them cover.
+
+    The target that adds the most is always next. Of equal ones it is the narrowest, which compiles fastest.
+    """
     if is_long():
         return targets
     # The gain of a target never grows: one whose gain has not fallen is the best.
@@ -240,7 +245,7 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
 
 
 def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
-    """The family with its architecture; the kernel with each field of its specification, and with its tile's width."""
+    """Return what a target covers: family and architecture, each field of its kernel, and the width of heads."""
     spec, architecture = target
     plain = replace(spec, score=None, score_wrt=())
     names = {field.name for field in fields(spec)} - SIZES_OF_TILES - {"head_dim", "value_dim", "score"}
@@ -250,7 +255,7 @@ def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
 
 
 def faults(made: Compiled) -> list[str]:
-    """Why a kernel does not pass."""
+    """Return the reasons for which a compiled kernel does not pass."""
     found = [f"advice: {line}" for line in made.advisories]
     spec = made.spec
     name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
@@ -318,7 +323,7 @@ FLAT_OR_WIDE = (
 
 @pytest.mark.parametrize(("precision", "dims", "limit"), FLAT_OR_WIDE[:: 1 if is_long() else 4])
 def test_gradients_of_few_warps_and_wide_rows_do_not_spill(precision: str, dims: tuple[int, int], limit: Limit) -> None:
-    """Flat blocks of a list, and rows of 96 that few threads share: up to 5750 bytes, or no kernel at all."""
+    """Flat blocks of a list, and rows of 96, leave few threads for many sums: such kernels spilled up to 5750 bytes."""
     assert faults(room.cubin(gradients(precision, dims, limit), "sm_90")) == []
 
 
@@ -337,7 +342,7 @@ def test_a_kernel_compiles_without_a_spill_or_advice(nvrtc: Any, spec: KernelSpe
 
 @pytest.mark.parametrize("dim", [64, 128, 256] if is_long() else [128])
 def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int) -> None:
-    """Their blocks share a multiprocessor's registers, which the kernel then moves between its warpgroups."""
+    """Several blocks share a multiprocessor's registers, which each kernel moves between its warpgroups."""
     x = ShapeDtype((2, 4096, dim), BFLOAT16)
     spec = FAMILIES["sm90"].specs(Problem.of(x, x, x), DeviceSpec.gpu("H100"), (64, 64))["forward"]
     assert (spec.block_q, spec.min_blocks) == (64, {64: 3, 128: 2, 256: 1}[dim])
@@ -346,7 +351,7 @@ def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int)
 
 @pytest.mark.parametrize("dims", [(128, 128), (256, 256), *([(64, 64), (192, 128)] if is_long() else [])])
 def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple[int, int]) -> None:
-    """Their producers, of 24 registers, walk the list, and one of them says who finishes dQ."""
+    """Producers have 24 registers to walk the list with, and one of them finds which block finishes dQ."""
     q, v = (ShapeDtype((2, 4096, dim), BFLOAT16) for dim in dims)
     found = FAMILIES["sm90"].specs(Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128))
     specs = [found["backward"]]
@@ -359,7 +364,7 @@ def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple
 
 @pytest.mark.parametrize("entry", ["forward", "backward"] if is_long() else ["backward"])
 def test_a_watched_kernel_is_the_same_but_for_its_waits(nvrtc: Any, entry: str) -> None:
-    """Products stay in flight: a trap in a wait, which is a way out of the kernel, would have ptxas serialise them."""
+    """Products stay in flight: a trap inside a wait would be an exit of the kernel, for which ptxas serialises them."""
     x = ShapeDtype((2, 4096, 128), np.float16)
     spec = FAMILIES["sm90"].specs(Problem.of(x, x, x), DeviceSpec.gpu("H100"))[entry]
     plain, watched = (room.cubin(replace(spec, has_watchdog=each), "sm_90a") for each in (False, True))

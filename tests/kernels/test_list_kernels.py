@@ -1,4 +1,4 @@
-"""Lists made by kernels are those that operations on arrays make, for every mask that the kernels serve."""
+"""Lists that kernels make equal those that array operations make, for every mask that the kernels serve."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLOSED = [
 
 @st.composite
 def cases(draw):
-    """A shape, a mask of one boolean array that broadcasts and lies in any way, perhaps closed forms, and a block."""
+    """Draw a shape, a mask of one boolean array that broadcasts in any layout, perhaps closed forms, and a block."""
     batch = draw(st.sampled_from([(), (1,), (2,), (2, 3), (1, 2, 2)]))
     shape = MaskShape(batch, draw(st.integers(1, 3)), draw(st.integers(1, 75)), draw(st.integers(1, 75)))
     block = draw(st.sampled_from([(8, 8), (16, 16), (16, 20), (5, 32), (32, 7), (64, 64)]))
@@ -78,7 +78,7 @@ def made_on_gpu(mask, shape, block):
 
 
 def assert_alike(source, got, expected):
-    """Every list, and the room behind the last entry, which holds zeros."""
+    """Assert that every list is equal, and that the unused room behind its last entry holds zeros."""
     num_entries = int(expected["row_pointers"][-1])
     for name in expected.keys() - {"lo", "hi"}:
         assert got[name].dtype == expected[name].dtype and got[name].shape == expected[name].shape
@@ -161,7 +161,7 @@ MASKS = {
 
 
 def passes(mask, arrays, do, **options):
-    """Results and gradients on the host."""
+    """Return results and gradients of a call, on the host."""
     (o, lse), vjp = cuflash.attention_vjp(*arrays, mask=mask, return_lse=True, **options)
     return [each.get() if hasattr(each, "get") else each for each in (o, lse, *vjp(do))]
 

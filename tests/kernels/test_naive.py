@@ -1,4 +1,4 @@
-"""The naive kernels on the simulator: standard attention over whole matrices of scores, within bounds, all masks."""
+"""The naive kernels on the simulator compute standard attention over whole matrices of scores, under all masks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def drawn(*shape: int, dtype: Any = np.float32) -> Any:
 
 
 def example(q: Any, k: Any, v: Any, mask: Any = None, scale: float | None = None) -> Example:
-    """With cotangents of the shapes that these operands ask for."""
+    """Make an example of these operands with drawn cotangents."""
     ready = cuflash.plan(q, k, v)
     o_shape, lse_shape = ready.plan.problem.o_shape(), ready.plan.problem.lse_shape()
     return Example(q=q, k=k, v=v, do=drawn(*o_shape, dtype=q.dtype), dlse=drawn(*lse_shape), mask=mask, scale=scale)
 
 
 def run(example: Example) -> dict[str, Any]:
-    """o, lse, dq, dk and dv of the naive kernels."""
+    """Return o, lse, dq, dk and dv of the naive kernels."""
     (o, lse), vjp = cuflash.attention_vjp(
         example.q, example.k, example.v, mask=example.mask, scale=example.scale, kernel="naive", executor="sim",
         return_lse=True,

@@ -1,4 +1,4 @@
-"""Attention of many new tokens to a cache where its pages lie: bits depend on nothing but the sequence's own tokens."""
+"""Attention of many new tokens to a cache reads its pages where they lie; bits depend on the own sequence alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ of_families = pytest.mark.parametrize("family", FAMILIES)
 @of_families
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family: str, kind: str) -> None:
-    """Within the bound; alone, in another order, and in pages of any size in any place: the same bits."""
+    """Results are within their bounds, with equal bits alone, in another order, and in pages of any size and place."""
     call, attend = drawn(KINDS[kind], LENGTHS), partial(prefilled, run, family)
     o, lse, faults = attend(call)
     assert not faults
@@ -42,14 +42,14 @@ def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family:
 @on_kernels
 @of_families
 def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run, family: str) -> None:
-    """Rows that belong to no sequence may be anything: those that do have the bits that they have alone."""
+    """Rows that belong to no sequence may hold anything: the other rows have the bits that they have alone."""
     assert_rows_may_be_fewer(partial(prefilled, run, family), with_counts())
 
 
 @on_kernels
 @of_families
 def test_numbers_out_of_range_are_counted_and_lead_nowhere(run: Run, family: str) -> None:
-    """Page numbers, lengths and counts: nothing but the sequence's own result is lost, which is finite."""
+    """Wrong page numbers, lengths and counts make only the own sequence's result wrong, which stays finite."""
     call = drawn(CHUNK, (100, 200))
     assert_numbers_out_of_range_lead_nowhere(partial(prefilled, run, family), call)
     assert prefilled(run, family, replace(call, counts=(70, 71)), paged(call, 16, 0))[2] > 0

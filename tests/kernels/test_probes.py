@@ -1,5 +1,7 @@
-"""Every wrapper of the room ptx, every index map of the room tile and every step of a work list, alone: a small kernel
-against a line of NumPy on the simulator, and the same bits on a GPU."""
+"""Each wrapper of the room ptx, each index map of the room tile and each step of a work list is tested alone.
+
+A small kernel on the simulator must agree with a line of NumPy, and have the same bits on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def test_half_a_warp_reads_a_fragment_from_all_banks() -> None:
 
 
 def shared_banks(columns: int) -> list[str]:
-    """Reads of a tile of floats that meet a bank twice."""
+    """Return the reads of a tile of floats in which two lanes use one bank."""
     places = tf32_places(columns).on_simulator()[0]
     assert sorted(places.ravel()) == list(range(16 * columns))
     found = []
@@ -105,7 +107,7 @@ def test_a_probe_on_a_gpu_leaves_the_simulators_bits(launch_here: Launch) -> Non
 
 
 def texts() -> dict[str, Launch]:
-    """A launch of each text that is compiled."""
+    """Return one launch for each text that is compiled."""
     walked_ = [walk(*WALKS[name]).launch for name in WALKS]
     return {launch.text(host=False): launch for launch in (*LAUNCHES, *walked_)}
 

@@ -1,4 +1,4 @@
-"""No order of threads, lanes or blocks changes a bit; the sanitizers have nothing to say."""
+"""No order of threads, lanes or blocks changes a bit, and the sanitizers report nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Score functions in the kernels of every family: each position, index, slope and gradient, told by exact numbers.
+"""Score functions in the kernels of every family: exact numbers tell each position, index, slope and gradient.
 
-The probe chooses two keys at most for a query. Their scores are 0 and all others -inf, so that P is 0, 1 or 1/2, and
-every result is a small multiple of 1/16, whatever it is summed in: rounded to one it is the one that NumPy's integers
-give.
+The probe chooses at most two keys for each query. Their scores are 0 and all others -inf, so that P is 0, 1/2 or 1.
+Every result is then a small multiple of 1/16 in any order of summation. Rounded to such a multiple, it equals what
+NumPy computes with integers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ WRT = ("at", "column", "entry", "of_head", "row", "table")
 
 
 def probe(s, b, h, i, j, weight, at, column, entry, of_head, row, table, bucket) -> Any:
-    """0 for chosen keys, whose score is `at`, and -inf for others; the other arrays of reals hold zeros."""
+    """Return the score: `at` for chosen keys, -inf for others. All other arrays of reals hold zeros."""
     factor = 4 * weight[h, j] - 3 * weight[h, j]
     zeros = (entry[b] + of_head[h] + row[..., h, i]) * factor + column[..., j] + table[np.clip(bucket[i % 5, j], 0, 6)]
     return factor * (s - at[..., h, i, j]) + zeros
 
 
 class Probe:
-    """Arguments of a call with the probe as its score, and what it must give, in float64.
+    """Arguments of a call with the probe as its score function, and the results that it must give, in float64.
 
     Parameters
     ----------
     mask : Mask, optional
-        Where it hides a key, `at` is NaN.
+        `at` is NaN where the mask hides a key.
     """
 
     def __init__(
@@ -138,17 +138,17 @@ class Probe:
 
 
 def _backwards(x: Any) -> Any:
-    """The same array with a last axis of a negative stride."""
+    """Return an equal array whose last axis has a negative stride."""
     return x[..., ::-1].copy()[..., ::-1]
 
 
 def _alternately(batch: tuple[int, ...]) -> list[int]:
-    """The first axis of a batch, 1 for the second, and so on."""
+    """Return a batch in which every second axis has length 1."""
     return [1 if place % 2 else extent for place, extent in enumerate(batch)]
 
 
 def _summed(x: Any, group: int) -> Any:
-    """Sums over the heads that share keys."""
+    """Sum an array over the heads that share keys."""
     return x.reshape(*x.shape[:-3], -1, group, *x.shape[-2:]).sum(-3)
 
 
@@ -210,7 +210,7 @@ def test_blocks_that_share_keys_or_heads_know_their_positions(num_heads: int, le
 
 
 def check_shared_elements() -> None:
-    """More warps than have elements of their own: the gradients of 16 x 16 blocks of wide rows."""
+    """A kernel has more warps than sub-tiles: gradients of 16 x 16 blocks with wide rows."""
     mask = masks.BlockPattern(np.array([[True, False], [True, True]]), 16)
     made = Probe("float16", mask, batch=(), heads=(2, 1), lengths=(32, 32), dim=160)
     plan = cuflash.plan(made.q, made.k, made.v, mask=mask, executor="sim", kernel="sm80").plan
@@ -223,7 +223,7 @@ def test_warps_that_hold_the_same_elements_add_their_gradients_once() -> None:
 
 
 def check_shared_bias(run: Run) -> None:
-    """A bias of its own for each score, and biases that heads or batch entries share, whose gradients are summed."""
+    """A bias has an element for each score, or heads or batch entries share it, and its gradient is their sum."""
     rng = np.random.default_rng(1)
     q, k, v, do = (rng.integers(-2, 3, (2, 2, rows, 16)).astype(np.float16) for rows in (20, 40, 40, 20))
     for shape in ((2, 2, 20, 40), (2, 1, 20, 40), (2, 20, 40), (20, 40)):
@@ -242,7 +242,7 @@ def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
 
 
 def check_past_the_end(kernel: str) -> None:
-    """A function that is infinite where q k^T is 0, as it is past the last query, whose keys all are there."""
+    """The function is infinite at q . k = 0, which rows past the last query have."""
     rng = np.random.default_rng(0)
     dtype = np.float32 if kernel == "simt" else np.float16
     q, k, v, do = (rng.uniform(0.5, 1, (1, rows, 32)).astype(dtype) for rows in (37, 128, 128, 37))
@@ -282,7 +282,7 @@ print(made.resources.spill_bytes, made.resources.stack_bytes, made.advisories)
     ][:: 1 if is_long() else 3],
 )
 def test_kernels_with_a_cap_do_not_spill(nvrtc: Any, kernel: str, dtype: str, chip: str, entry: str, dim: int) -> None:
-    """In a process of its own, as a user's call is compiled: tests change tiles and sources of the process."""
+    """Kernels are compiled in a process of their own, since other tests change tiles and sources of this one."""
     run = subprocess.run(
         [sys.executable, "-c", COMPILED, kernel, dtype, chip, entry, str(dim)], cwd=Path(__file__).parents[2],
         capture_output=True, text=True, timeout=240,
@@ -345,7 +345,7 @@ def test_the_kind_of_sums_follows_what_shares_an_array(shape: tuple[int, ...], k
 
 
 def normal_example(kernel: str) -> Example:
-    """A call whose gradients of captured arrays have terms that are rounded when they are added in another order."""
+    """An example whose gradients of captured arrays have other bits when their terms are added in another order."""
     rng = np.random.default_rng(3)
     dtype = "float32" if kernel in ("simt", "naive") else "float16"
     q, k, v, do = (rng.standard_normal((2, 2, 70, 16)).astype(dtype) for _ in range(4))
@@ -362,7 +362,7 @@ def normal_example(kernel: str) -> Example:
 
 
 def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **given: Any) -> dict[str, Any]:
-    """The gradients of captured arrays of `normal_example`."""
+    """Return the gradients of the captured arrays of `normal_example`."""
     example = normal_example(kernel)
     q, k, v, do = (run.put(x) for x in (example.q, example.k, example.v, example.do))
     arrays = {name: run.put(x) for name, x in example.score.arrays.items()}
@@ -376,7 +376,7 @@ def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **given: A
 
 @pytest.mark.parametrize("kernel", ["simt", "sm80"])
 def test_repeatable_gradients_have_the_same_bits_in_every_order(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that come in another order change the bits of the default form, and none of the repeatable one."""
+    """Another order of blocks changes the bits of the default form, and none of the repeatable one."""
     found = []
     for schedule in (sim.Schedule(), sim.Schedule(seed=5, order="random", resident_blocks=4)):
         monkeypatch.setattr(executor, "_SIMULATOR", executor.Simulator(schedule))

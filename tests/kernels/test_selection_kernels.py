@@ -1,4 +1,4 @@
-"""The kernels of selectors keep the blocks, and make the means, that the array formulas of hosts say."""
+"""Kernels of selectors keep the blocks, and compute the means, that array formulas on the host give."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUDGETS = st.one_of(
 
 @st.composite
 def choices(draw: Any) -> Any:
-    """Scores with ties and what is no number, shares whose sums are exact, a rule, and blocks of the caller's."""
+    """Draw scores with ties, NaN and infinities, shares with exact sums, a rule, and blocks that the caller forces."""
     lengths = draw(st.integers(1, 90)), draw(st.integers(1, 700))
     block = draw(st.sampled_from([(8, 8), (5, 16), (16, 3)]))
     rows, columns = (-(-length // side) for length, side in zip(lengths, block))
@@ -98,7 +98,7 @@ def test_rows_longer_than_shared_memory_are_chosen_from(executor: str) -> None:
 
 
 def check_draws() -> None:
-    """Numbers of the kernel are those of the host's Philox, from seeds of all 64 bits."""
+    """The kernel draws the numbers of the host's Philox, from seeds of all 64 bits."""
     shape = (2, 7, 19)
     for seed in (0, 3, 5 << 32, 2**64 - 1):
         launch, grid, record = drawing_launch(shape, seed)
@@ -113,7 +113,7 @@ def test_the_kernel_draws_what_the_host_does() -> None:
 
 
 def check_means() -> None:
-    """Rows that lie apart, in several heads and batch entries, and a last block that is short."""
+    """The kernel takes rows with gaps between them, several heads and batch entries, and a short last block."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((3, 2, 4, 21, 10)).astype(np.float16)[..., ::2], np.ones((3, 2, 2, 30, 5), np.float16)
     launch, grid, record = pooling_launch((q, k), (8, 7))
@@ -142,7 +142,7 @@ def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
 
 
 def check_selections(machine: Any) -> None:
-    """Later calls too, and q and k whose last blocks are short and whose rows lie apart."""
+    """Selections are right in later calls too, and for q and k with short last blocks and gaps between rows."""
     rng = np.random.default_rng(0)
     for name, options in {
         "pooled": {"block": (16, 24), "causal": "bottom_right"},
@@ -165,7 +165,7 @@ def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: An
 
 
 def check_turned_columns(machine: Any) -> None:
-    """Masses of rows whose groups of columns a kernel takes in reverse are those of rows that are so copied."""
+    """A kernel takes groups of columns of a row in reverse; copies of rows in that order give the same masses."""
 
     def masses(q: Any, *given: Any, **options: Any) -> Any:
         made = bound.bound_block_mass(q, k, *given, **options)

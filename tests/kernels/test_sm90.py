@@ -1,4 +1,4 @@
-"""The sm90 family: what is drawn, all work at every width, in the midst of poison and under every schedule."""
+"""The sm90 family: drawn examples, all kinds of work at every width, in poisoned memory and under every schedule."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ on_long = pytest.mark.parametrize(
 
 @holds_for_examples(on_long, tile=128, longest=900, most_rows=500, max_leaves=2, widest=64)
 def test_results_of_many_steps_are_within_their_bounds(run: Run, example: Example) -> None:
-    """Tiles of four warpgroups, or of three, and steps that no mask hides, come only with keys enough."""
+    """Only calls with many keys have tiles of four warpgroups, or of three, and steps that no mask hides."""
     for fewest in (0, 1 << 30):
         with with_fewest_tiles(fewest):
             o, lse = run.attend(example.q, example.k, example.v, mask=example.mask, scale=example.scale)
@@ -98,7 +98,7 @@ def test_both_passes(run: Run, example: Example, check: Any) -> None:
 
 
 def test_a_failure_under_other_tiles_leaves_no_plan_behind() -> None:
-    """Faults that are planted are seen as failures, and what runs after them plans anew."""
+    """A test that fails inside a patch leaves no plan in the cache, so that later tests plan anew."""
     for other in (with_fewest_tiles(1), of_lists(finishes=True), on_few_processors()):
         with pytest.raises(ZeroDivisionError), other:
             planned(2, 300, 64)
@@ -115,7 +115,7 @@ def plan_of(example: Example, run: Run = SIM90) -> KernelPlan:
 
 
 def on_two_blocks(plan: KernelPlan) -> KernelPlan:
-    """A plan whose kernels get two blocks for all tiles."""
+    """Return the plan with two thread blocks for all tiles of each kernel."""
 
     def limited(kernels: Pass) -> Pass:
         return replace(kernels, launches={x: replace(launch, max_blocks=2) for x, launch in kernels.launches.items()})
@@ -130,7 +130,7 @@ GO_ON = ("sm90_forward", "sm90_forward_fp8", "sm90_backward", "sm90_backward_row
 
 @dataclass(frozen=True)
 class FewBlocks(Simulator):
-    """Kernels get so many blocks at most, which go on to further tiles."""
+    """A simulator that gives each kernel at most `most` thread blocks, which take further tiles."""
 
     most: int = 1
 
@@ -139,7 +139,7 @@ class FewBlocks(Simulator):
 
 
 class FewBlocksGpu(PoisonedGpu):
-    """The same of a GPU."""
+    """A GPU that gives each kernel at most `most` thread blocks, which take further tiles."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ ALIGNED = 8  # elements around each row, so that it starts at a multiple of 16 b
 def forward(
     plan: KernelPlan, example: Example, machine: Any = None, run: Run = SIM90, margin: int = MARGIN
 ) -> dict[str, Any]:
-    """o and lse on guarded memory."""
+    """Return o and lse of a plan, written to guarded memory."""
     o = Guarded.of(plan.problem.o_shape(), plan.problem.dtype, run, margin)
     lse = Guarded.of(plan.problem.lse_shape(), plan.problem.accumulator, run, MARGIN)
     arrays = {name: run.put(getattr(example, name)) for name in "qkv"} | {"o": o.view, "lse": lse.view}
@@ -209,7 +209,7 @@ def test_every_width_is_within_its_bound(run: Run, name: str) -> None:
 
 
 def tile_structures() -> dict[str, Structure]:
-    """Work that goes on from tile to tile, and what may be anything past the end of a step."""
+    """Structures in which a block continues from tile to tile, and anything may lie past the end of a step."""
     rng = np.random.default_rng(0)
     square = {"num_heads": 4, "num_kv_heads": 2, "seqlen_q": 300, "seqlen_kv": 300}
     long = {"num_heads": 3, "num_kv_heads": 1, "seqlen_q": 900, "seqlen_kv": 900}
@@ -260,7 +260,7 @@ def test_blocks_that_go_on_to_further_tiles_give_the_same_bits_under_every_sched
 
 
 def of_dims(structure: Structure, dims: tuple[int, int] | None) -> Structure:
-    """The same of other dimensions, not aligned where they were not; None leaves them as they are."""
+    """Return a structure with other dimensions, or as it is for None; odd dimensions stay odd."""
     if dims is None:
         return structure
     is_odd = structure.head_dim % 8 != 0
@@ -304,7 +304,7 @@ GROWING = {
 @on_sm90
 @pytest.mark.parametrize(("name", "dtype"), in_turn(GROWING, HALVES))
 def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> None:
-    """Weights come out too large under the maxima of the steps before: of some queries, of some warps."""
+    """Some queries of some warps have weights that are too large under the maxima of the steps before."""
     clean = half(GROWING[name], dtype)
     query, key = np.arange(200), np.arange(clean.k.shape[-2])
     q = clean.q * np.where((query % 3 == 0) & (query // 16 % 3 > 0), 1, 0.01)[:, None]
@@ -315,7 +315,7 @@ def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> N
 @on_sm90
 @pytest.mark.parametrize(("dim", "block"), in_turn([64, 80, 128, 192, 256], [128, 64]))
 def test_queries_may_see_none_of_the_first_keys(run: Run, dim: int, block: int) -> None:
-    """While others of the tile do: they have no maximum yet in steps that hide nothing."""
+    """Some queries of a tile have no maximum yet in a step without a mask, since earlier steps hid all their keys."""
     query = np.arange(200)
     allowed = np.ones((200, 640), bool)
     allowed[(query % 3 == 0) & (query // 16 % 3 > 0), :128] = False
@@ -329,7 +329,7 @@ def test_queries_may_see_none_of_the_first_keys(run: Run, dim: int, block: int) 
 @pytest.mark.parametrize("dim, seqlen_kv", [(64, 640), (64, 1700), (128, 4400), (192, 640), (256, 640)])
 @pytest.mark.parametrize("grows", [False, True])
 def test_warpgroups_of_a_tile_may_have_different_last_keys(run: Run, dim: int, seqlen_kv: int, grows: bool) -> None:
-    """Each has masks of its own; with scores that grow, weights come out too large in steps that some of them mask."""
+    """Warpgroups have masks of their own. If scores grow, weights become too large in steps that some of them mask."""
     causal = masks.Causal("bottom_right")
     example = half(Structure(seqlen_q=200, seqlen_kv=seqlen_kv, head_dim=dim, value_dim=dim, mask=causal))
     if grows:
@@ -339,8 +339,10 @@ def test_warpgroups_of_a_tile_may_have_different_last_keys(run: Run, dim: int, s
 
 
 def assert_alike_keys_weigh_alike(dim: int, run: Run) -> None:
-    """Scores are exact and the same for all keys, some 2^21 as exponents: bounds, which allow for their rounding, would
-    let weights be off by as much."""
+    """Assert that keys with equal, exact scores, as large as 2^21, have equal weights.
+
+    Bounds allow for the rounding of such scores, and would let weights be wrong by as much.
+    """
     clean = half(Structure(seqlen_q=130, seqlen_kv=384, head_dim=dim, value_dim=dim, scale=3e4))
     q, k, v = np.zeros_like(clean.q), np.ones_like(clean.k), np.full_like(clean.v, -1)
     q[..., :8] = 1 + np.arange(130)[:, None] * np.arange(3, 11) % 7
@@ -389,7 +391,7 @@ def test_what_lies_past_a_length_never_matters_to_gradients(
 
 @dataclass(frozen=True, eq=False)
 class Ends(masks.Mask):
-    """Each query head sees its own number of keys, from the fifth query on."""
+    """A mask under which query head h attends the first ends[h] keys, from its fifth query on."""
 
     ends: Any
 
@@ -399,7 +401,7 @@ class Ends(masks.Mask):
 
 @dataclass(frozen=True, eq=False)
 class RowsOfHeads(masks.Mask):
-    """Each query head has queries of its own that see keys, from one on and to another."""
+    """A mask under which queries from starts[h] to stops[h] of query head h attend keys."""
 
     starts: Any
     stops: Any
@@ -410,7 +412,7 @@ class RowsOfHeads(masks.Mask):
 
 
 class KeysOfHeads(Ends):
-    """Each query head sees its own number of keys, of every query."""
+    """A mask under which each query of head h attends the first ends[h] keys."""
 
     def intervals(self, b: Any, h: Any, i: Any) -> Any:
         return 0 * (b + h + i), self.ends[h] + 0 * (b + i)
@@ -435,7 +437,7 @@ def test_queries_that_see_keys_are_found_among_any_number(
 
 
 def heads_of_one_step(dims: tuple[int, int] | None) -> Structure:
-    """Helpers copy K for every other head, which does not see all of it, and the accelerator brings it for the rest."""
+    """A structure in which copy warps load K of every other head, which attends a part of it, and TMA all other K."""
     ends = KeysOfHeads(np.array([70, 128, 40, 128, 100, 128, 20, 128]))
     shape = {"num_heads": 8, "num_kv_heads": 1, "seqlen_q": 60, "seqlen_kv": 128, "head_dim": 64, "value_dim": 40}
     return of_dims(Structure(**shape, mask=ends), dims)
@@ -469,7 +471,7 @@ def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run, dims: tuple[
     ("order", "dims"), in_turn(["first_warp", "last_warp", "random", "priorities"], NARROW_AND_WIDE)
 )
 def test_heads_without_a_step_leave_the_last_one_alone(order: Any, dims: tuple[int, int] | None) -> None:
-    """Lengths are multiples of tiles: the second head has no step over the second tile of keys."""
+    """Lengths are multiples of tiles, and the second head has no step for the second tile of keys."""
     ends = Ends(np.array([256, 70, 256, 256]))
     structure = Structure(
         num_heads=4, num_kv_heads=1, seqlen_q=256, seqlen_kv=256, head_dim=64, value_dim=40, mask=ends
@@ -482,7 +484,7 @@ def test_heads_without_a_step_leave_the_last_one_alone(order: Any, dims: tuple[i
 
 
 class Watched(Simulator):
-    """Runs what CUFLASH_CHECK has compiled."""
+    """A simulator that compiles the kernels with the watchdog that CUFLASH_CHECK gives them."""
 
     def launch(self, spec: KernelSpec, *rest: Any) -> None:
         super().launch(replace(spec, has_watchdog=spec.family == "sm90"), *rest)
@@ -573,7 +575,10 @@ def test_four_warpgroups_share_a_tile_where_queries_see_few_keys_and_tiles_are_m
 
 
 def steps_taken(num_places: int, in_turn: int, steps: list[int], num_blocks: int) -> np.ndarray:
-    """By blocks that take the next tile as they end one: as tile_scheduler.cuh numbers them, longest first."""
+    """Return how many steps each thread block takes if it takes the next tile, longest first, whenever it ends one.
+
+    Tiles are numbered as attention/tile_scheduler.cuh numbers them.
+    """
     taken = np.zeros(num_blocks, int)
     for first in range(0, num_places, in_turn):
         for length in reversed(steps):

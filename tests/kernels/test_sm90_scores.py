@@ -44,7 +44,7 @@ SHORT = [("softcap", "causal", "128", DROPOUT, "bfloat16")]
 
 
 def cases() -> Any:
-    """All on a GPU; on the simulator, where a kernel takes seconds to build, a few."""
+    """Return all cases for a GPU, and few for the simulator, where a kernel takes seconds to build."""
     for run, chosen, marks in (
         (replace(SIM, kernel="sm90"), CASES if is_long() else SHORT, ()),
         (replace(GPU, kernel="sm90"), CASES, pytest.mark.gpu(9, 0)),
@@ -55,7 +55,7 @@ def cases() -> Any:
 
 
 def check(run: Run, name: str, mask: str, width: str, dropout: Dropout | None, dtype: str) -> None:
-    """All results within their bounds, by Hopper's own kernels."""
+    """Require that all results of Hopper's own kernels are within their bounds."""
     head_dim, value_dim = WIDTHS[width]
     plain = run.rounded(Structure(
         q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200,
@@ -100,9 +100,10 @@ def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
 
 
 def check_hidden_queries(run: Run) -> None:
-    """Every third query is hidden by the function, whose value is none where the kernel has zeros for the query.
+    """A function hides every third query by -inf, and is infinite or NaN at the zeros that a kernel has instead.
 
-    NaN in its dO reaches nothing. Of one function slopes need scores, and an array's gradient is added to.
+    NaN in dO of such a query reaches no result. The slopes of one function depend on scores, and its array has a
+    gradient.
     """
     rng = np.random.default_rng(0)
     zeros, factors = np.zeros((37, 150), np.float32), np.ones(37, np.float32)

@@ -1,4 +1,4 @@
-"""Gradients of the sm90 family where dQ has a kernel of its own: bits that must repeat, and lists of small blocks."""
+"""Gradients of the sm90 family in which dQ has its own kernel: for repeatable bits, and for lists of small blocks."""
 
 from __future__ import annotations
 
@@ -165,7 +165,10 @@ def test_what_lies_past_a_length_never_matters_to_gradients(
 
 
 def assert_queries_past_a_step_never_matter(run: Run) -> None:
-    """Under a window the first 64 keys are seen by 94 queries; what the hundredth is, their gradients do not know."""
+    """Assert that gradients of the first 64 keys do not change with query 100.
+
+    Under the window only the first 94 queries attend these keys.
+    """
     clean = half(replace(TILES["dense"], mask=masks.SlidingWindow(30, 0)))
     poisoned = {x: getattr(clean, x).copy() for x in ("q", "do")}
     for each in poisoned.values():

@@ -1,4 +1,4 @@
-"""A specification's text is complete, repeatable and leads back to our files; a CUDA file holds what its room may."""
+"""The text of a specification is complete and repeatable, and its lines lead back to files; files keep room rules."""
 
 from __future__ import annotations
 

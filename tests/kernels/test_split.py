@@ -1,4 +1,4 @@
-"""Blocks that share a tile's keys: what they leave and what is made of it, when they do, and that it costs no room."""
+"""Blocks that share a tile's keys: their partial results, the merged results, when keys are split, and workspaces."""
 
 from __future__ import annotations
 

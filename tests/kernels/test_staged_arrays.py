@@ -1,4 +1,4 @@
-"""A bias in Hopper's kernels: when its elements come through shared memory, and its gradient from there."""
+"""A bias in Hopper's kernels: when its elements are staged in shared memory, and its gradient is stored from there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALF, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
 def specs(library: Any, score: Any, wrt: tuple[str, ...] = (), **changes: Any) -> dict[str, KernelSpec]:
-    """The kernels of a problem of float16."""
+    """Return the specifications of a problem of float16."""
     sizes = {"heads": 4, "seqlen_q": 300, "seqlen_kv": 512, "dim": 128} | changes
     shapes = ((2, sizes["heads"], sizes[name], sizes["dim"]) for name in ("seqlen_q", "seqlen_kv"))
     q, k = (library.ShapeDtype(shape, HALF) for shape in shapes)
@@ -137,7 +137,7 @@ def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
 
 
 def check_schedules(schedules: list[Schedule]) -> None:
-    """Warps may run in any order and copies land late, with several tiles of queries, the last one a part."""
+    """Warps run in any order and copies land late, with several tiles of queries of which the last one is short."""
     for schedule in schedules:
         with patch("cuflash.executors.sim._SIMULATOR", Simulator(schedule)):
             check_masks(replace(SIM, kernel="sm90"), ("window",))
@@ -180,7 +180,7 @@ def test_hidden_elements_have_no_gradient(run: Run) -> None:
 
 @on_hopper
 def test_wide_steps_of_narrow_heads_have_their_own_elements(run: Run) -> None:
-    """Up to 64 columns a step has 128 keys; two consumers and three."""
+    """Up to 64 columns a step has 128 keys, and kernels have two or three consumer warpgroups."""
     for mask in (None, masks.Causal("top_left")):
         example = run.rounded(problem(mask, 24, 264))
         assert_within_bounds(example, **everything(run, example))
@@ -190,7 +190,7 @@ def test_wide_steps_of_narrow_heads_have_their_own_elements(run: Run) -> None:
 @settings(max_examples=20 if is_long() else 4, deadline=None)
 @given(st.data())
 def test_lengths_and_functions_do_not_matter(data: st.DataObject) -> None:
-    """Slopes of a scaled and of a curved function need the staged number again."""
+    """Functions are scaled or curved, so that their slopes need the staged number again."""
     seqlen_kv = 8 * data.draw(st.integers(1, 20))
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=data.draw(st.integers(65, 140)), seqlen_kv=seqlen_kv, head_dim=72,

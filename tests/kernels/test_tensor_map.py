@@ -1,4 +1,4 @@
-"""Tensor maps: what hardware cannot copy is refused with every reason. tests/kernels/test_probes.py copies by them."""
+"""Tensor maps that hardware cannot use are refused with every reason. tests/kernels/test_probes.py copies by others."""
 
 from __future__ import annotations
 

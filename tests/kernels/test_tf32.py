@@ -1,4 +1,4 @@
-"""float32 on tensor cores: precision='tf32' and 'tf32x3' within their bounds, and refused where there is none."""
+"""float32 on tensor cores: precision='tf32' and 'tf32x3' are within their bounds, and refused on other chips."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASKS = {
 
 
 def structure(mask: masks.Mask | None, **changes: Any) -> Structure:
-    """Two batch entries, groups of heads, lengths off every tile, dims that fill no chunk."""
+    """A problem with two batch entries, groups of heads, lengths that fill no tile, and dims that fill no chunk."""
     return replace(
         Structure(
             q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=170, seqlen_kv=200,

@@ -1,4 +1,4 @@
-"""Tables that Hopper's kernels read once where a clipped distance is one number in all of a warp's tile."""
+"""Hopper's kernels read a table once for a warp's tile in which a clipped distance is one number."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_integers_that_are_monotone_are_found() -> None:
 @settings(max_examples=300 if is_long() else 60, deadline=None)
 @given(formulas(), st.data())
 def test_values_are_uniform_where_their_roots_are_equal_at_two_corners(formula: Any, data: st.DataObject) -> None:
-    """By evaluation of random functions, and of tables of clipped distances, in tiles of queries and keys."""
+    """Random functions, and tables of clipped distances, are evaluated in tiles of queries and keys."""
     if data.draw(st.booleans()):
         score = NEAR
     else:
@@ -85,7 +85,7 @@ on_hopper = pytest.mark.parametrize(
 
 
 def check_clipped(run: Run, dim: int = 72) -> None:
-    """Most steps are far from the diagonal; a function with more than the table, of which one slope is not 1."""
+    """Most steps are far from the diagonal. One function has a term beside the table, with a slope other than 1."""
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=dim, value_dim=dim, dtype="float16",
         mask=masks.SlidingWindow(150, 120, "bottom_right"),
@@ -107,7 +107,7 @@ def test_clipped_tables_are_within_their_bounds(run: Run) -> None:
 
 @on_hopper
 def test_a_clipped_table_is_a_bias(run: Run) -> None:
-    """A table gives what a bias of its elements gives, whose gradient is then summed by element."""
+    """A table gives the results of a bias with its elements. The bias's gradient is then summed by element."""
     if run.executor == "sim" and not is_long():
         pytest.skip("a short run draws other functions")
     structure = Structure(num_heads=2, num_kv_heads=2, seqlen_q=150, seqlen_kv=264, head_dim=80, dtype="float16")

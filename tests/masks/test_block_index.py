@@ -1,4 +1,4 @@
-"""Block indices are exact, and everything said of them is true of the elements."""
+"""Block indices are exact: what they report of blocks is true of the elements."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ BLOCKS = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
 
 def blocks_of(dense, block):
-    """Every block of a mask [batch, heads, seqlen_q, seqlen_kv], by plain slices."""
+    """Yield every block of a mask [batch, heads, seqlen_q, seqlen_kv], cut by plain slices."""
     for b, h in np.ndindex(dense.shape[:2]):
         for row in range(0, dense.shape[2], block[0]):
             for col in range(0, dense.shape[3], block[1]):

@@ -1,4 +1,4 @@
-"""Masks, block lists and work made on a device say what those made on the host say, and nobody waits for it."""
+"""Masks, block lists and work made on a device equal those made on the host, and making them never waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cuflash.blocks.work_list import IntervalWork, ListedWork, requested_mask, w
 
 
 def changed(mask, change):
-    """A mask with each of its leaves changed."""
+    """Return a mask in which a function has replaced each leaf."""
     if hasattr(mask, "operands"):
         return type(mask)(tuple(changed(operand, change) for operand in mask.operands))
     if hasattr(mask, "mask"):
@@ -34,14 +34,14 @@ def changed(mask, change):
 
 
 def in_order(mask):
-    """Documents as a device wants them: ids that never decrease."""
+    """Return documents whose ids never decrease, as a device needs them."""
     if not hasattr(mask, "q_ids"):
         return mask
     return type(mask)(np.sort(mask.q_ids), None if mask.kv_ids is None else np.sort(mask.kv_ids))
 
 
 def sent(mask, to_device):
-    """A mask with its arrays sent to a device."""
+    """Return a mask whose arrays are sent to a device."""
 
     def leaf(mask):
         values = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
@@ -57,7 +57,7 @@ def with_arrays(shape_and_mask):
 
 @st.composite
 def packed(draw, masks=masks):
-    """Documents that ask themselves, which masks of any shape seldom are, alone and causal."""
+    """Draw documents of self-attention, alone and causal, which masks of any shape rarely are."""
     shape = draw(SHAPES)
     shape = shape._replace(seqlen_kv=shape.seqlen_q)
     steps = np.random.default_rng(draw(st.integers(0, 2**32))).random((*shape.batch, shape.seqlen_q)) < 0.2
@@ -77,7 +77,7 @@ LARGE = [
 
 
 def assert_same_blocks(got, expected):
-    """Both on the host: which blocks are listed, which are full, and every element."""
+    """Assert that two indices on the host list the same blocks, name the same ones full, and have equal elements."""
     assert (got.batch, got.num_heads, got.block) == (expected.batch, expected.num_heads, expected.block)
     for name in ("indptr", "indices"):
         assert getattr(got, name).dtype == np.int32
@@ -89,7 +89,7 @@ def assert_same_blocks(got, expected):
 
 
 def assert_same_lists(got, expected, num_entries):
-    """The arrays that kernels read, the room behind the last entry aside."""
+    """Assert that the arrays that kernels read are equal, but for unused room behind the last entry."""
     for name in ("row_pointers", "column_pointers", "row_order", "column_order"):
         np.testing.assert_array_equal(got[name], expected[name])
     for name in ("kv_blocks", "q_blocks", "column_entries"):

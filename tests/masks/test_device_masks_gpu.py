@@ -1,4 +1,4 @@
-"""Block lists and work on a GPU say what those made on the host say; made inside a stream capture, nothing can wait."""
+"""Block lists and work on a GPU equal those made on the host, also inside a stream capture, where waiting fails."""
 
 from __future__ import annotations
 

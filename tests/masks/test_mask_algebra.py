@@ -1,4 +1,4 @@
-"""Operators, block patterns and scipy.sparse arrays: masks and block indices against NumPy on whole arrays."""
+"""Operators, block patterns and scipy.sparse arrays of masks and block indices agree with NumPy on whole arrays."""
 
 import importlib
 import operator
@@ -32,7 +32,7 @@ FORMS = {
 
 @st.composite
 def tables(draw, most=11):
-    """Two tables of booleans of one shape, and a block size."""
+    """Draw two tables of booleans of one shape, and a block size."""
     shape = draw(st.integers(1, most)), draw(st.integers(1, most))
     rng, densities = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), st.sampled_from((0.5, 0.0, 1.0, 0.1))
     pair = [rng.random(shape) < draw(densities) for _ in range(2)]
@@ -47,7 +47,7 @@ def operations(draw):
 
 
 def check_operators(library, drawn):
-    """An operator of anything with a mask or an index, on either side, means NumPy's of their arrays."""
+    """An operator with a mask or an index on either side gives what NumPy gives for their arrays."""
     first, second, block, names, combine = drawn
     made = combine(*(FORMS[name](library, table, block) for name, table in zip(names, (first, second))))
     expected = OF_NUMPY[combine](first, second)
@@ -61,7 +61,7 @@ def check_operators(library, drawn):
 
 
 def check_index_operators(library, drawn):
-    """An index has a complement, equality and hashes of its elements, and the counts of its array."""
+    """An index has a complement, equality and hashes by its elements, and the counts of its array."""
     first, second, block = drawn
     ours, theirs = (library.BlockIndex.from_mask(table, *table.shape, block) for table in (first, second))
     assert np.array_equal((~ours).toarray()[0, 0], ~first)
@@ -109,7 +109,7 @@ def check_coarsening(library, drawn):
 
 
 def check_scipy(library, drawn, name):
-    """A scipy.sparse array means the same as its array, of elements or of blocks; what is stored as zero hides."""
+    """A scipy.sparse array, of elements or of blocks, means what its dense array means; stored zeros hide."""
     first, second, block = drawn
     from_scipy = library.BlockIndex.from_scipy
     matrix = scipy.sparse.coo_array(first.astype(np.float32)).asformat(name)
@@ -248,7 +248,7 @@ def test_indices_of_composed_masks_hold_their_elements(drawn):
 
 
 def drawn_for(library):
-    """Shapes, masks and blocks of another copy of the library."""
+    """Return a strategy for shapes, masks and blocks of another copy of the library."""
     parts = importlib.import_module(f"{library.__name__}.testing.strategies"), library.masks.MaskShape
     return st.builds(parts[1], st.just(()), st.just(1), st.integers(1, 20), st.integers(1, 20)).flatmap(
         lambda shape: st.tuples(

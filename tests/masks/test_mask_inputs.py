@@ -54,7 +54,7 @@ LENGTHS = (6, 9)
 
 
 def numbers(least=0):
-    """Python ints and NumPy's of every kind: small ones, the greatest of a kind, and some beyond any length."""
+    """Return a strategy for ints of Python and NumPy: small, the largest of each type, and beyond any length."""
     small = st.builds(strategies.as_kind, st.integers(least, 12), strategies.INTEGER_KINDS)
     greatest = st.sampled_from([kind(np.iinfo(kind).max) for kind in strategies.INTEGER_TYPES])
     return small | greatest | st.sampled_from([number for number in FAR if number >= least])
@@ -105,7 +105,7 @@ PLACED_RULES = {  # whether query i attends key j, of which the places matter to
 
 @st.composite
 def numbered(draw):
-    """A name of the tables above and arguments."""
+    """Draw a name of the tables above, and arguments for it."""
     name = draw(st.sampled_from([*RULES, *PLACED_RULES]))
     arguments = draw(st.tuples(*(RULES | PLACED_RULES)[name][0]))
     if name == "fixed" and arguments[1] > arguments[0]:
@@ -264,7 +264,7 @@ def test_what_is_no_number_is_refused_in_words(name):
 
 
 def check_coordinates(library, kind, drawn):
-    """A mask adds its own numbers to coordinates, which need not fit their dtype."""
+    """A mask adds numbers to coordinates, and the sums need not fit the coordinates' dtype."""
     found, shape = part(library, "masks"), part(library, "masks.shape").MaskShape((), 1, 9, 9)
     grid = np.ogrid[:1, :1, :9, :9]
     narrow = [side.astype(kind) for side in grid]
@@ -293,7 +293,7 @@ ALIKE_IDS = (  # to some dtype
 
 @st.composite
 def documents(draw):
-    """Ids of queries and of keys, each of any integer dtype that holds them, often in order."""
+    """Draw ids of queries and keys, each of any integer dtype that holds them, often in order."""
     found, is_in_order = [], draw(st.booleans())
     chosen = draw(st.sampled_from(ALIKE_IDS))
     every = st.sampled_from(strategies.INTEGER_TYPES)
@@ -438,7 +438,7 @@ def test_answers_that_are_none_are_refused_in_words():
 
 
 class FirstKeys(Mask):
-    """Says what it attends, and nothing else."""
+    """A mask of the user's that defines `__call__` alone."""
 
     def __init__(self, n):
         self.n = n
@@ -492,7 +492,7 @@ class OfAnd(And):
 
 
 class OfLengths(masks.Lengths):
-    """Changes what it holds, and no answer."""
+    """A mask of the user's that derives from one of the library's, with another constructor."""
 
     def __init__(self, n):
         super().__init__(kv=n)
@@ -518,7 +518,7 @@ class Slotted(Mask):
 
 
 class Alike(FirstKeys):
-    """Says of all of its kind that they are one."""
+    """A mask of the user's whose `__eq__` says that all masks of its class are equal."""
 
     def __eq__(self, other):
         return isinstance(other, Alike)
@@ -545,7 +545,7 @@ class Declared(Mask):
 
 @dataclass(frozen=True)
 class DeclaredAlike(Mask):
-    """Its dataclass compares by what is left of its fields: nothing."""
+    """A mask of the user's that is a dataclass whose fields do not take part in comparisons."""
 
     n: int = field(compare=False)
 
@@ -574,7 +574,7 @@ class DeclaredAndMore(Mask):
 
 
 class ByParent(Declared):
-    """A dataclass by its parent alone."""
+    """A mask of the user's that is a dataclass by its parent alone."""
 
     def __init__(self, n):
         super().__init__(0)
@@ -670,7 +670,7 @@ def test_a_mask_of_any_class_is_copied_and_sent_whole(name):
 
 
 def check_classes(library):
-    """Neither classes of the user's, nor what they define, lead to another mask's plan."""
+    """No class of the user's, whatever it defines, makes a call take the plan of another mask."""
     bases, found, contents = part(library, "masks.base"), part(library, "masks"), part(library, "masks.content")
 
     class Plain(bases.Mask):
@@ -816,7 +816,7 @@ def test_what_may_change_is_never_hashed(value):
 
 
 def test_arrays_of_plain_masks_are_where_the_library_looks_for_them():
-    """As those of declared ones, wherever they are kept."""
+    """Arrays of a plain class are found as those of a dataclass are, wherever it keeps them."""
 
     class Kept(Mask):
         def __init__(self, table):
@@ -852,7 +852,7 @@ def wide(library, kind, count):
 
 
 def deep(library, count):
-    """Alternating, and what it allows: built alike from booleans."""
+    """Build a mask of alternating operators, and the table of booleans that it must equal."""
     found, made = part(library, "masks"), part(library, "masks").Causal()
     i, j = np.ogrid[:8, :8]
     allowed = j <= i
@@ -868,7 +868,7 @@ def deep(library, count):
 
 
 def check_tree(library, made, allowed):
-    """All that a mask can be asked, of one that is wider and deeper than Python's stack."""
+    """A mask that is wider and deeper than Python's stack has every method of a mask."""
     shape = part(library, "masks.shape").MaskShape((), 1, 8, 8)
     try:
         assert (made.toarray(**shape._asdict())[0] == allowed).all()

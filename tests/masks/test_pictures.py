@@ -13,7 +13,7 @@ from cuflash import BlockIndex, UnsupportedProblem, masks, patterns
 
 
 def states_of(table, block):
-    """0 none, 1 all, 2 some, of each block of a table of booleans."""
+    """Return the state of each block of a table of booleans: 0 for none, 1 for all, 2 for some."""
     grid = [-(-extent // side) for extent, side in zip(table.shape, block)]
     states = np.zeros(grid, int)
     for row, col in np.ndindex(*grid):
@@ -27,7 +27,7 @@ def symbols(text):
 
 
 def check_pictures(library, drawn, b, h):
-    """A picture of a mask and of its index have the states of the blocks of its array."""
+    """Pictures of a mask and of its index show the states of the blocks of the mask's array."""
     shape, mask, block = drawn
     b, h = b % shape.num_batch, h % shape.num_heads
     table = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])[b, h]
@@ -49,7 +49,7 @@ def test_pictures(drawn, b, h):
 
 
 def cells(html):
-    """States of the cells of an SVG inside a page."""
+    """Return the states of the cells of an SVG inside a page."""
     root = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + len("</svg>")])
     _, _, width, height = map(int, root.get("viewBox").split())
     states = np.zeros((height, width), int)

@@ -32,7 +32,7 @@ def elements_of(work, segment, b, h, rows, keys):
 
 
 def rebuilt(work, shape, transposed):
-    """The mask as a work list tells it, by rows or by columns, and which elements it visits."""
+    """Return the mask that a work list describes by rows or by columns, and the elements that it visits."""
     allowed, visited = (np.zeros((shape.num_batch, *shape[1:]), bool) for _ in range(2))
     length = shape.seqlen_kv if transposed else shape.seqlen_q
     block = work.block_kv if transposed else work.block_q
@@ -111,7 +111,7 @@ def test_documents_whose_queries_skip_keys_are_listed():
 
 
 def assert_longest_first(lists, num_matrices):
-    """Each matrix's block rows, and columns, each once, by falling numbers of entries; of equal ones the last first."""
+    """Assert that each matrix lists each row and column once, by falling numbers of entries, ties by falling places."""
     for side in ("row", "column"):
         order = lists[f"{side}_order"].reshape(num_matrices, -1)
         lengths = np.diff(lists[f"{side}_pointers"]).reshape(order.shape)

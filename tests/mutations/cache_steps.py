@@ -1,4 +1,4 @@
-"""Faults in the steps of a cache on a GPU: the addresses that they write, and what they take without a check."""
+"""Faults in the steps of a cache on a GPU: the addresses that they write, and the calls that they take unchecked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Given:
 
 
 class Recording:
-    """A target that keeps the arguments of launches."""
+    """A target that records the arguments of launches."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
@@ -63,7 +63,7 @@ def decode_plan_of(library: ModuleType, arrays: dict[str, Any]) -> Any:
 
 
 def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
-    """All other bytes of the records are those of a launch that is bound anew; calls at once have their own."""
+    """All other bytes of the records equal those of a new binding; calls at the same time have records of their own."""
     steps, decoding, target = part(library, "cache.steps"), part(library, "executors.decoding"), Recording()
     first, second = given(), given()
     second |= {name: first[name] for name in ("k", "v", "table", "lengths", "num_faults", "arrivals")}
@@ -89,7 +89,7 @@ def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
 
 
 def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
-    """Arrays that are not aligned or may overlap the cache or an input, and options whose type may not be right."""
+    """Steps refuse arrays that are not aligned or may overlap others, and options of types that need a check."""
     steps, arrays = part(library, "cache.steps"), given()
     q, o, sink = (arrays[name].data.ptr for name in ("q", "o", "sink"))
     step = steps.DecodeStep(
@@ -115,7 +115,7 @@ def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
 
 
 class Tensor:
-    """A tensor of PyTorch on a GPU, as far as its layout goes."""
+    """The layout of a PyTorch tensor on a GPU."""
 
     def __init__(self, **others: Any) -> None:
         of_kind = {"is_cuda": True, "layout": "strided", "requires_grad": False, "negated": False, "start": 256}
@@ -137,7 +137,7 @@ class Tensor:
 
 
 def tensors_that_must_be_taken_have_no_layout(library: ModuleType) -> None:
-    """A layout stands for tensors whose elements kernels on CuPy's stream read as they are, and for nothing else."""
+    """A layout stands only for tensors whose elements kernels on CuPy's stream read as they are."""
     layouts, of_tensor, stream = part(library, "layouts"), {"torch": 0}, SimpleNamespace(ptr=0)
     c_part = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: of_tensor["torch"])
     cuda = SimpleNamespace(get_current_stream=lambda: stream)

@@ -19,10 +19,11 @@ from mutations.python_guards import part
 
 SIGNS = (AssertionError,)
 Q = np.ones((2, 10, 8), np.float32)
+HALF = Q.astype(np.float16)
 
 
 class Foreign:
-    """An array of another library, as far as DLPack goes."""
+    """An array of another library, with DLPack alone."""
 
     def __init__(self, host, device=(1, 0), fault=None):
         self.host, self.device, self.fault = host, device, fault
@@ -44,7 +45,7 @@ class Traced:
 
 
 def refuses(call, *words):
-    """A probe: the library's call raises one of its two errors, whose message has these words."""
+    """Return a probe: the library's call raises one of its two errors, whose message has these words."""
 
     def probe(library):
         try:
@@ -60,7 +61,7 @@ def refuses(call, *words):
 
 
 def takes(call):
-    """A probe: the library's call raises nothing and is true."""
+    """Return a probe: the library's call raises nothing and returns a true value."""
 
     def probe(library):
         try:
@@ -84,7 +85,7 @@ def twice(first, second):
 
 
 def untouched(**options):
-    """The call is refused before it writes."""
+    """Return a probe: the call is refused before it writes."""
 
     def call(library):
         out = np.full_like(Q, 7)
@@ -98,7 +99,7 @@ def untouched(**options):
 
 
 def pickled_after_use(make):
-    """A pickle of a used object is as long as that of a fresh one, and is made at all."""
+    """Return a probe: a used object can be pickled, and its pickle is as long as that of a fresh one."""
 
     def call(library):
         fresh, used = make(library, False), make(library, True)
@@ -151,7 +152,7 @@ def replaced(library):
 
 
 def kept(library):
-    """A library that was cut short is not taken for whole."""
+    """Return whether a shared library that was cut short is known to be incomplete."""
     compiler = part(library, "sim.compiler")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "kernel.so"
@@ -175,7 +176,7 @@ def build_error(command, *words):
 
 
 def without_libraries(library):
-    """The folder of a file system that is mounted with noexec keeps nothing."""
+    """Return whether the folder of a file system that is mounted with noexec keeps nothing."""
     host_cache = part(library, "compiler.host_cache")
     host_cache.os = SimpleNamespace(**vars(os))
     host_cache.os.statvfs = lambda folder: SimpleNamespace(f_flag=os.ST_NOEXEC)
@@ -586,6 +587,31 @@ FAULTS = {
     refuses(lambda library: library.error_bound(Q, Q, Q, product_dtype=int), "product_dtype must be a dtype of"): {
         "bounds are for any dtype of products": Edit(
             "bounds/elements.py", "_product_dtype", "except ValueError as error:", "except KeyError as error:"
+        ),
+    },
+    refuses(
+        lambda library: library.error_bound(Q, Q, Q, plan=library.plan(Q, Q, Q), causal=True), "causal must be left out"
+    ): {
+        "options beside a plan do not count": Edit(
+            "bounds/elements.py", "_bounds_of_plan",
+            "if type(value) is not type(usual[name]) or value != usual[name]", "if False",
+        ),
+    },
+    refuses(
+        lambda library: library.error_bound(Q, Q, Q[..., :3], plan=library.plan(Q, Q, Q)),
+        "v must have shape (2, 10, 8)",
+    ): {
+        "a plan is of any arrays": Edit(
+            "bounds/elements.py", "_bounds_of_plan",
+            'reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})', "",
+        ),
+    },
+    takes(
+        lambda library: library.plan(HALF, HALF, HALF, device=library.DeviceSpec.gpu("H100")).plan.product_dtype
+        == np.float16
+    ): {
+        "tensor cores round no weights": Edit(
+            "planning/plan.py", "KernelPlan.product_dtype", "if is_rounded else", "if False else"
         ),
     },
     refuses(

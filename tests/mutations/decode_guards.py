@@ -16,7 +16,7 @@ _HOSTILE = [Simulator(sim.Schedule(seed=1, order=order, copies="late")) for orde
 
 
 def decode_is_right() -> None:
-    """Within the bound in pages, and in a batch the same bits as alone, with fewer rows than given and at bad times."""
+    """Results in pages are within bounds, with equal bits alone, for fewer rows, and if copies land late."""
     call = replace(_CALL, counts=(3, 3, 2))
     o, lse, faults = attended(SIM, call, paged(call, 16, 0))
     assert_is_attention(call, o, lse, SIM.rounded)
@@ -28,7 +28,7 @@ def decode_is_right() -> None:
 
 
 def pages_out_of_range_are_counted() -> None:
-    """A page number below 0 or beyond the last, and a length beyond the capacity, read nothing and count."""
+    """Page numbers below 0 or beyond the last, and lengths beyond the capacity, read nothing and are counted."""
     k, v, table = paged(_CALL, 16, 0)
     for junk in (-1, len(k)):
         wrong = table.copy()
@@ -39,7 +39,7 @@ def pages_out_of_range_are_counted() -> None:
 
 
 def append_is_right() -> None:
-    """Rows go to their pages, whole or not, by one block a sequence and by several; what has no room is counted."""
+    """Rows go to their pages, whole or not, by one block a sequence and by several; rows without room are counted."""
     for dims, num_rows, counts in (((8, 3), 5, (5, 2, 0, 4)), ((256, 256), 26, (26, 10, 1, 4))):
         rows, k, v, lengths, faults = appended(SIM, np.float32, dims, counts, num_rows)
         pages, wanted = expected(rows, counts)

@@ -23,7 +23,7 @@ HALF = replace(SHORT, dtype="float16")
 
 
 def the_host_is_right(library: ModuleType) -> None:
-    """Results of a copy, which draws itself, within the bounds of the installed library's weights."""
+    """Results of the copy, which draws itself, are within bounds of the weights that the installed library drops."""
     example = SHORT.example()
     for seed in (SEED, np.array(SEED, np.uint64)):
         dropout = library.Dropout(0.3, seed, 5)
@@ -34,7 +34,7 @@ def the_host_is_right(library: ModuleType) -> None:
 
 
 def bounds_are_sharp(library: ModuleType) -> None:
-    """A copy's bounds are the installed ones."""
+    """The bounds of the copy equal those of the installed library."""
     example = SHORT.example()
     found = import_module(f"{library.__name__}.bounds").error_bound(
         example.q, example.k, example.v, example.do, dlse=example.dlse, dropout=library.Dropout(0.3, SEED, 5)
@@ -44,7 +44,7 @@ def bounds_are_sharp(library: ModuleType) -> None:
 
 
 def wrong_numbers_are_refused(library: ModuleType) -> None:
-    """Wrong arguments are reported, and right ones are not."""
+    """Wrong arguments are refused, and right ones are not."""
     wrong: tuple[tuple[Any, ...], ...] = ((1.0, 0), (-0.1, 0), (0.1, 0.5), (0.1, 2**64), (0.1, 0, -1), (0.1, 0, 2**32))
     for arguments in wrong:
         try:
@@ -63,7 +63,7 @@ def wrong_numbers_are_refused(library: ModuleType) -> None:
 
 
 def calls_are_told_apart(library: ModuleType) -> None:
-    """Equal calls but for what they draw are not one call."""
+    """Calls that differ in their dropout alone are different calls."""
     q = np.random.default_rng(0).standard_normal((4, 20, 8), np.float32)
     dropouts = None, library.Dropout(0.5, 1), library.Dropout(0.5, 2), library.Dropout(0.5, 1, 1)
     found = {library.attention(q, q, q, dropout=dropout).tobytes() for _ in range(2) for dropout in dropouts}
@@ -77,7 +77,7 @@ def _check(kernel: str, structure: Structure, **options: Any) -> None:
 
 
 def simt_is_right() -> None:
-    """In one walk and in two."""
+    """dQ is added up by the backward kernel, and made by a kernel of its own."""
     _check("simt", SHORT)
     _check("simt", SHORT, deterministic=True)
 
@@ -87,20 +87,20 @@ def naive_is_right() -> None:
 
 
 def sm80_is_right() -> None:
-    """In one walk and in two, over several steps of keys, and with keys that blocks share."""
+    """dQ is added up or has its own kernel; there are several steps of keys, and keys that blocks share."""
     _check("sm80", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_kv=150))
     _check("sm80", HALF, deterministic=True)
     _check("sm80", replace(HALF, seqlen_q=3, seqlen_kv=400))
 
 
 def sm90_is_right() -> None:
-    """Of steps that a warpgroup passes over, too: more than drawers are ahead."""
+    """A warpgroup skips more steps than drawers are ahead."""
     sequences = Sequences(np.array([0, 86, 150]), np.array([0, 50, 700]))
     _check("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=700, mask=sequences))
 
 
 def hopper_gradients_are_right() -> None:
-    """In tiles of 128 queries and of 64, and in blocks that start anywhere."""
+    """Tiles have 128 queries and 64, and blocks of a list start anywhere."""
     _check("sm90", replace(HALF, seqlen_q=70, seqlen_kv=140, head_dim=80))
     blocks = BlockPattern(np.array([[True, False], [True, True]]), (136, 152))
     _check("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=200, mask=blocks))

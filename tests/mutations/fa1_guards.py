@@ -1,4 +1,4 @@
-"""What must see the faults of FlashAttention-1's loops: of the library's Python, and of kernels on the simulator."""
+"""Guards for faults of FlashAttention-1's loops: of the library's Python, and of kernels on the simulator."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ STRUCTURES = (
 
 @cache
 def _beside_clean() -> list[tuple[Example, Example]]:
-    """What the kernels are given, and the same without NaN: made once for all edits."""
+    """Return inputs of the kernels, each with the same inputs without NaN, made once for all edits."""
     given = [*(structure.example() for structure in STRUCTURES), padded_with_nan("float16", value_dim=40)]
     return [(FA1.rounded(example), FA1.rounded(without_nan(example))) for example in given]
 
 
 def loops_are_right() -> None:
-    """Every result within its bound, in the midst of poison and under hostile schedules."""
+    """Every result is within its bound, in poisoned memory and under hostile schedules."""
     schedules = (
         sim.Schedule(),
         sim.Schedule(seed=1, order="random", copies="late"),
@@ -60,7 +60,7 @@ def loops_are_right() -> None:
 
 
 def the_plan_is_right(library: ModuleType) -> None:
-    """The bytes that loops move, counted from the algorithms; memory; and which problems are refused."""
+    """Bytes that loops move equal a count by the algorithms; memory and refusals are right."""
     x = library.ShapeDtype((2, 4, 1024, 64), np.float16)
     few = library.ShapeDtype((2, 2, 1024, 64), np.float16)
     ready = library.plan(x, few, few, kernel="fa1", device=library.DeviceSpec.gpu("H100"))

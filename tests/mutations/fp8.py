@@ -18,7 +18,7 @@ OPERANDS = RNG.standard_normal((3, 2, 70, 64)).astype(np.float32)
 
 
 def bits_are_right(library: ModuleType) -> None:
-    """Numbers of e4m3, the middles between two, and what is beside either."""
+    """Bits are right for numbers of e4m3, for midpoints of two, and for floats beside either."""
     number = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
     edges = np.concatenate([number, (number[1:] + number[:-1]) / 2])[1:]
     near = (edges.view(np.int32)[:, None] + np.arange(-1, 2, dtype=np.int32)).ravel().view(np.float32)
@@ -51,12 +51,12 @@ def parts_have_scales_of_their_own(library: ModuleType) -> None:
 
 
 def x8_blocks(library: ModuleType, x: Any) -> Any:
-    """The numbers of whole blocks of 16 rows."""
+    """Return the numbers of whole blocks of 16 rows."""
     return library.quantize(x, block=16).data.astype(np.float32)[:, :64].reshape(2, 4, 16, 64)
 
 
 def results_are_within_bounds(library: ModuleType) -> None:
-    """Of attention of what is dequantised, and with what quantisation changes; the bounds are sharp enough to tell."""
+    """Results are within the bounds of dequantised operands, and of plain ones; the bounds are sharp enough."""
     q, k, v = OPERANDS
     v = v + 2
     rotation = library.Rotation(64)

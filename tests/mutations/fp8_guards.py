@@ -1,4 +1,4 @@
-"""What must see faults of the kernels for 8 bits, on the simulator: as a wrong number, or as a broken rule."""
+"""Guards for faults of the kernels for 8 bits, on the simulator: a fault gives a wrong number, or breaks a rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIGNS = (AssertionError, sim.SimulationError)
 
 @cache
 def quantised(seqlen: int, dim: int, dtype: str) -> tuple[Any, ...]:
-    """Operands whose scales differ from block to block, those of values by a factor of 8 in one head, and of 1.7."""
+    """Return operands whose scales differ from block to block, those of values by factors of 8 and 1.7."""
     x = operands(seqlen, seqlen, (dim, dim), (4, 2), dtype)
     x[1][:, :128] *= x[1].dtype.type(4)
     x[2] = np.abs(x[2])  # so that errors do not cancel
@@ -32,7 +32,7 @@ def quantised(seqlen: int, dim: int, dtype: str) -> tuple[Any, ...]:
 
 
 def fp8_is_right() -> None:
-    """Of a kernel with two warpgroups on a band and with a sink, and of one with one warpgroup on a list."""
+    """A kernel has two warpgroups, a band and a sink; another has one warpgroup and a list."""
     x8 = quantised(300, 64, "bfloat16")
     sink = np.float32([0.5, -1.0, 30.0, -np.inf])
     for named in ({"causal": True, "sink": sink}, {"window": (150, 3)}, {"scale": -0.3}, {"scale": 2.0}):
@@ -46,7 +46,7 @@ def fp8_is_right() -> None:
 
 
 def fp8_is_scheduled_right() -> None:
-    """Results of one block for all tiles, under hostile schedules, are those of a block for each tile."""
+    """One thread block that computes all tiles under hostile schedules gives the bits of one block for each tile."""
     x8 = [cuflash.quantize(x, block=64) for x in operands(600, 600, (64, 64), (4, 2), "bfloat16")]
     for name in ("causal", "list"):
         right = attention(SIM, x8, **SCHEDULED[name])
@@ -59,7 +59,7 @@ def fp8_is_scheduled_right() -> None:
 
 
 def rounding_is_right() -> None:
-    """Bits of blocks whose last one is short, rotated, with NaN in one of them."""
+    """Bits are right for short last blocks, for rotated rows, and for a block with NaN."""
     x = np.random.default_rng(0).standard_normal((3, 100, 64)).astype(np.float16)
     x[1, 70, 3] = np.nan
     x[2] = 0
@@ -74,7 +74,7 @@ def rounding_is_right() -> None:
 
 
 def transposition_is_right() -> None:
-    """Of lengths that are no multiple of 128."""
+    """Values are transposed right for lengths that are no multiple of 128."""
     data = np.random.default_rng(0).integers(0, 256, (2, 150, 64), dtype=np.uint8)
     transposed = np.full((2, 64, 256), 0xA5, np.uint8)
     spec = transpose_spec(64)

@@ -1,6 +1,6 @@
-"""Guards that must see faults in how the host scales scores, what it lets NumPy raise, and how many threads BLAS has.
+"""Guards for faults in how the host scales scores, keeps NumPy's errors inside, and limits BLAS's threads.
 
-Each is given a library: the one that is installed, or a copy with a fault under a name of its own.
+Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
 """
 
 import os
@@ -27,7 +27,7 @@ SIGNS = (AssertionError, ValueError, pytest.fail.Exception)
 
 
 def all_results(library):
-    """Function that returns all results of an example by name, of `attention` and of `attention_vjp`."""
+    """Return a function that returns all results of an example by name, from `attention` and `attention_vjp`."""
 
     def everything(example):
         q, k, v, mask, scale = example.q, example.k, example.v, example.dense_mask, example.scale
@@ -39,7 +39,7 @@ def all_results(library):
 
 
 def magnitudes_are_right(library):
-    """Operands and scales of any size have their scores."""
+    """Operands and scales of any size give right scores."""
     everything = all_results(library)
     zeros = np.zeros((4, 8), np.float16)
     assert (library.attention(zeros, zeros + 1, zeros + 1, scale=1e39) == 1).all()
@@ -56,7 +56,7 @@ def magnitudes_are_right(library):
 
 
 def nothing_is_raised(library):
-    """Whatever the caller asks NumPy to raise, nothing of it comes out of a call."""
+    """No call raises an error of arithmetic, whatever errors the caller makes NumPy raise."""
     everything = all_results(library)
     assert_no_lse_is_too_large(library)
     assert_nothing_is_raised(everything, BROADCAST)
@@ -68,12 +68,12 @@ def nothing_is_raised(library):
 
 
 def blas_limits_are_kept(library):
-    """BLAS has the threads that it had, whichever calls overlap."""
+    """BLAS has as many threads after overlapping calls as before."""
     assert_limits_are_kept(part(library, "executors.blas"))
 
 
 def threads_are_right(library):
-    """Calls that share their work among threads have the same bits, one thread of BLAS each, and their errors."""
+    """Calls that share work among threads have equal bits, one thread of BLAS each, and raise their own errors."""
     assert_threads_are_right(library)
 
 

@@ -22,14 +22,14 @@ SINK = np.array([0.5, -1.0, 2.0, 0.0])
 
 
 def expected(library: ModuleType) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """o and lse, and the gradients of q, k, v and sink."""
+    """Return o and lse, and the gradients of q, k, v and sink."""
     results, vjp = library.attention_vjp(Q, K, V, sink=SINK, wrt="sink", causal=True, return_lse=True)
     made = vjp(DO, results[1])
     return list(results), [*made, made["sink"]]
 
 
 def tensors_are_right(library: ModuleType) -> None:
-    """Results and gradients of tensors, with outputs given and not, are those of arrays."""
+    """Results and gradients of tensors equal those of arrays, with outputs given and without."""
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     results, gradients = expected(library)
     given = [torch.from_numpy(array.copy()).requires_grad_() for array in (Q, K, V, SINK)]
@@ -52,7 +52,7 @@ BIAS, TABLE = np.random.default_rng(1).standard_normal((4, 6, 6)), np.random.def
 
 
 def expected_of_scores(library: ModuleType, wrt: tuple[str, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """o with a bias, a sink, and a table of relative positions that is read by integers; gradients of sum(o DO)."""
+    """Return o with a bias, a sink and a table of relative positions, and gradients of sum(o DO)."""
     score = library.scores.relative_position(TABLE, 3, bidirectional=True)
     o, vjp = library.attention_vjp(Q, K, V, sink=SINK, bias=BIAS, score=score, wrt=wrt)
     made = vjp(DO)
@@ -77,7 +77,10 @@ def scores_of_tensors_are_right(library: ModuleType) -> None:
 
 
 def scores_of_jax_are_right(library: ModuleType) -> None:
-    """The same of JAX's arrays; the integers of the score are an argument that JAX differentiates too."""
+    """Results and gradients of a call whose bias, sink and score hold JAX's arrays equal those of arrays.
+
+    The integers of the score are an argument that JAX differentiates too.
+    """
     jax, module = pytest.importorskip("jax"), part(library, "jax")
 
     def gathered(s, b, h, i, j, table, places):
@@ -105,7 +108,7 @@ def scores_of_jax_are_right(library: ModuleType) -> None:
 
 @contextmanager
 def watched(owner: ModuleType, name: str) -> Iterator[list[tuple[Any, ...]]]:
-    """The arguments of the calls of a function within a block."""
+    """Record the arguments of the calls of a function within a block."""
     calls, function = [], getattr(owner, name)
 
     def watching(*given: Any, **options: Any) -> Any:
@@ -120,7 +123,7 @@ def watched(owner: ModuleType, name: str) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def writing_is_told(library: ModuleType) -> None:
-    """PyTorch learns that an output was written to, and that gradients cannot be differentiated."""
+    """PyTorch is informed that an output was written to, and that gradients cannot be differentiated."""
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     q, k, v = (torch.from_numpy(array.copy()).requires_grad_() for array in (Q, K, V))
     out = torch.zeros(Q.shape, dtype=torch.float64)
@@ -183,7 +186,7 @@ def negated_tensors_are_not_looked_up(library: ModuleType) -> None:
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:
-    """Results and gradients of JAX's arrays, traced and not, are those of arrays."""
+    """Results and gradients of JAX's arrays, traced and not, equal those of arrays."""
     jax, module = pytest.importorskip("jax"), part(library, "jax")
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         results, gradients = expected(library)

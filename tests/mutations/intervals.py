@@ -33,14 +33,14 @@ _CASES = (
 
 
 def intervals_are_those_of_the_array_form() -> None:
-    """Kernels find what operations on arrays find, whatever the order of threads."""
+    """Kernels find what array operations find, in any order of threads."""
     for number, (shape, mask) in enumerate(_CASES):
         schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
         assert_found(mask, shape, *on_simulator(mask, shape, schedule))
 
 
 def calls_read_offsets_anew(library: ModuleType) -> None:
-    """Offsets do not decide which call it is; all that decides how kernels read them does."""
+    """Offsets are no part of the key of a call; all that decides how kernels read them is."""
     contents_of = part(library, "masks.one_array").mask_contents
 
     def layout(*arrays):

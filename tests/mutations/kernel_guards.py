@@ -1,6 +1,6 @@
-"""Guards that must see the faults of the simt and sm80 families and of what all families share, on the simulator.
+"""Guards for faults of the simt and sm80 families and of what all families share, on the simulator.
 
-Each fault is a wrong number, and not a crash. Barriers that are taken away are seen under hostile schedules.
+Each fault gives a wrong number, and no crash. Barriers that are taken away show under hostile schedules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIGNS = (AssertionError,)
 
 
 def examples() -> Iterator[Structure]:
-    """A few that reach every line, of few tiles: implicit work, intervals, lists of every kind, groups, many axes."""
+    """Yield few structures that reach every line with few tiles: bands, intervals, lists, groups, and many axes."""
     dims = {"head_dim": 24, "value_dim": 20, "layouts": ("padded",) * 5}
     two = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
     lengths = masks.Lengths(q=np.array([150, 60]), kv=np.array([130, 200]))
@@ -57,20 +57,23 @@ def examples() -> Iterator[Structure]:
 
 @cache
 def beside_clean() -> list[tuple[Example, Example]]:
-    """Inputs of kernels, and the same inputs without NaN, whose results are exact: made once for all edits."""
+    """Return inputs of kernels, each with the same inputs without NaN, made once for all edits."""
     given = [*(structure.example() for structure in examples()), padded_with_nan()]
     return [(example, without_nan(example)) for example in given]
 
 
 def attention_is_right() -> None:
-    """Every result within its bound, in one walk and in two, in the midst of poison, in order and then out of it."""
+    """Every result is within its bound, in poisoned memory, with threads in order and out of order.
+
+    dQ is added up by the backward kernel, or made by a kernel of its own.
+    """
     for schedule in (sim.Schedule(), *(sim.Schedule(seed=seed, order="random") for seed in range(3))):
         for (example, clean), run in product(beside_clean(), (SIM, replace(SIM, deterministic=True))):
             call(example, run, Simulator(schedule), check=partial(assert_within_bounds, clean))
 
 
 def padded_with_nan(dtype: str = "float32", head_dim: int = 24, value_dim: int = 20) -> Example:
-    """Keys and values that stand past a length, in the middle of a tile, are NaN."""
+    """Return an example whose keys and values past a length, in the middle of a tile, are NaN."""
     example = Structure(
         num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=head_dim, value_dim=value_dim, mask=masks.Lengths(kv=40),
         dtype=dtype,
@@ -81,7 +84,7 @@ def padded_with_nan(dtype: str = "float32", head_dim: int = 24, value_dim: int =
 
 
 def beside_nan(example: Example, names: Iterable[str], width: int) -> Example:
-    """Rows of some inputs stand in wider ones, and NaN behind them."""
+    """Return an example in which rows of some inputs lie in wider ones, with NaN behind them."""
     wide = {}
     for name in names:
         values = getattr(example, name)
@@ -97,7 +100,10 @@ def without_nan(example: Example) -> Example:
 
 @cache
 def halves_beside_clean() -> list[tuple[Example, Example]]:
-    """The same of 16-bit elements, and of a negative scale; fewer, since kernels take seconds to build."""
+    """Return inputs of 16-bit elements, some with a negative scale, each with the same inputs without NaN.
+
+    They are few, since kernels take seconds to build.
+    """
     dims = {"head_dim": 24, "value_dim": 20, "layouts": ("padded",) * 5, "dtype": "float16"}
     rng = np.random.default_rng(0)
     made = [
@@ -134,7 +140,7 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
 
 
 def tensor_cores_are_right() -> None:
-    """The same of 16-bit elements."""
+    """Every result of 16-bit inputs is within its bound."""
     for example, clean in halves_beside_clean():
         for run, order in product((SIM, replace(SIM, deterministic=True)), ("round_robin", "random")):
             check = partial(assert_within_bounds, clean)
@@ -142,7 +148,7 @@ def tensor_cores_are_right() -> None:
 
 
 def work_is_shared_out() -> None:
-    """Every query and key is in one tile, a list's longest come first, and then `attention_is_right`."""
+    """Every query and key is in one tile, a list's longest tiles come first, and all results are right."""
     for name in ("blocks of 16, 16 x 16", "blocks of 100 x 64, causal, 32 x 8"):
         plan, launch = walk(*WALKS[name])
         left = launch.on_simulator()
@@ -151,7 +157,7 @@ def work_is_shared_out() -> None:
 
 
 def tiles_are_right() -> None:
-    """Every index map is the one that NumPy says."""
+    """Every index map equals that of NumPy."""
     launches = [maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40)]
     launches += [maps(*FRAGMENTS), products("float64", 64, 40, 24, 8), products("float64", 128, 24, 40, 16)]
     launches += [transposed_products("float32", 5, 18), transposed_products("float64", 5, 18, 16)]
@@ -162,13 +168,13 @@ def tiles_are_right() -> None:
 
 @cache
 def shared_among_parts() -> list[tuple[Example, int]]:
-    """With how many parts; once more than groups of threads merge."""
+    """Return examples with numbers of parts; one has more parts than groups of threads merge at a time."""
     parts = {"few queries, causal": 3, "window": 3, "bits": 3, "float32, few queries": 3, "wide": 9}
     return [(splitting.rounded(splitting.STRUCTURES[name].example()), number) for name, number in parts.items()]
 
 
 def parts_are_right() -> None:
-    """Results within their bounds where blocks share keys, without a list, packed and with one; then out of order."""
+    """Results are within bounds where blocks share keys: without a list, packed, with a list, and out of order."""
     for schedule in (sim.Schedule(), sim.Schedule(seed=1, order="random")):
         for example, num_parts in shared_among_parts():
             left = splitting.forward(example, num_parts, machine=Simulator(schedule))
@@ -176,13 +182,13 @@ def parts_are_right() -> None:
 
 
 def all_steps_are_right() -> None:
-    """Those of plain arithmetic, then those that keep to the tiles of dQ."""
+    """Steps of plain arithmetic are right, and those that wait for tiles of dQ."""
     attention_is_right()
     tensor_cores_are_right()
 
 
 def floats_on_tensor_cores_are_right() -> None:
-    """Every product of tf32 is the one that NumPy says, and no read of its operands meets a bank twice."""
+    """Every product of tf32 equals NumPy's, and no read of its operands uses a bank twice."""
     for launch in TF32:
         assert_expected(launch, launch.on_simulator())
     assert [shared_banks(columns) for columns in (32, 96)] == [[], []]

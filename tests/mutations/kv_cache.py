@@ -18,7 +18,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def operations_are_right(library: ModuleType) -> None:
-    """Operations at random hold what arrays hold; a window of a long sequence reads its last pages."""
+    """Random operations hold what arrays hold, and a window of a long sequence reads its last pages."""
     pages = {"page_size": 16, "num_pages": 4}
     cache = library.KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, **pages)
     rows = np.random.default_rng(0).standard_normal((1, 1, 50, 4)).astype(np.float32)
@@ -42,7 +42,7 @@ def filled(library: ModuleType, **pages: int) -> Any:
 
 
 def pages_are_used_sparingly(library: ModuleType) -> None:
-    """Forks share, the last owner writes in place, and what is given back is free."""
+    """Forks share pages, the last owner writes in place, and pages that are given back are free."""
     cache = a_cache(library, page_size=16, num_pages=3)
     cache.append(np.repeat(K, 7, axis=2)[:, :, :20], np.repeat(K, 7, axis=2)[:, :, :20], counts=[20, 0])
     cache.fork(0, 1)

@@ -1,4 +1,4 @@
-"""Guards that must see the faults of how block lists are kept between calls and made on a device."""
+"""Guards for faults in how block lists are kept between calls, and made on a device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def index_of(library: ModuleType, step: int):
 
 
 def a_kept_index_goes_by_itself(library: ModuleType) -> None:
-    """An index that calls were made with is gone once it is not used any more, without Python's collector."""
+    """An index that calls were made with is freed by its reference count, without Python's collector."""
     gc.collect()
     gc.disable()
     try:
@@ -45,7 +45,7 @@ def a_kept_index_goes_by_itself(library: ModuleType) -> None:
 
 
 def an_index_is_read_once_and_never_changes(library: ModuleType) -> None:
-    """Each index has calls and lists of its own, which are made once, and arrays that nobody writes to."""
+    """Each index has calls and lists of its own, which are made once, and arrays that cannot be written to."""
     one, other = index_of(library, 3), index_of(library, 5)
     for _ in range(2):
         for index in (one, other):
@@ -69,9 +69,9 @@ CASES = (
 
 
 def lists_are_those_of_the_array_form() -> None:
-    """Four kernels list what operations on arrays list: elements in packets and one by one, and blocks of any size.
+    """Four kernels list what array operations list: elements in packets and one by one, and blocks of any size.
 
-    Of blocks that are taller than a band is wide, queries in the middle alone see some.
+    In blocks that are taller than a band is wide, only queries in the middle attend some keys.
     """
     for make, shape, density, is_within_a_band in CASES:
         mask = make(device_double.DeviceArray(np.random.default_rng(sum(shape)).random(shape) < density))
@@ -97,7 +97,7 @@ def check_lists(mask: cuflash.masks.Mask, frame: cuflash.masks.MaskShape, block:
 
 
 def indices_are_those_of_their_blocks(library: ModuleType) -> None:
-    """Kernels make the index that operations on arrays make, for the layout and the mask of this very call."""
+    """Kernels make the index that array operations make, for the layout and the mask of the call."""
     made_by = part(library, "executors.index_maker")
     source_of = part(library, "planning.list_kernels").ListSource.of
     frame, block = library.masks.MaskShape((2,), 3, 50, 75), (16, 20)
@@ -120,7 +120,7 @@ def indices_are_those_of_their_blocks(library: ModuleType) -> None:
 
 
 def calls_read_masks_anew(library: ModuleType) -> None:
-    """Contents of a mask do not decide which call it is; all that decides its lists does."""
+    """The contents of a mask are no part of the key of a call; all that decides its lists is."""
     contents_of = part(library, "masks.one_array").mask_contents
 
     def layout(array):

@@ -1,4 +1,4 @@
-"""Guards that must see the faults of how masks take numbers, arrays, classes and trees from callers."""
+"""Guards for faults in how masks take numbers, arrays, classes and trees from callers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def numbers_are_right(library: ModuleType) -> None:
 
 
 def ids_are_right(library: ModuleType) -> None:
-    """Ids of documents of every integer type compare as integers do."""
+    """Ids of documents of every integer type are compared as integers."""
     hunt(documents(), seeds=2)(lambda drawn: check_documents(library, drawn))
 
 
 def coordinates_are_right(library: ModuleType) -> None:
-    """Masks answer coordinates of a narrow dtype as they answer those of int64."""
+    """Masks return for coordinates of a narrow dtype what they return for int64."""
     masks = part(library, "testing.strategies").masks(part(library, "masks.shape").MaskShape((), 1, 9, 9))
     hunt(masks, seeds=1)(lambda drawn: check_coordinates(library, np.uint8, drawn))
 
@@ -76,7 +76,7 @@ def classes_are_told_apart(library: ModuleType) -> None:
 
 @contextmanager
 def usual_stack() -> Iterator[None]:
-    """Python's usual recursion limit, which Hypothesis may have raised in this process."""
+    """Set Python's usual recursion limit, which Hypothesis may have raised in this process."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1000)
     try:

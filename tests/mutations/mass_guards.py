@@ -1,4 +1,4 @@
-"""What must see the faults of the kernels that sum masses on tensor cores; on Hopper also by a rule that they break."""
+"""Guards for faults of the kernels that sum masses on tensor cores; on Hopper a fault may also break a rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIGNS = (AssertionError, sim.SimulationError)
 
 
 def tensor_cores_sum_masses() -> None:
-    """Lists, chunks of head_dim, blocks that steps cut and that lie across tiles, rows without a key, rising maxima."""
+    """Cases have lists, chunks of head_dim, blocks cut by steps or tiles, rows without keys, and rising maxima."""
     several = "blocks of odd sides, and a row of several tiles"
     for name in ("chunks of head_dim", several, "a list of blocks", "maxima that rise late"):
         check_on_chip("H100", **HALVES[name])
@@ -24,7 +24,7 @@ def tensor_cores_sum_masses() -> None:
 
 
 def groups_of_columns_are_turned() -> None:
-    """On a machine that plays CuPy by the simulator."""
+    """Run the check on a stand-in for CuPy whose kernels run on the simulator."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         with cupy_machine.installed(patch, Path(folder) / "cache") as machine:
             check_turned_columns(machine)

@@ -1,4 +1,4 @@
-"""Faults where NaN, infinities, masked scores and weights of 0 are told apart, in Python and in kernels."""
+"""Faults in how NaN, infinities, masked scores and weights of 0 are told apart, in Python and in kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Guards that must see faults in where NaN and infinities go: small calls whose heads have a fault each in an operand.
+"""Guards for faults in where NaN and infinities go: small calls, each of whose heads has a fault in an operand.
 
-Those of Python are given a library: the one that is installed, or a copy with a fault under a name of its own. Those of
+Guards of Python take a library: the one that is installed, or a copy with a fault under a name of its own. Guards of
 kernels run on the simulator, where small calls get the kernels of large ones.
 """
 
@@ -34,13 +34,13 @@ class Passes:
 
 
 def non_finite_values_go_where_they_should(library: ModuleType) -> None:
-    """On the cpu executor, whichever element of a small problem they stand in."""
+    """On the cpu executor the rule holds for each element of a small problem that is not finite."""
     for fields in WORK.values():
         assert_follows_the_rule(Passes(library), a_fault_a_head(**fields))
 
 
 def merges_are_right(library: ModuleType) -> None:
-    """Parts give the whole, NaN and infinities included."""
+    """Parts give the whole, with NaN and infinities too."""
     for parts in MERGED:
         for dtype in ("float16", "float64"):
             assert_merges(library.merge, *parts, dtype)
@@ -58,7 +58,7 @@ def oracle_is_right(library: ModuleType) -> None:
 
 @with_fewest_tiles(0)
 def calls_are_right(kind: str) -> None:
-    """In one walk and in two, with weights of 0 behind masks and without."""
+    """dQ is added up or has a kernel of its own; weights of 0 are behind masks or not."""
     run, fields = KINDS[kind]
     for each in {run, replace(run, deterministic=run.kernel != "naive")}:
         for work in WORK:
@@ -75,16 +75,16 @@ def doubles_follow_the_rule() -> None:
 
 
 def kept_scores_follow_the_rule() -> None:
-    """Return the naive family's matrix of scores."""
+    """The naive family, which stores a matrix of scores, follows the rule."""
     calls_are_right("naive")
 
 
 def halves_follow_the_rule() -> None:
-    """On tensor cores."""
+    """16-bit operands on tensor cores follow the rule."""
     calls_are_right("float16")
 
 
 @with_fewest_tiles(0)
 def parts_follow_the_rule() -> None:
-    """Blocks that share keys, at a scale where many parts weigh 0."""
+    """Blocks that share keys follow the rule, at a scale where many parts have weight 0."""
     assert_parts_follow_the_rule(scale=30.0)

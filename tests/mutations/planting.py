@@ -24,7 +24,7 @@ LIBRARY = Path(cuflash.__file__).parent
 
 
 class Edit(NamedTuple):
-    """A fault: of kernels_cu/ if its file is CUDA, of cuflash/ if it is Python."""
+    """A fault in a file of kernels_cu/ if that is CUDA, or of cuflash/ if it is Python."""
 
     file: str
     function: str | None  # or a class; "Class.method"; None where no function holds the anchor
@@ -35,7 +35,7 @@ class Edit(NamedTuple):
         return (LIBRARY if language_of(self.file) == "python" else sources.KERNELS) / self.file
 
     def planted_in(self, text: str) -> str:
-        """The text of its file with the fault."""
+        """Return the text of its file with the fault."""
         language = language_of(self.file)
         try:
             return replaced(text, self.anchor, self.replacement, self.function, language=language)
@@ -72,9 +72,9 @@ def _holds(span: Span, of_text: Sequence[Token], place: range) -> bool:
 def replaced(
     text: str, anchor: str, replacement: str, function: str | None = None, *, language: Language = "cuda"
 ) -> str:
-    """The text with another in the place of the anchor, whose tokens must stand exactly once in the function.
+    """Return the text with a replacement of the anchor, whose tokens must occur exactly once in the function.
 
-    `function` may be a class or struct, and "Class.method"; None is all of the text. Lines of a replacement after its
+    `function` may be a class or struct, or "Class.method"; None is all of the text. Lines of a replacement after its
     first are indented relative to the line where the anchor starts.
     """
     for each in (anchor, replacement):
@@ -92,7 +92,7 @@ def replaced(
 
 
 def _fitted(replacement: str, before: str, after: str) -> str:
-    """A replacement indented as the line where it starts, and apart from words and signs on either side of it."""
+    """Return a replacement indented as the line where it starts, and separated from words and signs at both sides."""
     indent = re.match(r"[ \t]*", before[before.rfind("\n") + 1 :])
     assert indent is not None
     fitted = replacement.replace("\n", f"\n{indent[0]}")
@@ -123,7 +123,7 @@ def misfits(edits: Iterable[Edit]) -> list[str]:
 
 @contextmanager
 def planted(folder: Path, edit: Edit) -> Iterator[None]:
-    """Kernels are made of a copy with the fault meanwhile."""
+    """Make kernels from a copy of the sources with the fault, inside a `with` block."""
     original = sources.KERNELS
     shutil.copytree(original, folder, dirs_exist_ok=True)
     path = folder / edit.file

@@ -1,4 +1,4 @@
-"""What must see the faults of the kernels that attend from many new tokens to a KV cache."""
+"""Guards for faults of the kernels that attend from many new tokens to a KV cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sm90_prefill_is_right() -> None:
 
 
 def _is_right(family: str) -> None:
-    """Within the bound in pages; numbers out of range are counted; rows that belong to no sequence are empty."""
+    """Results in pages are within bounds, numbers out of range are counted, and rows of no sequence are empty."""
     k, v, table = paged(_CALL, 16, 0)
     call = replace(_CALL, counts=_COUNTS)
     o, lse, faults = prefilled(SIM, family, call, (k, v, table))

@@ -1,6 +1,6 @@
 """Guards for faults of the library's own Python: properties of results, indices and lists, on many examples.
 
-Each is given a library: the one that is installed, or a copy with a fault under a name of its own.
+Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
 """
 
 import importlib
@@ -22,8 +22,10 @@ def part(library, name):
 
 
 def hunt(*strategies, first=(), seeds=MOST_SEEDS, most=120):
-    """Some telling examples first, then many from several seeds, so that no run of alike examples decides; reported at
-    the first failure."""
+    """Check a property on some chosen examples, and then on many from several seeds, up to the first failure.
+
+    Several seeds are better than one, whose examples may all be alike.
+    """
 
     def run(check):
         for each in first:
@@ -38,8 +40,10 @@ def hunt(*strategies, first=(), seeds=MOST_SEEDS, most=120):
 
 
 def telling_examples(library):
-    """Grouped heads of batch entries that broadcast and differ in length, windows and bits; and how tall and wide tiles
-    are: most faults show in one of them, and hunting for them takes seconds."""
+    """Yield examples in which most faults show, with heights and widths of tiles, since drawing them takes seconds.
+
+    Heads are grouped, batch entries broadcast and differ in length, and masks have windows and bits.
+    """
     of, masks = part(library, "testing.strategies").Structure, library.masks
     shape = {"num_heads": 4, "num_kv_heads": 2, "seqlen_q": 40, "seqlen_kv": 50, "head_dim": 8, "value_dim": 6}
     lengths, window = masks.Lengths(kv=np.array([50, 17])), masks.SlidingWindow(9, 3, "top_left")
@@ -50,7 +54,7 @@ def telling_examples(library):
 
 
 def attention_is_right(library):
-    """Every result within its bound, at tiles of any size."""
+    """Every result is within its bound, at tiles of any size."""
     launch, work_list = (part(library, name) for name in ("plans", "blocks.work_list"))
     host, plan = (part(library, f"planning.{name}") for name in ("host", "plan"))
     device = part(library, "planning.device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
@@ -106,7 +110,7 @@ def indices_are_right(library):
 
 
 def telling_masks(library):
-    """Bands, gaps and rows of unlike lengths, and tiles."""
+    """Yield bands, gaps and rows of unlike lengths, each with a tile."""
     masks, shape = library.masks, part(library, "masks.shape").MaskShape((2,), 2, 60, 50)
     yield (shape, masks.SlidingWindow(7, 2, "top_left")), (8, 8)
     yield (shape, masks.Causal("bottom_right")), (7, 5)
@@ -114,7 +118,7 @@ def telling_masks(library):
 
 
 def work_is_right(library):
-    """A work list tells exactly its mask, by rows and by columns, at tiles of any size; narrow integers are widened."""
+    """A work list describes exactly its mask by rows and columns, at tiles of any size; narrow integers are widened."""
     work_list = part(library, "blocks.work_list")
     narrow = library.masks.PrefixLM(np.array([5, 3], np.uint8), "bottom_right")
     frame = part(library, "masks.shape").MaskShape((2,), 1, 14, 10)

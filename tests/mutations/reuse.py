@@ -15,7 +15,7 @@ SIGNS = (AssertionError,)
 
 
 def memory() -> SimpleNamespace:
-    """Memory of a device that remembers what it allocated."""
+    """Return a device's memory that records what it allocated."""
     made: list[Any] = []
     zeros: dict[Any, dict[int, Any]] = {}
     pieces: dict[int, list[Any]] = {}
@@ -35,7 +35,7 @@ def stream(ptr: int = 7, is_capturing: bool = False) -> SimpleNamespace:
 
 
 def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:
-    """Workspaces of a call lie apart and aligned; only calls that follow each other on a stream share memory."""
+    """Workspaces of a call do not overlap and are aligned; only calls in order on one stream share memory."""
     room, need = part(library, "executors.workspaces"), part(library, "planning.launches").Workspace
     where, byte = memory(), np.dtype(np.uint8)
     needs = {"a": need((300,), byte), "zeros": need((40,), byte, True), "b": need((1000,), byte)}
@@ -63,7 +63,7 @@ def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:
 
 
 def arguments_serve_one_call_at_a_time(library: ModuleType) -> None:
-    """A table leads to the records of its kernel, which hold the addresses of the call until it gives them back."""
+    """A table points to the records of its kernel, which hold the addresses of a call until they are given back."""
     room = part(library, "executors.arguments")
     words = np.arange(6, dtype=np.uint64)
     places = [room.Place(1, 0, 0), room.Place(4, 64, 1)]

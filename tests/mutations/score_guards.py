@@ -1,6 +1,6 @@
 """Guards for faults of score functions: properties of programs, ranges, errors and results, on many functions.
 
-Each is given a library: the one that is installed, or a copy with a fault under a name of its own.
+Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ def formulas_of(library):
 
 
 def values_are_right(library):
-    """A program gives what its function gives, bit for bit in float64."""
+    """A program gives what its function gives, in float64."""
     for function in SMALL:
         score, s, i = library.Score(function), np.linspace(-3, 3, 7), np.arange(7)
         operands = part(library, "scores.values").Operands(score.numbers, ())
@@ -91,7 +91,7 @@ def wide_integers_are_subtracted_exactly(library):
 
 
 def derivatives_are_right(library):
-    """By dual numbers in long double, within the error that float64 may make."""
+    """Derivatives equal those of dual numbers in long double, within the error that float64 may have."""
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     dual = part(library, "testing.dual")
 
@@ -179,7 +179,7 @@ def errors_hold(library):
 
 
 def functions_err_by_as_much_as_their_argument_lets_them(library, model):
-    """Each operation alone, at arguments that are far off: the error covers both ends, and not ten times as much."""
+    """For arguments that are far off, each operation's error covers both ends, and not ten times as much."""
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     functions = {
         "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
@@ -203,7 +203,7 @@ def functions_err_by_as_much_as_their_argument_lets_them(library, model):
 
 
 def programs_are_simple(library):
-    """The fewest operations for each function; equal ones are one; numbers are arguments."""
+    """Each function has the fewest operations; equal ones are merged, and numbers are arguments."""
     for function, ops in SIMPLE:
         assert [each.op for each in library.Score(function).program.instructions] == ops, ops
 
@@ -227,7 +227,7 @@ def programs_are_simple(library):
 
 
 def indices_are_proven(library):
-    """Integers lie within their ranges, and what may leave an axis is refused."""
+    """Integers lie within their ranges, and an index that may leave its axis is refused."""
     ranges = part(library, "scores.ranges")
 
     @hunt(formulas_of(library), SEEDS, seeds=2)
@@ -255,7 +255,7 @@ def indices_are_proven(library):
 
 
 def refusals_are_told(library):
-    """Each function that no kernel can run is refused with its line and the fix."""
+    """Each function that no kernel can run is refused, with its line and the fix."""
     for function, arrays, wanted in REFUSED.values():
         try:
             library.Score(function, **arrays)
@@ -278,7 +278,7 @@ def refusals_are_told(library):
 
 
 def results_are_right(library):
-    """Every result of the cpu executor within its bound, with gradients of arrays, tile by tile in many blocks."""
+    """Every result of the cpu executor is within its bound, with gradients of arrays, tile by tile in many blocks."""
     part(library, "executors.tile_program")._BLOCK = 64
     bounds_grow_with_the_function(library)
     drawn = part(library, "testing.strategies").examples(
@@ -320,7 +320,7 @@ def results_are_right(library):
 
 
 def bounds_grow_with_the_function(library):
-    """A difference that is a thousand times as steep errs by a thousand times as much, in each result."""
+    """A slope that is a thousand times as steep gives bounds that are hundreds of times as large."""
     q = np.full((1, 4, 64), 0.5, np.float32)
     plain = library.error_bound(q, q, q, q)
     steep = library.error_bound(q, q, q, q, score=lambda s, b, h, i, j: 1000.0 * (s - 2))
@@ -341,7 +341,7 @@ def within_bounds(library, example, is_finite=False):
 
 
 def calls_are_right(library):
-    """softcap, bias and score in order; numbers and arrays are read anew; plans keep arrays and take others."""
+    """softcap, bias and score apply in order; numbers and arrays are read at each call; plans take other arrays."""
     q = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 4, 8)
     bias = np.linspace(-2, 1, 16, dtype=np.float32).reshape(4, 4)
 
@@ -398,7 +398,7 @@ def sums_have_one_order(library):
 
 
 def the_library_of_scores_is_right(library):
-    """Scores of the literature, by their formulas; their arrays have to fit."""
+    """Scores of the literature equal their formulas, and their arrays have to fit."""
     scores = library.scores
     assert np.array_equal(scores.alibi_slopes(8), 2.0 ** -np.arange(1, 9))
     halves = np.exp2(-np.array([0.5, 1.5, 2.5, 3.5])).astype(np.float32)

@@ -1,6 +1,6 @@
-"""Guards that must see the faults of score functions in kernels, and in the text that is printed of them.
+"""Guards for faults of score functions in kernels, and in the text that is printed for them.
 
-Results of the probe are small multiples of 1/16: a fault makes others.
+Results of the probe are small multiples of 1/16, and a fault changes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _check(kernel: str, mask: str, wrt: tuple[str, ...] = WRT, **options: Any) -
 
 
 def _masked_keys_stay_hidden(kernel: str) -> None:
-    """A cap makes finite scores of those that a mask has set to -inf, if it comes after the mask."""
+    """A cap that came after the mask would make finite scores of -inf."""
     dtype = np.float32 if kernel in ("simt", "naive") else np.float16
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 50, 16)).astype(dtype)
     example = Example(q=q, k=k, v=v, mask=masks.Causal("top_left"), score=scores.softcap(2.0))
@@ -43,7 +43,7 @@ def _masked_keys_stay_hidden(kernel: str) -> None:
 
 
 def simt_is_exact() -> None:
-    """In one walk and in two, where a step is masked and where none is."""
+    """dQ is added up or has a kernel of its own; some steps are masked, and some calls have no mask."""
     _masked_keys_stay_hidden("simt")
     _check("simt", "lengths")
     _check("simt", "nothing")
@@ -56,7 +56,7 @@ def naive_is_exact() -> None:
 
 
 def sm80_is_exact() -> None:
-    """In one walk and in two, over several tiles of keys."""
+    """dQ is added up or has a kernel of its own, over several tiles of keys."""
     _masked_keys_stay_hidden("sm80")
     made = Probe("float16", None, batch=(2,), lengths=(20, 150))
     made.check(made.found(replace(SIM, kernel="sm80"), ("at", "row")))
@@ -70,7 +70,7 @@ def sm90_is_exact() -> None:
 
 
 def hopper_gradients_are_exact() -> None:
-    """In tiles of 128 queries and of 64, over several tiles of keys; and queries that a function hides."""
+    """Tiles have 128 queries and 64, there are several tiles of keys, and a function hides some queries."""
     _check("sm90", "lengths")
     made = Probe("float16", None, batch=(2,), lengths=(70, 140), dim=80)
     made.check(made.found(replace(SIM, kernel="sm90")))
@@ -90,7 +90,7 @@ def warps_that_share_elements_are_exact() -> None:
 
 
 def printed_functions_are_exact(library: ModuleType) -> None:
-    """By a copy of the library, whose kernels are the installed one's."""
+    """The copy of the library prints the functions; its kernels are those of the installed one."""
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     made = Probe("float32", batch=(2, 3), lengths=(5, 21))
     made.check(made.found(replace(SIM, kernel="simt"), library=library))
@@ -111,6 +111,6 @@ def repeatable_sums_are_right() -> None:
 
 
 def repeatable_sums_are_planned(library: ModuleType) -> None:
-    """By a copy of the library, whose kernels are the installed one's."""
+    """The copy of the library makes the plans; its kernels are those of the installed one."""
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     _repeatable_gradients_are_right(library)

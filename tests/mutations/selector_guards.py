@@ -1,4 +1,4 @@
-"""Guards for faults of block masses, selectors and rooflines: numbers against their definitions in NumPy."""
+"""Guards for faults of block masses, selectors and rooflines: numbers equal their definitions in NumPy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVERY_BUDGET = [
 
 
 def the_host_sums_masses(library: ModuleType) -> None:
-    """Also tiles that share a block, and keys in several steps."""
+    """Some tiles share a block, and keys take several steps."""
     check_masses(library, CPU)
     q, k = (np.random.default_rng(1).standard_normal((1, length, 4)) * 3 for length in (600, 1500))
     mass = library.block_mass(q, k, block=(300, 64))
@@ -37,7 +37,7 @@ def the_host_sums_masses(library: ModuleType) -> None:
 
 
 def the_kernel_sums_masses() -> None:
-    """Rows that a thread block owns, one or several, lists, intervals and chunks of head_dim, with lse and without."""
+    """A thread block has one row of blocks or several; cases have lists, intervals, chunks of head_dim, and an lse."""
     check_masses(cuflash, SIM)
 
 
@@ -61,7 +61,7 @@ def check_masses(library: Any, run: Run) -> None:
 
 
 def the_kernel_chooses() -> None:
-    """Ties, zeros of both signs, what is no number, blocks that must or may not be kept, and diagonals before key 0."""
+    """Scores have ties, zeros of both signs and NaN; blocks are forced or forbidden; diagonals start before key 0."""
     rng = np.random.default_rng(0)
     for turn, budget in enumerate(EVERY_BUDGET):
         lengths, block = (90, 64 + 30 * (turn % 2)), (8, 5)
@@ -84,7 +84,7 @@ def the_kernel_makes_means() -> None:
 
 
 def selections_share_memory(library: ModuleType) -> None:
-    """What a selection's kernels write lies apart; a captured one keeps it, and masses alone count as shares."""
+    """Arrays that the kernels of a selection write do not overlap; a captured selection keeps its memory."""
     selecting, workspaces = part(library, "executors.selecting"), part(library, "executors.workspaces")
     need = part(library, "planning.launches").Workspace
     stream = SimpleNamespace(ptr=3, is_capturing=lambda: False)
@@ -121,7 +121,7 @@ def selections_share_memory(library: ModuleType) -> None:
 
 
 def an_index_hands_its_lists_over(library: ModuleType) -> None:
-    """Lists that an index on a device carries are what its calls read, where kernels list in blocks of its size."""
+    """Calls read the lists that an index on a device carries, where kernels list in blocks of its size."""
     kernels, room, looking_up = (part(library, name) for name in ("planning.list_kernels", "masks", "planning.lookup"))
     options, carried = part(library, "planning.options").Options, part(library, "blocks.carried").CarriedLists
     at_each_call = part(library, "masks.at_each_call").at_each_call
@@ -153,7 +153,7 @@ def budgets_are_exact(library: ModuleType) -> None:
 
 
 def selections_are_right(library: ModuleType) -> None:
-    """Scores of each paper in float64, causality within blocks, Quest's bounds, and the oracle's masses."""
+    """Selections equal each paper's scores in float64, are causal within blocks, and have Quest's bounds."""
     of = library.selectors
     q, k = np.random.default_rng(1).standard_normal((2, 4, 64, 16))
     k = k[:2]
@@ -188,7 +188,7 @@ def selections_are_right(library: ModuleType) -> None:
 
 
 def slashes_are_right(library: ModuleType) -> None:
-    """One column and one distance that all of the last queries attend."""
+    """One column and one distance are found that all of the last queries attend."""
     of = library.selectors
     q, k = np.zeros((2, 1, 40, 4))
     k[0, 15], q[0] = (9, 0, 0, 0), (1, 0, 0, 0)

@@ -14,7 +14,7 @@ SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)
 
 
 def sequences_are_right(library: ModuleType) -> None:
-    """A mask of sequences is its definition."""
+    """A mask of sequences equals its definition."""
     hunt(sequences(), seeds=2)(lambda drawn: check_mask(library, drawn))
 
 

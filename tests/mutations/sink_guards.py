@@ -1,4 +1,4 @@
-"""Guards for faults of sinks: of the library's Python, given to each guard, and of kernels on the simulator."""
+"""Guards for faults of sinks: of the library's Python, which each guard takes, and of kernels on the simulator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LISTED = Structure(
 
 
 def the_host_is_right(library: ModuleType) -> None:
-    """Results of a copy within the bounds, and NaN or nothing of sinks that are not finite."""
+    """Results of the copy are within bounds; a sink of -inf changes nothing, and one of inf or NaN gives NaN."""
     for structure in (SHORT, replace(SHORT, seqlen_kv=0, mask=None), Structure(seqlen_q=5, seqlen_kv=9, sink=())):
         example = structure.example()
         assert_within_bounds(example, **_results(library, example))
@@ -42,7 +42,7 @@ def the_host_is_right(library: ModuleType) -> None:
 
 
 def bounds_are_sharp(library: ModuleType) -> None:
-    """A copy's bounds hold for the installed library's results, and are no wider than the installed ones."""
+    """The bounds of the copy equal those of the installed library."""
     example = SHORT.example()
     operands = example.q, example.k, example.v, example.do
     options = {"dlse": example.dlse, "mask": example.dense_mask, "sink": example.sink}
@@ -52,7 +52,7 @@ def bounds_are_sharp(library: ModuleType) -> None:
 
 
 def sinks_are_refused(library: ModuleType) -> None:
-    """Wrong arguments are reported, and right ones are not."""
+    """Wrong arguments are refused, and right ones are not."""
     q, sink = np.ones((2, 4, 5, 8), np.float32), np.zeros(4, np.float32)
     wrong = ({"sink": sink[:3]}, {"sink": sink.astype(float)}, {"sink": sink.astype(int)}, {"wrt": "sink"})
     for options in (*wrong, {"sink": sink, "wrt": "q"}, {"sink": sink, "wrt": ["sink"]}):
@@ -73,7 +73,7 @@ def sinks_are_refused(library: ModuleType) -> None:
 
 
 def calls_are_told_apart(library: ModuleType) -> None:
-    """Equal calls but for the sink, or for what gradients are asked of, are not one call."""
+    """Calls that differ in the sink alone, or in the gradients they have, are different calls."""
     q, sink = np.ones((4, 5, 8), np.float32), np.zeros(4, np.float32)
     plain, other = library.attention(q, q, q), library.attention(q, q, q, sink=sink)
     assert not np.array_equal(plain, other)
@@ -118,12 +118,12 @@ def naive_is_right() -> None:
 
 
 def sm80_is_right() -> None:
-    """With whole tiles, and with keys that blocks share."""
+    """Results are right for whole tiles, and for keys that blocks share."""
     _check("sm80", HALF)
     _check("sm80", replace(HALF, seqlen_q=3, seqlen_kv=600, mask=None))
 
 
 def sm90_is_right() -> None:
-    """Without a list, and with one that leaves some tiles without a key."""
+    """Results are right without a list, and with one that leaves some tiles without a key."""
     _check("sm90", HALF)
     _check("sm90", LISTED)

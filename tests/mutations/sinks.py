@@ -167,9 +167,9 @@ FAULTS = {
     },
     sm90_is_right: {
         "o of a tile keeps the weights without a sink": Edit(
-            "sm90/forward_epilogue.cuh", "epilogue",
-            "o.scale_row(i, merge_sink(row_lse[i], logit));",
-            "merge_sink(row_lse[i], logit);",
+            "sm90/forward_tiles.cuh", "merge_sink_into",
+            "o.scale_row(i, attention::merge_sink(row_lse[i], logit));",
+            "attention::merge_sink(row_lse[i], logit);",
         ),
         "tiles without a key know no sink": Edit(
             "sm90/forward_hooks.cuh", "write_empty_rows",

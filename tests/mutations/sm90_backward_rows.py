@@ -1,4 +1,4 @@
-"""Faults in Hopper's kernel that makes dQ by itself."""
+"""Faults in Hopper's kernel that computes only dQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in Hopper's forward pass, and where it brings keys and values."""
+"""Faults in Hopper's forward pass, and in the loading of keys and values."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ FAULTS = {
             "sm90/store_boxes.cuh", "store_boxes", "&& o.warp_row() < target.num_rows; ++panel", "; ++panel"
         ),
         "lse past a tile is written": Edit(
-            "sm90/forward_epilogue.cuh", "epilogue", "row < target.num_rows) target.lse", "true) target.lse"
+            "sm90/forward_tiles.cuh", "store_lse", "row < target.num_rows) target.lse", "true) target.lse"
         ),
         "results of queries without a key stay as they are": Edit(
             "sm90/forward_hooks.cuh", "write_empty_rows", "o.at(row, column) = zero", "continue"
@@ -284,7 +284,7 @@ FAULTS = {
             "sm90/forward.cu", "consume", "if (group == kNumConsumers) ping_pong_signal();", ""
         ),
         "a warpgroup has another's queries": Edit(
-            "sm90/forward.cu", "q_operand", "64 * (group % kNumConsumers)", "64 * (group - 1)"
+            "sm90/forward_tiles.cuh", "q_operand", "64 * (group % kNumConsumers)", "64 * (group - 1)"
         ),
         "a task overwrites the one before": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
@@ -297,7 +297,7 @@ FAULTS = {
             "true",
         ),
         "a negative scale is not turned": Edit(
-            "sm90/forward.cu", "negate_and_mask", "if (Softmax::needs_negation(softmax_scale))", "if (false)"
+            "sm90/forward_tiles.cuh", "negate_and_mask", "if (Signs::needs_negation(softmax_scale))", "if (false)"
         ),
     },
     gradients_in_two_walks_are_right: {

@@ -1,7 +1,7 @@
-"""Guards that must see the faults of the sm90 family, on the simulator: as a wrong number, or as a broken rule.
+"""Guards for faults of the sm90 family, on the simulator: a fault gives a wrong number, or breaks a rule.
 
-What is not waited for, or waited for in vain, the simulator reports by itself. But blocks run one after another there:
-that a block does not wait for others at all it cannot show, and whoever comes last finds all others done.
+The simulator itself reports a wait that is missing or never ends. But it runs thread blocks one after another here, so
+that it cannot show that a block does not wait for others: the block that comes last finds all of them done.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ SIGNS = (AssertionError, sim.SimulationError)
 
 
 def structures() -> list[Structure]:
-    """Of kernels for 128 columns, one without a list and one with, of one with a single room for Q, and of one with
-    three warpgroups, the first of which see no key of a tile's last steps."""
+    """Return structures for several kernels of the forward pass.
+
+    Two kernels have 128 columns, one without a list and one with; one has a single slot of Q; one has three warpgroups,
+    the first of which attend no key of a tile's last steps.
+    """
     rng = np.random.default_rng(0)
     square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 300, "head_dim": 128}
     return [
@@ -69,7 +72,7 @@ def structures() -> list[Structure]:
 
 
 def started_oddly(x: Any) -> Any:
-    """The same array 8 bytes after a multiple of 16, where its rows may well be multiples of 16 apart."""
+    """Return an equal array that starts 8 bytes after a multiple of 16, though its rows may be multiples apart."""
     wider = np.zeros((*x.shape[:-1], x.shape[-1] + 16), x.dtype)
     start = (8 - wider.ctypes.data) % 16 // 2
     wider[..., start : start + x.shape[-1]] = x
@@ -78,14 +81,16 @@ def started_oddly(x: Any) -> Any:
 
 @cache
 def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
-    """Examples, which know what is exact: made once for all edits."""
+    """Return examples of structures, which hold exact results, made once for all edits."""
     return [half(structure) for structure in made()]
 
 
 @cache
 def with_plain_steps() -> list[Example]:
-    """Steps that every query sees whole, with scores that grow, stay alike, grow large, are large at first, and are
-    too large where some warpgroups mask them; and after a step in which some queries see nothing."""
+    """Return examples with steps that no mask hides, one of them after a step in which some queries attend nothing.
+
+    Scores grow, stay equal, grow large, are large at first, or are too large where some warpgroups mask them.
+    """
     square, made = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}, []
     for scale, first, other in ((0.1, 0.1, 4), (0.1, 1, 1), (400, 0.05, 2), (400, 2, 0.05)):
         clean = half(Structure(**square, scale=scale))
@@ -103,9 +108,11 @@ def with_plain_steps() -> list[Example]:
 
 @cache
 def with_large_lse() -> list[Example]:
-    """Steps of 128 queries and of 64, whole but for those of the first 128; in the last 128, where a step has the first
-    one's place, lse is large of those alone that the second helper finds out about: so large that any P is within
-    bounds, and just large enough."""
+    """Return examples with large lse in the last 128 queries, which only the second copy warp finds.
+
+    Steps have 128 queries or 64, and no mask hides them but in the first 128. lse is so large that any P would be
+    within bounds, or just large enough.
+    """
     made, query, causal = [], np.arange(512), masks.Causal("top_left")
     for head_dim, scale in ((64, 1e9), (64, 1e3), (128, 1e3)):
         clean = half(Structure(seqlen_q=512, seqlen_kv=128, head_dim=head_dim, value_dim=40, scale=scale, mask=causal))
@@ -118,7 +125,7 @@ def with_large_lse() -> list[Example]:
 @with_fewest_tiles(0)
 @of_lists(finishes=False)
 def forward_is_right() -> None:
-    """On blocks that go on to further tiles, out of order; NaN stands past the keys' length."""
+    """Blocks continue with further tiles, out of order, and NaN lies past the keys' length."""
     for dim in (128, 192):
         assert_alike_keys_weigh_alike(dim, SIM90)
     for number, clean in enumerate(cleaned(structures) + with_plain_steps()):
@@ -138,7 +145,7 @@ def forward_is_right() -> None:
 
 
 def backward_structures() -> list[Structure]:
-    """Of both tiles of queries, and of a list; small, but of several steps."""
+    """Return small structures of several steps: both tiles of queries, and a list."""
     square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 150}
     rng = np.random.default_rng(0)
     sees = np.arange(300)[:, None] // 10 % 3 > 0  # others see no key, in every tile of queries
@@ -173,7 +180,7 @@ def backward_structures() -> list[Structure]:
 @with_fewest_tiles(0)
 @of_lists(finishes=False)
 def gradients_are_right() -> None:
-    """NaN stands in queries without a key, in keys that no query sees, and past the lengths."""
+    """NaN lies in queries without a key, in keys that no query attends, and past the lengths."""
     for number, clean in enumerate(cleaned(backward_structures) + with_large_lse()):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:
@@ -195,7 +202,7 @@ def gradients_are_right() -> None:
 
 
 def wide_structures() -> list[Structure]:
-    """Of one stage of dO and of two; of panels that warpgroups share; of a list; and of heads that see other keys."""
+    """Return structures with one stage of dO and two, shared panels, a list, and heads that attend other keys."""
     square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 150}
     rng = np.random.default_rng(0)
     return [
@@ -214,7 +221,7 @@ def wide_structures() -> list[Structure]:
 @with_fewest_tiles(0)
 @of_lists(finishes=False)
 def wide_gradients_are_right() -> None:
-    """NaN stands in queries without a key, and past the lengths."""
+    """NaN lies in queries without a key, and past the lengths."""
     for number, clean in enumerate(cleaned(wide_structures)):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:

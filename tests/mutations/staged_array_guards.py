@@ -1,4 +1,4 @@
-"""Guards that must see faults of arrays in shared memory, and of tables that are read once a step."""
+"""Guards for faults of arrays in shared memory, and of tables that are read once a step."""
 
 from __future__ import annotations
 

@@ -18,14 +18,14 @@ EVEN = [np.tri(5, dtype=bool), np.ones((5, 5), bool)]
 
 
 def surveyed(library: ModuleType, name: str, *, causal: bool) -> list[tuple[float, ...]]:
-    """Densities, recalls and recalls of the lowest head."""
+    """Return densities, recalls, and recalls of the lowest head."""
     survey = part(library, "study.survey").Survey(Q, K, V, causal=causal, scale=2.0)
     rows = survey.measurements([4], [name], [0.5, 0.7, 1.0])
     return [(row.at_most, row.density, row.recall, row.lowest_head) for row in rows if hasattr(row, "recall")]
 
 
 def measurements_are_right(library: ModuleType) -> None:
-    """Windows and the blocks of most mass against whole matrices."""
+    """Windows, and the blocks of largest mass, agree with whole matrices."""
     for eligible in EVEN:
         causal = not eligible[0, 1]
         row, keys = np.repeat(np.eye(5), 4, axis=0), np.arange(20)
@@ -46,7 +46,7 @@ def measurements_are_right(library: ModuleType) -> None:
 
 
 def studies_go_on(library: ModuleType) -> None:
-    """A study that ends within a line of its file goes on behind the last whole line, and not with other arrays."""
+    """A study whose file ends within a line continues behind the last whole line, and not with other arrays."""
     report = part(library, "study.command").study_report
     words = "my.npz --patterns window --blocks 4 --densities 0.7 0.5 1 --csv rows.csv".split()
     with TemporaryDirectory() as folder, chdir(folder), redirect_stderr(io.StringIO()) as told:

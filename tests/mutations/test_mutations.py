@@ -1,9 +1,9 @@
-"""Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
+"""Every planted fault is seen by its guard: it gives a wrong number and no crash; on Hopper it may break a rule.
 
-Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in; one,
-of NaN and infinities, has faults of Python and of kernels. Each guard sees its first fault: of Python's arithmetic it
-sees every fourth one, and of kernels, where a fault takes some seconds, every sixtieth. Of the faults of inputs every
-sixth is planted, of those of score functions every twelfth. CUFLASH_PROFILE=long plants all.
+Tables map guards to the faults that they must see, one table for each part of the sources. One table, of NaN and
+infinities, has faults of Python and of kernels. Each guard sees its first fault. Of Python's arithmetic every fourth
+fault is planted, and of kernels, where a fault takes some seconds, every sixtieth. Of the faults of inputs every sixth
+is planted, and of those of score functions every twelfth. CUFLASH_PROFILE=long plants all.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[
 
 
 def sampled(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
-    """All of them if CUFLASH_PROFILE=long, else one in `step`."""
+    """Return all faults if CUFLASH_PROFILE=long, else one in `step`."""
     return planned if is_long() else planned[::step]
 
 
 def sampled_by_guard(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
-    """All faults if CUFLASH_PROFILE=long, else one in `step` of each guard, and the first of each guard at least."""
+    """Return all faults if CUFLASH_PROFILE=long, else one in `step` of each guard, and at least its first."""
     of_guard = {guard: [fault for fault in planned if fault[1] is guard] for _, guard, _ in planned}
     return [fault for each in of_guard.values() for fault in sampled(each, step)]
 
 
 def signs_of(guard: Guard) -> tuple[type[Exception], ...]:
-    """How a guard shows that it sees a fault: all guards of a module alike."""
+    """Return the exceptions by which the guards of a module show that they see a fault."""
     signs: tuple[type[Exception], ...] = sys.modules[guard.__module__].SIGNS
     return signs
 
@@ -86,7 +86,7 @@ def guards(*tables: ModuleType, language: Language | None = None) -> list[Guard]
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the library with its bytecode, which takes longest to make, also where Python is told to keep none."""
+    """A copy of the library with its bytecode, which takes longest to make."""
     folder = tmp_path_factory.mktemp("library") / planting.LIBRARY.name
     shutil.copytree(planting.LIBRARY, folder)
     compileall.compile_dir(folder, quiet=1)

@@ -1,4 +1,4 @@
-"""Each fault of the zoo is caught, each by the tier that is there for it, and attention without a fault is let go."""
+"""Each fault of the zoo is caught by the tier of checks that is for it, and attention without a fault passes."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Tokens, functions and edits: an edit fits by its tokens in the function that it names, exactly once, or fails."""
+"""Tokens, functions and edits: an edit's tokens must occur exactly once in the function that it names."""
 
 from __future__ import annotations
 

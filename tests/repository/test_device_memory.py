@@ -1,12 +1,10 @@
-"""Peaks of memory on a GPU count workspaces, whatever earlier calls left for later ones: with a double of CuPy."""
+"""Peaks of memory on a GPU count workspaces, even those that earlier calls kept. A double stands in for CuPy."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,8 +13,6 @@ import pytest
 
 from cuflash.executors.workspaces import Workspaces
 from cuflash.planning.launches import Workspace
-
-SUPPORT = Path(__file__).parents[2] / "experiments" / "support"
 
 
 class Stream:
@@ -34,7 +30,7 @@ class Stream:
 
 
 class MemoryPool:
-    """It counts what it gives out, and has a limit."""
+    """A pool that counts the bytes that it gives out, and has a limit."""
 
     def __init__(self) -> None:
         self.taken, self.limit = 0, 0
@@ -57,7 +53,7 @@ class MemoryPool:
 
 @contextlib.contextmanager
 def double() -> Iterator[SimpleNamespace]:
-    """CuPy's module `cuda` with streams and pools alone, in the place of CuPy's."""
+    """Replace CuPy's module `cuda` by one that has only streams and pools."""
     found = SimpleNamespace(MemoryPool=MemoryPool, allocators=[MemoryPool().malloc])
     found.streams = [Stream(0, found)]
     found.Stream = SimpleNamespace(ptds=Stream(2, found))
@@ -78,7 +74,7 @@ def double() -> Iterator[SimpleNamespace]:
 
 
 class Memory:
-    """What the gpu executor gives its workspaces, from the allocator of the double."""
+    """Memory of workspaces as the gpu executor has it, from the allocator of the double."""
 
     def __init__(self, cuda: SimpleNamespace) -> None:
         self._cuda, self._pieces, self._zeros = cuda, dict[int, list[Any]](), dict[int, Any]()
@@ -100,7 +96,7 @@ class Memory:
 
 
 def call_of(cuda: SimpleNamespace) -> Callable[[], str]:
-    """A call with a workspace of 1024 bytes, and one of 64 that must be zero."""
+    """Return a call with a workspace of 1024 bytes, and one of 64 bytes that must be zero."""
     needs = {"scores": Workspace((1024,), np.dtype(np.uint8)), "counts": Workspace((16,), np.dtype(np.int32), True)}
     workspaces = Workspaces(needs, Memory(cuda))
 
@@ -110,13 +106,6 @@ def call_of(cuda: SimpleNamespace) -> Callable[[], str]:
         return "results"
 
     return call
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import an experiment's module as its script does."""
-    monkeypatch.syspath_prepend(str(SUPPORT))
-    return importlib.import_module
 
 
 def test_a_call_after_others_has_the_peak_of_the_first(load) -> None:

@@ -30,7 +30,7 @@ MODULES = [name for _, name, _ in pkgutil.walk_packages(cuflash.__path__, "cufla
 
 
 def _public(module: ModuleType, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Public names and what they stand for, those inside public modules too."""
+    """Yield public names and what they stand for, also those inside of public modules."""
     for name in module.__all__:
         value = getattr(module, name)
         yield f"{prefix}{name}", value
@@ -167,7 +167,7 @@ def test_make_commands_name_targets(page: Path) -> None:
 
 
 def _decisions() -> Iterator[tuple[str, str]]:
-    """The sections of the design pages that hold a decision, by page and title."""
+    """Yield the sections of the design pages that hold a decision, by page and title."""
     for page in DECISIONS:
         for section in re.split(r"^(?=##+ )", page.read_text("utf-8"), flags=re.MULTILINE):
             if section.startswith("### "):
@@ -188,7 +188,7 @@ def test_a_decision_has_its_four_parts_in_few_lines(name: str) -> None:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_numbers_of_a_decision_are_in_the_results_that_it_names(name: str) -> None:
-    """Every number in a table's cells, but for the first of a row, is a number of those files, or one rounded."""
+    """Every number in a table's cells, but for each row's first, is in those files, perhaps with more digits."""
     tables = re.findall(r"^\|--.*\n((?:\|.*\n)+)", SECTIONS[name], re.MULTILINE)
     rows = [row.strip("| ").split("|") for table in tables for row in table.splitlines()]
     cells = {number for _, *row in rows for cell in row for number in NUMBER.findall(cell)}

@@ -1,4 +1,4 @@
-"""Faults planted in the experiments' own source, each of which a test of theirs must see."""
+"""Faults planted in the source of the experiments, each of which a test of the experiments must see."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 
 def of(name: str) -> Any:
-    """A test by "module.function"."""
+    """Return a test by its "module.function"."""
     module, _, function = name.partition(".")
     return getattr(importlib.import_module(module), function)
 
@@ -82,7 +82,7 @@ FAULTS = {
 
 
 def arguments(test: str, load: Load, folder: Path) -> list[Any]:
-    """What a test takes, in the order of its parameters."""
+    """Return the arguments of a test, in the order of its parameters."""
     first = {"test_sweeps": "sweep", "test_training": "training"}.get(test.partition(".")[0], "selector_shootout")
     return {
         PEAK: [load], LIMIT: [load], COUNTERS: [load], GRADIENT_ERROR: [load(first)], UNBEATEN: [load(first)],
@@ -92,10 +92,8 @@ def arguments(test: str, load: Load, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_seen(name: str, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
-    for folder in ("language", "proof", "sparsity", "speed", "support", "sweeps"):
-        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
     path = EXPERIMENTS / fault.file
     for module in (*("sweep", "tasks", "training", "long_range"), *(Path(each.file).stem for each in FAULTS.values())):
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -105,11 +103,9 @@ def test_a_planted_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.
     text = replaced(path.read_text("utf-8"), fault.anchor, fault.replacement, fault.function, language="python")
     exec(compile(text, str(path), "exec"), vars(planted))
     with pytest.raises((AssertionError, ValueError)):
-        of(fault.test)(*arguments(fault.test, importlib.import_module, tmp_path))
+        of(fault.test)(*arguments(fault.test, load, tmp_path))
 
 
 @pytest.mark.parametrize("test", sorted({fault.test for fault in FAULTS.values()}))
-def test_without_a_fault_it_passes(test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in ("language", "proof", "sparsity", "speed", "support", "sweeps"):
-        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
-    of(test)(*arguments(test, importlib.import_module, tmp_path))
+def test_without_a_fault_it_passes(test: str, load: Load, tmp_path: Path) -> None:
+    of(test)(*arguments(test, load, tmp_path))

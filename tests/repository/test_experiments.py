@@ -1,4 +1,4 @@
-"""The experiments at tiny sizes, the files they write, and the activations they stand on."""
+"""The experiments at tiny sizes, the files that they write, and the activations that they read."""
 
 from __future__ import annotations
 
@@ -27,14 +27,6 @@ pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 ARCHIVE = EXPERIMENTS / "data" / "minilm_activations.npz"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """Import an experiment as its script does: its folder first on the path."""
-    for folder in ("language", "proof", "sparsity", "speed", "support"):
-        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -310,7 +302,7 @@ def test_what_is_chosen_for_a_gpu_is_among_the_tiles_that_are_swept(load, gpu: s
 
 
 def test_tiles_of_hopper_leave_no_warpgroup_waiting_for_registers(load) -> None:
-    """A multiprocessor has 64 Ki of them, which its blocks start with evenly, and no more ever."""
+    """The blocks of a multiprocessor share 64 Ki registers, evenly at first; a warpgroup waits for ones it lacks."""
     experiment, device = load("tile_sweep"), load("cuflash").DeviceSpec.gpu("H100")
     for head_dim in experiment.HEAD_DIMS["sm90"]:
         base = swept_plan(experiment, "sm90", head_dim, "forward", device).specs["forward"]
@@ -331,7 +323,7 @@ def swept_plan(experiment, family: str, head_dim: int, entry: str, device):
 
 
 def test_every_tile_of_the_table_of_tensor_cores_is_swept(load) -> None:
-    """Those for smaller chips and shorter blocks too."""
+    """Tiles for smaller chips and for shorter blocks are swept too."""
     experiment, sm80_tiles = load("tile_sweep"), load("cuflash.planning.families.sm80")
     device = load("cuflash").DeviceSpec.gpu("H100")
     tables = {"forward": sm80_tiles._FORWARD, "backward": sm80_tiles._BACKWARD, "backward_rows": sm80_tiles._ROWS}
@@ -346,7 +338,7 @@ def test_every_tile_of_the_table_of_tensor_cores_is_swept(load) -> None:
 
 
 def on_simulator(load, experiment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU part of a sweep, with the simulator in the place of the GPU, whose every call takes 2 ms."""
+    """Run the GPU part of a sweep on the simulator, where every call is said to take 2 ms."""
     launch, timing = load("cuflash.plans"), load("harness").Timing(2.0, 0.1, 1)
     pool = SimpleNamespace(free_all_blocks=lambda: None)
     cupy = SimpleNamespace(asarray=np.asarray, ndarray=SimpleNamespace, get_default_memory_pool=lambda: pool)
@@ -365,7 +357,7 @@ def on_simulator(load, experiment, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiles_as(experiment, monkeypatch: pytest.MonkeyPatch, resources, is_serialised=lambda spec: False) -> None:
-    """A compiler that says so of each kernel."""
+    """Replace the compiler by one that reports these resources of each kernel, and advice on serialised ones."""
     advice = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
 
     def cubin(spec, architecture: str) -> SimpleNamespace:
@@ -380,7 +372,7 @@ def compiles_as(experiment, monkeypatch: pytest.MonkeyPatch, resources, is_seria
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sm80", "simt"])
 def test_tiles_that_do_not_spill_are_checked_and_timed(load, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """With the simulator in the place of the GPU: one tile that is chosen, one that is not, and one that spills."""
+    """The simulator stands in for the GPU; one tile is the chosen one, one is another, and one spills."""
     experiment = load("tile_sweep")
     on_simulator(load, experiment, monkeypatch)
     heights = {"sm80": (128, 64, 32), "simt": (64, 32, 16)}[family]
@@ -404,7 +396,7 @@ def test_tiles_that_do_not_spill_are_checked_and_timed(load, monkeypatch: pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ["forward", "backward"])
 def test_tiles_of_hopper_bring_their_own_boxes_and_grid(load, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
-    """The chosen tile, one of other rows, keys or stages, one that does not compile and one that is serialised."""
+    """One tile is the chosen one; others differ in rows, keys or stages, do not compile, or are serialised."""
     experiment = load("tile_sweep")
     on_simulator(load, experiment, monkeypatch)
     others = {
@@ -501,7 +493,7 @@ def test_compile_times_of_tensor_cores_kernels_are_summed_and_taken_at_once(load
 
 @dataclass
 class Answers:
-    """A version of the library that takes so long, and whose results lie so far off."""
+    """A version of the library whose calls take `ms`, and whose results err by `error`."""
 
     ms: float
     error: float
@@ -656,7 +648,7 @@ def test_a_call_that_differs_in_one_bit_is_counted(load, monkeypatch: pytest.Mon
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
 @pytest.mark.slow
 def test_repeats_are_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the simulator in the place of the GPU: calls that repeat, and gradients of which one dk changes."""
+    """The simulator stands in for the GPU; some calls repeat their bits, and one dk of some gradients changes."""
     proof, launch = load("gpu_proof"), load("cuflash.plans")
     pool = SimpleNamespace(free_all_blocks=lambda: None)
     cupy = SimpleNamespace(zeros=np.zeros, ndarray=SimpleNamespace, get_default_memory_pool=lambda: pool)
@@ -940,7 +932,7 @@ def test_the_simulator_is_timed_and_runs_under_every_schedule(load) -> None:
 
 @pytest.fixture
 def committed(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the commit and other machine columns of rows that are written from then on."""
+    """Set the commit and other columns of the machine for rows that are written later."""
     machine = harness.machine()
 
     def of(commit: str = "abc1234", **columns: str) -> None:
@@ -1180,7 +1172,7 @@ def test_only_short_calls_are_timed_as_graphs(load, harness: ModuleType, monkeyp
 
 
 def peer_rows(load, harness: ModuleType, **times: tuple[float | None, dict[str, float]]) -> list[dict]:
-    """Records of cases by mask: our time and the peers'."""
+    """Return records of cases by mask, from the library's time and the peers' times."""
     experiment = load("speed_vs_peers")
     records = []
     for mask, (ours, theirs) in times.items():
@@ -1224,7 +1216,7 @@ def test_who_leads_is_a_geometric_mean_over_the_best_peers(load, harness: Module
 
 
 def published_rows(load, harness: ModuleType, commit: str, date: str, request: str = "", **times) -> list[dict]:
-    """Rows of one commit, as they are read from a file."""
+    """Return rows of one commit as they are read from a file."""
     place = {"commit": commit, "date": date, "gpu": "NVIDIA H100", "cpu": "Xeon", "cores": "16", "request": request}
     rows = peer_rows(load, harness, **times)
     return [{name: "" if x is None else str(x) for name, x in (row | place).items()} for row in rows]
@@ -1241,7 +1233,7 @@ def test_auto_and_a_family_by_name_are_two_tables(load, harness: ModuleType) -> 
 
 
 def test_a_line_of_peers_is_of_one_commit_and_who_leads_is_computed(load, harness: ModuleType) -> None:
-    """An older commit with more cases is shown whole, in place of the newer one's single peer."""
+    """An older commit with more cases is shown as a whole, instead of a newer one with a single peer."""
     peers = load("peer_tables")
     old = published_rows(load, harness, "01d", "2026-01-01", full=(2.0, {"sdpa_flash": 3.0}))
     new = published_rows(load, harness, "1234ef", "2026-01-02", full=(2.0, {"sdpa_flash": 1.0}))
@@ -1402,7 +1394,7 @@ def test_the_archive_is_small_and_says_where_it_is_from() -> None:
 
 
 def test_the_archive_holds_attention_not_noise() -> None:
-    """Some heads look near by: ten times the mass within 8 tokens that even attention would have there."""
+    """Some heads attend tokens nearby: within 8 tokens they have ten times the mass of even attention."""
     with np.load(ARCHIVE) as archive:
         q, k = (archive[name].astype(np.float32) for name in ("q", "k"))
     s = q @ k.swapaxes(-1, -2) / np.sqrt(32)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,14 +12,6 @@ pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip i
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import an experiment as its script does."""
-    for folder in ("sparsity", "speed", "support"):
-        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
-    return importlib.import_module
 
 
 def published(name: str) -> list[dict[str, str]]:
@@ -84,7 +73,7 @@ def test_every_kernel_of_the_ladder_is_timed_on_a_gpu(load) -> None:
 def test_a_crossover_lies_where_the_line_between_two_densities_meets_the_dense_time(
     load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With times of our own: a block of 32 takes 2 density, one of 64 0.9 density, one of 128 more than dense."""
+    """The test sets the times: 2 density for a block of 32, 0.9 density for 64, and more than dense for 128."""
     crossover, timing = load("crossover"), load("harness").Timing
     slopes = {32: 2.0, 64: 0.9, 128: 9.0}
 

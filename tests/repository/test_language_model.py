@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,15 +12,12 @@ import pytest
 
 import cuflash
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SIZES = {"vocabulary": 11, "context": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 3, "width": 8}
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for folder in ("language", "support"):
-        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
-    return importlib.import_module("model")
+def model(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("model")
 
 
 def tokens(*shape: int) -> Any:

@@ -6,6 +6,7 @@ A room is a subpackage or a module directly under cuflash/. Modules of one room 
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+import cuflash
 from cuflash.planning.routing import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
 ROOMS = """errors arrays layouts dropout scores masks patterns reference blocks planning compiler sim executors plans
-fp8 calls merging packing bounds api torch jax cache study selectors doctor cuflash __main__
+fp8 calls merging packing bounds api torch jax cache study selectors diagnosis cuflash __main__
 testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
@@ -47,7 +49,7 @@ THIRD_PARTY = {
     "executors.torch_gpu": {"torch"},
     "torch": {"torch"},
     "jax": {"jax"},
-    "doctor": {"threadpoolctl"},
+    "diagnosis": {"threadpoolctl"},
     "study.command": {"matplotlib"},
     "testing.oracle": {"ml_dtypes", "scipy"},
     "testing.assertions": {"ml_dtypes"},
@@ -91,7 +93,7 @@ def rules(room: str, source: str) -> Iterator[str]:
         yield f"{room} is not in the table of rooms"
         return
     tree = ast.parse(source)
-    if room != "doctor" and _reads_environment(tree, ENVIRONMENT.get(room, set())):
+    if room != "diagnosis" and _reads_environment(tree, ENVIRONMENT.get(room, set())):
         yield "reads the environment"
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and node in tree.body:
@@ -117,19 +119,19 @@ def _reads_environment(tree: ast.Module, allowed: set[str]) -> bool:
 
 
 def _heavy(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Packages that only a GPU needs, of those that an import statement asks for."""
+    """Yield the packages that only a GPU needs, among those that an import statement names."""
     modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
     if not getattr(node, "level", 0):
         yield from (name for name in modules if name.partition(".")[0] in ("cupy", "cuda"))
 
 
 def _name(node: ast.AST) -> str | None:
-    """The last word of a name, an attribute or a parameter."""
+    """Return the last word of a name, an attribute or a parameter."""
     return getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None)
 
 
 def _imports(room: str, node: ast.AST) -> Iterator[tuple[str, list[str]]]:
-    """Absolute names of the modules that an import statement asks for, and the names it takes out of each."""
+    """Yield absolute names of the modules that an import statement names, and the names it takes from each."""
     if isinstance(node, ast.Import):
         yield from ((alias.name, []) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -151,7 +153,7 @@ def _room(module: str) -> str:
 
 
 def _room_of(module: str) -> str:
-    """The subpackage that a module is part of, or the module itself."""
+    """Return the subpackage that a module is part of, or the module itself."""
     return module.partition(".")[0]
 
 
@@ -200,8 +202,14 @@ def test_few_modules_are_directly_under_the_package() -> None:
     assert len(list((ROOT / "cuflash").glob("*.py"))) <= 14
 
 
+def test_the_package_lists_its_public_names_and_no_module_bears_that_of_a_function() -> None:
+    assert dir(cuflash) == sorted([*cuflash.__all__, "__version__"])
+    functions = {name for name in cuflash.__all__ if inspect.isfunction(getattr(cuflash, name))}
+    assert functions.isdisjoint(path.stem for path in Path(cuflash.__file__).parent.iterdir())
+
+
 def test_names_of_families_are_written_once() -> None:
-    """They stand where they are defined, in the type of `kernel=`, and in docstrings and messages."""
+    """Names stand where they are defined, in the type of `kernel=`, and in docstrings and messages."""
     found = {
         (room, node.value)
         for room, path in _library().items()
@@ -272,7 +280,7 @@ def test_a_planted_violation_is_caught(room: str, source: str) -> None:
     [
         ("api", "import numpy as np\nfrom .masks import Causal\nfrom . import masks"),
         ("masks.arrays", "from .base import Band\nfrom ..errors import UnsupportedProblem"),
-        ("cuflash", "from . import masks\nfrom .api import attention\nfrom .doctor import doctor"),
+        ("cuflash", "from . import masks\nfrom .api import attention\nfrom .diagnosis import doctor"),
         ("testing.properties", "from hypothesis import given\nfrom .. import masks, attention\nfrom .oracle import x"),
         ("testing", "from .oracle import check\nfrom . import strategies"),
         ("compiler.nvrtc", "import os\ndef _environment(): return os.environ"),

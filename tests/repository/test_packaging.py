@@ -34,7 +34,7 @@ def _build(source: Path, hook: str, out: Path, settings: object = None) -> Path:
 
 
 def _use(site: Path) -> str:
-    """Run cuflash from this folder of installed packages and no other copy; the path of the module used."""
+    """Run cuflash from a folder of installed packages, without any other copy; return the path of the module used."""
     # -S: no site-packages whose .pth files may name the checkout; NumPy and SciPy come last, without theirs.
     packages = str(Path(np.__file__).parents[1])
     code = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({packages!r}); {USE}"
@@ -125,7 +125,7 @@ print(cuflash.__file__)
 
 
 def _run_in(folder: Path, *arguments: str) -> str:
-    """Return Python's output there, with the packages of this environment and no path to this checkout."""
+    """Return Python's output in a folder, with the packages of this environment and no path to this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *arguments]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)

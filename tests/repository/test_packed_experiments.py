@@ -1,30 +1,14 @@
-"""What packed.py and chunked_prefill.py count, show and say where there is no GPU."""
+"""Counts, tables and messages of packed.py and chunked_prefill.py, also where there is no GPU."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An experiment as `python -m experiments` imports it."""
-    pytest.importorskip("matplotlib")
-    for folder in ("support", "sparsity", "speed"):
-        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(EXPERIMENTS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 
 
 def test_scores_are_those_that_the_mask_keeps(load: Any) -> None:

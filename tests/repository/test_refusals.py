@@ -1,4 +1,4 @@
-"""What an experiment cannot run is one line on standard error and a status other than 0, for every experiment."""
+"""An experiment that cannot run prints one line to standard error, and ends with a status other than 0."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Status and complaint of the command; its standard error must be one line."""
+    """Return status and complaint of a command, whose standard error must be one line."""
     try:
         status: Any = command.main(argv)
     except SystemExit as ended:
@@ -50,7 +50,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 
 
 def configured(name: str) -> Any:
-    """The configuration of an experiment that is run with one; None where it parses flags of its own."""
+    """Return the Config class of an experiment, or None if it parses flags of its own."""
     module = importlib.import_module(name)
     config_type = getattr(module, "Config", None)
     is_run = "config_type" in inspect.signature(getattr(module, "main", lambda: None)).parameters
@@ -91,7 +91,7 @@ def test_an_output_that_nothing_reads_ends_the_program_quietly(words: str) -> No
 
 
 def test_every_experiment_that_takes_flags_has_the_parser_of_one_line() -> None:
-    """Configurations are parsed by it too."""
+    """Experiments with a Config use this parser too."""
     for name, path in SCRIPTS.items():
         assert "ArgumentParser(" not in path.read_text("utf-8"), name
 
@@ -105,7 +105,7 @@ def test_an_unknown_flag_is_refused(
 
 
 def wrong_values(kind: Any, default: Any) -> Iterator[str]:
-    """Texts of values that no field of a type takes."""
+    """Yield texts of values that no field of a type takes."""
     several = typing.get_origin(kind) is tuple
     element = typing.get_args(kind)[0] if several else kind
     takes_zero = 0 in (default if several else (default,))
@@ -185,7 +185,7 @@ def test_a_missing_gpu_is_refused(
 
 
 def test_a_missing_package_is_named_with_what_installs_it() -> None:
-    """In a process that blocks it, as on a machine that has none."""
+    """The package is blocked in a process of its own, as on a machine without it."""
     code = """
 import sys
 class Blocked:

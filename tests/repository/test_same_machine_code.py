@@ -1,4 +1,4 @@
-"""The comparison of machine code: names and comments are no difference, and each kind of difference is named."""
+"""The comparison of machine code: names and comments make no difference, and each kind of difference is named."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def proof() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def before(nvrtc: Any, proof: ModuleType) -> Any:
-    """The functions of TEXT."""
+    """The compiled functions of TEXT."""
     return proof.compiled(TEXT, OPTIONS)
 
 
 @pytest.fixture
 def fields(proof: ModuleType, before: Any) -> Callable[..., set[tuple[str, str]]]:
-    """The function and the field of each difference that an edit of TEXT makes."""
+    """A function that returns function and field of each difference that an edit of TEXT makes."""
 
     def found(old: str, new: str) -> set[tuple[str, str]]:
         assert old in TEXT

@@ -1,22 +1,16 @@
-"""The experiment on the time of selections: what it refuses, and what its published rows are of."""
+"""The experiment on the time of selections: what it refuses, and how its published rows were measured."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-
 
 @pytest.fixture
-def speed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for folder in (EXPERIMENTS, *EXPERIMENTS.iterdir()):
-        if folder.is_dir():
-            monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module("selection_speed")
+def speed(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("selection_speed")
 
 
 @pytest.mark.parametrize("changes", [{"seqlens": (100,)}, {"share": 0}, {"repeats": 0}, {"seqlens": (128, 0)}])

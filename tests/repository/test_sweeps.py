@@ -1,4 +1,4 @@
-"""Sweeps: which configurations they run, and that an interruption, a failure or a killed worker loses nothing done."""
+"""Sweeps run the configurations that are named; interruptions, failures and killed workers lose no finished task."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,12 +25,10 @@ COMMAND = [sys.executable, "-m", "experiments", "sweep"]
 
 
 @pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for folder in ("language", "proof", "speed", "sparsity", "support", "sweeps"):
-        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
+def sweep(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for module in ("sweep", "tasks", "on_processes", "on_dask", "on_submitit"):  # all of one import: tasks are pickled
         monkeypatch.delitem(sys.modules, module, raising=False)
-    return importlib.import_module("sweep")
+    return load("sweep")
 
 
 class InTurn:
@@ -108,7 +107,7 @@ def test_a_failure_is_recorded_and_the_sweep_goes_on(sweep: ModuleType, tmp_path
 
 @pytest.mark.parametrize("engine", ["local", "dask"])
 def test_a_killed_worker_loses_nothing_that_was_done(sweep: ModuleType, tmp_path: Path, engine: str) -> None:
-    """A worker is killed during the second task; the first file stays, and the other tasks are done all the same."""
+    """A worker is killed during the second task: the first file stays, and the other tasks are still run."""
     if engine == "dask":
         pytest.importorskip("distributed")
         pytest.importorskip("cloudpickle")
@@ -126,13 +125,13 @@ def test_a_killed_worker_loses_nothing_that_was_done(sweep: ModuleType, tmp_path
 
 
 def children() -> list[int]:
-    """Processes that work for this one, at any depth, and not those that only keep resources."""
+    """Return processes that work for this one at any depth, without those that only hold resources."""
     started = [child.pid for child in multiprocessing.active_children()]
     return [pid for pid in started if pid is not None]
 
 
 def test_a_killed_sweep_goes_on_from_what_was_done(sweep: ModuleType, tmp_path: Path) -> None:
-    """The command and its worker are killed after the first file; what is then run is the other task alone."""
+    """The command and its worker are killed after the first file; the next command runs only the other task."""
     command = [*COMMAND, "nap", "--over", "number=1,2", "--fixed", "seconds=0.5", "--workers", "1"]
     command += ["--results", str(tmp_path)]
     options = {"cwd": EXPERIMENTS.parent, "stderr": subprocess.DEVNULL, "start_new_session": True}
@@ -185,7 +184,7 @@ def test_time_of_a_processor_is_that_of_this_process_and_of_ended_children(sweep
 
 
 def test_published_sweeps_of_processes_add_less_than_a_fiftieth(sweep: ModuleType) -> None:
-    """By the time of processors, which other programs do not change; no task failed with any engine."""
+    """The time of processors counts, which other programs do not change; no task failed with any engine."""
     rows = importlib.import_module("harness").read_csv(EXPERIMENTS / "results" / "sweep_overhead.csv")
     assert {row["engine"] for row in rows} == set(sweep.ENGINES) and {row["failed"] for row in rows} == {"0"}
     assert all(float(row["task_s"]) == 60 for row in rows)

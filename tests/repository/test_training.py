@@ -1,11 +1,10 @@
-"""Training of the language model and the task on far ends: what their rows say holds at tiny sizes too."""
+"""Training of the language model, and the task on far ends: what their published rows show holds at tiny sizes too."""
 
 from __future__ import annotations
 
 import csv
 import importlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -18,14 +17,6 @@ pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip i
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import an experiment as its script does."""
-    for folder in ("language", "sparsity", "speed", "support"):
-        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -43,7 +34,7 @@ def recipe(training: ModuleType, name: str = "exact", **changes: Any) -> Any:
 
 
 def test_an_interrupted_training_ends_with_the_same_bits(training: ModuleType, tmp_path: Path) -> None:
-    """Interrupted between two checkpoints: the steps after the last one are made again."""
+    """Training is interrupted between two checkpoints, and the steps after the last checkpoint are run again."""
     text, exact = training.library_text(5000), training.model.exact
     whole = training.Training.new(recipe(training), np)
     list(whole.steps(text, exact, tmp_path / "whole", every=6))
@@ -107,7 +98,7 @@ def test_the_text_is_the_librarys_source(training: ModuleType) -> None:
 
 
 def test_naive_attention_is_exact_and_a_wrong_key_is_not(training: ModuleType) -> None:
-    """In float64, where rounding is far below a wrong key; four query heads on two of keys."""
+    """In float64 rounding is far below the error of a wrong key. Four query heads share two heads of keys."""
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal((2, heads, 48, 8)) for heads in (4, 2, 2, 4))
     ways = training.attentions(training.block_indices(48, 16))
@@ -190,7 +181,7 @@ def test_ends_are_far_apart_and_labels_are_equal_colours(load) -> None:
 
 @pytest.mark.parametrize(("seqlen", "block"), [(64, 4), (512, 32), (2048, 128), (4096, 128), (16384, 128)])
 def test_two_steps_connect_the_ends_by_far_patterns_alone(load, seqlen: int, block: int) -> None:
-    """Over blocks: whether any block of a second end sees, in two steps, blocks where the first end may lie."""
+    """The test counts, in blocks, where two steps of attention lead from the second end, and seeks the first end."""
     task, grid = load("long_range"), seqlen // block
     for name in task.NAMES:
         mask = task.mask_of(name, seqlen, block)
@@ -216,7 +207,7 @@ def test_the_task_is_trained_and_judged_in_stages(load) -> None:
 
 
 def test_kernels_of_all_stages_are_compiled_at_once(load) -> None:
-    """Dense ones and ones of lists, both passes, in tiles that blocks of every stage fill."""
+    """Dense kernels and kernels of lists are compiled for both passes, in tiles that blocks of every stage fill."""
     task = load("long_range")
     config = task.Config(gpu=True, gpu_seqlens=(4096,), gpu_names=("exact", "window"))
     specs = task.specs_of(config, task.cuflash.DeviceSpec.gpu("H100"))

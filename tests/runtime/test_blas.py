@@ -1,4 +1,4 @@
-"""BLAS's number of threads, the caller's own limits and the bits, whichever threads call, fail, fork or exit."""
+"""BLAS keeps its number of threads, the caller's limits and its bits, whichever threads call, fail, fork or exit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def limited(number: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls share even little work among threads, and BLAS has a number of them that every test leaves as it is."""
+    """Make calls share even little work among three threads, and require that BLAS's number of threads is unchanged."""
     monkeypatch.setattr("cuflash.planning.host.HostTiling.is_small", False)
     monkeypatch.setattr("cuflash.planning.host.HostTiling.num_workers", 3)
     with limited(3):
@@ -53,7 +53,7 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Caller:
-    """A thread that goes on to its next `yield` at each `step`, and stays alive between them."""
+    """A thread that runs to its next `yield` at each `step`, and stays alive between steps."""
 
     def __init__(self, steps: Iterator[Any]) -> None:
         self._go, self._done, self._steps = threading.Semaphore(0), threading.Semaphore(0), steps
@@ -99,7 +99,7 @@ def one_thread(blas: ModuleType = blas) -> Iterator[None]:
 
 
 def inside() -> Iterator[set[int]]:
-    """The numbers of threads before a call, in it, and after it."""
+    """Yield the numbers of threads before a call, in it, and after it."""
     yield num_threads()
     with one_thread():
         yield num_threads()
@@ -267,7 +267,7 @@ def test_calls_do_without_a_blas_that_is_known(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Numbers(threading.local):
-    """A number of threads for each thread, and MKL's way to set it."""
+    """A number of threads for each thread, and a function that sets it as MKL's does."""
 
     found = 0
 
@@ -299,7 +299,7 @@ def fake(api: str, layer: str = "pthreads", **functions: Any) -> Any:
 
 
 def assert_limits_are_kept(blas: ModuleType) -> None:
-    """Limits are kept by libraries of each kind, for which stand-ins serve; the module is left as it was."""
+    """Assert that libraries of each kind keep limits. Stand-ins serve as libraries; the module is left unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blas, "_known", None)
         patch.setattr(blas, "_lock", threading.RLock())
@@ -392,7 +392,7 @@ def test_every_kind_of_library_keeps_its_limits() -> None:
 
 
 def assert_threads_are_right(library: ModuleType) -> None:
-    """Bits, limits and errors of calls that share their work among three threads, some of which cannot be started."""
+    """Assert bits, limits and errors of calls that three threads share, some of which cannot be started."""
     names = "executors.cpu", "executors.blas", "planning.host"
     cpu, blas, host = (importlib.import_module(f"{library.__name__}.{name}") for name in names)
     main, numbers, start = threading.current_thread(), Numbers(), threading.Thread.start
@@ -444,7 +444,10 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind() -> None:
     before, moments, has_ended = num_threads(), 0, False
 
     def interrupt(frame: FrameType, event: str, _: Any) -> None:
-        """Python looks for signals where a function of its own begins and where one of C's has ended."""
+        """Raise KeyboardInterrupt at the next place where Python looks for signals in the code under test.
+
+        Python looks where one of its functions begins and where one of C's has ended.
+        """
         nonlocal left
         code = frame.f_code
         is_in_question = code.co_filename == blas.__file__ or code.co_name in ("_run", "_share", "share_all")

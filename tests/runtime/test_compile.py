@@ -1,4 +1,4 @@
-"""Kernels compile anywhere and load once; no fault of CuPy's cache, of packages or of processes goes unexplained."""
+"""Kernels compile anywhere and load once; each fault of CuPy's cache, of packages or of processes is explained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[..., KernelSpec]
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has compiled nothing."""
+    """Put the module into the state of a process that has compiled nothing."""
     started = {"_loaded": {}, "_compiled": {}, "_process": None, "_is_started": False, "_warned": False}
     for name, value in started.items():
         monkeypatch.setattr(room, name, value)
@@ -92,7 +92,7 @@ def test_a_cubin_needs_no_gpu_and_no_temporary_file(
 
 
 def _sections(elf: bytes) -> dict[str, bytes]:
-    """The sections of a 64-bit ELF file by name."""
+    """Return the sections of a 64-bit ELF file by name."""
     (start,) = struct.unpack_from("<Q", elf, 40)
     size, number, names = struct.unpack_from("<HHH", elf, 58)
     headers = [struct.unpack_from("<IIQQQQ", elf, start + size * index) for index in range(number)]
@@ -353,7 +353,7 @@ PASSED = [_forge, _put_a_folder_there, _remove_all, _put_a_file_there, _make_it_
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the next process."""
+    """Put the module into the state of the next process."""
     monkeypatch.setattr(room, "_loaded", {})
     monkeypatch.setattr(room, "_warned", False)
 

@@ -56,7 +56,7 @@ def example_of(mask=None, *, q=(2, 4, 190, 48), k=(2, 2, 250, 48), v=(2, 2, 250,
 
 
 def sent(cupy, *arrays):
-    """Arrays on the device; bfloat16 only where CuPy has it."""
+    """Send arrays to the device; skip the test for bfloat16 if this CuPy lacks it."""
     try:
         return [cupy.asarray(array) for array in arrays]
     except (TypeError, ValueError) as error:
@@ -66,7 +66,7 @@ def sent(cupy, *arrays):
 
 
 def on_the_device(mask):
-    """A mask without arrays as it is, one with arrays of the host as a list that goes to the device once."""
+    """Return a mask without arrays as it is, and a mask with arrays of the host as an index, which is copied once."""
     try:
         hash(mask)
         return mask
@@ -133,7 +133,7 @@ def test_explain_knows_the_registers_of_compiled_kernels(cupy):
 
 
 def test_streams_do_not_disturb_each_other(cupy):
-    """Lists, temporaries and results of 4 streams at once, of plans that come and go, are nobody else's."""
+    """Four streams at once, and plans that come and go, have lists, temporaries and results of their own."""
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     examples = [example_of(MASKS[name]) for name in ("dense", "random", "blocks", "documents")]
     arrays = [sent(cupy, example.q, example.k, example.v, example.do) for example in examples]
@@ -155,7 +155,7 @@ def test_streams_do_not_disturb_each_other(cupy):
 
 
 def test_a_new_thread_s_first_call_may_be_a_repeated_one(cupy):
-    """The thread has no CUDA context of its own before, and what it allocates may come from CuPy's pool."""
+    """The thread has no CUDA context before the call, and what it allocates may come from CuPy's pool."""
     q, k, v, do = sent(cupy, *drawn(4, 2, 190, 48))
     _, vjp = cuflash.attention_vjp(q, k, v)
     expected, found = [cuflash.attention(q, k, v), *vjp(do)], []

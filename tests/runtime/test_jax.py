@@ -1,4 +1,4 @@
-"""JAX's arrays in and out: on the CPU, traced or not, and on a GPU where there is one."""
+"""JAX's arrays as arguments and results: on the CPU, traced or not, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_tracer_on_a_gpu_is_refused_in_one_sentence(monkeypatch):
 
 
 def test_derivatives_of_arrays_that_hold_data_are_taken_where_these_lie(monkeypatch):
-    """Tracers of grad and vjp outside of what is traced hold arrays, wherever JAX would run what it traces."""
+    """Outside of traced functions, tracers of grad and vjp hold arrays, wherever JAX would run traced ones."""
     expected = jax.grad(lambda q: attention(q, *given()[1:]).sum())(given()[0])
     monkeypatch.setattr(cuflash.jax, "_default_platform", lambda: "gpu")
     q, k, v = given()

@@ -1,4 +1,4 @@
-"""A block index that several calls are given is read once: the calls share its work and copies, which go with it."""
+"""A block index given to several calls is read once: the calls share its work and copies, which are freed with it."""
 
 from __future__ import annotations
 

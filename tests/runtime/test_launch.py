@@ -1,4 +1,4 @@
-"""Around a kernel's launch: bad arrays, streams, captures, checks, memory; on a stand-in for CuPy that runs it."""
+"""All around a launch: bad arrays, streams, captures, checks and memory, on a stand-in for CuPy that runs kernels."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_calls_at_once_have_records_of_their_own():
 @given(data=st.data())
 @settings(max_examples=40)
 def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
-    """Whatever decides a call is part of what repeated calls are looked up by."""
+    """Everything that decides a call is part of the key by which repeated calls are looked up."""
     drawn = data.draw(
         st.lists(
             st.fixed_dictionaries(
@@ -323,7 +323,7 @@ def test_out_of_memory_is_a_memory_error_and_a_smaller_call_works_after(cupy):
 
 
 class Foreign:
-    """An array of a library of its own."""
+    """An array of a library that CuPy and NumPy do not know."""
 
     def __init__(self, host, device=(1, 0), error=None):
         self.host, self.device, self.error = host, device, error
@@ -539,7 +539,7 @@ def test_a_list_of_one_stream_alone_goes_with_its_plan(cupy):
 
 
 def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, monkeypatch):
-    """Kernels leave its zeros behind. But a graph may be replayed beside what its stream runs since."""
+    """Kernels leave zeros in it. A graph has its own array, as it may be replayed beside later calls of its stream."""
     from cuflash.executors import gpu, tensor_map
 
     monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
@@ -592,7 +592,7 @@ def test_a_compiled_plan_is_captured_and_replayed_on_changed_data(cupy, mask):
 
 
 def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
-    """Memory given back after a capture would be another array's at the next replay."""
+    """Memory that is given back after a capture would belong to another array at the next replay."""
     q, k, v, do = (cupy.asarray(array) for array in (Q, K, V, DO))
     ready = cuflash.plan(q, k, v)
     ready.compile()
@@ -747,8 +747,10 @@ def test_a_plan_has_the_kernels_that_its_promise_asks_for(dtype, kernel, head_di
 
 @pytest.mark.parametrize(("kernel", "places", "key_places"), [("simt", 64, 64), ("sm80", 50 // 6, 50 // 12)])
 def test_heads_of_a_list_take_turns(kernel, places, key_places):
-    """All of them; on tensor cores those that fill a third of the level-2 cache: 2 MiB K and V of each, 4 MiB Q, dO and
-    dQ."""
+    """All heads alternate, or on tensor cores those that fill a third of the level-2 cache.
+
+    K and V of a head take 2 MiB, and Q, dO and dQ take 4 MiB.
+    """
     shape = ShapeDtype((2, 32, 8192, 64), "float16")
     blocks = masks.BlockPattern(np.eye(64, dtype=bool), 128)
     plan = cuflash.plan(shape, shape, shape, mask=blocks, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
@@ -760,7 +762,7 @@ def test_heads_of_a_list_take_turns(kernel, places, key_places):
     ("kernel", "seqlen"), [("sm80", 1024), ("sm80", 4096), ("sm80", 16384), ("sm90", 4096), ("sm90", 16384)]
 )
 def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
-    """Blocks that take tiles of keys as they end have, all of them, about as much to do."""
+    """Blocks that take the next tile of keys when they end one all have about as much to do."""
     places = 16 * 16384 // seqlen
     shape = ShapeDtype((places, seqlen, 128), "float16")
     plan = cuflash.plan(shape, shape, shape, causal=True, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
@@ -813,7 +815,7 @@ TWO_WALKS = ("backward_rows", "backward_columns")  # what deterministic=True tak
 
 
 def after_launch(monkeypatch, entry, damage):
-    """Let the simulator's next launch of an entry leave damage behind."""
+    """Damage the results of the simulator's next launch of an entry."""
     launch = simulated.Simulator.launch
 
     def damaged(self, spec, grid, nbytes, arguments):

@@ -1,4 +1,4 @@
-"""Calls with a mask that is new each time leave nothing behind, on the host and on the device."""
+"""Calls with a mask that is new each time keep no memory, on the host or on the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resident_bytes() -> int:
 
 
 def growth(call: Callable[[int], object], calls: int) -> int:
-    """Bytes that the process takes more after calls than after the first of them."""
+    """Return by how many bytes the process is larger after all calls than after the first ones."""
     for turn in range(WARM):
         call(turn)
     before = resident_bytes()

@@ -1,4 +1,4 @@
-"""Memory that calls use in turn, and calls that share launches: of other libraries' arrays, and plans for new masks."""
+"""Calls use the same memory in turn, and share launches: with arrays of other libraries, and with new masks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_lse_that_nobody_wants_changes_nothing(cupy):
 
 
 def test_calls_of_one_stream_that_are_launched_at_once_have_memory_of_their_own(cupy):
-    """Another thread makes a call between the kernels of a call."""
+    """Another thread makes a call between two kernels of a call."""
     launch, between = cupy.cuda.driver.launchKernel, []
 
     def launched(*arguments):
@@ -86,7 +86,7 @@ def test_calls_of_one_stream_that_are_launched_at_once_have_memory_of_their_own(
 
 
 def memory_of(sizes):
-    """Memory of workspaces of some sizes, and the arrays that were made."""
+    """Return memory of workspaces of these sizes, and the list of arrays that it makes."""
     made, kept, pieces = [], {}, {}
 
     def maker(shape, dtype):

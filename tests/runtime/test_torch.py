@@ -1,4 +1,4 @@
-"""PyTorch's tensors in and out: on the CPU, and on a stand-in for a GPU; `test_torch_gpu` has the real one."""
+"""PyTorch's tensors as arguments and results, on the CPU and on a stand-in for a GPU. test_torch_gpu has a real one."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_calls_on_a_gpu_give_what_the_cpu_gives_and_make_no_array_of_cupy(machin
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3), (2, 1, 0, 3), (0, 1, 3, 2)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_results_lie_in_memory_as_tensors_do(machines, order, deterministic):
-    """Axes of o lie as those of q, and gradients as their tensors, where rows are dense; elsewhere in C order."""
+    """The axes of o have q's order in memory, and gradients that of their tensors, if rows are dense; else C order."""
     back = [order.index(axis) for axis in range(4)]
     tensors = [tensor.permute(order).contiguous().permute(back) for tensor in (Q, K, V)]
     given = [on_device(tensor).requires_grad_() for tensor in tensors]
@@ -553,7 +553,7 @@ def test_tensors_must_be_on_one_device_and_on_the_current_one(machines, monkeypa
 
 
 def test_a_call_after_others_gives_what_it_gives_alone(machines):
-    """Whatever decides a call is part of what repeated calls are looked up by."""
+    """Everything that decides a call is part of the key by which repeated calls are looked up."""
     given = [on_device(tensor) for tensor in (Q, K, V)]
     options = [
         {}, {"causal": True}, {"window": (3, 1)}, {"scale": 0.5}, {"mask": LISTED}, {"out": on_device(DO)},

@@ -1,4 +1,4 @@
-"""PyTorch's tensors in a `KVCache` on a stand-in for a GPU: read in place or refused, as arrays of CuPy are."""
+"""PyTorch's tensors in a `KVCache`, on a stand-in for a GPU, are read in place or refused, as CuPy's arrays are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SINK = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[cupy_machine.Cupy]:
-    """The stand-ins, where PyTorch's current stream is CuPy's."""
+    """The stand-ins for PyTorch and CuPy, with one current stream for both."""
     with torch_machine.installed(monkeypatch, tmp_path) as (machine, _):
         monkeypatch.setattr(layouts, "_is_on_stream_of", lambda tensor, cupy: True)
         monkeypatch.setattr(layouts, "_of_tensor", lambda tensor, cupy: cupy.from_dlpack(tensor))
@@ -38,7 +38,7 @@ def a_cache(cupy: Any) -> KVCache:
 
 
 def walked(cupy: Any, send: Any, after: Any = lambda step: None) -> list[Any]:
-    """Results of steps with queries, new rows and a sink that a function sends."""
+    """Return results of steps whose queries, new rows and sink a function sends to the device."""
     cache, made = a_cache(cupy), []
     for step, (q, k, v) in enumerate(ROWS):
         q, k, v = send(q), send(np.ascontiguousarray(k[:, :2])), send(np.ascontiguousarray(v[:, :2]))
@@ -62,7 +62,7 @@ def test_tensors_of_a_layout_seen_twice_are_read_in_place(cupy: Any, monkeypatch
 
 @needs_compiler
 def test_tensors_of_another_stream_are_taken_each_time(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DLPack makes CuPy's stream wait for theirs, each time."""
+    """DLPack makes CuPy's stream wait for that of the tensors, at each call."""
     cache, taken = a_cache(cupy), []
     take = cupy.from_dlpack
     monkeypatch.setattr(cupy, "from_dlpack", lambda tensor: taken.append(tensor) or take(tensor))

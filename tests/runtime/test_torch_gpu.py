@@ -31,7 +31,7 @@ def drawn(dtype="bfloat16", seed=0):
 
 
 def as_numpy(tensor):
-    """The values in NumPy's dtype of the same name."""
+    """Return the values in NumPy's dtype of the same name."""
     import ml_dtypes
 
     host = tensor.detach().cpu()
@@ -45,7 +45,7 @@ def within_bounds(tensors, mask, found):
 
 
 def passes(tensors, **options):
-    """Results and gradients of leaves with the tensors' values."""
+    """Return results and gradients of leaves with the tensors' values."""
     given = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
     o, lse = attention(*given, **options, return_lse=True)
     dq, dk, dv = torch.autograd.grad(o, given, tensors[3])
@@ -65,7 +65,7 @@ def test_every_result_is_within_its_bound(dtype, mask):
 @pytest.mark.parametrize("kernel", ["sm80", "sm90", "simt"])
 @pytest.mark.parametrize("mask", [None, masks.Causal("bottom_right"), masks.BlockPattern(np.tri(2, dtype=bool), 128)])
 def test_results_lie_in_memory_as_tensors_do(mask, kernel):
-    """Tokens before heads, as models keep them."""
+    """Tokens lie before heads, as models keep them."""
     if kernel == "sm90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the GPU must have compute capability 9.0")
     tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in drawn()]
@@ -122,7 +122,7 @@ def test_results_and_workspaces_are_pytorchs_and_no_array_is_cupys():
 
 
 def test_both_passes_run_on_pytorchs_current_stream():
-    """Data comes late on a stream of PyTorch: whoever reads on another stream reads zeros."""
+    """Data arrives late on a stream of PyTorch: a kernel on another stream would read zeros."""
     tensors = drawn()
     passes(tensors, causal="bottom_right")
     late = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors[:3]]

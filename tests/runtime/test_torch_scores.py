@@ -26,12 +26,12 @@ TABLE, PLACE = drawn(4, 9, seed=7), torch.arange(7) % 3
 
 
 def warped(s, b, h, i, j, slope, table, place):
-    """Curved in s, with a gather by an array of integers, and two arrays that may be learnt."""
+    """A function that is curved in s, gathers by an array of integers, and has two arrays that may be learnt."""
     return 2 * np.tanh(s / 2) - np.exp(slope[h]) * np.abs(i - j) + s * table[h, 3 * np.clip(place[j], 0, 2) + i % 3]
 
 
 def options_of(bias=None, sink=None, slope=None, table=None, place=PLACE, to=lambda tensor: tensor):
-    """The arguments of a call with these tensors, and the names of those that a gradient is asked of."""
+    """Return the options of a call with these tensors."""
     given = {} if bias is None else {"bias": to(bias)}
     given |= {} if sink is None else {"sink": to(sink)}
     if slope is not None:
@@ -44,7 +44,7 @@ def as_numpy(tensor):
 
 
 def expected(names, *, dtype=np.float64, **tensors):
-    """o, lse and gradients by NumPy's calls."""
+    """Return o, lse and gradients that calls with NumPy's arrays give."""
     q, k, v, do = (as_numpy(tensor).astype(dtype) for tensor in (Q, K, V, DO))
     options = options_of(**tensors, to=lambda x: as_numpy(x).astype(dtype) if x.is_floating_point() else as_numpy(x))
     (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, wrt=tuple(names), causal="top_left", return_lse=True)
@@ -157,7 +157,7 @@ def test_results_are_those_of_the_same_arrays(executor):
 
 
 def test_gradients_of_a_gathered_table_repeat_on_kernels():
-    """The gradient is that of the default form; what nothing requires is not computed."""
+    """The gradient is that of the default form, and gradients that no tensor requires are not computed."""
     tensors = [tensor.float().requires_grad_() for tensor in (Q, K, V)]
     found = []
     for deterministic in (False, True):
@@ -169,7 +169,7 @@ def test_gradients_of_a_gathered_table_repeat_on_kernels():
 
 
 def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkeypatch):
-    """Another number is another argument of the same kernels; another function, bias or sink is told apart."""
+    """Another number is an argument of the same kernels; calls with another function, bias or sink are told apart."""
     q, k, v = (tensor.float() for tensor in (Q, K, V))
     calls = [
         {"softcap": 2.0}, {"softcap": 3.0}, {}, {"bias": BIAS.float()}, {"sink": SINK.float()},

@@ -1,4 +1,4 @@
-"""A real client: models of Hugging Face transformers with the attention function of the page on them."""
+"""Models of Hugging Face transformers run with the attention function that the page registers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of itsel
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    """Return the attention function that the page registers, by the page's own code."""
+    """Register the attention function by running the page's own code."""
     exec(compile(blocks(PAGE)[0].source, str(PAGE), "exec"), {})
 
 
@@ -40,9 +40,9 @@ def llama(**changes: Any) -> Any:
 
 
 def trained(model: Any, name: str, tokens: Any = TOKENS, padding: Any = PADDING) -> tuple[Any, Any, Any]:
-    """Logits of what is no padding, loss, and the gradients of all parameters.
+    """Return logits of tokens that are no padding, the loss, and the gradients of all parameters.
 
-    No token is predicted from padding, whose queries attend whatever a mask function of transformers lets them.
+    No token is predicted from padding, whose queries attend whatever transformers' mask function allows them.
     """
     follows_padding = torch.nn.functional.pad(padding[:, :-1], (1, 0), value=1) == 0
     labels = tokens.masked_fill((padding == 0) | follows_padding, -100)
@@ -56,7 +56,7 @@ def trained(model: Any, name: str, tokens: Any = TOKENS, padding: Any = PADDING)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]]:
-    """Queries, keys and options of the calls of `cuflash.torch.attention`."""
+    """Record queries, keys and options of the calls of `cuflash.torch.attention`."""
     made: list[tuple[Any, Any, dict[str, Any]]] = []
     attention = cuflash.torch.attention
     monkeypatch.setattr(
@@ -98,7 +98,7 @@ def test_generation_with_a_cache_writes_the_same_tokens(calls: Any) -> None:
 
 
 def test_a_sequence_may_come_in_pieces(calls: Any) -> None:
-    """Several queries against the keys of a cache and their own."""
+    """Several queries attend the keys of a cache and their own."""
     model = llama()
     model.set_attn_implementation("exact")
     with torch.no_grad():

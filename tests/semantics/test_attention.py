@@ -1,4 +1,4 @@
-"""The semantics that systems in the field disagree on, each pinned; values are checked in test_properties and below."""
+"""Semantics on which systems of the field disagree, each with a test. test_properties.py has most tests of values."""
 
 import re
 from dataclasses import fields
@@ -29,7 +29,7 @@ def drawn(*shape, dtype=np.float32):
 
 
 def at_tile(example, tile, num_processors=1):
-    """An executable with a tile of the test's choosing, so that small problems have many tiles."""
+    """Return a plan with a tile that the test chooses, so that small problems have many tiles."""
     device = DeviceSpec(name="test", num_processors=num_processors, tile_memory_bytes=1 << 20)
     problem = Problem.of(example.q, example.k, example.v, scale=example.scale)
     mask = requested_mask(example.mask, False, None, problem.mask_shape)

@@ -1,4 +1,4 @@
-"""Masses of blocks against the softmax itself in float64, on every executor, and against recall."""
+"""Masses of blocks equal those of the softmax in float64 on every executor, and agree with recall."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuflash.calls import checked_plan
 
 
 def summed(p: Any, block: tuple[int, int]) -> Any:
-    """Weights summed over the keys of blocks, and their mean over the queries of a block that have a key."""
+    """Sum weights over the keys of blocks, and average over those queries of a block that have a key."""
     (num_q, num_kv), (block_q, block_kv) = p.shape[-2:], block
     q_starts, kv_starts = range(0, num_q, block_q), range(0, num_kv, block_kv)
     sums = np.add.reduceat(np.add.reduceat(p, q_starts, axis=-2), kv_starts, axis=-1)
@@ -29,9 +29,9 @@ def summed(p: Any, block: tuple[int, int]) -> Any:
 
 
 def tolerance(q: Any, k: Any, eps: float, block: tuple[int, int]) -> float:
-    """Relative error of a mass, to first order: twice that of a score's products, as lse has one too, and of sums.
+    """Relative error of a mass, to first order: twice that of a score's products, since lse has it too, and of sums.
 
-    An exponential, and a product of tensor cores, errs by some units in the last place more than arithmetic does.
+    Exponentials, and products of tensor cores, err by some units in the last place more.
     """
     wide_q, wide_k = np.abs(q.astype(np.float64)), np.abs(k.astype(np.float64))
     wide_k = wide_k.repeat(q.shape[-3] // k.shape[-3], axis=-3)
@@ -82,7 +82,7 @@ def test_masses_are_sums_of_the_softmax(run: Run) -> None:
 @on_every_executor
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_dtype_errs_by_what_its_sums_round(run: Run, dtype: str) -> None:
-    """A weight's relative error is at most the errors of its score and of its row's lse, for scores of some tiles."""
+    """A weight's relative error is at most the errors of its score and of its row's lse."""
     rng = np.random.default_rng(1)
     made = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
     q, k = rng.standard_normal((2, 4, 150, 40)).astype(made), rng.standard_normal((2, 2, 133, 40)).astype(made)
@@ -124,7 +124,7 @@ def test_thread_blocks_take_tiles_until_none_is_left(chip: str) -> None:
 
 
 def check_on_chip(chip: str, num_processors: int | None = None, **case: Any) -> None:
-    """On the simulator, which plays another chip, or one of fewer multiprocessors."""
+    """Check masses on a simulator of another chip, or of one with fewer multiprocessors."""
     device = replace(DeviceSpec.gpu(chip), name="simulator")
     device = device if num_processors is None else replace(device, num_processors=num_processors)
     with patch.object(checked_plan, "_SIMULATED", device):
@@ -132,8 +132,10 @@ def check_on_chip(chip: str, num_processors: int | None = None, **case: Any) -> 
 
 
 def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: int = 0, rise: int = 1) -> None:
-    """Masses of 16-bit q and k, within what their scores and sums round in float32: without lse, and with that of a
-    mask that allows as much again."""
+    """Check masses of 16-bit q and k within the rounding of scores and sums in float32.
+
+    They are checked without lse, and with the lse of a mask that allows as much again.
+    """
     (seqlen_q, seqlen_kv, dim), rng = shape, np.random.default_rng(6)
     q = (3 * rng.standard_normal((4, seqlen_q, dim))).astype(np.float16)
     k = rng.standard_normal((2, seqlen_kv, dim)).astype(np.float16)
@@ -215,7 +217,7 @@ def test_calls_that_lie_alike_read_their_own_arrays() -> None:
 
 
 def test_rows_that_are_cut_in_two_by_a_tile_add_up() -> None:
-    """Tiles of the host are 512 queries tall, and blocks of 300 lie across two of them."""
+    """Tiles of the host have 512 queries, so that some blocks of 300 lie across two of them."""
     q, k = np.random.default_rng(5).standard_normal((2, 1, 1100, 4))
     expected = summed(weights(q, k, np.ones((1100, 1100), bool)), (300, 64))
     np.testing.assert_allclose(masses(CPU, q, k, block=(300, 64)), expected, rtol=tolerance(q, k, EXACT, (300, 64)))

@@ -1,4 +1,4 @@
-"""error_bound: it holds, it is as small as it says, and it says where it promises nothing."""
+"""error_bound holds, is as small as its derivation says, and is infinite where nothing is promised."""
 
 import math
 
@@ -123,7 +123,7 @@ def test_nothing_is_promised_where_the_dtype_may_overflow():
 
 
 def test_nothing_is_promised_of_gradients_through_a_ds_that_may_overflow():
-    """That of query 0 with keys 0 and 1 is 90000; query 1 sends no gradient, and key 2 is seen by it alone."""
+    """dS of query 0 with keys 0 and 1 is 90000. Query 1 has no gradient, and it alone attends key 2."""
     q, k = np.full((2, 1), 0.01, np.float16), np.zeros((3, 1), np.float16)
     v, do = np.array([[600], [0], [0]], np.float16), np.array([[600], [0]], np.float16)
     options = {"mask": np.array([[True, True, False], [False, False, True]])}
@@ -149,3 +149,48 @@ def test_rounding_p_costs_its_roundoff(product_dtype):
     kept, rounded = example.bounds.o, example.but(product_dtype=product_dtype).bounds.o
     assert (rounded > kept).all()
     assert rounded.max() < 2 * float(ml_dtypes.finfo(product_dtype).eps) * np.abs(example.v).max()
+
+
+_QKV = np.random.default_rng(1).standard_normal((4, 2, 3, 40, 16)).astype(np.float16)
+_SINK, _SLOPE = np.ones(3, np.float32), np.array([0.5, 0.25, 0.1], np.float32)
+_ALIBI = cuflash.scores.Score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j), slope=_SLOPE)
+PLANNED = {
+    "a band and a sink": {"window": (3, 0), "sink": _SINK, "wrt": "sink"},
+    "a mask of arrays": {"mask": masks.Documents(np.repeat([0, 1], 20)), "scale": 0.3},
+    "a score with a gradient": {"score": _ALIBI, "wrt": "slope"},
+    "a cap and a bias": {"softcap": 3.0, "bias": _QKV[0, 0, :, :, :1] * np.ones(40, np.float16)},
+    "dropout by an array": {"dropout": cuflash.Dropout(0.25, seed=np.array(3), offset=2)},
+}
+
+
+@pytest.mark.parametrize(("device", "kernel", "product_dtype"), [
+    (None, "auto", None), ("H100", "sm90", np.float16), ("H100", "sm80", np.float16), ("H100", "simt", None),
+])
+@pytest.mark.parametrize("options", PLANNED.values(), ids=PLANNED)
+def test_a_plan_gives_the_bounds_of_its_options_and_of_what_its_kernels_round(options, device, kernel, product_dtype):
+    q, k, v, do = _QKV
+    where = {} if device is None else {"device": cuflash.DeviceSpec.gpu(device), "kernel": kernel}
+    planned = error_bound(q, k, v, do, plan=cuflash.plan(q, k, v, **options, **where), sink=options.get("sink"))
+    named = error_bound(q, k, v, do, product_dtype=product_dtype, **options)
+    assert all(np.array_equal(getattr(planned, name), getattr(named, name)) for name in RESULTS)
+    assert np.array_equal(planned.dsink, named.dsink, equal_nan=True) if "sink" in options else planned.dsink is None
+    assert planned.others.keys() == named.others.keys()
+    assert all(np.array_equal(planned.others[name], named.others[name]) for name in named.others)
+
+
+def test_a_plan_is_refused_beside_its_options_and_for_other_arrays():
+    q = np.ones((2, 10, 8), np.float32)
+    of_shape = cuflash.plan(q, q, q, bias=cuflash.ShapeDtype((10, 10), np.float32))
+    for told, arguments in {
+        "plan must be a Plan or None; got 3": {"plan": 3},
+        "product_dtype must be left out beside plan": {"plan": cuflash.plan(q, q, q), "product_dtype": np.float16},
+        "sink must be None, as planned": {"plan": cuflash.plan(q, q, q), "sink": np.ones(2, np.float32)},
+        "sink must have shape (2,)": {"plan": cuflash.plan(q, q, q, sink=np.ones(2, np.float32))},
+        "plan must be made with the array bias": {"plan": of_shape},
+    }.items():
+        with pytest.raises(cuflash.UnsupportedProblem) as caught:
+            error_bound(q, q, q, **arguments)
+        assert any(reason.startswith(told) for reason in caught.value.reasons)
+    x8 = cuflash.quantize(q)
+    with pytest.raises(cuflash.UnsupportedProblem, match="plan must be None for Quantized"):
+        error_bound(x8, x8, x8, plan=cuflash.plan(q, q, q))

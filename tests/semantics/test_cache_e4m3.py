@@ -1,4 +1,4 @@
-"""A KV cache of float8_e4m3fn rounds rows once, keeps a scale for each, and attends to what it keeps."""
+"""A KV cache of float8_e4m3fn rounds rows once, keeps a scale for each row, and attends to the rounded rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normal(*shape: int, dtype: Any = np.float32) -> Any:
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 @pytest.mark.parametrize("num_rows", [1, 70])
 def test_it_attends_to_the_rows_that_it_keeps(run: Any, dtype: Any, num_rows: int) -> None:
-    """Of one token, and of more than the decode kernel takes; with pages, without and alone: the same bits."""
+    """Results of one token, and of more than the decode kernel takes, have equal bits in pages or not, and alone."""
     lengths = [CAPACITY, 0, 17, 33]
     q, k, v = (normal(4, heads, rows, 16, dtype=dtype) for heads, rows in ((4, num_rows), (2, CAPACITY), (2, CAPACITY)))
 
@@ -66,7 +66,7 @@ def test_it_attends_to_the_rows_that_it_keeps(run: Any, dtype: Any, num_rows: in
 
 
 def test_rows_are_rounded_once() -> None:
-    """One by one as at once; what is forked, copied and truncated keeps its bits, and so do the rows that are read."""
+    """Rows have equal bits if they are appended one by one or at once, forked, copied, truncated or read."""
     k, v = normal(2, 2, HEADS, 40, 16)
     made = []
     for pages in ({}, PAGES):

@@ -1,4 +1,4 @@
-"""Calls on a cache on a GPU are bound once: later ones write what first ones write, and refuse what they refuse."""
+"""Calls on a cache on a GPU are bound once: later calls write and refuse what first calls write and refuse."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def xp(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Stand-in for CuPy that counts arrays and logs operations on streams."""
+    """A stand-in for CuPy that counts arrays and logs operations on streams."""
     with cupy_machine.installed(monkeypatch, tmp_path) as machine:
         yield machine
 
@@ -52,7 +52,7 @@ def a_cache(xp: Any, pages: str = "contiguous", counted: str = "host", **sizes: 
 
 
 def rows_of(xp: Any, step: int, count: int = 1) -> tuple[Any, Any, Any]:
-    """q, k and v of a step, at places of their own."""
+    """Return q, k and v of a step in new memory."""
     rows = ROWS[step, :, :, :count]
     q, k, v = (xp.asarray(np.ascontiguousarray(x)) for x in (rows, rows[:, :2], rows[:, 2:]))
     return q, k, v
@@ -64,7 +64,7 @@ def forgotten(cache: KVCache) -> None:
 
 
 def walked(xp: Any, cache: KVCache, before: Callable[[KVCache], None]) -> list[Any]:
-    """Results of steps of several kinds, each of which comes more than once, and the cache's rows and lengths."""
+    """Return results of steps of several kinds, each of which occurs repeatedly, and the cache's rows and lengths."""
     made: list[Any] = []
     out = xp.asarray(np.zeros((3, 4, 1, 64), np.float16))
     counts = [1, 0, 2]
@@ -236,7 +236,7 @@ def test_steps_go_to_the_stream_that_is_current(xp: Any) -> None:
 
 
 def test_larger_calls_leave_the_memory_of_a_captured_one(xp: Any) -> None:
-    """A graph replays rightly after calls that need more memory, which it does not share."""
+    """A graph replays correctly after calls that need more memory, since it does not share memory with them."""
     cache, alone = a_cache(xp, counted="device"), a_cache(xp, counted="device")
     q, k, v = rows_of(xp, 1)
     cache.append(k, v)
@@ -271,7 +271,7 @@ def test_checks_that_are_asked_for_between_steps_are_made(stand_in: Any, monkeyp
 
 
 def test_rows_of_other_layouts_have_steps_of_their_own(xp: Any) -> None:
-    """After one token, three tokens are right, and so are rows whose axes lie in another order."""
+    """After a step of one token, steps of three tokens and of rows with another order of axes are right."""
     cache, alone = a_cache(xp), a_cache(xp)
     for step, count in enumerate((1, 3, 1, 3)):
         rows = rows_of(xp, step, count)

@@ -1,4 +1,4 @@
-"""The calculators say what arrays, caches and plans take; each is compared with what was allocated."""
+"""The calculators return the memory of arrays, caches and plans, which is compared with what was allocated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = st.fixed_dictionaries(
 
 
 def caches_of(sizes: dict[str, Any], **fields: Any) -> int:
-    """Bytes of the caches of all layers."""
+    """Return the bytes of the caches of all layers."""
     sizes = dict(sizes)
     return sizes.pop("num_layers") * KVCache(**sizes, **fields).nbytes
 

@@ -1,4 +1,4 @@
-"""A cache on a GPU: kernels append and decode by device lengths, in CUDA graphs too, and tell what had no room."""
+"""A cache on a GPU: kernels append and decode by device lengths, also in CUDA graphs, and count rows without room."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("dims", [(8, 16), (8, 3)], ids=str)
 def test_rows_go_behind_those_that_are_there(run: Run, dtype: Any, dims: tuple[int, int]) -> None:
-    """To pages in any order; rows beyond the capacity, and on pages that are none, are left out and counted."""
+    """Pages are in any order. Rows beyond the capacity, and on pages that do not exist, are left out and counted."""
     for counts in (None, (5, 2, 0, 4)):
         rows, k, v, lengths, faults = appended(run, dtype, dims, counts)
         pages, wanted = expected(rows, counts or [5] * 4)
@@ -79,7 +79,7 @@ def steps_of(count: int) -> list[Any]:
 
 
 def host_counted(prompt: Any, steps: list[Any], pages: dict[str, Any], xp: Any) -> list[Any]:
-    """Results of each step of a cache that the host counts."""
+    """Return the results of each step of a cache whose lengths the host counts."""
     cache = KVCache(**SIZES | pages, xp=xp)
     cache.append(*map(xp.asarray, prompt), counts=[20, 0, 33])
     made = []
@@ -91,14 +91,14 @@ def host_counted(prompt: Any, steps: list[Any], pages: dict[str, Any], xp: Any) 
 
 
 def same(made: Any, wanted: Any) -> bool:
-    """Tell whether all bits are equal."""
+    """Return whether all bits are equal."""
     return all(np.array_equal(x.get(), y) for x, y in zip(made, wanted))
 
 
 @pytest.mark.parametrize("kept", [{}, OF_8_BITS], ids=["plain", "8 bits"])
 @pytest.mark.parametrize("pages", PAGED)
 def test_a_graph_decodes_step_by_step(xp: Any, pages: str, kept: dict[str, Any]) -> None:
-    """Captured once, replayed for each token: as calls of a cache that the host counts, one after another."""
+    """A graph that is captured once and replayed for each token equals calls of a cache that the host counts."""
     steps, prompt = steps_of(STEPS), RNG.standard_normal((2, 3, HEADS, 33, 64)).astype(np.float16)
     wanted = host_counted(prompt, steps, PAGED[pages] | kept, xp)
     cache = KVCache(**SIZES | PAGED[pages] | kept, xp=xp)
@@ -128,7 +128,7 @@ def test_a_graph_decodes_step_by_step(xp: Any, pages: str, kept: dict[str, Any])
 @pytest.mark.parametrize("kept", [{}, OF_8_BITS], ids=["plain", "8 bits"])
 @pytest.mark.parametrize("pages", PAGED)
 def test_many_replays_have_the_bits_of_calls_that_the_host_counts(xp: Any, pages: str, kept: dict[str, Any]) -> None:
-    """Append and attention, captured once: on a GPU 1,000 replays, each equal bit for bit to a call of its own."""
+    """Append and attention are captured once; each replay, 1,000 on a GPU, equals a call of its own bit for bit."""
     is_stand_in = xp.__class__ is cupy_machine.Cupy
     replays, sizes = 8 if is_stand_in else REPLAYS, SIZES | PAGED[pages] | kept
     sizes["capacity"] = replays + 40
@@ -165,7 +165,7 @@ def test_many_replays_have_the_bits_of_calls_that_the_host_counts(xp: Any, pages
 
 @pytest.mark.parametrize("rows", [np.float16, ml_dtypes.bfloat16, np.float32])
 def test_rows_of_8_bits_are_those_of_the_host(xp: Any, rows: Any) -> None:
-    """Appended, forked, written to and read: the same bytes and scales."""
+    """Rows that are appended, forked, overwritten and read have the host's bytes and scales."""
     caches = [KVCache(**SIZES | OF_8_BITS | PAGED["pages"], **place) for place in ({}, {"xp": xp})]
     for cache, put in zip(caches, (np.asarray, xp.asarray)):
         k, v = (put(x) for x in np.random.default_rng(0).standard_normal((2, 3, HEADS, 21, 64)).astype(rows))
@@ -186,7 +186,7 @@ CHUNK = 35  # rows of two heads for each key/value head: more than the decode ke
 
 
 def test_a_graph_attends_chunk_by_chunk(xp: Any) -> None:
-    """Captured once with counts on the device, replayed for the next chunk, of another length in each sequence."""
+    """A graph with counts on the device is replayed for the next chunk, which has another length in each sequence."""
     counts = np.array([[CHUNK, 3, 0], [20, CHUNK, 1]], np.int32)
     chunks = [tuple(RNG.standard_normal((3, h, CHUNK, 64)).astype(np.float16) for h in (4, 2, 2)) for _ in counts]
     wanted, host = [], KVCache(**SIZES, **PAGED["pages"], xp=xp)

@@ -1,4 +1,4 @@
-"""Dropout on every executor: the weights that are dropped are those of the host's twin, bit by bit."""
+"""Dropout on every executor drops the weights that the host's function drops, bit by bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, words) -> Non
 
 
 def cell_and_bit(i: Any, j: Any) -> tuple[Any, Any, Any]:
-    """Two words of a weight's counter, and the bit of each half of the words that is of its number."""
+    """Return two words of a weight's counter, and the bit that each half of the words has of its number."""
     bit = 8 * (j % 2) + 4 * (i % 2) + 2 * (i // 8 % 2) + j // 8 % 2
     return 4 * (i // 16) + i % 8 // 2, 4 * (j // 16) + j % 8 // 2, bit
 
@@ -86,14 +86,14 @@ def test_a_weight_is_kept_by_the_number_of_its_place(seed, offset, threshold, he
 
 
 def test_every_number_belongs_to_one_weight() -> None:
-    """Of a tile of 16 x 16 weights no two have the same bit of the same counter."""
+    """No two weights of a tile of 16 x 16 have the same bit of the same counter."""
     i, j = np.mgrid[:16, :16]
     assert len(set(zip(*(x.ravel().tolist() for x in cell_and_bit(i, j))))) == 256
 
 
 @pytest.mark.parametrize("threshold", [26, 128, 230])
 def test_weights_are_dropped_as_often_as_p_says(threshold) -> None:
-    """At each place of a tile of 16 x 16, and at two neighbours of it at once, within five standard deviations."""
+    """Each place of a tile of 16 x 16, and each pair of neighbours, is within five standard deviations."""
     p = threshold / 256
     dropped = ~Dropout(p, SEED).keep((4, 512, 512))
     tiles = dropped.reshape(4, 32, 16, 32, 16).swapaxes(2, 3).reshape(-1, 16, 16)
@@ -122,7 +122,7 @@ def test_kernels_drop_the_weights_that_the_host_drops(run, shape, dtype) -> None
 
 @pytest.mark.parametrize(("run", "shape", "dtype"), RUNS)
 def test_every_result_of_a_kernel_is_within_its_bound(run, shape, dtype) -> None:
-    """With a sink and, on a few, a score function, too."""
+    """All calls have a sink, and some of them a score function."""
     score = scores.softcap(2.0) if (run.kernel, shape) in WITH_SCORE else None
     structure = Structure(**SHAPES[shape], dtype=dtype, sink=(4,), dropout=Dropout(0.3, SEED, 7))
     example = run.rounded(structure.example().but(score=score))
@@ -210,7 +210,7 @@ def test_a_graph_that_is_replayed_draws_anew() -> None:
 
 
 def test_parts_of_the_keys_merge_to_the_whole() -> None:
-    """Masks leave positions as they are, so parts of one array's keys draw what the whole does."""
+    """Masks leave positions unchanged, so that parts of one array's keys draw the numbers of the whole."""
     dropout, left = Dropout(0.3, SEED), masks.FromFunction(lambda b, h, i, j: j < 13)
     parts = [cuflash.attention(Q, K, V, mask=mask, dropout=dropout, return_lse=True) for mask in (left, ~left)]
     o, lse = cuflash.merge([part[0] for part in parts], [part[1] for part in parts])

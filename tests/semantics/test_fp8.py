@@ -1,4 +1,4 @@
-"""Operands of 8 bits: their numbers against ml_dtypes, attention of them within bounds, and what is refused."""
+"""Operands of 8 bits: their numbers equal those of ml_dtypes, attention is within bounds, and the rest is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def floats_around_e4m3() -> Any:
-    """Every bfloat16 up to 464, and floats at and beside each number of e4m3 and each middle between two."""
+    """Every bfloat16 up to 464, and floats at and beside each number of e4m3 and each midpoint of two."""
     halves = np.arange(2**16, dtype=np.uint32) << 16
     number = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
     edges = np.concatenate([number, (number[1:] + number[:-1]) / 2])
@@ -77,7 +77,7 @@ shapes = st.sampled_from([(5, 64), (2, 40, 64), (2, 3, 33, 16), (1, 0, 64), (2, 
 def test_numbers_are_nearest_ones_of_their_block(
     shape: tuple[int, ...], per: str, block: int, dtype: str, rotates: bool, power: int, seed: int
 ) -> None:
-    """By definition, block by block: the largest is 448, and the rest is at most half a place away."""
+    """In each block the largest number is 448, and the others are off by at most half a place."""
     x = (np.random.default_rng(seed).standard_normal(shape) * 2.0**power).astype(
         ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     )
@@ -118,7 +118,7 @@ def test_tiny_numbers_have_the_smallest_normal_scale() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_powers_of_two_and_their_scales_are_exact(dtype: str) -> None:
-    """Each number is one of e4m3, so that results are those of the plain call bit for bit, and scales move through."""
+    """e4m3 holds each number, so that results equal those of the plain call bit for bit."""
     x = RNG.integers(-7, 8, (3, 2, 70, 64)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     x[..., :1, 0] = 7
     x8 = [cuflash.quantize(each, largest=448, per="head") for each in x]
@@ -149,7 +149,7 @@ def test_a_scale_of_one_block_moves_its_keys_alone() -> None:
 @settings(max_examples=12, deadline=None)
 @given(example=examples(dtypes=("float16", "float32")), per=st.sampled_from(["block", "head", "tensor"]))
 def test_attention_is_within_both_bounds(example: Any, per: str) -> None:
-    """Of the exact attention of what is dequantised, and, with what quantisation changes, of the plain operands."""
+    """Results are within one bound of attention to dequantised operands, and within both of that to the plain ones."""
     plain = tuple(np.asarray(x, np.float32) for x in (example.q, example.k, example.v))
     assert all(np.isfinite(x).all() for x in plain)
     x8 = [cuflash.quantize(x, per=per, block=32) for x in plain]

@@ -1,4 +1,4 @@
-"""A KV cache holds what plain arrays hold, attends as attention does, and refuses what does not fit."""
+"""A KV cache holds what plain arrays hold, computes attention to it, and refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def normal(*shape: int, dtype: Any = np.float32) -> Any:
 
 
 def test_operations_in_any_order_hold_what_arrays_hold() -> None:
-    """CUFLASH_PROFILE=long takes 10 000 blocks."""
+    """With CUFLASH_PROFILE=long there are 10,000 steps."""
     is_long = settings.default.max_examples > 100
     examples, steps = (250, 40) if is_long else (12, 20)
     run_state_machine_as_test(
@@ -46,7 +46,7 @@ def test_operations_at_random_hold_what_arrays_hold(kind: str) -> None:
 
 
 def cache_of(run: Any, k: Any, v: Any, lengths: list[int], **pages: Any) -> KVCache:
-    """A cache of the first rows of some arrays where the executor's arrays are; all other rows hold NaN."""
+    """Return a cache of the first rows of some arrays, where the executor's arrays are; all other rows hold NaN."""
     sizes = {"batch": len(lengths), "head_dim": k.shape[-1], "value_dim": v.shape[-1], "dtype": k.dtype}
     if run.is_on_device:
         sizes["xp"] = pytest.importorskip("cupy")
@@ -68,7 +68,7 @@ WINDOWS = {"all": None, "left": (PAGE // 2, None), "both": (3, 2)}
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, window: str) -> None:
-    """Alone, in a batch, in pages and without: the same bits, and all within the bound; unused rows hold NaN."""
+    """Results have equal bits alone, in a batch, in pages and without, within bounds; unused rows hold NaN."""
     num_rows, batch = 3, len(EDGES)
     q, k, v = (
         normal(batch, heads, rows, dim, dtype=dtype)
@@ -181,7 +181,7 @@ def test_a_reservation_keeps_pages_from_the_others() -> None:
 
 
 def test_the_last_page_goes_to_the_first_that_asks() -> None:
-    """Two forks write to one page: the second of them owns it by then."""
+    """Two forks write to one page; the second of them is its only owner by then, and needs no copy."""
     cache = KVCache(**SMALL, page_size=16, num_pages=2)
     cache.append(*normal(2, 3, HEADS, 3, 8), counts=[3, 0, 0])
     cache.fork(0, 1)
@@ -210,7 +210,7 @@ def test_a_refused_call_changes_nothing() -> None:
 
 
 def test_pages_of_another_layout_are_used_where_they_lie() -> None:
-    """Tokens before heads, as other libraries keep them."""
+    """Tokens lie before heads, as other libraries keep them."""
     pages = np.full((2, 9, PAGE, HEADS, 8), np.nan, np.float32)
     k_pages, v_pages = pages.transpose(0, 1, 3, 2, 4)
     rows = normal(2, 1, HEADS, 30, 8)

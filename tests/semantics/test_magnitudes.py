@@ -1,6 +1,6 @@
-"""Scores decide, not the sizes of q, k and scale: powers of two that cancel change no bit, and bounds hold throughout.
+"""Scores decide, not the sizes of q, k and scale: powers of two that cancel change no bit, and bounds always hold.
 
-Also: nothing that the caller asks NumPy to raise comes out of a call.
+A call never raises the errors of arithmetic that the caller makes NumPy raise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ on_the_host = pytest.mark.parametrize("run", RUNS[:2], ids=str)
 
 
 def tame(**limits: Any) -> st.SearchStrategy[Example]:
-    """Examples whose scores, weights and gradients are far from what float32 cannot hold."""
+    """Return a strategy for examples whose scores, weights and gradients are far from the limits of float32."""
     structures = strategies.structures(**{"most_scores": 1 << 12, "widest": 32, "dtypes": WIDE, **limits})
     values, scales = st.sampled_from(["normal", "lattice"]), st.sampled_from([None, 0.3, -0.3])
     return st.builds(
@@ -37,14 +37,14 @@ def tame(**limits: Any) -> st.SearchStrategy[Example]:
 
 @st.composite
 def powers(draw: st.DrawFn) -> tuple[int, int]:
-    """Exponents for q and for k; their sum lies about where scales are no more left as they are."""
+    """Draw exponents for q and for k, whose sum is near the limit up to which scales stay as they are."""
     both = draw(st.sampled_from([0, 1, 60, 64, 65, 66, 67, 70, 130, 170])) * draw(st.sampled_from([-1, 1]))
     of_q = draw(st.integers(max(-85, both - 85), min(85, both + 85)))
     return of_q, both - of_q
 
 
 def scaled(example: Example, of_q: int, of_k: int) -> Example:
-    """The same scores from q times 2^of_q, k times 2^of_k, and the scale that makes up for both."""
+    """Return an example with equal scores, from q times 2^of_q, k times 2^of_k, and the scale that cancels both."""
 
     def times(array: Any, exponent: int) -> Any:
         return np.ldexp(array.astype(np.float64), exponent).astype(array.dtype)
@@ -54,7 +54,7 @@ def scaled(example: Example, of_q: int, of_k: int) -> Example:
 
 
 def assert_powers_cancel(everything: Everything, example: Example, of_q: int, of_k: int) -> None:
-    """Every bit of results is the same, but for the powers of two that the gradients have."""
+    """Assert that every bit of results is equal, but for the powers of two that the gradients have."""
     if example.q.dtype == np.float64:
         of_q, of_k = 6 * of_q, 6 * of_k
     plain, far = (everything(scaled(example, *powers)) for powers in ((0, 0), (of_q, of_k)))  # which lie alike
@@ -65,7 +65,7 @@ def assert_powers_cancel(everything: Everything, example: Example, of_q: int, of
 
 
 def assert_operands_may_be_huge(everything: Everything, example: Example) -> None:
-    """o and lse are within their bounds where one of q and k is as large as its dtype can hold, the other as small."""
+    """Assert that o and lse are within bounds where q or k is as large as its dtype allows and the other as small."""
     most = 1021 if example.q.dtype == np.float64 else 125  # of 2; the smallest normal number is 2^-126
     lattice = {name: assertions.on_lattice(getattr(example, name)) for name in ("q", "k")}
     for of_q in (most, -most):
@@ -75,7 +75,7 @@ def assert_operands_may_be_huge(everything: Everything, example: Example) -> Non
 
 
 def _repeatable(run: Run) -> Everything:
-    """Those results of a run that are the same from call to call."""
+    """Return a function for those results of a run that repeat bit for bit."""
 
     def everything(example: Example) -> dict[str, Any]:
         results = run.everything(example)
@@ -162,7 +162,7 @@ def test_nothing_comes_out_of_an_lse_that_is_too_large() -> None:
 
 
 def assert_no_lse_is_too_large(library: Any) -> None:
-    """Whatever the caller gives `backward` for the lse that `forward` made, NumPy's errors are not raised."""
+    """Assert that `backward` raises no error of NumPy's, whatever it is given as the lse of `forward`."""
     x = np.ones((2, 3), np.float32)
     ready = library.plan(x, x, x)
     for number in (3e38, np.inf, -np.inf, np.nan):
@@ -175,7 +175,7 @@ def assert_no_lse_is_too_large(library: Any) -> None:
 
 
 def changed(example: Example, kind: str) -> Example:
-    """Operands of other sizes, with which arithmetic overflows, underflows, or starts from inf and NaN."""
+    """Return an example with other sizes, whose arithmetic overflows, underflows, or starts from inf and NaN."""
     factor = {"huge": 3e4, "tiny": 1e-6, "tiny do": 1e-6}.get(kind, 1.0)
     names = {"as drawn": (), "tiny do": ("do",)}.get(kind, ("q", "k", "v", "do"))
     operands = {}
@@ -189,7 +189,7 @@ def changed(example: Example, kind: str) -> Example:
 
 
 def assert_nothing_is_raised(everything: Everything, example: Example) -> None:
-    """Results have the same bits whatever the caller asks NumPy to raise."""
+    """Assert that results have equal bits whatever errors the caller makes NumPy raise."""
     with np.errstate(all="ignore"):
         expected = everything(example)
     try:

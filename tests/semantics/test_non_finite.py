@@ -1,4 +1,4 @@
-"""NaN and infinities follow the rule of docs/semantics.md: on executors, in families and walks, and by parts."""
+"""NaN and infinities follow the rule of docs/semantics.md on all executors, in all families, and in merged parts."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ FAULTS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
 
 
 def a_fault_a_head(group_size: int = 1, **fields: Any) -> Example:
-    """Every fault of the list, each in a key/value head of its own; group_size query heads read it, and the last of
-    them holds what q, do and dlse do."""
+    """Return an example with every fault of the list, each in a key/value head of its own.
+
+    group_size query heads share it, and the last of them has the faults of q, do and dlse.
+    """
     heads = {"num_heads": group_size * len(FAULTS), "num_kv_heads": len(FAULTS)}
     example = Structure(**heads, **{"seqlen_q": 70, "seqlen_kv": 130, "head_dim": 8, "value_dim": 8} | fields).example()
     operands = {name: getattr(example, name).copy() for name in ("q", "k", "v", "do", "dlse")}
@@ -93,8 +95,10 @@ KINDS = {
 
 
 def cases() -> Iterator[Any]:
-    """Every executor and family, in one walk and in two, with all work; on the simulator with one kind of it, in turn,
-    unless the profile is long."""
+    """Yield every executor and family, with dQ by a kernel of its own and without, and all kinds of work.
+
+    On the simulator, cases have one kind of work in turn, unless the profile is long.
+    """
     for dtype, work in product(("float16", "float32", "float64"), WORK):
         yield pytest.param(CPU, {"dtype": dtype}, work, id=f"cpu-{dtype}-{work}")
     in_turn = itertools.cycle(WORK)
@@ -153,7 +157,7 @@ SPLITS = pytest.mark.parametrize(
 def assert_parts_follow_the_rule(
     run: Run = SIM, group_size: int = 1, seqlen_q: int = 70, scale: float | None = None
 ) -> None:
-    """Parts of blocks that share the keys of a tile are merged to the result of the whole."""
+    """Assert that parts of blocks that share a tile's keys are merged to the result of the whole."""
     fields = {"seqlen_q": seqlen_q, "seqlen_kv": 300, "dtype": "float16", "scale": scale}
     example = splitting.rounded(a_fault_a_head(group_size, **fields))
     plan = splitting.split_plan(example, 3, run)
@@ -178,7 +182,7 @@ def test_parts_of_keys_give_what_all_give(run: Run, group_size: int, seqlen_q: i
     st.lists(st.integers(0, 300), max_size=3).map(sorted),
 )
 def test_merge_says_what_the_whole_says(example: Example, cuts: list[int]) -> None:
-    """Parts are made in float64, so that the bounds of float32 leave room for the merging."""
+    """Parts are computed in float64, so that the bounds of float32 leave room for merging them."""
     keys = example.problem.seqlen_kv
     ends = [0, *(min(cut, keys) for cut in cuts), keys]
     parts = [
@@ -211,7 +215,7 @@ MERGED = [  # o and lse of parts, and of the whole
 
 
 def assert_merges(merge: Any, outs: list[float], lses: list[float], o: float, lse: float, dtype: str) -> None:
-    """The parts give the whole, and no warning, whatever the caller lets NumPy raise."""
+    """Assert that parts are merged to the whole, without warnings, whatever errors the caller makes NumPy raise."""
     kind, wide = np.dtype(dtype), np.float64 if dtype == "float64" else np.float32
     parts = [np.full((1, 2), x).astype(kind) for x in outs], [np.full(1, x, wide) for x in lses]
     try:
@@ -237,7 +241,7 @@ def test_merge_rounds_what_is_small_without_a_word() -> None:
 
 
 def assert_follows_the_rule(room: Any, example: Example) -> None:
-    """The functions that `reference` and `oracle` have give what the rule says."""
+    """Assert that the functions of `reference` or `oracle` follow the rule."""
     options = example.dense_mask, example.scale
     o, lse = room.attention(example.q, example.k, example.v, *options)
     dq, dk, dv = room.attention_vjp(example.q, example.k, example.v, example.do, example.dlse, *options)
@@ -266,7 +270,7 @@ def test_the_specification_and_the_oracle_follow_the_rule_for_what_is_drawn(room
 
 
 def test_without_a_mask_every_element_is_claimed_but_of_hidden_keys_and_rows_without_a_score() -> None:
-    """Of a key that holds an infinity dk and dv are free, and of one that scores hide o in the columns of its v."""
+    """dk and dv of a key with an infinity may be anything, and so may o in columns where v of a hidden key has one."""
     example = a_fault_a_head()
     free = {
         name: (each.may_be_not_finite & ~each.is_not_finite).any(axis=tuple(range(1, each.is_nan.ndim)))

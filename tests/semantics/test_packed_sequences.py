@@ -1,4 +1,4 @@
-"""Packed sequences: literal matrices, each sequence alone on every executor, and what is refused.
+"""Packed sequences equal literal matrices, and each sequence alone on every executor; the rest is refused.
 
 Checks take the library as an argument, so that they guard copies of it with planted faults as well.
 """
@@ -88,7 +88,7 @@ def test_offsets_differ_by_batch_entry_and_there_may_be_no_sequence():
 
 @st.composite
 def sequences(draw):
-    """Lengths of queries and keys, where the first of each starts, a causal and a window that fit."""
+    """Draw lengths of queries and keys, where the first of each starts, and a causal flag and a window that fit."""
     count = draw(st.integers(0, 5))
     lengths = st.lists(st.integers(0, 9), min_size=count, max_size=count)
     q_lengths, causal = draw(lengths), draw(st.sampled_from(CAUSAL))
@@ -104,7 +104,7 @@ def offsets_of(lengths, first, dtype=np.int64):
 
 
 def expected_of(q_lengths, kv_lengths, first, causal, window):
-    """The matrix by its definition, a sequence at a time; nothing of the closed form is used."""
+    """Return the matrix by its definition, sequence by sequence, without the closed form."""
     allowed = np.zeros((first + sum(q_lengths) + 2, first + sum(kv_lengths) + 1), bool)
     q_start = kv_start = first
     left, right = (None, None) if window is None else window
@@ -120,7 +120,7 @@ def expected_of(q_lengths, kv_lengths, first, causal, window):
 
 
 def check_mask(library, drawn):
-    """A mask of sequences is its definition, by elements and by intervals that never decrease, wherever it is made."""
+    """A mask of sequences equals its definition by elements and by intervals, which never decrease, on any machine."""
     q_lengths, kv_lengths, first, causal, window = drawn
     expected = expected_of(*drawn)
     shape = part(library, "masks.base").MaskShape((), 1, *expected.shape)
@@ -188,7 +188,7 @@ def packed_structure(case, **fields):
 
 
 def each_alone(example):
-    """Of each sequence: where its queries and keys lie, and the example of it alone."""
+    """Yield for each sequence the slices of its queries and keys, and the example of it alone."""
     mask = example.mask
     kv_offsets = mask.q_offsets if mask.kv_offsets is None else mask.kv_offsets
     for n in range(len(mask.q_offsets) - 1):

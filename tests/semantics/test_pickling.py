@@ -1,4 +1,4 @@
-"""Whatever the library hands out is pickled and copied after use, tells the same then, and takes no memos along."""
+"""All that the library returns can be pickled and copied after use, is equal afterwards, and holds no memos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from executors import needs_compiler
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, masks, patterns, testing
 from cuflash.compiler import nvrtc as compiling
-from cuflash.doctor import doctor
+from cuflash.diagnosis import doctor
 from cuflash.masks.base import And, Mask, Not, Or
 from cuflash.compiler.source import KernelSpec
 from cuflash.blocks.work_list import requested_mask, work_list

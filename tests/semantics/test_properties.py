@@ -1,4 +1,4 @@
-"""The properties of attention on every executor; its bounds; and what mask objects must agree on."""
+"""Properties of attention on every executor, its bounds, and closed forms of masks."""
 
 from dataclasses import replace
 
@@ -214,7 +214,7 @@ def test_kernels_give_the_same_bits_every_time(run, dtype):
 @pytest.mark.parametrize("kernel", ["simt", "naive", "fa1", "sm80", "sm90"])
 @pytest.mark.parametrize("scale", [1e-39, -1e-39, 1e-50, -1e-320])
 def test_a_scale_below_the_kernels_numbers_is_0(kernel, scale):
-    """2^-126 is the least normal number of float32, and a GPU may take smaller ones for 0."""
+    """2^-126 is the smallest normal number of float32, and a GPU may replace smaller ones by 0."""
     example = Structure(num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=90, dtype="float16", head_dim=40).example()
     arrays = example.q, example.k, example.v
     results = []

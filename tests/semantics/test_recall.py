@@ -1,4 +1,4 @@
-"""Recall against the softmax itself, in float64, and against masses of blocks, which add up."""
+"""Recall equals that of the softmax in float64, and agrees with masses of blocks, which add up."""
 
 import importlib
 
@@ -13,7 +13,7 @@ from cuflash import masks
 
 @st.composite
 def problems(draw, library=cuflash):
-    """q, k, v, a mask of all query heads and the alignment of the causal diagonal, if there is one."""
+    """Draw q, k, v, a mask of all query heads, and the alignment of the causal diagonal, if there is one."""
     seqlen_q, seqlen_kv = draw(st.integers(1, 24)), draw(st.integers(1, 24))
     kv_heads, group, batch = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([(), (2,)]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -25,7 +25,7 @@ def problems(draw, library=cuflash):
 
 
 def weights(q, k, allowed):
-    """Softmax weights over the keys that are allowed; all 0 in a row without one."""
+    """Return softmax weights over the keys that are allowed; all are 0 in a row without one."""
     k = np.repeat(k, q.shape[-3] // k.shape[-3], axis=-3)
     e = np.exp(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5) * allowed
     total = e.sum(-1, keepdims=True)
@@ -50,7 +50,7 @@ def check_recall(library, problem):
 
 
 def check_sums(library, problem):
-    """Masses of the blocks of a row, each kept alone, add up to what the mask of all of them keeps."""
+    """Masses of the blocks of a row, each kept alone, add up to the mass of a mask that keeps all of them."""
     q, k, v, _, causal = problem
     made, num_blocks = library.masks, -(-k.shape[-2] // 4)
     columns = [made.FromFunction(lambda b, h, i, j, col=col: j // 4 == col) for col in range(num_blocks)]

@@ -1,4 +1,4 @@
-"""The specification, against tables worked by hand, against the oracle, and its gradients against its own slope."""
+"""The specification equals tables worked by hand and the oracle, and its gradients equal its own slopes."""
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ def columns(*values):
 
 
 def agree(o, lse, *operands, **options):
-    """The specification gives this o and lse."""
+    """Assert that the specification returns this o and lse."""
     bounds = error_bound(*operands, **options)
     for name, result, expected in zip(("o", "lse"), reference.attention(*operands, **options), (o, lse)):
         assert_within(name, result, expected, getattr(bounds, name))
@@ -118,7 +118,7 @@ SMALL = [
 
 
 def objective(example, q, k, v):
-    """sum(do o) + sum(dlse lse) over the rows that have keys, for complex arguments too."""
+    """Return sum(do o) + sum(dlse lse) over the rows that have keys, for complex arguments too."""
     o, lse = reference.attention(q, k, v, example.dense_mask, example.scale)
     return (example.do * o).sum() + (example.dlse * np.where(example.allowed.any(axis=-1), lse, 0)).sum()
 

@@ -1,4 +1,4 @@
-"""Score programs: what is traced is the function, its derivative is that of dual numbers, and errors name the line."""
+"""Score programs equal the functions traced, have the derivatives of dual numbers, and errors name the line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = MaskShape((2, 2), 2, 5, 7)
 
 
 def places(shape: MaskShape = SHAPE) -> dict[str, np.ndarray]:
-    """b, h, i and j as arrays that broadcast against [*batch, heads, queries, keys]."""
+    """Return b, h, i and j as arrays that broadcast against [*batch, heads, queries, keys]."""
     h, i, j = np.ogrid[: shape.num_heads, : shape.seqlen_q, : shape.seqlen_kv]
     return {"b": np.arange(shape.num_batch).reshape(*shape.batch, 1, 1, 1), "h": h, "i": i, "j": j}
 
@@ -71,7 +71,7 @@ def test_a_derived_program_gives_what_dual_numbers_give(formula: Formula, seed: 
 
 
 def dual(formula: Formula, score: Score, s: np.ndarray) -> list[np.ndarray]:
-    """f, its derivative by s and by each read of a real array, in long double."""
+    """Return f and its derivatives by s and by each read of a real array, in long double."""
     arrays = {name: wide(array, np.longdouble) for name, array in score.arrays.items()}
     reals = {name: Captured(array) for name, array in arrays.items() if array.dtype == np.longdouble and array.ndim}
     given = arrays | reals
@@ -204,7 +204,7 @@ def test_curvature(function, expected: str) -> None:
 
 
 def test_a_branch_that_is_not_chosen_has_no_derivative() -> None:
-    """log is -inf with a slope of inf where neither branch is taken."""
+    """log is -inf with an infinite slope where neither branch is taken."""
 
     def f(s, b, h, i, j):
         log = np.log(s)

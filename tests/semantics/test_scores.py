@@ -1,4 +1,4 @@
-"""Score functions on every executor: within their bounds, and equal to what they mean by other means."""
+"""Score functions on every executor are within their bounds, and equal to other ways to compute the same scores."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ on_executors = pytest.mark.parametrize("run", RUNS, ids=str)
 
 
 def put_score(run: Run, score: Score | None) -> Score | None:
-    """A score whose arrays are where the executor's are."""
+    """Return a score whose arrays are where the executor's are."""
     if score is None or not run.is_on_device:
         return score
     return Score.of_reserved(score.function, **{name: run.put(array) for name, array in score.arrays.items()})
 
 
 def everything(run: Run, example: Any, **options: Any) -> dict[str, Any]:
-    """All results of a call, with the gradients of the score's arrays as `others`."""
+    """Return all results of a call, with the gradients of the score's arrays as `others`."""
     q, k, v, do, dlse = (run.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
     mask = run.put_mask(example.mask, example.q, example.k, example.v)
     (o, lse), vjp = cuflash.attention_vjp(
@@ -112,7 +112,7 @@ def made(run: Run, structure: Structure) -> Any:
 
 
 def array_of(example: Any, *axes: str, seed: int = 1) -> np.ndarray:
-    """Random reals with some of the axes b, h, i, j and "..." of an example, in the dtype of its sums."""
+    """Return random reals with some of the axes b, h, i, j and "..." of an example, in the dtype of its sums."""
     shape = example.problem.mask_shape
     extents = {"b": (shape.num_batch,), "h": (shape.num_heads,), "i": (shape.seqlen_q,), "j": (shape.seqlen_kv,)}
     full = sum((extents.get(axis, shape.batch) for axis in axes), ())
@@ -120,7 +120,7 @@ def array_of(example: Any, *axes: str, seed: int = 1) -> np.ndarray:
 
 
 def biased(example: Any, bias: np.ndarray, wrt: tuple[str, ...] = ()) -> Any:
-    """An example with a bias [..., heads, queries, keys], of which 2-D operands have one head."""
+    """Return an example with a bias [..., heads, queries, keys]; 2-D operands take its one head."""
     return example.but(score=scores.bias(bias if example.problem.has_heads else bias[0]), wrt=wrt)
 
 
@@ -129,7 +129,7 @@ def with_score(example: Any, function: Any, wrt: tuple[str, ...] = (), **arrays:
 
 
 def same(first: dict[str, Any], second: dict[str, Any], *of: Any, names: tuple[str, ...] = ()) -> None:
-    """Results agree within the sum of the bounds of the examples that they are of."""
+    """Assert that results agree within the sum of the bounds of their examples."""
     for name in names or ("o", "lse", "dq", "dk", "dv"):
         bound = sum(getattr(each.bounds, name) for each in of)
         assert_within(name, second[name], first[name], bound, of[0])
@@ -194,7 +194,7 @@ def test_a_factor_of_each_head_may_be_moved_to_q(run: Run, structure: Structure)
 @on_executors
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_bias_of_rank_one_is_one_more_column(run: Run, dtype: str) -> None:
-    """Its gradients are then found without any score function: they are those of the columns."""
+    """The gradients of the columns then give its gradients without any score function."""
     plain = made(run, Structure(num_heads=2, num_kv_heads=2, seqlen_q=19, seqlen_kv=31, dtype=dtype, scale=0.5))
     u, w = array_of(plain, "i"), array_of(plain, "j", seed=2)
     columns = [np.broadcast_to(x[:, None], (*y.shape[:-1], 1)) for x, y in ((2 * u, plain.q), (w, plain.k))]
@@ -237,7 +237,7 @@ def test_rows_of_the_gradient_of_a_bias_sum_to_0(run: Run, structure: Structure)
 @on_executors
 @on_structures
 def test_gradients_of_arrays_are_sums_of_a_bias_gradient(run: Run, structure: Structure) -> None:
-    """Over whatever reads an element: a table's bucket, a head, a row, a column, everything."""
+    """A gradient sums over all scores that read an element: those of a bucket, a head, a row, a column, or all."""
     plain = made(run, structure)
     full = array_of(plain, "...", "h", "i", "j")
     bucket = np.random.default_rng(2).integers(0, 5, full.shape[-2:], np.uint8)
@@ -273,7 +273,7 @@ def test_gradients_of_arrays_are_sums_of_a_bias_gradient(run: Run, structure: St
 @on_executors
 @on_structures
 def test_counts_of_keys_are_weights(run: Run, structure: Structure) -> None:
-    """With log(count[j]) in the place of scores, o is the mean of v by counts, a quotient of integers."""
+    """With log(count[j]) as scores, o is the mean of v by counts, a quotient of integers."""
     plain = made(run, replace(structure, values="lattice"))
     count = np.random.default_rng(3).integers(1, 9, plain.problem.seqlen_kv).astype(np.float32)
     other = with_score(plain, lambda s, b, h, i, j, count: np.log(count[j]), count=count)
@@ -288,7 +288,7 @@ def test_counts_of_keys_are_weights(run: Run, structure: Structure) -> None:
 @on_executors
 @on_structures
 def test_positions_are_those_of_queries_and_keys(run: Run, structure: Structure) -> None:
-    """One key is left to each query, whose value is o, bit for bit."""
+    """Each query keeps one key, whose value is o bit for bit."""
     plain = made(run, replace(structure, mask=None))
     seqlen_q, seqlen_kv = plain.problem.mask_shape[2:]
     order = np.random.default_rng(4).integers(0, seqlen_kv, (plain.problem.num_heads, seqlen_q))
@@ -424,7 +424,7 @@ def test_a_bare_function_is_traced_at_each_call() -> None:
 
 
 def test_another_array_of_equal_shape_is_read() -> None:
-    """Calls that lie alike are looked up; what arrays hold and what numbers are is not remembered."""
+    """Calls of equal layouts are looked up; contents of arrays and values of numbers are no part of the key."""
     q = np.ones((2, 4, 8), np.float32)
     for cap, value in ((2.0, 0.0), (2.0, 5.0), (3.0, 5.0)):
         bias = np.full((4, 4), value, np.float32)
@@ -502,7 +502,7 @@ def test_what_is_no_array_or_function_is_refused(options: dict[str, Any]) -> Non
 
 
 def test_the_buckets_of_t5_are_the_papers() -> None:
-    """After the definition: half of the buckets for single distances, then by the logarithm, then one for all."""
+    """Half of the buckets are for single distances, others grow by the logarithm, and one has all further ones."""
 
     def bucket(relative: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:
         first = 0

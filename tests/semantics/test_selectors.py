@@ -1,4 +1,4 @@
-"""Selectors against their definitions in float64, and what must be exact of each: causality, forced blocks, budgets."""
+"""Selectors equal their definitions in float64; causality, forced blocks and budgets are exact for each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEW = Budget(top_k=2)
 
 
 def select(name: str, run: Run, q: Any, k: Any, *, top_k: int = 3, **options: Any) -> Any:
-    """An index by a selector's name, with blocks of 8."""
+    """Return the index of a selector by its name, with blocks of 8."""
     given_budget = {"budget": Budget(top_k=top_k)}
     if name == "moba":
         name, options = "pooled", {"pool_queries": False} | options
@@ -47,7 +47,7 @@ def select(name: str, run: Run, q: Any, k: Any, *, top_k: int = 3, **options: An
 def by_sorting(
     scores: Any, shares: Any, eligible: Any, forced: Any, budget: Budget
 ) -> list[int]:
-    """Return the blocks kept of a row, computed from the definition of `Budget`."""
+    """Return the blocks that a row keeps, by the definition of `Budget`."""
     forced = forced & eligible
     scores = np.where(np.isnan(scores), -np.inf, scores)
     order = sorted(np.flatnonzero(eligible), key=lambda j: (not forced[j], 0 if forced[j] else -scores[j], j))
@@ -135,7 +135,7 @@ def test_forced_blocks_are_those_of_their_words(
 @pytest.mark.parametrize("name", [*ON_KERNELS, "moba", "random", "local", "quest"])
 @on_every_executor
 def test_what_must_be_exact_is(run: Run, name: str) -> None:
-    """Causality, forced blocks and counts, with groups of heads, a batch and lengths that blocks do not divide."""
+    """Causality, forced blocks and counts are exact for groups of heads, a batch, and short last blocks."""
 
     @run.settings
     @given(
@@ -180,7 +180,7 @@ def of_pooled(q: Any, k: Any) -> Any:
 
 
 def of_antidiagonal(q: Any, k: Any) -> Any:
-    """Sums of scores over the antidiagonals of cells of 4 by 4, their softmax over cells, summed over blocks."""
+    """Sum scores over the antidiagonals of cells of 4 by 4, take their softmax over cells, and sum that over blocks."""
     s = (q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5).reshape(*q.shape[:-2], 16, 4, 16, 4)
     cells = sum(s[..., 3 - n, :, n] for n in range(4)) / 4
     e = np.exp(cells) * np.tri(16)
@@ -188,7 +188,7 @@ def of_antidiagonal(q: Any, k: Any) -> Any:
 
 
 def of_nsa(q: Any, k: Any) -> Any:
-    """Softmax over means of 8 keys every 4, handed to the blocks by the part of each that lies there."""
+    """Take the softmax over means of 8 keys, every 4, and distribute it to blocks by overlap."""
     starts = np.arange(0, 64 - 8 + 1, 4)
     compressed = np.stack([k[..., start : start + 8, :].mean(-2) for start in starts], axis=-2)
     p = weights(q, compressed, starts + 7 <= np.arange(64)[:, None])
@@ -213,7 +213,7 @@ def test_scores_are_those_of_the_paper(run: Run, name: str, scores_of: Callable[
 
 @on_every_executor
 def test_queries_choose_for_themselves_as_in_moba(run: Run) -> None:
-    """The affinity of a query and the mean of keys that end before it; the block of the query counts."""
+    """Affinities are products of a query with means of keys that end before it; the query's own block counts."""
     q, k = np.random.default_rng(2).standard_normal((2, 2, 64, 16))
     s = q @ means(k, 8).swapaxes(-1, -2)
     kept = np.zeros((2, 64, 8), bool)
@@ -242,7 +242,7 @@ def test_columns_and_diagonals_of_the_last_queries_are_kept(run: Run) -> None:
 
 
 def test_blocks_of_unlike_rows_are_kept_and_take_no_part() -> None:
-    """SpargeAttn's guard: keys of block 1 point everywhere, all others in one direction."""
+    """As in SpargeAttn, keys of block 1 point everywhere, and all others in one direction."""
     k = np.ones((1, 32, 8)) + np.arange(4).repeat(8)[:, None] * 0.1
     k[:, 8:16] = np.eye(8) * 4
     q = np.ones((1, 32, 8))
@@ -263,7 +263,7 @@ def test_no_score_of_a_page_exceeds_its_bound(run: Run) -> None:
 
 
 def check_bounds(run: Run, seed: int, seqlen_kv: int, page_size: int, is_grouped: bool) -> None:
-    """Whole numbers, whose products are exact."""
+    """Page bounds are at least the largest scores of pages; all numbers are whole, so that products are exact."""
     rng = np.random.default_rng(seed)
     shapes = (4, 3, 5), (2 - is_grouped, seqlen_kv, 5)
     q, k = (rng.integers(-9, 10, shape).astype(np.float32) for shape in shapes)
@@ -325,7 +325,7 @@ def test_a_mask_of_the_caller_decides_what_is_eligible() -> None:
 
 
 def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
-    """Checks of an earlier call serve later calls that differ in addresses and budgets alone."""
+    """Checks of an earlier call serve only those later calls that differ in addresses and budgets."""
     q = np.zeros((2, 32, 8))
     usual = {"block": 8, "budgets": {"budget": FEW}, "forced": Forced(), "causal": True, "mask": None, "scale": None}
     changes: list[dict[str, Any]] = [
@@ -413,7 +413,7 @@ def test_what_is_no_array_is_refused(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*ON_KERNELS, "moba", "local", "quest"])
 def test_a_selection_waits_for_nothing(name: str) -> None:
-    """Inside a stream capture, which any wait would break; its index is the one of the host."""
+    """A selection runs inside a stream capture, which any wait would break, and its index equals the host's."""
     import cupy
 
     q, k = np.random.default_rng(9).standard_normal((2, 4, 64, 16))

@@ -1,4 +1,4 @@
-"""Attention sinks on every executor: a logit of each head that takes part in its softmax and has no value."""
+"""Attention sinks on every executor: each head has a logit that takes part in its softmax and has no value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ K, V = RNG.standard_normal((2, 2, 2, 30, 8), np.float32)
 
 
 def test_the_gradient_of_a_sink_is_the_derivative_of_the_forward_pass() -> None:
-    """By a complex step through the specification."""
+    """A complex step through the specification gives the derivative."""
     sink, do, dlse = RNG.standard_normal(4), RNG.standard_normal(Q.shape), RNG.standard_normal(Q.shape[:-1])
     *_, dsink = reference.attention_vjp(Q, K, V, do, dlse, sink=sink)
     for head in range(4):
@@ -125,7 +125,7 @@ def test_every_result_with_a_sink_is_within_its_bound(run, example):
 
 @pytest.mark.parametrize("options", KERNELS_OF_SINKS, ids=range(len(KERNELS_OF_SINKS)))
 def test_each_kernel_is_within_its_bound(options) -> None:
-    """Every family, lists and intervals, split keys, packed heads, and gradients that repeat."""
+    """Cases have every family, lists and intervals, split keys, packed heads, and gradients that repeat."""
     fields = {"num_heads": 4, "num_kv_heads": 2, "sink": (4,), "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
     structure = Structure(**fields | {name: options[name] for name in options.keys() - {"kernel", "deterministic"}})
     run = replace(SIM, kernel=options["kernel"], deterministic=options.get("deterministic", False))
@@ -179,7 +179,7 @@ def test_weights_of_keys_and_the_sink_add_up_to_one(run, example):
 @on_every_backward
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_rows_without_a_key_have_the_sink_as_lse(run, dtype):
-    """And their part of its gradient is that of lse."""
+    """In the sink's gradient such a row counts with the gradient of its lse."""
     is_seen = np.zeros((3, 70, 1), bool)
     is_seen[:, 40:] = True
     is_seen[1] = False

@@ -1,4 +1,4 @@
-"""`python -m cuflash study`: what it measures, how it goes on, and what it says of wrong arguments and files."""
+"""`python -m cuflash study`: what it measures, how it continues, and how it refuses wrong arguments and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit itself: strategies draw what they say, assertions fail when they must, and the oracle is right."""
+"""The testing kit itself: strategies draw what they promise, assertions fail when they must, the oracle is right."""
 
 import functools
 import inspect
@@ -26,14 +26,14 @@ STRATEGIES = {
 
 
 def parts_of(mask):
-    """The masks that a mask is made of."""
+    """Return the masks that a mask consists of."""
     operands = [*getattr(mask, "operands", ()), *([mask.operand] if hasattr(mask, "operand") else [])]
     return [part for each in operands for part in parts_of(each)] if operands else [mask]
 
 
 @functools.cache
 def sample(name):
-    """A thousand draws, the same in every run."""
+    """Return a thousand draws, the same in every run."""
     draws = []
 
     @settings(max_examples=1000, phases=[Phase.generate], derandomize=True, database=None, deadline=None)
@@ -383,7 +383,7 @@ def test_the_oracle_is_wider_than_what_it_judges(dtype, wide):
 
 
 def documented_code():
-    """The indented block of the package's docstring."""
+    """Return the indented block of the package's docstring."""
     return re.search(r"^ {4}from .*?(?=^\S)", inspect.getdoc(testing), re.MULTILINE | re.DOTALL)[0]
 
 

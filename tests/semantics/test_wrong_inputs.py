@@ -1,7 +1,7 @@
-"""Wrong inputs on purpose: every argument of every public function meets values of every kind.
+"""Every argument of every public function is given values of every kind, most of them wrong.
 
-A call works, or raises one of the two errors that calls have, whose message names the argument and its rule. Nothing
-that was handed in is changed.
+A call works, or raises one of the two errors that calls have, whose message names the argument and its rule. It changes
+nothing that it was given.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,7 @@ def an_array(*shape: int, dtype: Any = np.float32) -> Any:
 
 
 class Foreign:
-    """An array of another library, as far as DLPack goes."""
+    """An array of a library that NumPy and CuPy do not know, with DLPack alone."""
 
     def __init__(self, host: Any = None, device: Any = (1, 0), fault: BaseException | None = None) -> None:
         self.host, self.device, self.fault = an_array() if host is None else host, device, fault
@@ -53,7 +54,7 @@ class Foreign:
 
 
 class Traced:
-    """An array with a namespace and no memory, as inside a compiled function."""
+    """An array with a namespace and without memory, as inside of a compiled function."""
 
     shape, ndim, dtype, strides, size = SHAPE, 3, np.dtype(np.float32), (320, 32, 4), 160
 
@@ -189,7 +190,7 @@ def planned_elsewhere(**arguments: Any) -> Any:
 
 
 def precompile(**arguments: Any) -> Any:
-    """Without the compiler, which takes seconds."""
+    """Call precompile without the compiler, which takes seconds."""
     shapes = {name: ShapeDtype(SHAPE, np.float32) for name in "qkv" if arguments[name] is GOOD[name]}
     with mock.patch.object(compiling, "precompile", lambda specs, target: tuple(specs)):
         return cuflash.precompile(**{**arguments, **shapes})
@@ -226,6 +227,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "error_bound": given_to(
         cuflash.error_bound, "q", "k", "v", "do", "dlse", *OPTIONS[:4], "sink", "precision", "product_dtype", "probable"
     ),
+    "error_bound of a plan": (partial(cuflash.error_bound, O, O, O), {"plan": READY, "mask": None, "sink": None}),
     "BlockIndex.from_mask": (
         BlockIndex.from_mask,
         {"mask": masks.Causal(), **LENGTHS, "batch": (2,), "num_heads": 3},
@@ -273,7 +275,7 @@ def bytes_of(value: Any) -> Any:
 
 
 def complaint(name: str, argument: str, junk: Any) -> str | None:
-    """List what is wrong with a call's answer to a value."""
+    """Return what is wrong with a call's answer to a value; None if nothing is."""
     call, good = CALLS[name]
     arguments = {**good, argument: junk}
     before = bytes_of(list(arguments.values()))

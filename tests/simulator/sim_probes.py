@@ -1,4 +1,4 @@
-"""Small kernels for the simulator's tests, and the way to build them: also imported by children under a sanitizer."""
+"""Small kernels for the simulator's tests, and how to build them; children under a sanitizer import them too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def build(text: str, entry: str, sanitize: sim.Sanitizer = "") -> sim.Kernel:
 
 
 def line_of(text: str, marker: str) -> int:
-    """The number of the one line that ends with this marker."""
+    """Return the number of the one line that ends with a marker."""
     (found,) = [i for i, line in enumerate(text.split("\n"), start=1) if line.endswith(marker)]
     return found
 

@@ -1,4 +1,4 @@
-"""The simulator: every operation does what PTX says; every broken rule is reported at its line, and nothing else."""
+"""The simulator does what PTX says of each operation, and reports every broken rule at its line, and nothing else."""
 
 from __future__ import annotations
 
@@ -511,7 +511,7 @@ def test_a_damaged_kernel_or_prelude_is_made_again(cache: Path, kind: str) -> No
 
 
 def stand_in(folder: Path, script: str) -> str:
-    """A PATH whose g++ is a script."""
+    """Return a PATH whose g++ is a script."""
     program = folder / "g++"
     program.write_bytes(b"#!/bin/sh\n" + script.encode("latin-1") + b"\n")
     program.chmod(0o755)
@@ -590,7 +590,7 @@ print(ascii(compiler._run(["echo", str(compiler._RUNTIME)]).stdout))"""
 
 
 def names(file: Path) -> set[str]:
-    """The functions and types of a room of instructions that kernels may use."""
+    """Return the functions and types of a file of instructions that kernels may use."""
     room = file.read_text("utf-8").rpartition("namespace cuflash::ptx {")[2]
     functions = r"(?:constexpr )?CUFLASH_DEVICE (?:\S+|T\*)"
     return set(re.findall(rf"^(?:{functions}|struct) (\w+(?:<\w+>)?)", room, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Blocks that run together in the simulator: races and deadlocks between them are seen, and sound kernels pass."""
+"""Blocks run together in the simulator: races and deadlocks between them are reported, and sound kernels pass."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_turns_that_nothing_orders_are_seen_under_every_schedule(fault: str) -> 
 
 
 def test_a_count_that_is_one_too_low_is_seen_under_some_schedule() -> None:
-    """If blocks happen to run in their order, each has waited for the one before."""
+    """In schedules that run blocks in their order, each block waits for the one before all the same."""
     seen = 0
     for schedule in schedules():
         try:

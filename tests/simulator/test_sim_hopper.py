@@ -1,4 +1,4 @@
-"""The simulator's mbarrier, TMA and wgmma: what it reports of them. What they do is in tests/kernels/test_probes.py."""
+"""The simulator's reports on mbarriers, TMA and wgmma. tests/kernels/test_probes.py shows what these compute."""
 
 from __future__ import annotations
 

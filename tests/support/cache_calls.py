@@ -133,7 +133,7 @@ Attend = Callable[..., tuple[Any, Any, int]]  # (call, pages=None) -> o, lse and
 def assert_is_attention(
     call: Drawn, o: Any, lse: Any, rounded: Callable[[Example], Example], kept: Callable[[Any], Any] = lambda rows: rows
 ) -> None:
-    """Each sequence's results are within their bounds, and o is 0 for queries before its first position.
+    """Assert that each sequence's results are within bounds, and that o is 0 for queries before its first position.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def assert_is_attention(
 def assert_bits_are_of_own_sequences(
     attend: Attend, call: Drawn, results: tuple[Any, Any], parts: Iterable[Sequence[int]], page_sizes: Iterable[int]
 ) -> None:
-    """Sequences alone, in another order, and in pages of any size in any place have the same bits, without a fault."""
+    """Assert that sequences have equal bits alone, in another order, and in pages of any size and place."""
     for rows in parts:
         assert same_bits(attend(call.of(rows))[:2], [x[list(rows)] for x in results])
     for seed, page_size in enumerate(page_sizes):
@@ -166,7 +166,7 @@ def assert_bits_are_of_own_sequences(
 
 
 def assert_rows_may_be_fewer(attend: Attend, call: Drawn) -> None:
-    """Rows that belong to a sequence have the bits that they have alone; those that belong to none are empty."""
+    """Assert that rows of a sequence have the bits that they have alone, and that rows of no sequence are empty."""
     o, lse, faults = attend(call)
     for b, count in enumerate(call.counts or ()):
         one = replace(call.of([b]), q=call.q[b : b + 1, :, :count], counts=None)
@@ -177,7 +177,7 @@ def assert_rows_may_be_fewer(attend: Attend, call: Drawn) -> None:
 
 
 def assert_numbers_out_of_range_lead_nowhere(attend: Attend, call: Drawn) -> None:
-    """Page numbers and lengths of sequence 1: nothing but its own result is lost, which is finite; they are counted."""
+    """Assert that wrong page numbers and lengths of sequence 1 are counted, and change only its own, finite, result."""
     k, v, table = paged(call, 16, 0)
     others = [b for b in range(len(call.lengths)) if b != 1]
     right = attend(call, (k, v, table))
@@ -194,7 +194,7 @@ def assert_numbers_out_of_range_lead_nowhere(attend: Attend, call: Drawn) -> Non
 
 
 def cache_of(run: Run, call: Drawn, pages: dict[str, int]) -> KVCache:
-    """A cache with a call's keys and values, in arrays that held NaN, whether contiguous or in pages."""
+    """Return a cache with a call's keys and values, contiguous or in pages, in arrays that held NaN."""
     longest, (batch, num_kv_heads, _, head_dim) = max(call.lengths), call.k.shape
     sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": call.q.dtype}
     cupy = {"xp": pytest.importorskip("cupy")} if run.is_on_device else {}
@@ -205,7 +205,7 @@ def cache_of(run: Run, call: Drawn, pages: dict[str, int]) -> KVCache:
 
 
 def bits_of(array: Any) -> Any:
-    """An array of a dtype that CuPy has."""
+    """Return an array, or its bytes if CuPy lacks its dtype."""
     return array.view(np.uint8) if array is not None and array.dtype == ml_dtypes.float8_e4m3fn else array
 
 
@@ -227,7 +227,7 @@ HARD = np.float32([0, -0.0, 1e-42, 1e-38, 2e-38, -1e-37, 5e-36, 1, 448, 448.0000
 
 
 def _hard(shape: tuple[int, ...]) -> Any:
-    """Ties, subnormal numbers, the ends of both formats, NaN and infinities; rows of one number, and of many."""
+    """Return ties, subnormal numbers, the ends of both formats, NaN and infinities, in rows of one number or many."""
     rng, (_, num_rows, heads, _) = np.random.default_rng(0), shape
     near = (rng.integers(0, 2**32, shape, dtype=np.uint32) >> 5 | 0x3A000000).view(np.float32)
     rows = np.where(rng.random(shape) < 0.5, near, HARD[rng.integers(0, len(HARD) - 4, shape)])
@@ -269,7 +269,7 @@ def appended(
 
 
 def expected(rows: Any, counts: Any) -> tuple[list[Any], list[int]]:
-    """Pages as rows go there one by one, and the lengths."""
+    """Return the pages after rows are written one by one, and the lengths."""
     pages = [np.zeros((PAGES, HEADS, PAGE, *x.shape[3:]), x.dtype) for x in rows]
     lengths = []
     for b, (length, count) in enumerate(zip(HELD, counts)):

@@ -1,6 +1,6 @@
-"""Operations of a KV cache in any order, against a list of arrays: drawn by Hypothesis, or at random from a seed.
+"""Operations of a KV cache in any order, compared with a list of arrays: drawn by Hypothesis, or from a seed.
 
-What is checked takes the library as an argument, so that it guards copies of it with planted faults as well.
+Checks take the library as an argument, so that they guard copies of it with planted faults as well.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KINDS = ("contiguous", "pages", "over contiguous pages", "over strided pages", "
 
 
 def rounded_to_8_bits(rows: Any) -> Any:
-    """Rows as a cache of float8_e4m3fn has them: by the least power of two that keeps a row at 448 or below."""
+    """Return rows as a cache of float8_e4m3fn holds them, by the least power of two that keeps a row below 449."""
     largest = np.abs(rows).max(axis=-1, keepdims=True).astype(np.float64)
     scale = np.where(largest == 0, 1, 2.0 ** np.ceil(np.log2(np.where(largest == 0, 448, largest) / 448)))
     return ((rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).astype(np.float32)
 
 
 class CheckedCache:
-    """A cache, and the arrays that it must hold: every operation is done to both."""
+    """A cache, and the arrays that it must hold; each operation is applied to both."""
 
     def __init__(self, library: Any, kind: str, seed: int) -> None:
         self.library, self.kind, self.rng = library, kind, np.random.default_rng(seed)
@@ -52,7 +52,7 @@ class CheckedCache:
         )  # fmt: skip
 
     def _over(self, is_strided: bool) -> Any:
-        """Pages of somebody else, who owns more of them than are given, and has put rows of his own there."""
+        """Return pages of another owner, who has more of them than it lends, and has written rows to the rest."""
         arrays = []
         for dim in (DIM, VALUE_DIM):
             shape = (2 * NUM_PAGES, PAGE, HEADS, dim) if is_strided else (2 * NUM_PAGES, HEADS, PAGE, dim)
@@ -73,7 +73,7 @@ class CheckedCache:
         return self.rng.standard_normal(shape).astype(np.float32)
 
     def _is_taken(self, stops: list[int], call: Callable[[], None]) -> bool:
-        """Return whether a call that takes room is not refused; it may be refused only where room is short."""
+        """Return whether a call that needs pages is not refused; it may be refused only where pages are short."""
         held = [max(pages, -(-stop // PAGE)) for pages, stop in zip(self.held, stops)]
         is_long = max(stops) > self.cache.capacity
         try:
@@ -161,7 +161,7 @@ class CheckedCache:
         assert_within_bounds(Example(q=q, k=keys, v=values, mask=allowed), o=o, lse=lse)
 
     def assert_holds(self) -> None:
-        """Return the stored rows, found through the table."""
+        """Assert that the rows found through the table are those that the arrays hold."""
         self.cache.check()
         assert self.cache.lengths.tolist() == self.lengths() and self.cache.lengths.dtype == np.int32
         table, k, v = self.cache.block_table, self.cache.k, self.cache.v
@@ -179,7 +179,7 @@ class CheckedCache:
 
 
 def walk(library: Any, kind: str, seed: int, steps: int) -> None:
-    """Operations at random."""
+    """Apply random operations to a cache and to arrays, and compare them."""
     checked, rng = CheckedCache(library, kind, seed), np.random.default_rng(seed)
 
     def counted(most: int) -> list[int] | None:
@@ -214,7 +214,7 @@ SEQUENCES = st.integers(0, BATCH - 1)
 
 @st.composite
 def counts_of(draw: st.DrawFn, most: int) -> tuple[int, list[int] | None]:
-    """A number of rows, and how many of them belong to each sequence."""
+    """Draw a number of rows, and how many of them belong to each sequence."""
     num_rows = draw(st.integers(0, most))
     each = st.lists(st.integers(0, num_rows), min_size=BATCH, max_size=BATCH)
     return num_rows, draw(st.none() | each)

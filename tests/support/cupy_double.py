@@ -1,7 +1,7 @@
-"""A stand-in for the part of CuPy that compiles and loads: its cache on disk, with the faults that CuPy's own has.
+"""A stand-in for the part of CuPy that compiles and loads: its cache on disk, with the faults of CuPy's own.
 
-As in CuPy 14's `cupy/cuda/_compiler_cache.py`: an entry is the SHA-1 of the code, then the code; one whose digest is
-wrong is a miss, while errors of the file system escape from reading and writing, and a forged entry reaches the driver.
+As in CuPy 14's `cupy/cuda/_compiler_cache.py`, an entry is the SHA-1 of the code, and the code. An entry with a wrong
+digest is a miss, errors of the file system escape from reading and writing, and a forged entry reaches the driver.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Double(ModuleType):
                 double._thread.device = self.before
 
         class RawModule:
-            """As CuPy's, it loads the code once when it is compiled and once for each function."""
+            """A module that loads its code once when it is compiled and once for each function, as CuPy's does."""
 
             def __init__(self, *, code: str, options: tuple[str, ...]) -> None:
                 self.code, self.options = code, options

@@ -1,7 +1,7 @@
-"""A stand-in for CuPy and a GPU: `cupy_double` compiles, this one has arrays, streams, captures, and runs the kernels.
+"""A stand-in for CuPy and a GPU: `cupy_double` compiles, and this module has arrays, streams, captures and launches.
 
-Device memory is the host's, kernels run on the simulator as soon as they are launched, and everything that a stream is
-told stands in `log`. What CUDA forbids inside a capture raises here: waits, copies from the host, compiling.
+Device memory is the host's, kernels run on the simulator as soon as they are launched, and `log` holds all operations
+of streams. What CUDA forbids inside a capture raises here: waits, copies from the host, compiling.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Ndarray:
 
 
 class Event:
-    """`is_reached` says what the device would answer."""
+    """An event; `is_reached` is what the device would report."""
 
     def __init__(self, machine: Cupy, number: int) -> None:
         self._machine, self.number = machine, number
@@ -138,7 +138,7 @@ class Stream:
         return self.nodes is not None
 
     def do(self, work: Callable[[], None]) -> None:
-        """Do work that the stream is told, now or at each replay of a capture."""
+        """Do an operation of the stream, now or at each replay of a capture."""
         if self.nodes is None:
             work()
         else:
@@ -237,7 +237,7 @@ class Cupy(cupy_double.Double):
         return function
 
     def _launch(self, pointer: int, *sizes: int) -> None:
-        """The driver's launch: a grid and a block of three sizes, bytes of shared memory, a stream, arguments."""
+        """Launch as the driver does: a grid and a block of three sizes, bytes of shared memory, a stream, arguments."""
         grid, _, _, threads, _, _, shared_bytes, stream, table, _ = sizes
         (function,) = (function for function in self.launchable if function.ptr == pointer)
         function.launch(grid, threads, shared_bytes, self.streams[stream], table)
@@ -284,7 +284,7 @@ class Cupy(cupy_double.Double):
 
 @contextmanager
 def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
-    """The stand-in as `import cupy`, with rooms that know nothing of an earlier one."""
+    """Make the stand-in `import cupy`, and empty the caches that may hold an earlier one."""
     from cuflash import api
     from cuflash.calls import listed_plan
     from cuflash.executors import gpu, tensor_map

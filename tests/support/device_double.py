@@ -33,11 +33,11 @@ import numpy as np
 
 
 class Synchronises(RuntimeError):
-    """The host would wait for the device."""
+    """The error where the host would wait for the device."""
 
 
 class LeavesNamespace(TypeError):
-    """NumPy was asked instead of the array's own namespace, or host and device arrays met."""
+    """The error where a function of NumPy is called on a device array, or host and device arrays are mixed."""
 
 
 # Sizes of the results depend on the data, so the host has to wait for it; bincount needs the largest element, and the
@@ -77,14 +77,14 @@ _operations = 0
 
 @contextmanager
 def counted() -> Iterator[Callable[[], int]]:
-    """Counts what launches a kernel or more: functions, operators, look-ups and assignments, but no views."""
+    """Count what launches kernels: functions, operators, look-ups and assignments, but no views."""
     before = _operations
     yield lambda: _operations - before
 
 
 @contextmanager
 def transfers_allowed() -> Iterator[None]:
-    """For code that may wait and copy by contract: reports, pictures, conversions to SciPy."""
+    """Allow waits and copies, for code that may have them by contract: reports, pictures, conversions to SciPy."""
     global _transfers_allowed
     before, _transfers_allowed = _transfers_allowed, True
     try:
@@ -107,7 +107,7 @@ def _synchronise(what: str) -> None:
 
 
 def _unwrapped(value: Any) -> Any:
-    """The value with host memory in place of device arrays; host arrays are refused."""
+    """Return the value with host memory in place of device arrays; host arrays are refused."""
     if isinstance(value, DeviceArray):
         return value._host
     if isinstance(value, np.ndarray) and not _transfers_allowed:

@@ -1,4 +1,4 @@
-"""The three executors behind one face: NumPy arrays go in and come out, wherever the work is done."""
+"""The three executors with one interface: NumPy arrays are arguments and results, wherever the work is done."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HALVES = DTYPES[:2]
 
 @functools.cache
 def _why_no_bfloat16() -> str | None:
-    """CuPy took ml_dtypes' bfloat16 in only lately, and only where ml_dtypes is installed."""
+    """Return why CuPy lacks bfloat16: only late versions take ml_dtypes' dtype, and only if ml_dtypes is installed."""
     import cupy
 
     try:
@@ -43,7 +43,7 @@ def _why_no_bfloat16() -> str | None:
 
 
 def to_device(array: Any) -> Any:
-    """A CuPy array with the same strides and, in the gaps of its memory, the same bytes."""
+    """Return a CuPy array with the same strides and, in the gaps of its memory, the same bytes."""
     import cupy
 
     if array is None:
@@ -100,7 +100,7 @@ class Run:
         return array.get() if self.is_on_device else array
 
     def put_mask(self, mask: Any, *arrays: Any) -> Any:
-        """A mask where the call's arrays go; as blocks where a device could not know that documents are unsorted."""
+        """Put a mask where the call's arrays are; as blocks if a device could not know that documents are unsorted."""
         if not self.is_on_device or mask is None:
             return mask
         import cupy
@@ -112,7 +112,7 @@ class Run:
         return mask.to(cupy.asarray)
 
     def kernel_plan(self, example: Example, **options: Any) -> KernelPlan:
-        """A plan for kernels whose lists of blocks are made on the host, once, where the plan is made."""
+        """Return a plan for kernels whose lists of blocks are made on the host, once, when the plan is made."""
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         options = {"scale": example.scale, "precision": example.precision, **self.options, **options}
         return cuflash.plan(*shapes, mask=example.mask, **options).plan
@@ -132,7 +132,7 @@ class Run:
         return tuple(self.get(x) for x in vjp(self.put(do), self.put(dlse)))
 
     def everything(self, example: Example) -> dict[str, Any]:
-        """All results of a call, with the mask as it was drawn: an object, with its closed forms."""
+        """Return all results of a call, with the mask as it was drawn: an object, with its closed forms."""
         q, k, v, do, dlse = (self.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
         sink = {} if example.sink is None else {"sink": self.put(example.sink), "wrt": "sink"}
         mask = self.put_mask(example.mask, example.q, example.k, example.v)
@@ -152,7 +152,7 @@ class Run:
         return examples(**drawn | ({} if is_long() else dict(self.drawn))).map(self.rounded)
 
     def rounded(self, example: Example) -> Example:
-        """An example that knows what the executor's kernels round P and dS to: tensor cores take 16-bit elements."""
+        """Return an example with the dtype that kernels round P and dS to: 16-bit elements on tensor cores."""
         if self.executor == "cpu" or example.q.dtype.itemsize > 2:
             return example
         return example.but(product_dtype=example.q.dtype)
@@ -173,7 +173,7 @@ def _is_unsorted(mask: masks.Mask) -> bool:
 
 
 def hostile_schedules(name: str, most: int = 2) -> list[sim.Schedule]:
-    """Schedules with each order of warps, and with copies that land late or at random.
+    """Return schedules with each order of warps, and with copies that land late or at random.
 
     A short run has `most` of them, which differ from one name to another, so that a test's names cover them together.
     """
@@ -187,9 +187,9 @@ def hostile_schedules(name: str, most: int = 2) -> list[sim.Schedule]:
 
 
 def in_turn(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Every combination of some axes; in a short run the longest, each with one of the others in turn.
+    """Return all combinations of some axes; in a short run the longest axis, each entry with one of the others.
 
-    So all of each axis come up: "abcd" and (16, 32) become a 16, b 32, c 16 and d 32.
+    All entries of each axis occur: "abcd" and (16, 32) become a 16, b 32, c 16 and d 32.
     """
     every = [list(axis) for axis in axes]
     if is_long():
@@ -198,7 +198,7 @@ def in_turn(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def blocks_together(name: str, resident_blocks: int = 3, most: int = 2) -> list[Simulator]:
-    """Machines on which blocks of a grid run together under hostile schedules, and races between them are errors."""
+    """Return machines where blocks run together under hostile schedules, and races between them are errors."""
     return [
         Simulator(replace(schedule, resident_blocks=resident_blocks), "blocks")
         for schedule in hostile_schedules(name, most)
@@ -230,7 +230,7 @@ on_kernels = pytest.mark.parametrize("run", KERNELS, ids=lambda run: str(run))
 def holds_for_examples(
     on: pytest.MarkDecorator = on_every_executor, **drawn: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A property `test(run, example, ...)` of some runs: its examples are drawn as the executor can afford."""
+    """Return a decorator that makes `test(run, example, ...)` a property of runs, with examples each can afford."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def on_examples(run: Run, **fixed: Any) -> None:

@@ -1,7 +1,7 @@
-"""A tiled attention as a tensor-core kernel would run it, and the faults such kernels have had, each by name.
+"""A tiled attention as a tensor-core kernel computes it, and faults that such kernels have had, each by name.
 
-Sums are float32, P and dS are rounded to the storage dtype before the second products, keys come in tiles of 64. With
-``fault=None`` it is right; every other name breaks one thing, as one wrong line in a kernel would. Operands have heads,
+Sums are float32, P and dS are rounded to the storage dtype before the second products, and tiles have 64 keys. It is
+right with ``fault=None``; every other name breaks one thing, as one wrong line in a kernel would. Operands have heads,
 and the same leading axes.
 """
 
@@ -48,7 +48,7 @@ def can_serve(example: Any) -> bool:
 # float16 may overflow and lose small numbers, as it does in a kernel.
 @np.errstate(over="ignore", under="ignore", invalid="ignore")
 def attend(q: Any, k: Any, v: Any, *, mask: Any, scale: float, fault: str | None = None) -> tuple[Any, Any]:
-    """o in q's dtype and lse in the accumulator's (FlashAttention-2, arXiv 2307.08691, algorithm 1)."""
+    """Return o in q's dtype and lse in the accumulator's (FlashAttention-2, arXiv 2307.08691, algorithm 1)."""
     storage, wide = q.dtype, accumulator_dtype(q.dtype)
     q, k, v, allowed = _widened(q, k, v, mask, wide)
     seqlen_kv = k.shape[-2]
@@ -95,7 +95,7 @@ def attend(q: Any, k: Any, v: Any, *, mask: Any, scale: float, fault: str | None
 def pull(
     q: Any, k: Any, v: Any, do: Any, *, dlse: Any, mask: Any, scale: float, fault: str | None = None
 ) -> tuple[Any, Any, Any]:
-    """dq, dk, dv in q's dtype, from the stored o and lse (FlashAttention-2, algorithm 2)."""
+    """Return dq, dk and dv in q's dtype, from the stored o and lse (FlashAttention-2, algorithm 2)."""
     o, lse = attend(q, k, v, mask=mask, scale=scale)
     storage, wide = q.dtype, accumulator_dtype(q.dtype)
     num_kv_heads, group = k.shape[-3], q.shape[-3] // k.shape[-3]
@@ -127,7 +127,7 @@ def pull(
 
 
 def _widened(q: Any, k: Any, v: Any, mask: Any, wide: Any) -> tuple[Any, Any, Any, Any]:
-    """Operands in the accumulator's dtype, a key/value head for each query head, and the full mask."""
+    """Return operands in the accumulator's dtype, with a key/value head for each query head, and the full mask."""
     group = q.shape[-3] // k.shape[-3]
     q, k, v = q.astype(wide), *(np.repeat(x.astype(wide), group, axis=-3) for x in (k, v))
     allowed = np.broadcast_to(True if mask is None else mask, (*q.shape[:-1], k.shape[-2]))

@@ -69,20 +69,20 @@ def language_of(path: Path | str) -> Language:
 
 @lru_cache(maxsize=1024)
 def lexed(text: str, language: Language) -> tuple[Token, ...]:
-    """All tokens of a text, which may be part of a file, and its comments."""
+    """Return all tokens of a text, which may be part of a file, and its comments."""
     matches = _LEXERS[language].finditer(text)
     return tuple(Token(each[0], each.start(), each.lastgroup or "") for each in matches if each.lastgroup != "space")
 
 
 @lru_cache(maxsize=1024)
 def tokens(text: str, language: Language) -> tuple[Token, ...]:
-    """All tokens of a text but its comments."""
+    """Return all tokens of a text but its comments."""
     return tuple(token for token in lexed(text, language) if token.kind != "comment")
 
 
 @lru_cache(maxsize=256)
 def spans(text: str, language: Language) -> tuple[Span, ...]:
-    """The functions, classes and structs that a whole file defines; of CUDA those inside a function are left out."""
+    """Return the functions, classes and structs of a whole file; of CUDA only those outside of functions."""
     return tuple(_python_spans(text) if language == "python" else _cuda_spans(text))
 
 
@@ -111,7 +111,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class _Declarations:
-    """Reads the declarations of a CUDA file one after the other; function bodies are passed over."""
+    """A parser of the declarations of a CUDA file, which skips the bodies of functions."""
 
     def __init__(self, text: str) -> None:
         directives = [match.span() for match in re.finditer(r"^[ \t]*#(?:\\\n|[^\n])*", text, re.MULTILINE)]
@@ -121,7 +121,7 @@ class _Declarations:
         self.at = 0
 
     def spans(self, prefix: str = "") -> Iterator[Span]:
-        """Of one scope, to its closing brace or the end of the file."""
+        """Yield the spans of one scope, to its closing brace or the end of the file."""
         while self.at < len(self.texts) and self.texts[self.at] != "}":
             yield from self.declaration(prefix)
         self.at += 1
@@ -162,7 +162,7 @@ class _Declarations:
         return self.texts[self.at + ahead] if self.at + ahead < len(self.texts) else ";"
 
     def pass_group(self) -> None:
-        """Go past the bracket that closes the one here."""
+        """Skip to the token after the bracket that closes the one here."""
         opening, closing, depth = self.text(), _CLOSING[self.text()], 0
         while True:
             depth += (self.texts[self.at] == opening) - (self.texts[self.at] == closing)
@@ -171,7 +171,7 @@ class _Declarations:
                 return
 
     def pass_angles(self) -> None:
-        """The same of the parameters of a template, whose defaults may hold expressions in parentheses."""
+        """Skip the parameters of a template, whose defaults may hold expressions in parentheses."""
         depth = 0
         while True:
             text = self.text()
@@ -206,7 +206,7 @@ class _Declarations:
                 return text if text not in ("{", ":", ";") else ""
 
     def function_name(self) -> str:
-        """Read to the body of a function, and say its name; or past a declaration that has none."""
+        """Skip to the body of a function, and return its name; or skip a declaration without a body."""
         name, operator = "", -1
         while self.at < len(self.texts):
             text = self.text()
@@ -241,7 +241,7 @@ class _Declarations:
         return ""
 
     def pass_initializers(self) -> None:
-        """Those of a constructor: `: a(x), b{y}`."""
+        """Skip the initializers of a constructor: `: a(x), b{y}`."""
         while True:
             self.at += 1
             while self.text() not in ("(", "{"):

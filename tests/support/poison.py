@@ -1,4 +1,4 @@
-"""Calls of kernels with poison all around: NaN beyond every input, 0xFF in every output and beyond it."""
+"""Calls of kernels in poisoned memory: NaN lies beyond every input, and 0xFF in every output and beyond it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARGIN = 2
 
 
 class PoisonedGpu(gpu.Gpu):
-    """The GPU, whose workspaces have every bit set, NaN as a float, where CuPy's would hold whatever was there."""
+    """A GPU whose workspaces have every bit set, which is NaN, where CuPy's would hold anything."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces:
         import cupy
@@ -38,7 +38,7 @@ class PoisonedGpu(gpu.Gpu):
 
 @dataclass
 class Guarded:
-    """An array in the middle of a larger one, with every bit set: NaN in each dtype, and one that nobody computes."""
+    """An array in the middle of a larger one, with every bit set: a NaN that no computation gives."""
 
     memory: Any
     shape: tuple[int, ...]
@@ -47,7 +47,10 @@ class Guarded:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: Any, run: Run, margin: int) -> Guarded:
-        """With `margin` elements around each row, as many rows and heads, MARGIN at most, and one batch entry."""
+        """Make an array with margins.
+
+        There are `margin` elements around each row, at most MARGIN rows and heads, and one batch entry.
+        """
         near = min(margin, MARGIN)
         margins = ((min(margin, 1),) * len(shape))[3:] + (near, near, margin)[-len(shape) :]
         size = math.prod(extent + 2 * width for extent, width in zip(shape, margins))
@@ -152,7 +155,7 @@ MASKS = {
 
 
 def structures() -> dict[str, Structure]:
-    """Operands that lie amid poison, by name."""
+    """Return structures of operands that lie in poisoned memory, by name."""
     found = {
         f"mask: {name}": Structure(**_SQUARE, mask=mask, layouts=("padded",) * 5) for name, mask in MASKS.items()
     }

@@ -27,7 +27,7 @@ KINDS = {
 
 
 def with_counts() -> Drawn:
-    """Sequences of several steps, fewer rows of each than are given, and NaN in the rows that belong to none."""
+    """Return sequences of several steps, with fewer rows than are given, and NaN in the rows that belong to none."""
     rng, counts = np.random.default_rng(0), (133, 3)
     q, k, v = (rng.standard_normal((2, 2, rows, 64)).astype(np.float16) for rows in (140, 460, 460))
     for b, count in enumerate(counts):
@@ -38,7 +38,7 @@ def with_counts() -> Drawn:
 def prefilled(
     run: Run, family: str, call: Drawn, pages: tuple[Any, Any, Any] | None = None, target: Any = None
 ) -> tuple[Any, Any, int]:
-    """o, lse and the number of faults of the kernels; what they may not read holds NaN, and so do results before."""
+    """Return o, lse and the number of faults of the kernels; memory that they may not read holds NaN."""
     k, v, table = (*hidden(call), None) if pages is None else pages
     layout = CacheLayout(call.k.shape[2], k.shape[2], k.shape[0], 1 if table is None else table.shape[1])
     sink = {} if call.sink is None else {"sink": call.sink}

@@ -33,7 +33,7 @@ ULP = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float64): 2.0**-52}
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected content of an argument after a launch: these bits, or numbers within some units in the last place."""
+    """Expected content of an argument after a launch: exact bits, or numbers within some units in the last place."""
 
     values: Any
     ulps: float = 0.0
@@ -56,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A parameter by value: how boxes of another argument are copied."""
+    """A parameter by value: a description of how boxes of another argument are copied."""
 
     place: int
     box: tuple[int, ...]
@@ -70,7 +70,7 @@ class TensorMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One kernel of a probe's file, its arguments, and what it leaves in those that it writes."""
+    """A launch of one kernel of a probe's file, with its arguments and the expected content of those that it writes."""
 
     name: str
     file: str
@@ -110,7 +110,7 @@ class Launch:
         return {place: x for place, x in enumerate(given) if isinstance(x, np.ndarray)}
 
     def on_gpu(self) -> dict[int, Any]:
-        """The same on CuPy's device."""
+        """Return the content of arrays among the arguments after a run on CuPy's device, by place."""
         import cupy
 
         given: list[Any] = []
@@ -135,7 +135,7 @@ class Launch:
 
 
 def _own(array: Any) -> Any:
-    """A copy with the same strides, gaps included."""
+    """Return a copy with the same strides, gaps included."""
     low, high = np.lib.array_utils.byte_bounds(array)
     memory = np.empty(high - low + 16, np.uint8)
     first = -memory.ctypes.data % 16 + low % 16
@@ -146,12 +146,12 @@ def _own(array: Any) -> Any:
 
 
 def _as_bits(array: Any) -> Any:
-    """The array, or as integers where CuPy may not know its dtype."""
+    """Return the array, or its bits as integers if CuPy may lack its dtype."""
     return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Equal bit for bit, but that a NaN is a NaN."""
+    """Return whether arrays are equal bit for bit, where all NaN count as equal."""
     if first.dtype.kind in "iu":
         return bool(np.array_equal(first, second))
     with np.errstate(invalid="ignore"):
@@ -266,7 +266,7 @@ def atomics() -> Launch:
 
 
 def exact_sums(dtype: str) -> Launch:
-    """Terms of all magnitudes, terms that cancel, and terms that are not finite; `math.fsum` gives their sums."""
+    """Sum terms of all magnitudes, terms that cancel, and terms that are not finite; `math.fsum` gives their sums."""
     number, rng, size = np.dtype(dtype), np.random.default_rng(7), 96
     any_bits = rng.integers(0, 2**32, (12, size * number.itemsize // 4), np.uint32).view(number)
     largest = np.finfo(number).max / (4 * size)  # so that no sum overflows
@@ -385,7 +385,7 @@ def _pitch(dtype: str, columns: int, mma_rows: int) -> int:
 
 
 def _held(rows: int, columns: int, run: int, width: int) -> tuple[Any, Any]:
-    """Rows and columns that each of 128 threads holds, `width` of which share a row."""
+    """Return rows and columns that each of 128 threads holds, `width` of which share a row."""
     thread, i, j = np.arange(128)[:, None], np.arange(rows * width // 128), np.arange(columns // width)
     return thread // width + 128 // width * i, (j // run * width + thread % width) * run + j % run
 
@@ -442,7 +442,7 @@ def _numpy(dtype: str) -> Any:
 
 
 def _aligned(numbers: Any) -> Any:
-    """The same numbers from an address that is a multiple of 64 on, 160 to a row."""
+    """Return equal numbers at an address that is a multiple of 64, with 160 to a row."""
     memory = np.zeros(len(numbers) * 160 * numbers.itemsize + 64, np.uint8)
     start = -memory.ctypes.data % 64
     wide = memory[start:][: len(numbers) * 160 * numbers.itemsize].view(numbers.dtype).reshape(len(numbers), 160)
@@ -481,7 +481,7 @@ def stores(dtype: str, mma_rows: int = 0) -> Iterator[Launch]:
 
 
 def _with_fractions(a: np.ndarray[Any, Any], rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Whole numbers as they are; of float64 with what float32 has no bits for, though their sums stay exact."""
+    """Return whole numbers; in float64 with fractions that float32 cannot hold, though their sums stay exact."""
     return a + 2.0**-30 * rng.integers(-9, 10, a.shape) if a.dtype == np.float64 else a
 
 
@@ -501,7 +501,7 @@ def products(dtype: str, rows: int, columns: int, depth: int, mma_rows: int = 0)
 
 
 def quotients(dtype: str) -> Launch:
-    """Numbers of many powers of 2 over numbers of at least 1, both of all their bits, and those not finite."""
+    """Divide numbers of many magnitudes by numbers of at least 1, both with all their bits, and some not finite."""
     rows, columns = 64, 64
     rng = np.random.default_rng(7)
     numbers = (rng.normal(size=(rows, columns)) * 2.0 ** rng.integers(-20, 20, (rows, columns))).astype(dtype)
@@ -517,7 +517,7 @@ def quotients(dtype: str) -> Launch:
 
 
 def transposed_products(dtype: str, first: int, last: int, mma_rows: int = 0) -> Launch:
-    """a^T b over some rows, added to a matrix that is no longer than it has to be."""
+    """Add a^T b over some rows to a matrix that is just long enough."""
     rows, columns, depth = 64, 64, 24
     rng = np.random.default_rng(6)
     a, b = (rng.integers(-9, 10, (depth, width)).astype(_wide(dtype)) for width in (rows, columns))
@@ -536,7 +536,7 @@ def transposed_products(dtype: str, first: int, last: int, mma_rows: int = 0) ->
 
 
 def tf32_products(number: int, rows: int, columns: int, depth: int, wide: str = "", has_nan: bool = False) -> Launch:
-    """Products of whole numbers that are exact: of few bits, but for the `wide` operands, which tf32 does not hold."""
+    """Multiply whole numbers with exact products: of few bits, but for `wide` operands, which tf32 does not hold."""
     rng = np.random.default_rng(6)
     shapes = {"a": (rows, depth), "a_tn": (depth, rows), "b_nt": (columns, depth), "b_nn": (depth, columns)}
     a, a_tn, b_nt, b_nn = (
@@ -571,7 +571,7 @@ HOPPER = "sm_90a"
 
 
 def _swizzled(image: Any, width: int) -> Any:
-    """A run of bytes whose 16-byte chunks are where a swizzle of rows of `width` bytes puts them; 0 for none."""
+    """Return bytes whose 16-byte chunks are where a swizzle of rows of `width` bytes puts them; 0 is none."""
     chunk = np.arange(image.size // 16)
     place = chunk ^ (chunk >> 3 & max(width // 16 - 1, 0))
     moved = np.empty_like(image.reshape(-1, 16))
@@ -580,7 +580,7 @@ def _swizzled(image: Any, width: int) -> Any:
 
 
 def _inside(array: Any, start: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, Any]:
-    """A box as an index of an array that is one box longer at all ends, and whether its elements are in the array."""
+    """Return a box as an index of an array extended by a box at all ends, and whether elements are in the array."""
     index = np.ix_(*(np.arange(x, x + size) for x, size in zip(start, box)))
     return index, np.broadcast_arrays(*((0 <= x) & (x < size) for x, size in zip(index, array.shape)))
 
@@ -619,7 +619,7 @@ def _places(dtype: str, shape: tuple[int, ...], box: tuple[int, ...]) -> list[tu
 
 
 def _padded(shape: tuple[int, ...], dtype: str) -> Any:
-    """Small numbers, all but the last axis with gaps of their own."""
+    """Return small numbers in an array whose axes, but for the last, have gaps."""
     outer = tuple(size + 1 for size in shape[:-1])
     columns = -(-shape[-1] // 16) * 16
     numbers = np.random.default_rng(7).integers(1, 64, (*outer, columns)).astype(_numpy(dtype))
@@ -639,7 +639,7 @@ def _tiles(entry: str, name: str, array: Any, case: Any, places: Any, *rest: Any
 
 
 def tile_loads(*case: Any, axis: int | None = None) -> Launch:
-    """Loads from an array, which is broadcast along an axis if one is given."""
+    """Load boxes of an array, which is broadcast along an axis if one is given."""
     dtype, swizzle, shape, box = case
     array, places = _padded(shape, dtype), _places(dtype, shape, box)
     if axis is not None:
@@ -670,7 +670,7 @@ def tile_stores(adds: bool, *case: Any) -> Launch:
 
 
 def chunk_stores(columns: int) -> Launch:
-    """Of a row that ends within a chunk of 16 bytes, all of the chunk is written."""
+    """Store rows that end within a chunk of 16 bytes; the whole chunk is written."""
     array, box = np.full((1, 1, 1, 20, 64), SENTINEL).astype(np.float16), (1, 1, 1, 16, 64)
     values = np.random.default_rng(8).integers(1, 64, (16, 64)).astype(np.float16)
     after = array.copy()
@@ -739,7 +739,7 @@ _SWIZZLES = {0: 0, 128: 1, 64: 2, 32: 3}  # bytes of a row, and the name in desc
 
 
 def _operand(matrix: Any, major: int, width: int) -> tuple[Any, Any]:
-    """Bytes in shared memory that hold a matrix [rows, 64], and how wgmma finds 16 of its columns (k) after another."""
+    """Return the bytes in shared memory that hold a matrix [rows, 64], and how wgmma finds the next 16 columns."""
     rows, depth = matrix.shape
     row_bytes = width or 16
     across = row_bytes // 2
@@ -804,7 +804,7 @@ def e4m3_sums(a: Any, b: Any, before: Any) -> Any:
 
 
 def e4m3_accumulation(name: str) -> Launch:
-    """One product added to what accumulators hold: of any numbers, few, alike, positive, or subnormal."""
+    """Add one product to accumulators: of any numbers, of few, of equal, of positive, or of subnormal ones."""
     rng, shape = np.random.default_rng(7), (2, 64, 32)
     codes = np.arange(256, dtype=np.uint8)
     codes = codes[codes & 0x7F != 0x7F]
@@ -827,7 +827,7 @@ def e4m3_accumulation(name: str) -> Launch:
 
 
 def two_e4m3_products(depth: int, keys: int, values: int) -> Launch:
-    """Whole numbers whose products, and their products rounded to e4m3 with others, are exact."""
+    """Multiply whole numbers whose products, rounded to e4m3 and multiplied again, are exact."""
     rng = np.random.default_rng(8)
     q = np.zeros((64, depth), np.float32)
     q[np.arange(64), rng.integers(0, depth, 64)] = rng.choice([1, 2], 64)  # scores are numbers of e4m3
@@ -846,7 +846,7 @@ def two_e4m3_products(depth: int, keys: int, values: int) -> Launch:
 
 
 def e4m3_packs() -> Launch:
-    """Floats that lie at and around all numbers of e4m3 and the middles between them, and floats of any bits."""
+    """Round floats at and around all numbers of e4m3 and their midpoints, and floats of any bits."""
     number = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:-1]
     edges = np.concatenate([number, (number[:-1] + number[1:]) / 2, np.float32([464, 480, 1e30, np.inf])])
     near = (edges.view(np.int32)[:, None] + np.arange(-1, 2, dtype=np.int32)).ravel()[1:].view(np.float32)
@@ -867,14 +867,14 @@ def e4m3_packs() -> Launch:
 
 
 class Walk(NamedTuple):
-    """A probe of a plan's steps: its launch, and how its tiles are cut."""
+    """A probe of a plan's steps: its launch, and the plan with its tiles."""
 
     plan: KernelPlan
     launch: Launch
 
 
 def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
-    """The steps of all tiles of a problem: query tiles that step over keys by `key_tile`, and the other way round."""
+    """Make a probe of all steps: query tiles that step over keys by `key_tile`, and the other way round."""
     example = structure.example()
     plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim", deterministic=True).plan
     entries = ("forward", "backward_columns")
@@ -971,9 +971,9 @@ def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
 
 
 def wrong_tiles(plan: KernelPlan, tiles: Any) -> list[str]:
-    """List faults of the tiles of a grid: each query or key is in one, and those of a list come longest first.
+    """List faults of the tiles of a grid: each query or key is in one tile, and a list's longest tiles come first.
 
-    `tiles` [blocks, 2, 4] says entry, head, first and last of each block's tile of queries and of keys.
+    `tiles` [blocks, 2, 4] has batch entry, head, first and last of each block's tile of queries and of keys.
     """
     wrong = []
     problem, work = plan.problem, plan.work

@@ -1,4 +1,4 @@
-"""Forward passes whose blocks share each tile's keys: examples, and calls in the midst of poison."""
+"""Forward passes whose blocks share each tile's keys: examples, and calls in poisoned memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cuflash.executors.launch import run as run_pass
 
 
 class Left(NamedTuple):
-    """Return all that a forward pass wrote, results and parts, on the host."""
+    """All arrays that a forward pass wrote, results and parts, on the host."""
 
     o: Any
     lse: Any
@@ -34,7 +34,7 @@ def split_plan(example: Example, num_splits: int | None, run: Run = SIM) -> Kern
 
 
 def forward(example: Example, num_splits: int, run: Run = SIM, machine: Any = None) -> Left:
-    """A forward pass on guarded memory; parts hold NaN where no kernel writes."""
+    """Run a forward pass on guarded memory; parts hold NaN where no kernel writes."""
     machine = machine or (PoisonedGpu() if run.is_on_device else Simulator())
     plan = split_plan(example, num_splits, run)
     o = Guarded.of(plan.problem.o_shape(), plan.problem.dtype, run, MARGIN)
@@ -46,7 +46,7 @@ def forward(example: Example, num_splits: int, run: Run = SIM, machine: Any = No
 
 
 def rounded(example: Example) -> Example:
-    """With the bounds of kernels that round P to the dtype of V, or split floats."""
+    """Return an example with the bounds of kernels that round P to the dtype of V, or split floats."""
     if example.q.dtype == np.float32:
         return example.but(precision="tf32x3")
     return example.but(product_dtype=example.q.dtype)

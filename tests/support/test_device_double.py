@@ -1,4 +1,4 @@
-"""The double refuses what it says it refuses, and nothing else: literal tables."""
+"""The double refuses what it documents as refused, and nothing else, by literal tables."""
 
 from __future__ import annotations
 

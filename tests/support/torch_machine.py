@@ -1,6 +1,6 @@
-"""A stand-in for PyTorch on a GPU, beside `cupy_machine`: tensors that say they lie there, in the host's memory.
+"""A stand-in for PyTorch on a GPU, beside `cupy_machine`: tensors in the host's memory that report a CUDA device.
 
-Kernels run on the simulator as soon as they are launched, on the stream that PyTorch has current.
+Kernels run on the simulator as soon as they are launched, on PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cuflash.executors import torch_gpu
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor whose memory is the host's, and which says that it lies on the CUDA device `number`."""
+    """A tensor whose memory is the host's, and which reports the CUDA device `number`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # results of operations are plain tensors
     number = 0
@@ -38,7 +38,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def on_device(array: Any, number: int = 0) -> Any:
-    """A copy of an array or tensor that says it lies on a device."""
+    """Return a copy of an array or tensor that reports a device."""
     kind = DeviceTensor if number == 0 else type("OtherTensor", (DeviceTensor,), {"number": number})
     return torch.as_tensor(array).detach().clone().as_subclass(kind)
 
@@ -85,14 +85,14 @@ class Torch(ModuleType):
 
     @contextmanager
     def stream(self, stream: cupy_machine.Stream) -> Iterator[None]:
-        """PyTorch's current stream, within a block; CuPy's stays as it is."""
+        """Make a stream PyTorch's current one within a block; CuPy's stays as it is."""
         self.streams.append(stream)
         yield
         self.streams.pop()
 
 
 class _Streams:
-    """`cupy.cuda.Stream`: makes streams, and takes those of other libraries."""
+    """`cupy.cuda.Stream`: it makes streams, and takes those of other libraries."""
 
     def __init__(self, make: Any) -> None:
         self._make = make
@@ -105,13 +105,13 @@ class _Streams:
 
 
 def _as_cupy_array(tensor: DeviceTensor) -> cupy_machine.Ndarray:
-    """The memory of a tensor on a device."""
+    """Return the memory of a tensor on a device as CuPy's array."""
     return cupy_machine.Ndarray(tensor.as_subclass(torch.Tensor).numpy(), tensor.number)
 
 
 @contextmanager
 def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy, Torch]]:
-    """The stand-ins for CuPy and PyTorch, with rooms that know nothing of earlier ones."""
+    """Install the stand-ins for CuPy and PyTorch, and empty the caches that may hold earlier ones."""
     with cupy_machine.installed(monkeypatch, cache) as cupy:
         machine = Torch(cupy)
         cupy.cuda.Stream = _Streams(cupy.cuda.Stream)

@@ -54,6 +54,7 @@ class FlashAttention1(Family):
 
     name = FA1
     dtypes = (np.dtype(np.float16), BFLOAT16)
+    rounds_weights = True
     oldest = (8, 0)
 
     def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:

@@ -38,6 +38,8 @@ class Family(ABC):
         The oldest compute capability that runs it.
     operands : tuple of str
         Names of the arrays beside q, k and v that its kernels take.
+    rounds_weights : bool
+        Its kernels round P and dS to the dtype of 16-bit inputs before they multiply v, do, k and q.
     waits_at_barriers : bool
         Its kernels wait at barriers in shared memory for copies, so that a fault could make one hang.
     takes_orders : bool
@@ -48,6 +50,7 @@ class Family(ABC):
     dtypes: ClassVar[tuple[np.dtype[Any], ...]]
     oldest: ClassVar[tuple[int, int]] = (7, 5)
     operands: ClassVar[tuple[str, ...]] = ()
+    rounds_weights: ClassVar[bool] = False
     waits_at_barriers: ClassVar[bool] = False
     takes_orders: ClassVar[bool] = False
 

@@ -100,6 +100,7 @@ class Sm80(Family):
 
     name = SM80
     dtypes = (np.dtype(np.float16), BFLOAT16)
+    rounds_weights = True
     operands = ("sink", "dropout_seed")
     oldest = (8, 0)
 

@@ -84,6 +84,7 @@ class Sm90(Family):
 
     name = SM90
     dtypes = (np.dtype(np.float16), BFLOAT16)
+    rounds_weights = True
     operands = ("sink", "dropout_seed")
     oldest = (9, 0)
     waits_at_barriers = True

@@ -1,9 +1,8 @@
-"""The report says what is there, what is missing and what to do, and survives a machine in any state."""
+"""The report lists what works, what is missing and what to do about it, on a machine in any state."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-room = importlib.import_module("cuflash.doctor")  # `cuflash.doctor` itself is the function
+from cuflash import diagnosis as room, show_config
 
 
 def test_every_subject_is_reported_and_printed() -> None:
@@ -24,6 +23,12 @@ def test_every_subject_is_reported_and_printed() -> None:
     assert [finding.subject for finding in report.findings] == list(room._CHECKS)
     assert all(f"{finding.subject}: {finding.detail}" in str(report) for finding in report.findings)
     assert all(report[subject].status == "ok" for subject in ("cuflash", "Python", "NumPy", "cores", "executor cpu"))
+
+
+def test_show_config_prints_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_CHECKS", {"Python": room._CHECKS["Python"]})
+    show_config()
+    assert capsys.readouterr().out == f"{room.doctor()}\n"
 
 
 def test_what_is_missing_for_good_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
