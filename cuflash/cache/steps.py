@@ -115,7 +115,7 @@ class DecodeStep:
 
 
 class _Place:
-    """How far arrays of one layout reach from their first element, and how they have to be aligned."""
+    """The memory that arrays of one layout span around their first element, and the alignment that they need."""
 
     def __init__(self, array: Any) -> None:
         self._low, self._high = reach(array)
@@ -221,7 +221,7 @@ class Steps:
         return Decode(step, _address(q), None, None if sink is None else _address(sink))
 
     def memory(self, nbytes: int) -> Array:
-        """At least so many bytes, which calls that follow each other share."""
+        """Return memory of at least `nbytes` bytes, which calls that follow each other share."""
         if not self._memory or self._memory[-1].nbytes < nbytes:
             least = 2 * self._memory[-1].nbytes if self._memory else 0
             self._memory.append(self._empty((max(nbytes, least),), np.uint8))
@@ -236,12 +236,12 @@ def _address(array: Any) -> int:
 
 
 def _layout(*arrays: Any) -> Hashable:
-    """How arrays of CuPy's lie, or tensors that stand for some; None for anything else."""
+    """Key of the layout of arrays of CuPy's, or of tensors that stand for some; None for anything else."""
     return layout_key(*arrays) or tensors_layout(*arrays)
 
 
 def _append_key(k: Any, v: Any) -> Hashable:
-    """How rows lie; None for what may not be plain, and under CUFLASH_CHECK."""
+    """Key of the layout of rows; None for arguments that may not be plain, and under CUFLASH_CHECK."""
     return None if checks.is_on() else _layout(k, v)
 
 

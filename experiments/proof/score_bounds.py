@@ -32,7 +32,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How much to draw; the defaults are the published run."""
+    """The number of examples to draw; the defaults are the published run."""
 
     examples: int = 20_000
     shard_size: int = 250
