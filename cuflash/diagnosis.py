@@ -27,7 +27,7 @@ _OLDEST_DRIVER = (12, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of a report: ``ok``, ``missing``, or ``unknown`` where looking failed; with what to do, if anything."""
+    """A line of a report: ``ok``, ``missing``, or ``unknown`` where the check failed; with advice, if there is any."""
 
     subject: str
     status: Literal["ok", "missing", "unknown"] = "ok"
@@ -150,7 +150,7 @@ def _compiler(subject: str) -> Finding:
 
 
 def _told(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """The output of a program as text, whatever its encoding is."""
+    """Run a program and return its output as text, whatever its encoding is."""
     return subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="backslashreplace", timeout=seconds,
         stdin=subprocess.DEVNULL,
@@ -174,7 +174,7 @@ def _driver(subject: str) -> Finding:
 
 
 def _gpus(subject: str) -> Finding:
-    """Asks nvidia-smi, since asking the driver itself would start CUDA here, and forked children could not use it."""
+    """Report the GPUs by nvidia-smi: the driver would start CUDA here, and forked children could not use it."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return Finding(subject=subject, status="missing", detail="no nvidia-smi", advice="fine without an NVIDIA GPU")

@@ -159,7 +159,7 @@ def _is_on_stream_of(tensor: Any, cupy: Any) -> bool:
 
 
 def tensors_layout(*tensors: Any) -> tuple[Hashable, ...] | None:
-    """How tensors of PyTorch lie that kernels on CuPy's current stream may read in place; None for anything else.
+    """Key of the layout of PyTorch's tensors that kernels on CuPy's current stream may read in place; else None.
 
     Tensors of one layout are `taken` as arrays of one layout, but for odd addresses.
     """

@@ -413,7 +413,7 @@ class StretchEnds(Mask):
         return ends > 0, ends == j1 - j0
 
     def _into(self, j: Array) -> Array:
-        """How many of a stretch's last keys come at or before key j, less those of the stretches before."""
+        """Count the last keys of a stretch at or before key j, without those of the stretches before."""
         into = j % self.stride - (self.stride - self.count) + 1
         return into * (into > 0)
 

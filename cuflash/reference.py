@@ -226,7 +226,7 @@ def _softmax(
 
 
 def widened(x: Array) -> Array:
-    """In float64, or more: long double stays, and complex becomes complex128 at least."""
+    """Return an array in float64 or more: long double stays, and complex becomes complex128 at least."""
     array = np.asarray(x)
     return array.astype(np.result_type(array.dtype, np.float64))
 
@@ -237,7 +237,7 @@ def with_heads(x: Array) -> Array:
 
 
 def expand_heads(x: Array, num_heads: int) -> Array:
-    """Each key/value head repeated for the consecutive query heads that read it."""
+    """Repeat each key/value head for the consecutive query heads that read it."""
     headed = with_heads(x)
     num_kv_heads = headed.shape[-3]
     return headed if num_kv_heads == num_heads else np.repeat(headed, num_heads // num_kv_heads, axis=-3)

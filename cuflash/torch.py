@@ -363,7 +363,7 @@ _bound_calls: dict[Hashable, _OnGpu] = {}
 
 
 def _mask_layout(array: Any) -> Hashable:
-    """How an array of a mask lies: a tensor on a GPU, or an array of CuPy's."""
+    """Key of the layout of a mask's array: a tensor on a GPU, or an array of CuPy's."""
     if type(array) in _PLAIN:
         return torch_gpu.layout_key(array) if array.is_cuda else None
     return layout_key(array)

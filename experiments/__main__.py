@@ -26,13 +26,13 @@ SUBJECTS = {
 
 
 def scripts(folder: Path) -> dict[str, Path]:
-    """Files of a folder that are run, by name; a file without a ``__main__`` block is imported by others."""
+    """Return the files of a folder that can be run, by name; files without a ``__main__`` block are imported."""
     found = {path.stem: path for path in sorted(folder.glob("*.py"))}
     return {name: path for name, path in found.items() if 'if __name__ == "__main__":' in path.read_text("utf-8")}
 
 
 def summary(path: Path) -> dict[str, str]:
-    """What a script's docstring says of it: its question, and in paragraphs of these names what it found and costs."""
+    """Return a script's question, and what its docstring says in the paragraphs Found and Cost."""
     text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
     found = {"question": text.split("\n")[0]}
     for name in ("Found", "Cost"):
@@ -42,7 +42,7 @@ def summary(path: Path) -> dict[str, str]:
 
 
 def listing() -> str:
-    """All scripts by subject, each with its question, the first sentence of its finding, and its cost."""
+    """List all scripts by subject, each with its question, the first sentence of its finding, and its cost."""
     lines = []
     for folder, subject in SUBJECTS.items():
         lines.append(f"\n{subject}")
@@ -56,7 +56,7 @@ def listing() -> str:
 
 
 def complaint(error: Exception) -> str | None:
-    """One line about what a machine lacks; None for a fault of the program, or for an output that nothing reads."""
+    """Return one line about what a machine lacks; None if the program is at fault, or nothing reads its output."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name not in {path.stem for path in FOLDER.glob("*/*.py")}:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import device_double
 import numpy as np
@@ -102,3 +103,12 @@ def spec() -> Callable[..., sources.KernelSpec]:
         return KernelSpec(**{**small, "entry": entry, "dtype": np.dtype(np.float32), **fields})
 
     return make
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A stand-in for CuPy that runs kernels on the simulator."""
+    import cupy_machine
+
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        yield machine

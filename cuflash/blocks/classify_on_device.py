@@ -179,7 +179,7 @@ def _assembled(grid: _Grid, kinds: Array, bits: Array | None, rows: tuple[Array,
 
 
 class _Listed(NamedTuple):
-    """How the chosen cells of a grid close ranks, in order, without counting them."""
+    """Positions in a list for the chosen cells of a grid, in order; the host does not count them."""
 
     position: Array  # each cell's place in the list; one past the room of the list where the cell is not listed
     pointers: Array  # where each row's cells start
@@ -187,7 +187,7 @@ class _Listed(NamedTuple):
 
     @classmethod
     def of(cls, chosen: Array, capacity: int) -> _Listed:
-        """From booleans [rows, cells of a row]."""
+        """List the cells that booleans [rows, cells of a row] choose."""
         xp = namespace(chosen)
         pointers = xp.zeros(len(chosen) + 1, dtype=np.int32)
         ends = xp.cumsum(chosen.reshape(-1), dtype=np.int32)

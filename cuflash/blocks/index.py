@@ -237,7 +237,7 @@ class BlockIndex:
 
     @classmethod
     def from_scipy(cls, matrix: Any, seqlen_q: int, seqlen_kv: int, block: Any = None) -> BlockIndex:
-        """From a scipy.sparse array of elements, or of blocks: its shape says which.
+        """Make an index from a scipy.sparse array of elements, or of blocks: its shape says which.
 
         Parameters
         ----------
@@ -312,7 +312,7 @@ class BlockIndex:
 
     @property
     def nnz(self) -> int:
-        """How many elements are allowed, over batch and heads; waits for a device. `num_entries` counts blocks.
+        """The number of allowed elements, over batch and heads; on a device it waits. `num_entries` counts blocks.
 
         Examples
         --------

@@ -147,13 +147,13 @@ class IntervalWork:
         return np.clip(lo, 0, self.seqlen_kv), np.clip(hi, 0, self.seqlen_kv)
 
     def _rows_ending_by(self, b: int, h: int, key: int) -> int:
-        """How many rows end at or before a key: hi <= key."""
+        """Return the number of rows that end at or before a key: hi <= key."""
         if self.band is None:
             return int(np.searchsorted(self._rows(b, h)[1], key, side="right"))
         return 0 if self.band.upper is None else min(max(key - self.band.upper, 0), self.seqlen_q)
 
     def _rows_starting_by(self, b: int, h: int, key: int) -> int:
-        """How many rows start at or before a key: lo <= key."""
+        """Return the number of rows that start at or before a key: lo <= key."""
         if self.band is None:
             return int(np.searchsorted(self._rows(b, h)[0], key, side="right"))
         return self.seqlen_q if self.band.lower is None else min(max(key - self.band.lower + 1, 0), self.seqlen_q)

@@ -146,7 +146,7 @@ def excess_of(log_p: Array, p: Array, eta: Array) -> Array:
 
 
 def _rounding_of_sum(values: Array, rounding: Array, has_sink: Array) -> Array:
-    """How far a weighted mean of the rows of v can be from another one, with that relative rounding of the result.
+    """Bound the distance of a weighted mean of v's rows from another one, with a relative rounding of the result.
 
     With a sink 0 is one of the rows.
     """

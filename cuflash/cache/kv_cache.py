@@ -710,7 +710,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         return reasons
 
     def _counted(self, counts: Any, num_rows: int) -> Any:
-        """How many of some rows belong to each sequence: a list, or an array on the device."""
+        """Return the number of rows that belong to each sequence: a list, or an array on the device."""
         if counts is None:
             return [num_rows] * len(self._lengths)
         if self._device is not None and is_on_device(counts):

@@ -116,7 +116,7 @@ class DecodeStep:
 
 
 class _Place:
-    """How far arrays of one layout reach from their first element, and how they have to be aligned."""
+    """The memory that arrays of one layout span around their first element, and the alignment that they need."""
 
     def __init__(self, array: Any) -> None:
         self._low, self._high = reach(array)
@@ -222,7 +222,7 @@ class Steps:
         return Decode(step, _address(q), None, None if sink is None else _address(sink))
 
     def memory(self, nbytes: int) -> Array:
-        """At least so many bytes, which calls that follow each other share."""
+        """Return memory of at least `nbytes` bytes, which calls that follow each other share."""
         if not self._memory or self._memory[-1].nbytes < nbytes:
             least = 2 * self._memory[-1].nbytes if self._memory else 0
             self._memory.append(self._empty((max(nbytes, least),), np.uint8))
@@ -237,14 +237,14 @@ def _address(array: Any) -> int:
 
 
 def _layout(*arrays: Any) -> Hashable:
-    """How arrays of CuPy's lie, or tensors that stand for some; None for anything else."""
+    """Key of the layout of arrays of CuPy's, or of tensors that stand for some; None for anything else."""
     of_arrays = layout_key(*arrays)
     of_tensors = tensors_layout(*arrays) if of_arrays is None else None
     return of_arrays if of_tensors is None else (nvrtc.current_number(), of_tensors)
 
 
 def _append_key(k: Any, v: Any) -> Hashable:
-    """How rows lie; None for what may not be plain, and under CUFLASH_CHECK."""
+    """Key of the layout of rows; None for arguments that may not be plain, and under CUFLASH_CHECK."""
     return None if checks.is_on() else _layout(k, v)
 
 

@@ -1,4 +1,4 @@
-"""From a specification to machine code: NVRTC, CuPy's cache of what it made, and the faults of either.
+"""Compile a specification to machine code: NVRTC, CuPy's cache of machine code, and the faults of either.
 
 CuPy compiles and keeps what runs. `cubin` compiles the same text without CuPy, driver or GPU: for tests, and for where
 CuPy's cache fails.

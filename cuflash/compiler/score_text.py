@@ -1,4 +1,4 @@
-"""From a score program to CUDA: a structure of its arrays and numbers, with its functions as members.
+"""Print a score program as CUDA: a structure of its arrays and numbers, with its functions as members.
 
 A kernel takes the structure by value. Each operation is in the function of its level, so that it is made as rarely as
 what it depends on allows: once for a tile's batch entry and head, for a query, for a key, or for each score.
@@ -397,7 +397,7 @@ class Printer:
 
 
 def _level(names: frozenset[str]) -> str:
-    """How often a value that depends on these coordinates is made."""
+    """Return the level at which a value of these coordinates is computed: once a tile, a query, a key or a score."""
     if names <= {"b", "h"}:
         return "tile"
     if names <= {"b", "h", "i"}:

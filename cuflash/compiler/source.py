@@ -1,4 +1,4 @@
-"""From a kernel's specification to its text: our includes flattened into one translation unit, constants in front."""
+"""Print the text of a kernel: constants of its specification, then the entry file with its includes flattened."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def constants(spec: KernelSpec) -> str:
 
 @lru_cache(maxsize=1024)
 def source(spec: KernelSpec, *, host: bool = False) -> str:
-    """One text that holds all of a kernel, for NVRTC, or with the simulator's `ptx/` for the host's compiler.
+    """Return all of a kernel as one text, for NVRTC, or with the simulator's `ptx/` for the host's compiler.
 
     `#line` keeps our file names and line numbers in every message.
     """

@@ -60,7 +60,7 @@ _known: list[_OfProcess | _OfThread] | None = None
 
 
 def _libraries() -> list[_OfProcess | _OfThread]:
-    """Those that were loaded at the first call: NumPy's is among them, since NumPy is imported before."""
+    """Return the libraries that were loaded at the first call; NumPy's is one of them."""
     global _known
     if _known is None:
         _known = [_library(found) for found in ThreadpoolController().select(user_api="blas").lib_controllers]
@@ -145,7 +145,7 @@ class OneThread:
 
 
 def _after_fork() -> None:
-    """In a child no other thread goes on: what they held is given back."""
+    """Release in a child what other threads of its parent held, since those do not run in the child."""
     global _lock, _users
     _lock, _users = threading.RLock(), 0
     for library in _known or ():

@@ -371,9 +371,9 @@ class QueryTiles:
         self._call.write(name, self._call._rows_of(self._tiles)[0], values)
 
     def scores(self) -> Iterator[tuple[list[Array], Array]]:
-        """For each step the numbers of each tile's keys, and scores in base 2 [tiles, keys, queries], -inf if masked.
+        """Yield for each step the numbers of each tile's keys, and scores in base 2 [tiles, keys, queries].
 
-        The memory of the scores is used again for the next step.
+        Masked scores are -inf. The next step writes to the memory of the scores.
         """
         call, tiles = self._call, self._tiles
         rows, kv_batch_heads = call._rows_of(tiles)

@@ -1,4 +1,4 @@
-"""How arrays, a problem and its work fill the record that a launch hands to a kernel."""
+"""Fill the record that a launch passes to a kernel from arrays, a problem and its work."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _WORD_OFFSETS = _word_offsets()
 
 
 class View(NamedTuple):
-    """How an array lies in memory: all that a kernel needs to know of it but its address."""
+    """The layout of an array in memory: all that a kernel needs of it but its address."""
 
     name: str
     dtype: np.dtype[Any]

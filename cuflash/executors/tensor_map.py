@@ -1,4 +1,4 @@
-"""How a kernel copies tiles of an array by the tensor memory accelerator: the 128 bytes that it takes by value."""
+"""Tensor maps: the 128 bytes by which a kernel has the tensor memory accelerator copy tiles of an array."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Pointer(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a tensor on a CUDA device lies, by the names that CuPy gives them; its namespace is CuPy's."""
+    """The layout of a tensor on a CUDA device, under the names that CuPy's arrays have."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -61,7 +61,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of_lists(cls, nbytes: int) -> Layout:
-        """That of lists that a call makes, as bytes."""
+        """Return the layout of lists that a call makes, as bytes."""
         return cls((nbytes,), np.dtype(np.uint8), (1,), Pointer(0, torch.cuda.current_device()), nbytes)
 
     @property
@@ -126,7 +126,7 @@ class TorchGpu(gpu.Gpu):
         return torch.from_dlpack(array.reshape(-1).view(np.uint8))
 
     def device_lists(self, work: WorkList) -> Any:
-        """As for CuPy, and waited for: a capture of PyTorch may not look whether a copy has ended."""
+        """Return lists on the device after waiting for their copy, which a capture of PyTorch may not ask about."""
         found = super().device_lists(work)
         if found is not None:
             found.wait_until_copied()

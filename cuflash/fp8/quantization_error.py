@@ -1,4 +1,4 @@
-"""How far attention of quantised operands is from attention of the operands themselves.
+"""Bounds on the distance of attention of quantised operands from attention of the operands themselves.
 
 S, P, O and L belong to q, k and v, and S', P', O' and L' to what `dequantized` returns. E = |S' - S| is computed, in
 float64. With r = sum_j P_j (exp(E_j) - 1) each sum of weights changes by a factor between 1 / (1 + r) and 1 + r, the

@@ -645,7 +645,7 @@ class _Several(_Composed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class And(_Several):
-    """Allowed by every operand."""
+    """A mask that allows what every operand allows."""
 
     __call__ = _Several.__call__
     rectangle = _Several.rectangle
@@ -671,7 +671,7 @@ class And(_Several):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Or(_Several):
-    """Allowed by any operand."""
+    """A mask that allows what any operand allows."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -791,7 +791,10 @@ def _flattened(kind: type[Mask], masks: Sequence[Mask]) -> tuple[Mask, ...]:
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:
-    """One resolved mask for several resolved ones; bands become one band. No mask at all allows everything."""
+    """Return one resolved mask for several resolved ones, whose bands become one band.
+
+    Without any mask everything is allowed.
+    """
     bands = [mask for mask in masks if type(mask) is Band]
     lowers = [band.lower for band in bands if band.lower is not None]
     uppers = [band.upper for band in bands if band.upper is not None]

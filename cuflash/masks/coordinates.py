@@ -93,7 +93,7 @@ def _unravelled(index: Array, extents: tuple[int, ...]) -> tuple[Array, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PerBatch:
-    """One int, or one int per batch entry."""
+    """An int for all batch entries, or one for each."""
 
     value: int | LeadingArray
 
@@ -109,7 +109,7 @@ class PerBatch:
         return PerBatch(LeadingArray.of(value, batch, 0))
 
     def at(self, b: Array) -> Array:
-        """As int64, in which it meets coordinates."""
+        """Return the ints of batch entries, widened to int64, the dtype of coordinates."""
         if isinstance(self.value, int):
             return self.value
         found = self.value.at(b)

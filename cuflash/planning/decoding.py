@@ -45,7 +45,7 @@ _CHUNK = 16  # bytes that one instruction copies
 
 
 class CacheLayout(NamedTuple):
-    """How a cache cuts positions into pages.
+    """The pages into which a cache cuts positions.
 
     Attributes
     ----------

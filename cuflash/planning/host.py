@@ -23,7 +23,7 @@ def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class HostTiling:
-    """How the cpu executor cuts a problem's work into tiles and batches of tiles.
+    """Tiles, and batches of tiles, into which the cpu executor cuts a problem's work.
 
     Attributes
     ----------

@@ -60,7 +60,7 @@ INTERVAL_SPECS = {
 
 
 class _Offsets:
-    """How an array of offsets lies: bytes between those of neighbouring batch entries and sequences, and its dtype."""
+    """The layout of an array of offsets: bytes between neighbouring batch entries and sequences, and its dtype."""
 
     def __init__(self, array: Array, num_axes: int) -> None:
         steps = [step if extent != 1 else 0 for step, extent in zip(array.strides[:-1], array.shape)]
@@ -150,7 +150,7 @@ class IntervalSource:
 
     @property
     def num_threads(self) -> int:
-        """One for each query, and for each block that is ordered."""
+        """The number of threads: one for each query, and for each block that is ordered."""
         return self.batch * self.num_heads * (self.shape.seqlen_q + sum(self.num_blocks))
 
     @cached_property

@@ -178,7 +178,7 @@ class DqSemaphoreOrder(NamedTuple):
     min_unfused_heads: int
 
     def num_fused_heads(self, num_heads: int) -> int:
-        """How many pairs, the first of so many in a launch, have their dQ finished by the blocks that add to it."""
+        """Return how many pairs of a launch, from the first on, have their dQ finished by the blocks that add to it."""
         groups = max(0, num_heads - self.min_unfused_heads) // self.heads_per_group
         return groups * self.heads_per_group if groups > self.last_tile_lead + self.first_tile_lag else 0
 

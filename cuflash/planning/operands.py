@@ -27,7 +27,7 @@ class Operand(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name among the arrays of an executor, which has names of its own; the gradient's is ``d<key>``."""
+        """The operand's name among the arrays of an executor; the name of its gradient is ``d<key>``."""
         return f"score.{self.name}" if self.is_captured else self.name
 
 

@@ -73,7 +73,7 @@ class PrefillPlan:
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """Both, in their order."""
+        """Both launches, in their order."""
         return self.intervals, self.launch
 
 

@@ -150,7 +150,7 @@ class Problem:
 
     @property
     def scaling(self) -> Scaling:
-        """How executors apply the scale: to products alone, or for scales far from 1 to q and k as well."""
+        """The factors by which executors apply the scale: to products alone, or to q and k as well if far from 1."""
         scale = self.softmax_scale
         if self.dtype == np.float16:  # 2^126 log2(e) is finite in float32
             return Scaling(max(-(2.0**126), min(scale, 2.0**126)), 0, 0)

@@ -114,7 +114,7 @@ class Program:
     results: tuple[int, ...]
 
     def num_leading_axes(self, load: Instruction) -> int:
-        """How many leading axes of its array a load reads at the batch entry b; they broadcast against the batch."""
+        """Return how many leading axes of its array a load reads at the batch entry b, to which they broadcast."""
         array: ArrayType = self.arrays[load.value]
         return array.rank - len(load.args)
 

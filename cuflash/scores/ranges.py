@@ -1,4 +1,4 @@
-"""Between which bounds the integers of a score program lie: a proof that no index leaves its axis."""
+"""Bounds of the integers of a score program: a proof that no index leaves its axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a score program's results may be from the exact ones: each value beside its error.
+"""Errors of a score program's results: each value beside its largest distance from the exact one.
 
 Errors of arguments go through the largest change of a function within them, not through its derivative at the value,
 so that they hold where they are large. Each operation then adds its own roundoff, in units of the accumulator's ua::

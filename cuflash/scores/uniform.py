@@ -73,7 +73,7 @@ def _has_steps(root: int, instructions: Sequence[Instruction]) -> bool:
 def _direction(
     instruction: Instruction, instructions: Sequence[Instruction], directions: dict[int, Direction]
 ) -> Direction | None:
-    """How an integer changes with the query and the key; None if it may do both."""
+    """Return the signs with which an integer changes with the query and the key; None if it may change both ways."""
     op = instruction.op
     if instruction.kind != "int":
         return None

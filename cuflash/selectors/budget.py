@@ -1,4 +1,4 @@
-"""How many blocks a selector keeps, and which it must: one rule for all of them, in arrays of any namespace."""
+"""The number of blocks that a selector keeps, and the blocks that it must keep: one rule for all selectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_FORCED, _NOT_ELIGIBLE = (int(_FORCED) + 1) << 32, int(_MAGNITUDE) << 32
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How many blocks of each block row are kept: exactly one of `top_k`, `mass` and `threshold`.
+    """The number of blocks that each block row keeps: exactly one of `top_k`, `mass` and `threshold`.
 
     Blocks are taken in the order of their scores, the highest first; of equal ones the lower number. Blocks that are
     forced come before all others and count. Scores are compared in float32.

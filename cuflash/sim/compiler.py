@@ -1,4 +1,4 @@
-"""From the text of a kernel to a library of the host, by g++; compiled once and kept on disk."""
+"""Compile the text of a kernel to a library of the host by g++, once, and keep it on disk."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def _publish(commands: list[list[str]], target: Path, what: str, source: str = "
 
 
 def _end(run: subprocess.CompletedProcess[str]) -> str:
-    """How a program ended that said nothing."""
+    """Describe the end of a program that printed nothing."""
     how = f"exit status {run.returncode}" if run.returncode > 0 else f"signal {-run.returncode}"
     return f"it said nothing and ended with {how}; the command was {shlex.join(run.args)}"
 

@@ -1,4 +1,4 @@
-"""How many bytes a call or a cache takes, and how long sequences may be, before anything is allocated."""
+"""Bytes that a call or a cache takes, and the longest sequences that fit, before anything is allocated."""
 
 from __future__ import annotations
 

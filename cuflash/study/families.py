@@ -17,7 +17,7 @@ ORACLE = "oracle"
 
 
 class Family(NamedTuple):
-    """One pattern in all its sizes.
+    """A pattern in all its sizes.
 
     Attributes
     ----------

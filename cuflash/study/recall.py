@@ -35,7 +35,7 @@ class Recall(NamedTuple):
 def recall(
     q: AnyArray, k: AnyArray, v: AnyArray, mask: MaskLike, *, causal: Causality = False, scale: float | None = None
 ) -> Recall:
-    """How much of the softmax a mask keeps, for each query, and how much the output changes.
+    """Measure the softmax mass that a mask keeps for each query, and how much the output changes.
 
     The mass is exact and takes memory linear in the length: it is exp(lse_masked - lse), the log-sum-exps of two calls
     of `attention`.

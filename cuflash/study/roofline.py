@@ -265,7 +265,7 @@ def roofline(plan: Plan | KernelPlan, *, which: str = "forward", peaks: Peaks | 
 def _bounded(
     plan: KernelPlan, launch: Launch, peaks: Peaks, kept: int, visited: int, sizes: dict[str, int]
 ) -> KernelRoofline:
-    """One kernel's work and times."""
+    """Return the work and the times of one kernel."""
     problem, spec = plan.problem, launch.spec
     of_head, of_value = _PRODUCTS.get(spec.entry, (0, 0))
     flops = 2 * kept * (of_head * problem.head_dim + of_value * problem.value_dim)

@@ -1,4 +1,4 @@
-"""How much each pattern keeps of the attention of given queries, keys and values, one measurement after the other."""
+"""Measure the share of attention that each pattern keeps, for given queries, keys and values."""
 
 from __future__ import annotations
 

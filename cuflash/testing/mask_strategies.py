@@ -77,7 +77,7 @@ def _sides(draw: st.DrawFn, shape: MaskShape) -> tuple[int | None, int | None]:
 
 
 def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Any:
-    """One count for all, or an array of one for each entry of the leading axes."""
+    """Draw a count for all, or an array with a count for each entry of the leading axes."""
     size = math.prod(shape.batch)
     if not shape.batch or not size or draw(st.booleans()):
         return draw(_numbers(0, most))
@@ -214,6 +214,6 @@ def _random_bools(draw: st.DrawFn, shape: MaskShape, last: tuple[int, ...]) -> A
 
 
 def _leading(shape: MaskShape, axes: int) -> tuple[int, ...]:
-    """That many of (*batch, num_heads), from the right; 3 is all, and one less than all keeps a stretched axis."""
+    """Return `axes` of the axes (*batch, num_heads), from the right; 3 is all, and 2 keeps a last axis of length 1."""
     full = (*shape.batch, shape.num_heads)
     return (*full[:-1], 1) if axes == 2 and len(full) > 1 else full[len(full) - min(axes, len(full)) :]

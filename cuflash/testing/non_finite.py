@@ -197,7 +197,7 @@ def _pairs(example: Example) -> tuple[Any, Any, dict[str, _Holds]]:
 
 
 def _operand(example: Example, name: str) -> Any:
-    """In float64, which holds every class that a dtype has; three products of tf32 take an infinity for NaN."""
+    """Return an operand in float64; in three products of tf32 an infinity counts as NaN."""
     x = np.asarray(getattr(example, name)).astype(np.float64)
     return np.where(np.isinf(x), np.nan, x) if example.precision == "tf32x3" and name != "dlse" else x
 

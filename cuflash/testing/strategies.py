@@ -492,7 +492,7 @@ def sinks(draw: st.DrawFn, shape: MaskShape, dtype: str) -> tuple[tuple[int, ...
 
 
 def _non_finite() -> st.SearchStrategy[tuple[tuple[str, int, str], ...]]:
-    """One to three operands, places in them, and what stands there."""
+    """Draw one to three operands, places in them, and the values that are put there."""
     one = st.tuples(
         st.sampled_from(("q", "k", "v", "do", "dlse")), st.integers(0, 2**16), st.sampled_from(NON_FINITE)
     )

@@ -81,7 +81,7 @@ def parameters(config: Config, seed: int = 0, dtype: Any = np.float32) -> Parame
 
 
 def views(flat: Any, shapes: dict[str, tuple[int, ...]]) -> Parameters:
-    """Parts of a vector, by the names and shapes of some parameters."""
+    """Split a vector into parts by the names and shapes of some parameters."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     ends = np.cumsum(sizes).tolist()
     parts = zip(shapes.items(), sizes, ends, strict=True)
@@ -115,7 +115,7 @@ def rms_norm(x: Any, weights: Parameters, name: str, gradients: Parameters) -> t
 
 
 def split_heads(x: Any, num_heads: int) -> Any:
-    """[batch, tokens, heads * dim] as [batch, heads, tokens, dim]."""
+    """Turn [batch, tokens, heads * dim] into [batch, heads, tokens, dim]."""
     return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
 
 
@@ -132,7 +132,7 @@ def attention(
     x: Any, weights: Parameters, layer: int, config: Config, gradients: Parameters,
     cache: cuflash.KVCache | None = None, attend: Attend = exact,
 ) -> tuple[Any, Pull | None]:  # fmt: skip
-    """Attention of a layer; with a cache, x has the new tokens alone, and nothing pulls a gradient back."""
+    """Compute the attention of a layer; with a cache, x has the new tokens alone, and there is no gradient."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     made, pulls = {}, {}
     for name, num_heads in heads.items():
@@ -162,7 +162,7 @@ def forward(
     weights: Parameters, tokens: Any, config: Config, caches: list[cuflash.KVCache] | None = None,
     attend: Attend = exact,
 ) -> tuple[Any, Callable[[Any], Parameters]]:  # fmt: skip
-    """Logits [batch, tokens, vocabulary], and what gives the gradients of all parameters.
+    """Return logits [batch, tokens, vocabulary], and the function that gives the gradients of all parameters.
 
     With caches, one for each layer, `tokens` are those that the caches do not hold yet, and `attend` is not called.
     """
@@ -198,7 +198,7 @@ def forward(
 
 
 def xp_of(array: Any) -> Any:
-    """The module that an array is of."""
+    """Return the module of an array: NumPy or CuPy."""
     return importlib.import_module(type(array).__module__.partition(".")[0])
 
 
@@ -234,7 +234,7 @@ def adam(
 def train(
     weights: Parameters, text: Any, config: Config, *, steps: int, batch: int, seed: int = 0, rate: float = 1e-2
 ) -> list[float]:
-    """Adam on random pieces of the text; changes the weights, and returns the loss of each step."""
+    """Run Adam on random pieces of the text; change the weights, and return the loss of each step."""
     rng, losses = np.random.default_rng(seed), []
     means, squares = ({name: 0 * array for name, array in weights.items()} for _ in range(2))
     for step in range(1, steps + 1):
@@ -258,7 +258,7 @@ class Written(NamedTuple):
 
 
 def write(weights: Parameters, prompt: Any, count: int, config: Config, *, is_cached: bool) -> Written:
-    """The likeliest character after the prompt, and after that, `count` times."""
+    """Append the likeliest character to the prompt, `count` times."""
     xp, start = xp_of(prompt), time.perf_counter()
     caches, tokens = None, prompt[None]
     if is_cached:
@@ -275,7 +275,7 @@ def write(weights: Parameters, prompt: Any, count: int, config: Config, *, is_ca
 
 
 def read_text() -> tuple[Any, str]:
-    """The text as numbers of characters, and the characters."""
+    """Return the text as numbers of characters, and the characters."""
     lines = [line for line in TEXT.read_text("utf-8").splitlines() if not line.startswith("#")]
     text = "\n".join(lines).strip()
     alphabet = "".join(sorted(set(text)))

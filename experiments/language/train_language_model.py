@@ -158,7 +158,7 @@ def resized(recipe: Recipe, context: int, **changes: Any) -> Recipe:
 
 
 def run_training(config: Config, xp: Any) -> Iterator[Record]:
-    """A row a step and attention, and one an attention with what it cost and reached."""
+    """Yield a row for each step and attention, and a row for each attention with its costs and results."""
     base, text = config.recipe, xp.asarray(library_text(config.characters))
     indices = block_indices(base.model.context, base.block)
     ways = attentions(indices)
@@ -194,7 +194,7 @@ def run_training(config: Config, xp: Any) -> Iterator[Record]:
 
 
 def run_long(config: Config, xp: Any) -> Iterator[Record]:
-    """A row a context and attention: seconds of a step of GPT-2 small's layers, and its memory."""
+    """Yield a row for each context and attention: seconds of a step of GPT-2 small's layers, and its memory."""
     text = xp.asarray(library_text(config.characters))
     for context in config.long_contexts:
         shape = model.Config(
@@ -232,7 +232,7 @@ def run_long(config: Config, xp: Any) -> Iterator[Record]:
 
 
 def timed_steps(run: Training, text: Any, attend: model.Attend, xp: Any) -> Iterator[float]:
-    """Seconds of each step, waited for."""
+    """Yield the seconds of each step, after waiting for the GPU."""
     for _ in range(run.recipe.steps):
         xp.cuda.Device().synchronize()
         start = time.perf_counter()
@@ -242,7 +242,7 @@ def timed_steps(run: Training, text: Any, attend: model.Attend, xp: Any) -> Iter
 
 
 def run(config: Config) -> Iterator[Record]:
-    """The host's part, or one of a GPU's."""
+    """Run the host's part, or one of the parts for a GPU."""
     if not (config.gpu or config.long):
         yield from run_training(config, np)
         return
@@ -258,7 +258,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Group:
-    """One line an attention, and of a long run one an attention and context."""
+    """Return a line for each attention; for a long run a line for each attention and context."""
     made = []
     runs = [row for row in records if row["part"] == "run"]
     if runs:
@@ -284,7 +284,7 @@ def table(records: list[Record]) -> Group:
 
 
 def plot(records: list[Record]) -> Any:
-    """Losses over steps; of a long run tokens per second and memory over the context."""
+    """Plot losses over steps; for a long run, tokens per second and memory over the context."""
     steps = [row for row in records if row["part"] == "step"]
     measures = {"loss": "loss, nats a character"} if steps else {"tokens_per_s": "tokens/s", "peak_mib": "peak MiB"}
     figure, axes = plt.subplots(1, len(measures), figsize=(5.5 * len(measures), 3.8), squeeze=False)

@@ -112,7 +112,7 @@ def attentions(indices: dict[str, cuflash.BlockIndex]) -> dict[str, model.Attend
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What decides a run beside the text: equal recipes give equal losses on one machine."""
+    """All that decides a run beside the text: equal recipes give equal losses on one machine."""
 
     attention: str
     model: model.Config
@@ -185,7 +185,7 @@ class Training:
         return model.views(self.flat.astype(self.recipe.dtype, copy=False), model.shapes_of(self.recipe.model))
 
     def step(self, text: Any, attend: model.Attend) -> float:
-        """One step of Adam on random pieces of the text; returns its loss."""
+        """Make one step of Adam on random pieces of the text, and return its loss."""
         recipe, number, start = self.recipe, len(self.losses) + 1, time.perf_counter()
         weights, tokens = self.weights, pieces(text, recipe, number)
         loss, gradients = model.loss_and_gradients(weights, tokens, recipe.model, attend, recipe.loss_scale)
@@ -199,7 +199,7 @@ class Training:
         return loss
 
     def steps(self, text: Any, attend: model.Attend, folder: Path, *, every: int) -> Iterator[float]:
-        """The losses of all steps that are not done yet; a checkpoint each `every` steps and at the end."""
+        """Yield the losses of all steps that are not done yet, with a checkpoint every `every` steps and at the end."""
         while len(self.losses) < self.recipe.steps:
             loss = self.step(text, attend)
             if len(self.losses) % every == 0 or len(self.losses) == self.recipe.steps:

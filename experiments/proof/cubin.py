@@ -106,7 +106,7 @@ def _symbols(sections: list[_Section]) -> list[_Symbol]:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Numbers and values of a .nv.info section: of two bytes, or, in format 4, of as many as these two say."""
+    """Yield numbers and values of a .nv.info section; a value has two bytes, or in format 4 as many as these say."""
     place = 0
     while place < len(data):
         form, attribute, size = struct.unpack_from("<BBH", data, place)

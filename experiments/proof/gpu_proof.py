@@ -114,7 +114,7 @@ class Config:
 
 
 def families(config: Config, device: DeviceSpec) -> list[str]:
-    """Those asked for that the device runs."""
+    """Return the families of the configuration that the device runs."""
     of_tensor_cores = tensor_core_families(device)
     runs = {"simt", "naive", *of_tensor_cores, *(("fa1",) if "sm80" in of_tensor_cores else ())}
     return [family for family in config.families if family in runs]
@@ -124,7 +124,7 @@ def families(config: Config, device: DeviceSpec) -> list[str]:
 
 
 class BoundCall(NamedTuple):
-    """Calls that have to give the same bits."""
+    """Calls that must give equal bits."""
 
     way: str
     family: str
@@ -136,7 +136,7 @@ class BoundCall(NamedTuple):
 
 
 def repeated_calls(config: Config, device: DeviceSpec) -> Iterator[BoundCall]:
-    """Every family on tensor cores, dtype, head_dim and mask, each way."""
+    """Yield calls of every family on tensor cores, dtype, head_dim and mask, in both passes."""
     rng, side = np.random.default_rng(0), config.seqlen // config.block
     kinds: dict[str, dict[str, Any]] = {
         "causal": {"causal": True},
@@ -164,12 +164,12 @@ def walks(plan: KernelPlan) -> list[Launch]:
 
 
 def bits(x: Any) -> Any:
-    """An array as unsigned integers, since NaN is unequal to itself and -0 equals 0."""
+    """Return an array as unsigned integers, since NaN is unequal to itself and -0 equals 0."""
     return x.view(f"uint{8 * x.dtype.itemsize}")
 
 
 def differing(call: Callable[[], Sequence[Any]], calls: int) -> int:
-    """How many of the calls gave other bits than the first; the host waits for the count alone."""
+    """Return how many calls gave other bits than the first; the host waits for this number alone."""
     import cupy
 
     expected, count = [bits(x) for x in call()], cupy.zeros((), np.int64)
@@ -267,7 +267,7 @@ GROUPS = (1, 2, 4)
 
 
 def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
-    """Every kind of work that kernels walk."""
+    """Return masks by the kind of work that kernels walk."""
     rng = np.random.default_rng(0)
     some = {side: rng.random((-(-rows // side), -(-keys // side))) < 0.5 for side in (16, 128, 64)}
     some[128][0] = some[64][0] = True  # few as they are, at least a row
@@ -325,7 +325,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
 
 
 def control(kernel: str) -> Case:
-    """A case that reads k, densely, as a family does best."""
+    """Return a case that reads all of k, in the family's fastest way."""
     dtype = "float32" if kernel == "simt" else "float16"
     structure = Structure(q_batch=(1,), k_batch=(1,), v_batch=(1,), seqlen_q=128, seqlen_kv=128, head_dim=64,
                           value_dim=64, dtype=dtype)  # fmt: skip
@@ -337,7 +337,7 @@ def control(kernel: str) -> Case:
 
 @as_of_large_calls
 def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
-    """Both passes of a case on the GPU."""
+    """Run both passes of a case on the GPU."""
     import cupy
 
     example, layout = case.structure.example(), case.structure.layouts[0]
@@ -390,7 +390,7 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
 
 
 def run_caches() -> int:
-    """Append to caches and attend to them, by counts on the host and on the device; how many calls that were."""
+    """Append to caches and attend to them, by counts on the host and on the device; return the number of calls."""
     import cupy
 
     for dtype, heads, rows, page_size, has_8_bits in CACHES:
@@ -417,7 +417,7 @@ def specs_of_masses(device: DeviceSpec) -> set[KernelSpec]:
 
 
 def run_masses() -> int:
-    """Masses of blocks whose last ones are cut off, under a mask; how many calls that were."""
+    """Sum masses of blocks with short last blocks under a mask; return the number of calls."""
     import cupy
 
     for dtype in MASS_DTYPES:
@@ -432,7 +432,7 @@ def specs_of_selectors() -> set[KernelSpec]:
 
 
 def run_selectors() -> int:
-    """Blocks chosen by means of rows and by diagonals; how many calls that were."""
+    """Choose blocks by means of rows and by diagonals; return the number of calls."""
     import cupy
 
     budget = cuflash.selectors.Budget(top_k=2)
@@ -462,7 +462,7 @@ def specs_of_quantized(device: DeviceSpec) -> set[KernelSpec]:
 
 
 def run_quantized() -> int:
-    """Quantise operands and attend to them; how many calls that were."""
+    """Quantise operands and attend to them; return the number of calls."""
     import cupy
 
     for columns, block, options in QUANTIZED:
@@ -478,7 +478,7 @@ def specs_of_captured_sums() -> set[KernelSpec]:
 
 
 def run_captured_sums() -> int:
-    """Repeatable gradients of a bias that the batch shares, and of slopes; how many calls that were."""
+    """Compute repeatable gradients of a bias that the batch shares, and of slopes; return the number of calls."""
     import cupy
 
     x = cupy.full((2, 2, 90, 32), 1, np.float32)
@@ -490,7 +490,7 @@ def run_captured_sums() -> int:
 
 @contextmanager
 def zeros_for_sums(plan: KernelPlan) -> Iterator[None]:
-    """Sums of dQ hold zeros before a kernel writes them, or adds to them; any other new array is as it comes."""
+    """Zero sums of dQ before a kernel writes them or adds to them; other new arrays stay as they are."""
     import cupy
 
     empty = cupy.empty
@@ -538,7 +538,7 @@ def child(argument: str) -> None:
 
 
 def sanitizer() -> str:
-    """compute-sanitizer, on PATH or in CUDA's folder."""
+    """Return the path of compute-sanitizer, on PATH or in CUDA's folder."""
     named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     homes = [*map(Path, named), Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
     places = [home / within for home in homes for within in ("bin", "compute-sanitizer")]
@@ -558,7 +558,7 @@ def errors_in(output: str) -> int | None:
 
 
 def under(tool: str, name: str, asked: dict[str, Any], timeout_s: int) -> Record:
-    """A child process under a tool: cases, errors, seconds, and what went wrong beside."""
+    """Run a child process under a tool; return cases, errors, seconds, and what else went wrong."""
     paths = [*FOLDERS, str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
     command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(asked)]
@@ -588,7 +588,7 @@ def under(tool: str, name: str, asked: dict[str, Any], timeout_s: int) -> Record
 
 
 def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
-    """A record for each tool and family, and one of initcheck's control for each family."""
+    """Yield a record for each tool and family, and one of initcheck's control for each family."""
     tool, runs = sanitizer(), families(config, device)
     told = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
     version = re.search(r"[Vv]ersion (\S+)", told)
@@ -619,7 +619,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """The sections' records, with the versions that they depend on."""
+    """Yield the records of all sections, with the versions that they depend on."""
     if reason := why_no_gpu():
         sys.exit(f"gpu_proof runs kernels on a GPU: {reason}")
     device, versions = gpu.current_device(), gpu_versions()
@@ -636,7 +636,7 @@ def is_wrong(record: Record) -> bool:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """A row each."""
+    """Return a table with a row for each record."""
     shown = Table(title="repeats: calls that differ; sanitizers: errors")
     columns = ("check", "family", "dtype", "head_dim", "mask", "calls", "errors", "seconds", "waves", "note")
     for column in columns:

@@ -75,7 +75,7 @@ def plan_of(shape: tuple[int, ...], kernel: str, device: cuflash.DeviceSpec) -> 
 
 
 def call(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> None:
-    """Both passes of each family once at each shape, in the process whose kernels are counted."""
+    """Run both passes of each family once at each shape, in the process whose kernels are counted."""
     import cupy
 
     for shape, kernels in calls:

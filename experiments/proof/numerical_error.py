@@ -92,7 +92,7 @@ def relative_error(x: Any, exact: Any) -> float:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """One record a combination."""
+    """Yield one record for each combination."""
     if config.gpu and (reason := why_no_gpu()):
         sys.exit(f"numerical_error --gpu calls kernels on a GPU: {reason}")
     constants = gpu_versions() if config.gpu else {}

@@ -327,7 +327,7 @@ def _from_text(value: Any) -> Any:
 def differences(
     kernel: str, before: Mapping[str, cubin.Function], after: Mapping[str, cubin.Function]
 ) -> Iterator[Difference]:
-    """Each field of each function that is not the same."""
+    """Yield each field of each function that differs."""
     for function in sorted(before.keys() | after.keys()):
         if function not in before or function not in after:
             yield Difference(kernel, function, "function", *_there(function in before, function in after))
@@ -344,7 +344,7 @@ def _there(*is_there: bool) -> tuple[str, str]:
 
 
 def _both(field: str, before: Any, after: Any) -> tuple[str, str]:
-    """How a field is shown; of bytes only how many there are, and where the first differs."""
+    """Return how a field is shown; of bytes only their number, and where the first differs."""
     if not (isinstance(before, bytes) and isinstance(after, bytes)):
         return tuple("missing" if each is None else str(each) for each in (before, after))  # type: ignore[return-value]
     size, unit = (16, "instructions") if field == "instructions" else (1, "bytes")

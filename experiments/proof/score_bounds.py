@@ -39,7 +39,7 @@ OF_A_SHARD = ("dtype", "shard", "shard_size", "commit")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How much to draw; the defaults are the published run."""
+    """The number of examples to draw; the defaults are the published run."""
 
     examples: int = 20_000
     shard_size: int = 250

@@ -123,7 +123,7 @@ def masked(mask: Any, executor: str) -> Any:
 
 
 def results(example: Example, executor: str, layout: str, kernel: str) -> dict[str, Any]:
-    """Both passes on one executor, as NumPy arrays."""
+    """Run both passes on one executor; return the results as NumPy's arrays."""
     q, k, v, do, dlse = (getattr(example, name) for name in ("q", "k", "v", "do", "dlse"))
     if executor == "gpu":
         q, k, v, do = (to_device(x, layout) for x in (q, k, v, do))
@@ -159,7 +159,7 @@ def probes_agree(example: Example, layout: str, kernel: str) -> tuple[bool, bool
 
 
 def compare(kernel: str, kind: str, structure: Structure) -> Record:
-    """One case: its shape, |sim - gpu| over the bound for each output, and what the probes say."""
+    """Return a case's record: its shape, |sim - gpu| over the bound for each output, and the results of the probes."""
     example, layout = structure.example(), structure.layouts[0]
     if kernel != "simt":
         example = example.but(product_dtype=example.q.dtype)

@@ -31,7 +31,7 @@ OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How much to draw; the defaults are the published run."""
+    """The number of examples to draw; the defaults are the published run."""
 
     examples: int = 100_000
     shard_size: int = 250

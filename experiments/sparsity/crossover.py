@@ -84,7 +84,7 @@ def draw(config: Config, seqlen: int) -> list[Any]:
 
 
 def calls_of(arrays: list[Any], mask: masks.Mask | None, is_checked: bool) -> dict[str, Callable[[], object]]:
-    """Both passes of a plan on these arrays, ready to time."""
+    """Return both passes of a plan on these arrays, ready to time."""
     q, k, v, do = arrays
     plan = cuflash.plan(q, k, v, mask=mask, executor="cpu" if isinstance(q, np.ndarray) else "gpu")
     if is_checked:

@@ -59,7 +59,7 @@ def zoo(block: int) -> dict[str, masks.Mask]:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """One record a pattern."""
+    """Yield one record for each pattern."""
     q, k, v = (x[LAYER] for x in activations())
     for name, mask in track(list(zoo(config.block).items()), "patterns"):
         allowed = mask.toarray(SEQLEN, num_heads=NUM_HEADS)

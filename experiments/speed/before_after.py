@@ -73,7 +73,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One pass of one problem; [batch, heads, seqlen, head_dim] each of q, k, v."""
+    """A pass of a problem; q, k and v are [batch, heads, seqlen, head_dim] each."""
 
     way: str
     head_dim: int
@@ -176,7 +176,7 @@ class Version:
 
 
 def compare(case: Case, config: Config, versions: dict[str, Version], folder: Path) -> Record:
-    """Both versions' times of a case, and how far their results lie apart."""
+    """Return both versions' times of a case, and the difference of their results."""
     kernels = {}
     for name, version in versions.items():
         kernels[name] = version.ask({"case": asdict(case), "results": str(folder / f"{name}.npz")})

@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of two products, over the scores that causality keeps.
+        """Operations of two products, over the scores that causality keeps.
 
         >>> Case((3,), (2,)).flops // (4 * HEADS * HEAD_DIM)
         5

@@ -97,7 +97,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Iterator[
 
 
 def run(config: Config) -> Iterator[Record]:
-    """One row for each number of columns, mask, length and pass."""
+    """Yield one row for each number of columns, mask, length and pass."""
     if reason := why_no_gpu():
         raise SystemExit(f"this experiment needs a GPU: {reason}")
     cases = [

@@ -186,7 +186,7 @@ def device_peaks(ready: Any, arrays: list[Any]) -> dict[str, int]:
 
 
 def checked(name: str, ready: Any, arrays: list[Any], check: SpotCheck) -> dict[str, Callable[[], object]]:
-    """Both passes ready to time, after some rows of them were found right.
+    """Return both passes ready to time, after some rows of them were found right.
 
     Raises
     ------
@@ -217,7 +217,7 @@ def tensor_core_rate() -> float:
 
 
 def rows(config: Config, seqlen: int, mask: str, peaks: Peaks) -> Iterator[Record]:
-    """A record a kernel and pass, at one length and mask."""
+    """Yield a record for each kernel and pass, at one length and mask."""
     arrays, kernels = draw(config, seqlen), kernels_of(config, seqlen, mask)
     check = SpotCheck.of(*arrays[:3], masks.Causal() if mask == "causal" else None)
     calls = dict[str, Callable[[], object]]()
@@ -276,7 +276,7 @@ def run_gpu(config: Config) -> Iterator[Record]:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """The host's part, or a GPU's."""
+    """Run the host's part, or a GPU's."""
     return run_gpu(config) if config.gpu else run_host(config)
 
 

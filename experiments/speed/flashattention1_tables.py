@@ -151,7 +151,7 @@ def draw(config: Config, seqlen: int) -> list[Any]:
 
 
 def plan_of(config: Config, method: str, seqlen: int) -> Any:
-    """What runs a method; its own class for NumPy's standard attention."""
+    """Return the plan of a method; NumPy's standard attention has a class of its own."""
     x = cuflash.ShapeDtype(config.shape(seqlen), np.dtype(np.float16 if config.gpu else np.float32))
     if config.gpu:
         return cuflash.plan(x, x, x, mask=mask_of(method, seqlen), executor="gpu", kernel=KERNELS[method])
@@ -254,7 +254,7 @@ def timed_on_device(config: Config, calls: dict[str, Callable[[], object]]) -> d
 
 
 def rows(config: Config, seqlen: int) -> Iterator[Record]:
-    """A record a method and pass at one length."""
+    """Yield a record for each method and pass at one length."""
     arrays = draw(config, seqlen)
     found = measured(config, seqlen, arrays)
     batch, num_heads, _, head_dim = config.shape(seqlen)

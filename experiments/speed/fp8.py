@@ -185,7 +185,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """One row for each number of columns, mask and length."""
+    """Yield one row for each number of columns, mask and length."""
     if reason := why_no_gpu():
         raise SystemExit(f"this experiment needs a GPU: {reason}")
     cases = [

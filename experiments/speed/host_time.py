@@ -85,7 +85,7 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
     kept: dict[int, tuple[Any, Any]] = {}  # the last plan, by the identity of its mask, which the plan keeps
 
     def planned(turn: int, mask: Any) -> tuple[Any, ...]:
-        """A mask that several calls are given has one plan for them."""
+        """Return the plan of a mask, which is made once for all calls with the mask, and arrays."""
         if id(mask) not in kept:
             kept.clear()
             kept[id(mask)] = mask, cuflash.plan(*inputs.places[turn][:3], mask=mask)

@@ -81,7 +81,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def run(config: Config) -> list[Record]:
-    """One record per mask and what is made of it, the mask's own making included."""
+    """Yield one record for each mask and product of it; making the mask itself is one."""
     records = []
     cases = (("causal & documents", packed, config.documents_seqlen), ("butterfly", butterfly, config.butterfly_seqlen))
     for name, maker, seqlen in track(cases, "masks"):

@@ -76,7 +76,7 @@ class Case(NamedTuple):
         return WAYS[way] * 2 * self.num_heads * HEAD_DIM * self.num_scores
 
     def mask(self, offsets: Any) -> masks.Mask:
-        """As cuflash has it: of one sequence, no offsets are needed."""
+        """Return cuflash's mask of the case; one sequence needs no offsets."""
         window = None if self.left is None else masks.SlidingWindow(self.left, 0)
         if len(self.lengths) == 1:
             return masks.Causal() if window is None else window
@@ -281,7 +281,7 @@ def _offsets(case: Case) -> np.ndarray:
 
 
 class Wrong(Exception):
-    """A result is outside its bound."""
+    """The error that a result is outside its bound."""
 
 
 def checked(method: Method, check: SpotCheck, case: Case, most: float) -> float:

@@ -245,7 +245,7 @@ def measured(config: Config, name: str, mask: str) -> Iterator[Record]:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """One row for each score, mask and pass."""
+    """Yield one row for each score, mask and pass."""
     if reason := why_no_gpu():
         raise SystemExit(f"this experiment needs a GPU: {reason}")
     for name, mask in track([(name, mask) for name in config.scores for mask in config.masks], "scores"):

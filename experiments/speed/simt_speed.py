@@ -118,7 +118,7 @@ def draw(*shape: int, dtype: Any = np.float32) -> list[Any]:
 
 
 def check(q: Any, k: Any, v: Any, o: Any) -> None:
-    """The timed forward is right on its first head and 64 queries: within the bound of the reference."""
+    """Assert that the timed forward is right on its first head and 64 queries, within the bound of the reference."""
     q, k, v, o = (x[:1].get() for x in (q[:, :64], k, v, o[:, :64]))
     error = np.abs(o - cuflash.reference.attention(q, k, v)[0])
     if not (error <= cuflash.error_bound(q, k, v).o).all():
@@ -140,7 +140,7 @@ def run_rates(config: Config) -> list[Record]:
 
 
 def rates(config: Config, dtype: Any, head_dim: int, kernel: str, peak: float) -> list[Record]:
-    """Both passes of a family of kernels, and the repeatable backward pass of one that has another too."""
+    """Yield the rates of both passes of a family, and of its repeatable backward pass if it has another."""
     q, k, v, do = draw(config.num_heads, config.seqlen, head_dim, dtype=dtype)
     plan = cuflash.plan(q, k, v, kernel=kernel)
     o, lse = plan.forward(q, k, v)
@@ -247,7 +247,7 @@ def compile_alone(plan: KernelPlan, device: DeviceSpec) -> list[nvrtc.Compiled]:
 
 
 def compile_rates(config: Config, device: DeviceSpec) -> None:
-    """Compile what the rates are of."""
+    """Compile the kernels whose rates are measured."""
     kinds = ((np.float32, "simt"), (np.float64, "simt"), (np.float32, "naive"), (np.float16, "naive"))
     for (dtype, kernel), head_dim in itertools.product(kinds, config.head_dims):
         x = cuflash.ShapeDtype((config.num_heads, config.seqlen, head_dim), np.dtype(dtype))
@@ -273,7 +273,7 @@ print(seconds)
 
 
 def seconds_from_cold(kernel: str, *shape: int) -> float:
-    """How long `plan.compile()` takes where no kernel is kept."""
+    """Return how long `plan.compile()` takes if no kernel is cached."""
     with tempfile.TemporaryDirectory() as empty:
         paths = [str(Path(cuflash.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"CUPY_CACHE_DIR": empty, "PYTHONPATH": os.pathsep.join(paths)}
@@ -300,7 +300,7 @@ def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
 
 
 def run(config: Config) -> list[Record]:
-    """Every measure, one record each, with the versions that a GPU's numbers depend on."""
+    """Yield one record for every measure, with the versions that a GPU's numbers depend on."""
     if reason := why_no_gpu():
         sys.exit(f"simt_speed times kernels on a GPU: {reason}")
     nvrtc.current_device()

@@ -86,7 +86,7 @@ def run_calls(config: Config) -> list[Record]:
 
 
 def run_schedules(config: Config) -> Record:
-    """Both passes under one random schedule after another: how many are reported, how many have other bits."""
+    """Run both passes under random schedules; count those that are reported, and those that have other bits."""
     q, k, v, do = draw(1, 24, 16)
     plan = cuflash.plan(q, k, v, causal=True, executor="sim").plan
     first, others, reports = None, 0, 0
@@ -110,7 +110,7 @@ def run_schedules(config: Config) -> Record:
 
 
 def run(config: Config) -> list[Record]:
-    """Every measure, one record each."""
+    """Yield one record for every measure."""
     return [run_build(config), *run_calls(config), run_schedules(config)]
 
 

@@ -96,7 +96,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One problem; [batch, num_heads, seqlen, head_dim] each of q, k, v."""
+    """A problem; q, k and v are [batch, num_heads, seqlen, head_dim] each."""
 
     head_dim: int
     mask: str
@@ -136,7 +136,7 @@ def cases(config: Config) -> list[Case]:
 
 
 def mask_of(wanted: Wanted) -> masks.Mask | None:
-    """As cuflash has it."""
+    """Return cuflash's mask of a case."""
     if wanted.blocks is not None:
         return masks.BlockPattern(wanted.blocks, wanted.block)
     return masks.Causal() if wanted.is_causal else None
@@ -198,7 +198,7 @@ class Ours:
 
 
 class Wrong(Exception):
-    """A result is outside its bound."""
+    """The error that a result is outside its bound."""
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def checked(name: str, check: SpotCheck, results: Mapping[str, Any]) -> float:
 
 
 def compare(case: Case, config: Config) -> Iterator[Record]:
-    """A record a pass and peer."""
+    """Return a record for each pass and peer."""
     import torch
 
     shape = (case.batch, case.num_heads, case.seqlen, case.head_dim)
@@ -289,7 +289,7 @@ def records_of(
     notes: Mapping[str, str],
     graphs: set[str],
 ) -> Iterator[Record]:
-    """A record a peer; without times where the peer, or we, did not take part, and with the reason."""
+    """Return a record for each peer, without times but with the reason if the peer, or cuflash, did not take part."""
     ours = times.get(OURS)
     row: Record = {"pass": way, "head_dim": case.head_dim, "mask": case.mask, "seqlen": case.seqlen}
     row |= {"batch": case.batch, "heads": case.num_heads, "dtype": case.dtype, "kernel": kernel}
@@ -320,7 +320,7 @@ def gemm_tflops(repeats: int, size: int = 8192) -> float:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A record a case, pass and peer, with the versions that a GPU's numbers depend on."""
+    """Yield a record for each case, pass and peer, with the versions that a GPU's numbers depend on."""
     reason = why_no_gpu() or ("PyTorch is not installed" if find_spec("torch") is None else None)
     if reason:
         sys.exit(f"speed_vs_peers compares methods on a GPU: {reason}")
@@ -362,18 +362,18 @@ def rate(row: Mapping[str, Any], column: str) -> float | None:
 
 
 def over_best(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The best peer's time over ours, of the rows of one case."""
+    """Return the best peer's time over cuflash's, of the rows of one case."""
     ratios = [float(row["ratio"]) for row in rows if row.get("ratio")]
     return min(ratios, default=None)
 
 
 def mask_kind(row: Mapping[str, Any]) -> str:
-    """full, causal or random blocks: what is summed up together."""
+    """Return full, causal or random blocks: the cases that are summed up together."""
     return str(row["mask"]) if named_blocks(row["mask"]) is None else "random blocks"
 
 
 class Lead(NamedTuple):
-    """The best peer's time over ours in a set of cases; more than 1 where cuflash is faster."""
+    """The best peer's time over cuflash's in a set of cases; more than 1 where cuflash is faster."""
 
     mean: float  # geometric
     least: float

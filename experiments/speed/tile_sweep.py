@@ -128,7 +128,7 @@ class Config:
 
 
 def at_tile(ready: Plan, tile: tuple[int, int], is_threaded: bool) -> Plan:
-    """The same call at another tile."""
+    """Return the plan of the same call with another tile."""
     plan = ready.plan
     device = plan.device if is_threaded else replace(plan.device, num_processors=1)
     work = replace(plan.work, block_q=tile[0], block_kv=tile[1])
@@ -144,7 +144,7 @@ def exponentials(size: int = 1 << 20) -> dict[str, Callable[[], object]]:
 
 
 def run_host(config: Config) -> list[Record]:
-    """One record a tile, way and number of threads; two for the exponentials."""
+    """Return one record for each tile, way and number of threads, and two for the exponentials."""
     rng = np.random.default_rng(0)
     q, k, v, do = rng.standard_normal((4, config.num_heads, config.seqlen, config.head_dim), np.float32)
     ready = cuflash.plan(q, k, v)
@@ -229,7 +229,7 @@ def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator
 
 
 def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
-    """Of the sm90 family: whether registers may suffice, and shared memory does, for as many blocks as it asks for."""
+    """Return whether registers may suffice, and shared memory does, for the blocks that an sm90 kernel needs."""
     room = (device.tile_memory_bytes + 1024) // spec.min_blocks - 1024
     fits = SM90[spec.entry].filled(spec) <= 7 / 8 and family_of(spec).shared_bytes(spec) <= room
     return fits and is_shared_evenly(spec)
@@ -307,7 +307,7 @@ def shape_of(config: Config, family: str, head_dim: int) -> tuple[int, int, int,
 
 
 def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict[tuple[str, str], KernelPlan]:
-    """By kernel and mask. Kernels that the family leaves to another are not its to sweep."""
+    """Return plans by kernel and mask, but for kernels that the family leaves to another one."""
     x = cuflash.ShapeDtype(shape_of(config, family, head_dim), np.dtype(DTYPES[family]))
     found = {}
     for entry, mask in itertools.product((name for name in PASSES[family] if name in config.passes), config.masks):
@@ -428,7 +428,7 @@ def sweep(
 
 
 def name_of(spec: KernelSpec) -> str:
-    """Queries x keys, warps, blocks a multiprocessor holds at least, stages."""
+    """Name a tile: queries x keys, warps, the fewest blocks of a multiprocessor, stages."""
     return f"{spec.block_q}x{spec.block_kv} w{spec.num_warps} b{spec.min_blocks} s{spec.num_stages}"
 
 
@@ -436,12 +436,12 @@ def name_of(spec: KernelSpec) -> str:
 
 
 def run(config: Config) -> Iterable[Record]:
-    """The host's part, or a GPU's."""
+    """Run the host's part, or a GPU's."""
     return run_gpu(config) if config.gpu else run_host(config)
 
 
 def gpu_table(records: Sequence[Record]) -> Table:
-    """Of each kernel, head_dim and mask the chosen tile beside the best."""
+    """Return the chosen tile beside the best, for each kernel, head_dim and mask."""
     shown = Table(title="kernels by tile: queries x keys, warps, blocks a multiprocessor, stages")
     for column in ("pass", "family", "head_dim", "mask", "chosen", "TFLOP/s", "best", "TFLOP/s", "timed", "not timed"):
         shown.add_column(column, justify="left" if column in ("pass", "family", "mask", "chosen", "best") else "right")

@@ -155,7 +155,10 @@ def time_on_device(calls: Mapping[str, Callable[[], object]], *, repeats: int, w
 
 
 def why_no_gpu() -> str | None:
-    """List what is missing to run on a GPU."""
+    """Return why no GPU can be used, or None if one can.
+
+    The function needs nothing of the library, since before_after.py imports this module beside older versions of it.
+    """
     try:
         import cupy
 
@@ -196,7 +199,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_csv(path: Path, records: Sequence[Record], replacing: Sequence[str] = ()) -> None:
-    """One row a record, the machine's columns last; records may lack columns that others have.
+    """Write one row for each record, the machine's columns last; records may lack columns that others have.
 
     With `replacing`, columns that tell rows apart, rows of the file that no record replaces stay, where they are.
     """

@@ -62,7 +62,7 @@ def published(rows: Iterable[Row]) -> dict[Request, Chosen]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """For each request: who leads, every case, a plot, and what is missing."""
+    """Return for each request a sentence on who leads, every case, a plot, and what is missing."""
     parts = []
     for request, chosen in published(rows).items():
         parts.append(f"#### {request}")
@@ -143,7 +143,7 @@ def lead_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def lead(rows: Sequence[Row]) -> str:
-    """One plot, and the sentence that it shows."""
+    """Return a plot, and the sentence that it shows."""
     shown = lead_rows(rows)
     if not shown:
         return "*There is no row of a committed tree.*"

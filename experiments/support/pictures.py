@@ -33,7 +33,7 @@ def shown() -> dict[str, masks.Mask]:
 
 
 def draw() -> Figure:
-    """One row of panels, a mask each."""
+    """Draw one row of panels, one for each mask."""
     panels = shown()
     figure = Figure(figsize=(2.5 * len(panels), 2.9), layout="constrained")
     for axes, (title, mask) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):

@@ -52,7 +52,7 @@ class Chosen(NamedTuple):
 
 
 def newest_fullest(rows: Sequence[Row], case: Sequence[str]) -> Chosen:
-    """Of the commits that measured these rows the one with most cases; of equals the newest, then the last written."""
+    """Choose the commit with most cases among those that measured these rows; of equals the newest, then the last."""
     wanted = list(dict.fromkeys(_case(row, case) for row in rows))
     by_commit: dict[str, list[Row]] = {}
     for row in committed(rows):

@@ -35,7 +35,7 @@ class SpotCheck:
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, mask: masks.Mask | None, precision: str = "ieee") -> "SpotCheck":
-        """Of CuPy or NumPy arrays: the first head of the first batch entry, the last of the last."""
+        """Check arrays of CuPy or NumPy at the first head of the first batch entry, and the last head of the last."""
         batch, num_heads, seqlen, _ = q.shape
         places = list(dict.fromkeys([(0, 0), (batch - 1, num_heads - 1)]))  # one, of a single head
         rows = np.linspace(0, seqlen - 1, min(64, seqlen, max(16, _SCORES // seqlen))).astype(int)

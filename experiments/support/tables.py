@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import experiment_tables
+from experiment_tables import number
 import peer_tables
 from block_sparsity import pays_below
 from command_line import Parser
@@ -38,11 +39,6 @@ def _measured_on(row: Row) -> str:
     place = f"{row['cpu']}, {row['cores']} cores" + ("" if row["gpu"] == "none" else f", {row['gpu']}")
     versions = f"Python {row['python']}, NumPy {row['numpy']}, {row['blas']}"
     return f"*{place}; {versions}; commit {row['commit']}, {row['date']}.*"
-
-
-def number(row: Row, name: str, form: str = ".3g") -> str:
-    """A cell; empty where the row has no such measure."""
-    return format(float(row[name]), form) if row.get(name) else ""
 
 
 def recall(rows: list[Row]) -> str:
@@ -176,7 +172,7 @@ def decode(rows: list[Row]) -> str:
 
 
 def host_time(rows: list[Row]) -> str:
-    """How long a warm call keeps the host, by kind of arrays and mask, for the shortest calls that were timed."""
+    """Return how long a warm call keeps the host, by kind of arrays and mask, for the shortest calls timed."""
     tokens = min((row["tokens"] for row in rows if int(row["tokens"])), key=int)
     chosen = [row for row in rows if row["tokens"] == tokens]
     libraries = list(dict.fromkeys(row["library"] for row in chosen))
@@ -250,7 +246,7 @@ def prefill(rows: list[Row]) -> str:
 
 
 def of_libraries(rows: list[Row]) -> str:
-    """What was timed, by case and pass, and whose time over a row's own `ratio` is."""
+    """Return times by case, pass and library, with the fastest other library's time over the row's own."""
     if not rows:
         return "*Not measured yet.*"
     header = ["case", "pass", "library", "ms", "TFLOP/s", "fastest other / own", "host us"]

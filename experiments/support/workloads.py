@@ -90,7 +90,7 @@ def fixed(grid: int, block: int) -> Iterator[masks.Mask]:
 
 
 def random(grid: int, block: int) -> Iterator[masks.Mask]:
-    """As many blocks in every row, the diagonal one among them, of each head's own."""
+    """Yield masks of random blocks: as many in every row, the diagonal one among them, in each head others."""
     for count in range(1, grid + 1):
         yield patterns.random(grid * block, block=block, density=count / grid, num_heads=NUM_HEADS)
 
@@ -169,6 +169,6 @@ def share_kept(mask: str, seqlen: int) -> float:
 
 
 def flops(way: str, mask: str, *, seqlen: int, batch: int, num_heads: int, head_dim: int) -> float:
-    """Of the paper's products: 2 forward and 5 backward, for each score that the mask keeps."""
+    """Return the paper's operations: 2 products forward and 5 backward, for each score that the mask keeps."""
     products = {"forward": 2, "backward": 5}[way]
     return products * 2 * batch * num_heads * seqlen**2 * head_dim * share_kept(mask, seqlen)

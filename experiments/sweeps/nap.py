@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How long, and a number that tells equal naps apart."""
+    """The length of a nap, and a number that tells equal naps apart."""
 
     seconds: float = 1.0
     number: int = 0
 
 
 def run(config: Config) -> Iterator[dict[str, Any]]:
-    """One row, after the nap."""
+    """Yield one row, after the nap."""
     time.sleep(config.seconds)
     yield {"slept": config.seconds}

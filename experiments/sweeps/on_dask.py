@@ -12,7 +12,7 @@ from tasks import Task, measure
 
 
 def run(tasks: Sequence[Task], *, scheduler: str, workers: int) -> Iterator[tuple[Task, bool]]:
-    """Each task with whether it succeeded, as they end.
+    """Yield each task with whether it succeeded, as they end.
 
     Without the address of a scheduler, processes of this machine are the workers. A task whose worker dies goes to
     another one, up to three times. Workers see the folder of results and a clone at the same paths; they pin their GPUs

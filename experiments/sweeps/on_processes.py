@@ -25,7 +25,7 @@ def begin(numbers: Any, num_gpus: int, num_threads: int) -> None:
 
 
 def run(tasks: Sequence[Task], *, workers: int, gpus: int) -> Iterator[tuple[Task, bool]]:
-    """Each task with whether it succeeded, as they end; those that killed their workers fail."""
+    """Yield each task with whether it succeeded, as they end; tasks that killed their workers fail."""
     context, left = multiprocessing.get_context("spawn"), dict.fromkeys(tasks)
     num_threads = max(1, (os.cpu_count() or 1) // workers)
     for _ in range(POOLS):

@@ -14,7 +14,7 @@ from tasks import Task, measure
 def run(
     tasks: Sequence[Task], *, folder: Path, cluster: str, parameters: Mapping[str, str | int]
 ) -> Iterator[tuple[Task, bool]]:
-    """Each task with whether it succeeded, in the order in which they were given.
+    """Yield each task with whether it succeeded, in the order in which they were given.
 
     Slurm starts jobs anew whose nodes were taken away. A job sees the folder of results and a clone at the same paths,
     and the GPUs that Slurm gives it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cupy_machine
 import device_double as device
 import numpy as np
 import pytest
@@ -144,19 +143,9 @@ MASKS = {
 }
 
 
-@pytest.fixture
-def cupy(tmp_path, monkeypatch):
-    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
-        yield machine
-
-
 def require_bounds(mask, **found):
     """Require that results of a call are within their bounds; the mask holds arrays of the host."""
     assert_within_bounds(Example(q=Q, k=K, v=V, mask=mask, do=DO), **found)
-
-
-def launched(cupy):
-    return [entry for kind, *_, entry in cupy.log if kind == "launch"]
 
 
 def asks_nothing_again(monkeypatch):
@@ -172,7 +161,7 @@ def test_calls_with_new_sequences_share_their_launches(cupy, monkeypatch, name):
         for turn in range(3):
             cupy.log.clear()
             got.append(passes(MASKS[name](cupy.asarray, turn), arrays, do))
-            assert launched(cupy)[:2] == ["intervals", "forward"] and launched(cupy).count("intervals") == 1
+            assert cupy.launched[:2] == ["intervals", "forward"] and cupy.launched.count("intervals") == 1
             if turn == 0:
                 asks_nothing_again(patched)
     for turn, results in enumerate(got):

@@ -146,12 +146,6 @@ KEPT = RNG.random((2, 3, 40, 40)) < 0.4
 BLOCKS = RNG.random((3, 5, 5)) < 0.4
 
 
-@pytest.fixture
-def cupy(tmp_path, monkeypatch):
-    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
-        yield machine
-
-
 MASKS = {
     "elements": (lambda array: array, KEPT),
     "elements and causal": (lambda array: masks.Dense(array) & masks.Causal(), KEPT[:1]),
@@ -166,10 +160,6 @@ def passes(mask, arrays, do, **options):
     return [each.get() if hasattr(each, "get") else each for each in (o, lse, *vjp(do))]
 
 
-def kernels(cupy):
-    return [entry for kind, *_, entry in cupy.log if kind == "launch"]
-
-
 @pytest.mark.parametrize("name", MASKS)
 def test_a_call_makes_its_lists_by_kernels_and_reads_the_mask_anew(cupy, monkeypatch, name):
     make, contents = MASKS[name]
@@ -178,8 +168,8 @@ def test_a_call_makes_its_lists_by_kernels_and_reads_the_mask_anew(cupy, monkeyp
     for number, expected in enumerate(of_host):
         cupy.log.clear()
         got = passes(make(array), arrays, do)
-        assert kernels(cupy).count("forward") == 1
-        assert kernels(cupy)[:4] == ["classify", "ranks", "pointers", "entries"]
+        assert cupy.launched.count("forward") == 1
+        assert cupy.launched[:4] == ["classify", "ranks", "pointers", "entries"]
         assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, expected))
         array[...] = np.roll(array.get(), 1, axis=-1)  # in place: the next call sees it
         if number == 0:
@@ -316,7 +306,7 @@ def test_a_wrong_mask_is_refused_after_right_ones_too(cupy, make, reason):
             cuflash.attention(*arrays, mask=make(cupy))
     with pytest.raises(cuflash.UnsupportedProblem, match="kernel must be"):
         cuflash.attention(*arrays, mask=make(cupy), kernel="sm75")
-    assert kernels(cupy) == []
+    assert cupy.launched == []
 
 
 def test_a_first_call_inside_a_capture_is_refused(cupy):

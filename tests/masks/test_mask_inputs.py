@@ -5,7 +5,6 @@ Checks take the library as an argument, so that they guard copies of it with pla
 
 import copy
 import enum
-import importlib
 import itertools
 import math
 import operator
@@ -30,12 +29,9 @@ from cuflash.masks.shape import MAX_SEQLEN, MaskShape
 from cuflash.planning import plan_cache
 from cuflash.testing import strategies
 from cuflash.blocks.work_list import work_list
+from library_parts import part
 
 EXECUTORS = ["cpu", pytest.param("sim", marks=needs_compiler)]
-
-
-def part(library, name):
-    return importlib.import_module(f"{library.__name__}.{name}")
 
 
 def seen(library, executor, seqlen_q, seqlen_kv, mask=None, **options):

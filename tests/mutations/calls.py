@@ -16,25 +16,11 @@ import scipy.sparse
 from hypothesis import HealthCheck, Phase, given, settings
 from mutations.planting import Edit
 from mutations.python_guards import part
+from foreign import Foreign
 
 SIGNS = (AssertionError,)
 Q = np.ones((2, 10, 8), np.float32)
 HALF = Q.astype(np.float16)
-
-
-class Foreign:
-    """An array of another library, with DLPack alone."""
-
-    def __init__(self, host, device=(1, 0), fault=None):
-        self.host, self.device, self.fault = host, device, fault
-
-    def __dlpack_device__(self):
-        return self.device
-
-    def __dlpack__(self, **options):
-        if self.fault is not None:
-            raise self.fault
-        return self.host.__dlpack__(**options)
 
 
 class Traced:

@@ -11,7 +11,7 @@ import numpy as np
 from cuflash.dropout import Dropout
 from cuflash.masks import BlockPattern, Sequences
 from cuflash.testing import Structure, assert_within_bounds
-from executors import SIM
+from executors import check_simulated
 
 from cuflash import sim
 
@@ -70,37 +70,32 @@ def calls_are_told_apart(library: ModuleType) -> None:
     assert len(found) == 4
 
 
-def _check(kernel: str, structure: Structure, **options: Any) -> None:
-    run = replace(SIM, kernel=kernel, **options)
-    example = run.rounded(structure.example())
-    assert_within_bounds(example, **run.everything(example))
-
-
 def simt_is_right() -> None:
     """dQ is added up by the backward kernel, and made by a kernel of its own."""
-    _check("simt", SHORT)
-    _check("simt", SHORT, deterministic=True)
+    check_simulated("simt", SHORT)
+    check_simulated("simt", SHORT, deterministic=True)
 
 
 def naive_is_right() -> None:
-    _check("naive", SHORT)
+    check_simulated("naive", SHORT)
 
 
 def sm80_is_right() -> None:
     """dQ is added up or has its own kernel; there are several steps of keys, and keys that blocks share."""
-    _check("sm80", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_kv=150))
-    _check("sm80", HALF, deterministic=True)
-    _check("sm80", replace(HALF, seqlen_q=3, seqlen_kv=400))
+    check_simulated("sm80", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_kv=150))
+    check_simulated("sm80", HALF, deterministic=True)
+    check_simulated("sm80", replace(HALF, seqlen_q=3, seqlen_kv=400))
 
 
 def sm90_is_right() -> None:
     """A warpgroup skips more steps than drawers are ahead."""
     sequences = Sequences(np.array([0, 86, 150]), np.array([0, 50, 700]))
-    _check("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=700, mask=sequences))
+    one = replace(HALF, q_batch=(), k_batch=(), v_batch=())
+    check_simulated("sm90", replace(one, seqlen_q=150, seqlen_kv=700, mask=sequences))
 
 
 def hopper_gradients_are_right() -> None:
     """Tiles have 128 queries and 64, and blocks of a list start anywhere."""
-    _check("sm90", replace(HALF, seqlen_q=70, seqlen_kv=140, head_dim=80))
+    check_simulated("sm90", replace(HALF, seqlen_q=70, seqlen_kv=140, head_dim=80))
     blocks = BlockPattern(np.array([[True, False], [True, True]]), (136, 152))
-    _check("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=200, mask=blocks))
+    check_simulated("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=200, mask=blocks))

@@ -3,7 +3,6 @@
 Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
 """
 
-import importlib
 
 import device_double
 import numpy as np
@@ -12,13 +11,10 @@ from hypothesis import strategies as st
 from test_block_index import blocks_of
 from test_device_masks import changed, in_order, packed, sent
 from test_work_list import assert_longest_first, rebuilt
+from library_parts import part
 
 SIGNS = (AssertionError, ValueError)  # arrays may not fit each other
 MOST_SEEDS = 5  # a guard that must pass is given fewer in a short run: it does so with each or with none
-
-
-def part(library, name):
-    return importlib.import_module(f"{library.__name__}.{name}")
 
 
 def hunt(*strategies, first=(), seeds=MOST_SEEDS, most=120):

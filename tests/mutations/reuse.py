@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 from mutations.planting import Edit
 from mutations.python_guards import part
+from workspace_memory import memory, stream
 
 SIGNS = (AssertionError,)
-
-
-def memory() -> SimpleNamespace:
-    """Return a device's memory that records what it allocated."""
-    made: list[Any] = []
-    zeros: dict[Any, dict[int, Any]] = {}
-    pieces: dict[int, list[Any]] = {}
-
-    def maker(shape: tuple[int, ...], dtype: Any) -> Any:
-        return lambda: made.append(np.zeros(shape, dtype)) or made[-1]
-
-    return SimpleNamespace(
-        made=made, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(),
-        address=lambda array: int(array.ctypes.data), kept_zeros=lambda need: zeros.setdefault(need, {}),
-        kept_pieces=lambda: pieces,
-    )  # fmt: skip
-
-
-def stream(ptr: int = 7, is_capturing: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(ptr=ptr, is_capturing=lambda: is_capturing)
 
 
 def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:

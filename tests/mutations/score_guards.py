@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 from mutations.python_guards import hunt, part
-from test_score_programs import EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped, told
+from test_score_programs import EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped, places, told
 
 SIGNS = (AssertionError, ValueError, IndexError, TypeError)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -16,11 +16,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 def shape_of(library):
     return part(library, "masks.base").MaskShape((2, 2), 2, 5, 7)
-
-
-def places(shape):
-    h, i, j = np.ogrid[: shape.num_heads, : shape.seqlen_q, : shape.seqlen_kv]
-    return {"b": np.arange(shape.num_batch).reshape(*shape.batch, 1, 1, 1), "h": h, "i": i, "j": j}
 
 
 def made(library, formula, seed):

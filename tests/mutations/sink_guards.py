@@ -11,6 +11,7 @@ import numpy as np
 from cuflash import masks
 from cuflash.testing import Structure, assert_within_bounds
 from executors import SIM
+from executors import check_simulated
 
 SIGNS = (AssertionError, ValueError)
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "sink": (4,)}
@@ -95,16 +96,10 @@ def _results(library: ModuleType, example: Any) -> dict[str, Any]:
     return results | {f"d{name}": gradient for name, gradient in gradients.others.items()}
 
 
-def _check(kernel: str, structure: Structure, **options: Any) -> None:
-    run = replace(SIM, kernel=kernel, **options)
-    example = run.rounded(structure.example())
-    assert_within_bounds(example, **run.everything(example))
-
-
 def simt_is_right() -> None:
-    _check("simt", SHORT)
-    _check("simt", replace(SHORT, sink=(2, 1), sink_dtype="bfloat16"))
-    _check("simt", replace(SHORT, sink=(1,), sink_dtype="float16"))
+    check_simulated("simt", SHORT)
+    check_simulated("simt", replace(SHORT, sink=(2, 1), sink_dtype="bfloat16"))
+    check_simulated("simt", replace(SHORT, sink=(1,), sink_dtype="float16"))
     example = SHORT.example()
     run = replace(SIM, kernel="simt")
     nothing = run.everything(example.but(sink=np.full(4, -np.inf, np.float32)))
@@ -114,16 +109,16 @@ def simt_is_right() -> None:
 
 
 def naive_is_right() -> None:
-    _check("naive", SHORT)
+    check_simulated("naive", SHORT)
 
 
 def sm80_is_right() -> None:
     """Results are right for whole tiles, and for keys that blocks share."""
-    _check("sm80", HALF)
-    _check("sm80", replace(HALF, seqlen_q=3, seqlen_kv=600, mask=None))
+    check_simulated("sm80", HALF)
+    check_simulated("sm80", replace(HALF, seqlen_q=3, seqlen_kv=600, mask=None))
 
 
 def sm90_is_right() -> None:
     """Results are right without a list, and with one that leaves some tiles without a key."""
-    _check("sm90", HALF)
-    _check("sm90", LISTED)
+    check_simulated("sm90", HALF)
+    check_simulated("sm90", LISTED)

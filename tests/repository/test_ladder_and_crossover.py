@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 from pathlib import Path
 
 import pytest
+from published_rows import published
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-
-
-def published(name: str) -> list[dict[str, str]]:
-    with open(EXPERIMENTS / "results" / f"{name}.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 # The ladder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import json
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from published_rows import published
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
@@ -227,11 +227,6 @@ def test_the_task_is_trained_on_a_gpu(load) -> None:
 
 
 # What is published
-
-
-def published(name: str) -> list[dict[str, str]]:
-    with open(EXPERIMENTS / "results" / f"{name}.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_published_losses_agree_and_the_wrong_key_is_seen() -> None:

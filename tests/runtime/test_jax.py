@@ -12,6 +12,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 import cuflash.jax  # noqa: E402
 from cuflash import BlockIndex, api, masks  # noqa: E402
+from refusals import reasons_of  # noqa: E402
 
 jnp = jax.numpy
 attention = cuflash.jax.attention
@@ -29,12 +30,6 @@ Q, K, V, DO = (RNG.standard_normal((2, heads, 20, 16), dtype=np.float32) for hea
 
 def given():
     return [jnp.asarray(array) for array in (Q, K, V)]
-
-
-def reasons_of(call, *arrays, **options):
-    with pytest.raises(cuflash.UnsupportedProblem) as caught:
-        call(*arrays, **options)
-    return caught.value.reasons
 
 
 def pulled_back(call, arrays, do, dlse):

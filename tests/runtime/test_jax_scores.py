@@ -12,6 +12,7 @@ from jax import test_util  # noqa: E402
 
 import cuflash.jax  # noqa: E402
 from cuflash import Score, scores  # noqa: E402
+from warped_score import warped  # noqa: E402
 
 jnp = jax.numpy
 attention = cuflash.jax.attention
@@ -32,10 +33,6 @@ OPERANDS = {
     "bias": drawn(4, 1, 7, seed=4), "sink": drawn(4, seed=5), "slope": drawn(4, seed=6), "table": drawn(4, 9, seed=7),
     "place": np.arange(7, dtype=np.int32) % 3,
 }  # fmt: skip
-
-
-def warped(s, b, h, i, j, slope, table, place):
-    return 2 * np.tanh(s / 2) - np.exp(slope[h]) * np.abs(i - j) + s * table[h, 3 * np.clip(place[j], 0, 2) + i % 3]
 
 
 def options_of(bias, sink, slope, table, place):

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import cupy_machine
 import numpy as np
 import pytest
 from cuflash import BlockIndex, api, masks
@@ -25,12 +24,6 @@ LISTED = masks.Dilated(3)
 
 def an_index(mask=LISTED):
     return BlockIndex.from_mask(mask, 40, 40, 8)
-
-
-@pytest.fixture
-def cupy(tmp_path, monkeypatch):
-    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
-        yield machine
 
 
 @contextmanager

@@ -26,26 +26,12 @@ from cuflash.compiler import nvrtc as compiling
 from cuflash.executors.params import ParamsTemplate, View
 from cuflash.compiler.params_layout import PARAMS
 from cuflash.planning import plan_cache
+from refusals import reasons_of
+from foreign import Foreign
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
 LISTED = masks.Dilated(3)  # its work is a list
-
-
-@pytest.fixture
-def cupy(tmp_path, monkeypatch):
-    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
-        yield machine
-
-
-def launches(cupy):
-    return [entry for kind, *_, entry in cupy.log if kind == "launch"]
-
-
-def reasons_of(call, *arrays, **options):
-    with pytest.raises(cuflash.UnsupportedProblem) as caught:
-        call(*arrays, **options)
-    return caught.value.reasons
 
 
 def close(ours, theirs):
@@ -78,7 +64,7 @@ def test_empty_problems_have_shaped_results_without_a_launch(cupy, monkeypatch, 
     send = cupy.asarray if executor == "gpu" else np.asarray
     q, k = (send(np.ones(shape, np.float32)) for shape in shapes)
     (o, lse), vjp = cuflash.attention_vjp(q, k, k, causal="bottom_right", return_lse=True, executor=executor)
-    assert o.shape == q.shape and bool((o == 0).all()) and bool((lse == -np.inf).all()) and launches(cupy) == []
+    assert o.shape == q.shape and bool((o == 0).all()) and bool((lse == -np.inf).all()) and cupy.launched == []
     gradients = list(vjp(o))
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape] and all(bool((g == 0).all()) for g in gradients)
 
@@ -198,12 +184,12 @@ def test_a_misaligned_array_is_refused_by_a_repeated_call_too(cupy):
     odd = cupy_machine.Ndarray(np.ndarray(Q.shape, np.float32, memory_of.data, 2), 0)
     (reason,) = reasons_of(cuflash.attention, odd, *arrays[1:])
     assert "q must start at a multiple of its item size, 4 bytes" in reason
-    assert len(launches(cupy)) == 1
+    assert len(cupy.launched) == 1
     _, vjp = cuflash.attention_vjp(*arrays)
     vjp(arrays[0])
     (reason,) = reasons_of(vjp, odd)
     assert "do must start at a multiple of its item size, 4 bytes" in reason
-    assert len(launches(cupy)) == 1 + 1 + 2
+    assert len(cupy.launched) == 1 + 1 + 2
 
 
 def test_a_repeated_call_on_another_device_is_refused(cupy):
@@ -240,7 +226,7 @@ def test_every_reason_against_the_arrays_comes_at_once(cupy):
     text = "\n".join(reasons)
     assert "k must be on the current device, 0; got device 1" in text
     assert "v's strides must be multiples of its item size, 4 bytes" in text and "out must have shape" in text
-    assert launches(cupy) == [] and cupy.compiled == []
+    assert cupy.launched == [] and cupy.compiled == []
 
 
 def test_host_and_device_arrays_do_not_mix(cupy):
@@ -314,27 +300,12 @@ def test_out_of_memory_is_a_memory_error_and_a_smaller_call_works_after(cupy):
     cupy.room = Q.nbytes - 1
     with pytest.raises(MemoryError):
         cuflash.attention(q, k, v)
-    assert launches(cupy) == []
+    assert cupy.launched == []
     small = cuflash.attention(*map(cupy.asarray, (Q[:, :9], K[:, :9], V[:, :9])))
     assert close(small, cuflash.attention(Q[:, :9], K[:, :9], V[:, :9]))
 
 
 # Arrays of other libraries.
-
-
-class Foreign:
-    """An array of a library that CuPy and NumPy do not know."""
-
-    def __init__(self, host, device=(1, 0), error=None):
-        self.host, self.device, self.error = host, device, error
-
-    def __dlpack_device__(self):
-        return self.device
-
-    def __dlpack__(self, **options):
-        if self.error:
-            raise BufferError(self.error)
-        return self.host.__dlpack__(**options)
 
 
 def test_foreign_arrays_on_the_host_are_taken_without_a_copy():
@@ -354,7 +325,7 @@ def test_foreign_arrays_on_a_device_are_taken_without_a_copy(cupy):
 
 
 def test_foreign_arrays_that_cannot_be_taken_say_why():
-    bad = Foreign(Q, error="tensor requires grad, use detach()"), Foreign(K, (10, 0)), V
+    bad = Foreign(Q, fault=BufferError("tensor requires grad, use detach()")), Foreign(K, (10, 0)), V
     reasons = reasons_of(cuflash.attention, *bad)
     assert "q must be an array that numpy.from_dlpack takes" in reasons[0] and "use detach()" in reasons[0]
     assert "must lie on a CUDA device or the CPU; got DLPack device type 10" in reasons[1]
@@ -399,7 +370,7 @@ def test_masks_of_foreign_arrays_on_a_device_need_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     for make in (lambda x: masks.Documents(x), lambda x: masks.Lengths(kv=x), lambda x: masks.Dense(x)):
         (reason,) = reasons_of(make, Foreign(IDS, (2, 0)))
-        assert "lies on a CUDA device, as test_launch.Foreign, which needs CuPy" in reason
+        assert "lies on a CUDA device, as foreign.Foreign, which needs CuPy" in reason
 
 
 def test_foreign_parts_are_merged_and_foreign_arrays_are_bounded():
@@ -490,7 +461,7 @@ def test_everything_goes_on_the_current_stream(cupy):
             _, vjp = cuflash.attention_vjp(*arrays[:3], mask=LISTED)
             vjp(arrays[3])
         assert {where for kind, where, *_ in cupy.log if kind in ("launch", "copy")} == {stream.ptr}
-        assert len(launches(cupy)) == 3
+        assert len(cupy.launched) == 3
 
 
 def test_a_list_is_copied_once_and_another_stream_waits_for_the_copy(cupy):
@@ -994,7 +965,7 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
     assert ready.plan.kernels.num_splits == 6
     for _ in range(3):
         assert (ready.forward(q, k, v)[0].get() == expected).all()
-    assert launches(cupy) == ["forward", "combine"] * 3
+    assert cupy.launched == ["forward", "combine"] * 3
     stream = cupy.cuda.Stream()
     with stream:
         stream.begin_capture()
@@ -1018,7 +989,7 @@ def test_tensor_maps_follow_the_arrays_of_each_call(cupy, monkeypatch):
     for host in sets:
         o, lse = ready.forward(*map(cupy.asarray, host))
         assert (o.get() == cuflash.attention(*host, causal=True, kernel="sm90", executor="sim")).all()
-    assert launches(cupy) == ["forward"] * 3
+    assert cupy.launched == ["forward"] * 3
 
 
 def test_checks_see_what_blocks_that_share_keys_leave(checked, monkeypatch):

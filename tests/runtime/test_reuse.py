@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from types import SimpleNamespace
 
-import cupy_machine
 import numpy as np
 import pytest
 
@@ -15,6 +13,7 @@ from cuflash import api, masks
 from cuflash.calls import listed_plan
 from cuflash.executors import gpu, workspaces
 from test_launch import DO, K, Q, V, Foreign, close
+from workspace_memory import memory, stream
 
 RNG = np.random.default_rng(1)
 DENSE = RNG.random((3, 40, 40)) < 0.4
@@ -24,12 +23,6 @@ MASKS = {
     "elements and a closed form": lambda take, turn: masks.Dense(take(DENSE[turn])) & masks.Causal(),
     "blocks": lambda take, turn: masks.BlockPattern(take(KEPT[turn]), 8),
 }
-
-
-@pytest.fixture
-def cupy(tmp_path, monkeypatch):
-    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
-        yield machine
 
 
 def asks_nothing_again(monkeypatch):
@@ -86,22 +79,10 @@ def test_calls_of_one_stream_that_are_launched_at_once_have_memory_of_their_own(
 
 
 def memory_of(sizes):
-    """Return memory of workspaces of these sizes, and the list of arrays that it makes."""
-    made, kept, pieces = [], {}, {}
-
-    def maker(shape, dtype):
-        return lambda: made.append(np.zeros(shape, dtype)) or made[-1]
-
-    memory = SimpleNamespace(
-        maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(), address=lambda array: array.ctypes.data,
-        kept_zeros=lambda need: kept.setdefault(need, {}), kept_pieces=lambda: pieces,
-    )  # fmt: skip
+    """Return workspaces of these sizes, the list of arrays that are made for them, and their memory."""
+    place = memory()
     needs = {str(n): workspaces.Workspace((abs(size),), np.dtype(np.uint8), size < 0) for n, size in enumerate(sizes)}
-    return workspaces.Workspaces(needs, memory), made, memory
-
-
-def stream(ptr=7, is_capturing=False):
-    return SimpleNamespace(ptr=ptr, is_capturing=lambda: is_capturing)
+    return workspaces.Workspaces(needs, place), place.made, place
 
 
 def test_workspaces_lie_apart_and_aligned_and_those_of_zeros_are_kept():

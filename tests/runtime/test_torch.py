@@ -19,6 +19,7 @@ from torch_machine import on_device  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash import BlockIndex, api, masks  # noqa: E402
 from cuflash.executors import gpu, torch_gpu  # noqa: E402
+from refusals import reasons_of  # noqa: E402
 
 attention = cuflash.torch.attention
 LISTED = masks.Dilated(3)  # its work is a list
@@ -34,12 +35,6 @@ def drawn(*shapes, dtype=torch.float32, seed=0):
 
 
 Q, K, V, DO = drawn((2, 4, 20, 16), (2, 2, 20, 16), (2, 2, 20, 16), (2, 4, 20, 16))
-
-
-def reasons_of(call, *arrays, **options):
-    with pytest.raises(cuflash.UnsupportedProblem) as caught:
-        call(*arrays, **options)
-    return caught.value.reasons
 
 
 def as_numpy(tensor):

@@ -12,6 +12,7 @@ from torch_machine import on_device  # noqa: E402
 
 import cuflash.torch  # noqa: E402
 from cuflash import Score, api, masks, scores  # noqa: E402
+from warped_score import warped  # noqa: E402
 
 attention = cuflash.torch.attention
 
@@ -23,11 +24,6 @@ def drawn(*shape, seed=0):
 Q, K, V, DO = drawn(2, 4, 6, 5), drawn(2, 2, 7, 5, seed=1), drawn(2, 2, 7, 3, seed=2), drawn(2, 4, 6, 3, seed=3)
 BIAS, SINK, SLOPE = drawn(4, 1, 7, seed=4), drawn(4, seed=5), drawn(4, seed=6)
 TABLE, PLACE = drawn(4, 9, seed=7), torch.arange(7) % 3
-
-
-def warped(s, b, h, i, j, slope, table, place):
-    """A function that is curved in s, gathers by an array of integers, and has two arrays that may be learnt."""
-    return 2 * np.tanh(s / 2) - np.exp(slope[h]) * np.abs(i - j) + s * table[h, 3 * np.clip(place[j], 0, 2) + i % 3]
 
 
 def options_of(bias=None, sink=None, slope=None, table=None, place=PLACE, to=lambda tensor: tensor):

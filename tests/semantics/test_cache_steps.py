@@ -10,28 +10,17 @@ from typing import Any
 import cupy_machine
 import numpy as np
 import pytest
-from cuflash import KVCache, UnsupportedProblem
+from cuflash import KVCache
 from cuflash.cache import kv_cache, on_device
 from cuflash.cache.steps import Steps
 from cuflash.executors import appending, decoding
 from executors import needs_compiler
+from refusals import refused
 
 RNG = np.random.default_rng(0)
 SIZES = {"batch": 3, "num_kv_heads": 2, "head_dim": 64, "capacity": 100, "dtype": np.float16}
 PAGED = {"contiguous": {}, "pages": {"page_size": 16, "num_pages": 15}}
 ROWS = RNG.standard_normal((12, 3, 4, 4, 64)).astype(np.float16)  # of 12 steps
-
-
-@pytest.fixture(
-    params=[pytest.param("stand-in", marks=needs_compiler), pytest.param("cupy", marks=pytest.mark.gpu)]
-)
-def xp(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """CuPy, or what runs its kernels on the simulator."""
-    if request.param == "cupy":
-        yield pytest.importorskip("cupy")
-        return
-    with cupy_machine.installed(monkeypatch, tmp_path) as machine:
-        yield machine
 
 
 @pytest.fixture
@@ -150,12 +139,6 @@ def test_a_later_step_of_another_librarys_arrays_plans_nothing(
             for place, name in ((on_device, "append_plan"), (kv_cache, "decode_plan_of"), (kv_cache, "row_reasons")):
                 monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("planned again"))
     assert all(np.array_equal(*pair) for pair in zip(made, wanted))
-
-
-def refused(call: Callable[[], Any]) -> str:
-    with pytest.raises((UnsupportedProblem, TypeError)) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_wrong_calls_are_refused_after_right_ones_as_before_them(xp: Any) -> None:

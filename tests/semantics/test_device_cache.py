@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from cuflash import KVCache, UnsupportedProblem
 from cuflash.executors.sim import Simulator
 from cuflash.planning.appending import append_plan
 from cuflash.planning.decoding import CacheLayout
-from executors import RUNS, Run, hostile_schedules, needs_compiler
+from executors import RUNS, Run, hostile_schedules
 
 on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 RNG = np.random.default_rng(0)
@@ -53,18 +52,6 @@ def test_every_schedule_appends_alike() -> None:
 
 
 # Caches of CuPy
-
-
-@pytest.fixture(
-    params=[pytest.param("stand-in", marks=needs_compiler), pytest.param("cupy", marks=pytest.mark.gpu)]
-)
-def xp(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """CuPy, or what runs its kernels on the simulator."""
-    if request.param == "cupy":
-        yield pytest.importorskip("cupy")
-        return
-    with cupy_machine.installed(monkeypatch, tmp_path) as machine:
-        yield machine
 
 
 SIZES = {"batch": 3, "num_kv_heads": HEADS, "head_dim": 64, "capacity": 100, "dtype": np.float16}

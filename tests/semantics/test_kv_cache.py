@@ -18,6 +18,7 @@ from test_wrong_inputs import JUNK, bytes_of
 import cuflash
 from cuflash import KVCache, UnsupportedProblem, masks
 from cuflash.testing import Example, assert_within_bounds
+from refusals import refused
 
 RNG = np.random.default_rng(0)
 SMALL = {"batch": 3, "num_kv_heads": HEADS, "head_dim": 8, "capacity": CAPACITY, "dtype": np.float32}
@@ -268,12 +269,6 @@ def test_a_cache_says_what_it_is() -> None:
 
 
 # Refused calls
-
-
-def refused(call: Any) -> str:
-    with pytest.raises((UnsupportedProblem, TypeError)) as caught:
-        call()
-    return str(caught.value)
 
 
 K = np.ones((3, HEADS, 2, 8), np.float32)

@@ -5,7 +5,6 @@ Checks take the library as an argument, so that they guard copies of it with pla
 
 from __future__ import annotations
 
-import importlib
 import operator
 import pickle
 from dataclasses import replace
@@ -22,12 +21,10 @@ import cuflash
 from cuflash import UnsupportedProblem, masks
 from cuflash.masks.shape import MaskShape
 from cuflash.testing import Structure, assert_within
+from refusals import refused
+from library_parts import part
 
 CAUSAL = (False, True, "bottom_right", "top_left")
-
-
-def part(library, name):
-    return importlib.import_module(f"{library.__name__}.{name}")
 
 
 def table(mask, seqlen_q, seqlen_kv):
@@ -292,12 +289,6 @@ def test_offsets_lie_where_the_arrays_do(device):
 
 
 # Refused calls
-
-
-def refused(call):
-    with pytest.raises((UnsupportedProblem, TypeError)) as caught:
-        call()
-    return str(caught.value)
 
 
 OFFSETS = np.array([0, 4, 10])

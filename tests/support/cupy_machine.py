@@ -218,6 +218,11 @@ class Cupy(cupy_double.Double):
         cuda.runtime.getDeviceCount = lambda: 2
         cuda.driver.launchKernel = self._launch
 
+    @property
+    def launched(self) -> list[str]:
+        """Entries of the kernels that were launched, in order."""
+        return [entry for kind, *_, entry in self.log if kind == "launch"]
+
     def _next(self) -> int:
         self._number += 1
         return self._number

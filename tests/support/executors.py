@@ -19,7 +19,7 @@ from cuflash import masks, sim
 from cuflash.executors.sim import Simulator
 from cuflash.planning.plan import KernelPlan
 from cuflash.planning.problem import Problem
-from cuflash.testing import Example, examples
+from cuflash.testing import Example, Structure, assert_within_bounds, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -163,6 +163,13 @@ class Run:
         if is_long() or self.most_examples is None:
             return profile
         return settings(profile, max_examples=min(self.most_examples, profile.max_examples))
+
+
+def check_simulated(kernel: str, structure: Structure, **options: Any) -> None:
+    """Assert that all results of a family's kernels, on the simulator, are within their bounds."""
+    run = replace(SIM, kernel=kernel, **options)
+    example = run.rounded(structure.example())
+    assert_within_bounds(example, **run.everything(example))
 
 
 def _is_unsorted(mask: masks.Mask) -> bool:

@@ -143,8 +143,11 @@ class Simt(Family):
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
-        """With a list all heads alternate: multiply-adds take the time, not copies of K and V, and the fewer heads
-        alternate the more of the GPU idles at the end (experiments/results/simt_sparse.log)."""
+        """Let all heads alternate with a list.
+
+        Multiply-adds take the time, not copies of K and V. The fewer heads alternate, the more of the GPU is idle at
+        the end (experiments/results/simt_sparse.log).
+        """
         if isinstance(work, ListedWork):
             num_heads = problem.mask_shape.num_batch * problem.num_heads
             return TileOrder(num_heads, num_heads)
@@ -183,7 +186,10 @@ class Simt(Family):
 
 
 def _mma_rows(dtype: np.dtype[Any], device: DeviceSpec) -> tuple[int, ...]:
-    """How a chip can make products of a dtype, fastest first: float64 on tensor cores, with 16 rows on sm_90 alone."""
+    """Return the rows of the mma instructions that a chip has for a dtype, the fastest first; 0 stands for none.
+
+    float64 has them: 8 rows, and 16 on compute capability 9.0.
+    """
     if dtype != np.float64 or device.compute_capability is None or device.compute_capability < (8, 0):
         return (0,)
     return (16 if device.compute_capability == (9, 0) else 8, 0)
@@ -191,7 +197,7 @@ def _mma_rows(dtype: np.dtype[Any], device: DeviceSpec) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 13)
 def _legal_tiles(smallest: KernelSpec, largest: tuple[int, int]) -> tuple[KernelSpec, ...]:
-    """From the smallest tile up to the largest that is asked for, the preferred first: the same on every device."""
+    """Return the tiles from the smallest to the largest given, the preferred first; no device changes them."""
     sides = (
         replace(smallest, block_q=block_q, block_kv=block_kv)
         for block_q, block_kv in product(_SIDES, _SIDES)
@@ -201,7 +207,7 @@ def _legal_tiles(smallest: KernelSpec, largest: tuple[int, int]) -> tuple[Kernel
 
 
 def _preference(spec: KernelSpec) -> tuple[float, int]:
-    """Products for every element loaded, where those of a step count twice: the rows stay. Then the tallest."""
+    """Rank a tile by products for every element loaded, where those of a step count twice, and then by height."""
     rows, step = rows_and_step(spec)
     return rows * step / (rows + 2 * step), rows
 

@@ -286,7 +286,7 @@ def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, 
 
 
 def _mean_visible_keys(work: WorkList, problem: Problem) -> float | None:
-    """How many keys a query sees on average, by a sample of them; None where no band says it."""
+    """Return the mean number of keys that a query attends, by a sample of queries; None if there is no band."""
     if not isinstance(work, IntervalWork) or work.band is None or not problem.seqlen_q:
         return None
     query = np.linspace(0, problem.seqlen_q - 1, min(problem.seqlen_q, _SAMPLED_QUERIES))

@@ -95,7 +95,7 @@ class ArrivalUse(Enum):
 
 
 def use_of_arrivals(problem: Problem, work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
-    """How kernels of row intervals, or of a band, use the count."""
+    """Return how kernels of row intervals, or of a band, use the count of arrivals."""
     if backward.name != "sm90_backward" or not backward.dq_atomic_width:
         return ArrivalUse.NONE
     if problem.mask_shape.seqlen_kv >= _MAX_ARRIVALS * backward.block_kv:
@@ -105,9 +105,10 @@ def use_of_arrivals(problem: Problem, work: IntervalWork, backward: KernelSpec) 
 
 
 def best_use_of_arrivals(work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
-    """How they had better use it where they can, as measured: experiments/results/packed_steps.log, 5.
+    """Return the use of the count that is fastest by measurement, where kernels can have it.
 
-    Where nothing bounds the keys of a band, neither use gained anything; of row intervals the first use never lost.
+    Where nothing bounds the keys of a band, neither use was faster; for row intervals the first use was never slower
+    (experiments/results/packed_steps.log, 5).
     """
     keys = work.mean_length
     if work.band is not None and work.band.lower is not None and work.band.upper is not None:

@@ -1,0 +1,24 @@
+"""What calls raise: the reasons of a refused call, or its message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cuflash
+
+
+def reasons_of(call: Callable[..., Any], *arrays: Any, **options: Any) -> tuple[str, ...]:
+    """Return the reasons for which a call is refused."""
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        call(*arrays, **options)
+    return caught.value.reasons
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """Return the message with which a call is refused."""
+    with pytest.raises((cuflash.UnsupportedProblem, TypeError)) as caught:
+        call()
+    return str(caught.value)

@@ -1,0 +1,29 @@
+"""Memory of workspaces on the host, and streams, as the gpu executor has them on a device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+def memory() -> SimpleNamespace:
+    """Return memory that records in `made` what it allocated."""
+    made: list[Any] = []
+    zeros: dict[Any, dict[int, Any]] = {}
+    pieces: dict[int, list[Any]] = {}
+
+    def maker(shape: tuple[int, ...], dtype: Any) -> Any:
+        return lambda: made.append(np.zeros(shape, dtype)) or made[-1]  # type: ignore[func-returns-value]
+
+    return SimpleNamespace(
+        made=made, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(),
+        address=lambda array: int(array.ctypes.data), kept_zeros=lambda need: zeros.setdefault(need, {}),
+        kept_pieces=lambda: pieces,
+    )  # fmt: skip
+
+
+def stream(ptr: int = 7, is_capturing: bool = False) -> SimpleNamespace:
+    """Return a stream with an address, which is captured or not."""
+    return SimpleNamespace(ptr=ptr, is_capturing=lambda: is_capturing)
