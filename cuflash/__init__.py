@@ -12,6 +12,7 @@ from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
 from .bounds import Bounds, error_bound
 from .cache import KVCache
+from .compiler.host_cache import cache_clear
 from .compiler.nvrtc import cache_info
 from .diagnosis import doctor, show_config
 from .dropout import Dropout
@@ -51,6 +52,7 @@ __all__ = [
     "attention",
     "attention_vjp",
     "block_mass",
+    "cache_clear",
     "cache_info",
     "doctor",
     "error_bound",

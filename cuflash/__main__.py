@@ -1,21 +1,48 @@
 """``python -m cuflash`` prints what this machine can run; commands of their own behind it do more.
 
-``python -m cuflash memory`` prints what a KV cache takes, ``python -m cuflash roofline`` what a call takes, and
-``python -m cuflash study`` what block patterns keep.
+``python -m cuflash doctor`` prints the same, ``python -m cuflash memory`` what a KV cache takes, ``python -m cuflash
+roofline`` what a call takes, and ``python -m cuflash study`` what block patterns keep. Each has ``--help``.
 """
 
 import io
+import os
 import sys
+from collections.abc import Sequence
 
 from .diagnosis import doctor
 from .study.calculators import memory_report
 from .study.command import study_report
 from .study.roofline import roofline_report
 
-_COMMANDS = {"memory": memory_report, "roofline": roofline_report, "study": study_report}
 
-if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold what the terminal's encoding has no letter for
-    sys.stdout.reconfigure(errors="backslashreplace")
-if sys.argv[1:] and sys.argv[1] not in _COMMANDS:
-    sys.exit(f"python -m cuflash: error: the command must be {', '.join(_COMMANDS)} or none; got {sys.argv[1]}")
-print(_COMMANDS[sys.argv[1]](sys.argv[2:]) if sys.argv[1:] else doctor())
+def _doctor_report(arguments: Sequence[str]) -> str:
+    if arguments and arguments[0] not in _HELP:
+        sys.exit(f"python -m cuflash doctor: error: the command takes no arguments; got {' '.join(arguments)}")
+    return str(__doc__ if arguments else doctor()).rstrip("\n")
+
+
+_HELP = ("-h", "--help")
+_COMMANDS = {"doctor": _doctor_report, "memory": memory_report, "roofline": roofline_report, "study": study_report}
+
+
+def _report(arguments: Sequence[str]) -> str:
+    """What the command prints."""
+    name, *rest = arguments or ["doctor"]
+    if name in _HELP:
+        return _doctor_report(arguments)
+    if name not in _COMMANDS:
+        sys.exit(f"python -m cuflash: error: the command must be {', '.join(_COMMANDS)} or none; got {name}")
+    return _COMMANDS[name](rest)
+
+
+if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold what the terminal's encoding has no letter for
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            print(_report(sys.argv[1:]))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `head` has read its last line; Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

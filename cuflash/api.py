@@ -363,7 +363,7 @@ def plan(
     kernel     simt_backward_statistics: ...
     kernel     simt_backward: ...
     gradients  dq by atomic additions: its bits may differ from call to call, for speed
-    work       implicit: keys with None <= j - i <= 0, no list
+    work       computed on the fly: query i attends key j if j <= i; no block list is stored
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
     """

@@ -18,6 +18,8 @@ Namespace: TypeAlias = Any
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
 _LONGEST = 60  # characters of a value that a message shows
+_MOST_ITEMS = 8  # of a list
+_SHORT = (int, float, complex, str, bytes, np.generic)  # types of values that messages write out
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,13 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     raise UnsupportedProblem([f"{name} must be a dtype; got None: np.float32 is one"])
 
 
+def as_int_array(value: Any) -> Any:
+    """A list or tuple of ints as an int64 array; anything else as it is."""
+    if isinstance(value, (list, tuple)) and all(is_int(each) and -(2**62) < each < 2**62 for each in value):
+        return np.array([int(each) for each in value], np.int64)
+    return value
+
+
 def is_integer_dtype(dtype: Any) -> bool:
     return np.dtype(dtype).kind in "iu"
 
@@ -174,7 +183,10 @@ def describe(value: object) -> str:
         return f"an int of {value.bit_length()} bits"  # Python writes no more than some thousand digits
     if isinstance(value, tuple) and len(value) <= 4:
         return f"({', '.join(map(describe, value))}{',' * (len(value) == 1)})"
-    if value is None or isinstance(value, (int, float, complex, str, bytes, np.generic)):
+    if isinstance(value, list) and value and all(isinstance(each, _SHORT) for each in value[:_MOST_ITEMS]):
+        shown = ", ".join(map(describe, value[:_MOST_ITEMS]))
+        return f"[{shown}]" if len(value) <= _MOST_ITEMS else f"[{shown}, ...] of {len(value)} items"
+    if value is None or isinstance(value, _SHORT):
         written = repr(value)
         return written if len(written) <= _LONGEST else f"{written[:_LONGEST]}..."
     return type(value).__name__
@@ -187,6 +199,10 @@ def no_array(name: str, value: object) -> str:
         makes = "its toarray() makes one"
     elif isinstance(value, np.ma.MaskedArray):
         makes = "its filled() makes one, and mask= takes what it hides"
+    elif hasattr(value, "dequantized"):
+        makes = "its dequantized() makes one"
     elif isinstance(value, type):
         makes = "call it"
+    elif hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__"):
+        makes = "it holds no data, and plan takes cuflash.ShapeDtype(shape, dtype) in the place of such a value"
     return f"{name} must be an array; got {describe(value)}: {makes}"

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import threadpoolctl
 
+from .compiler import host_cache
 from .compiler.nvrtc import cache_info, nvrtc_version
 from .planning.device import DeviceSpec
 
@@ -205,11 +206,26 @@ def _kernel_cache(subject: str) -> Finding:
     if info.folder is None:
         return Finding(subject=subject, detail="in memory, as CUPY_CACHE_IN_MEMORY says")
     detail = f"{info.folder}, {info.entries} kernels, {info.nbytes} bytes"
-    place = next(folder for folder in (info.folder, *info.folder.parents) if folder.exists())
+    place = _nearest(info.folder)
     if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
         return Finding(subject=subject, detail=detail)
     advice = "kernels are compiled anew in each process: set CUPY_CACHE_DIR to a folder of your own"
     return Finding(subject=subject, status="missing", detail=f"{place} cannot be written", advice=advice)
+
+
+def _simulator_cache(subject: str) -> Finding:
+    kept = host_cache.host_cache()
+    place = _nearest(kept.folder)
+    fault = host_cache.fault(place) if place == kept.folder else ""
+    if kept.folder.is_absolute() and place.is_dir() and os.access(place, os.W_OK | os.X_OK) and not fault:
+        return Finding(subject=subject, detail=str(kept))
+    advice = "the sim executor compiles anew in each process: set CUFLASH_CACHE_DIR to a folder of your own"
+    return Finding(subject=subject, status="missing", detail=fault or f"{kept.folder} cannot be made", advice=advice)
+
+
+def _nearest(folder: Path) -> Path:
+    """A folder, or the nearest above it that exists."""
+    return next(place for place in (folder, *folder.parents) if place.exists())
 
 
 def _cupy(subject: str) -> Finding:
@@ -249,4 +265,5 @@ _CHECKS = {
     "NVRTC": _nvrtc,
     "CuPy": _cupy,
     "kernel cache": _kernel_cache,
+    "simulator cache": _simulator_cache,
 }

@@ -158,7 +158,7 @@ def _is_on_stream_of(tensor: Any, cupy: Any) -> bool:
     return stream == int(cupy.cuda.get_current_stream().ptr)
 
 
-def tensors_layout(*tensors: Any) -> Hashable:
+def tensors_layout(*tensors: Any) -> tuple[Hashable, ...] | None:
     """Key of the layout of PyTorch's tensors that kernels on CuPy's current stream may read in place; else None.
 
     Tensors of one layout are `taken` as arrays of one layout, but for odd addresses.
@@ -174,7 +174,7 @@ def tensors_layout(*tensors: Any) -> Hashable:
             found.append((each.shape, each.stride(), each.dtype, each.device))
     except RuntimeError:  # nested tensors have no shape, and tracers no memory: `tensor_reasons` says so
         return None
-    return (cupy.cuda.runtime.getDevice(), *found) if _is_on_stream_of(tensors[0], cupy) else None
+    return tuple(found) if _is_on_stream_of(tensors[0], cupy) else None
 
 
 def _is_plain(value: Any, torch: Any) -> bool:

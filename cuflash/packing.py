@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, describe, is_array, is_int, is_integer_dtype, namespace, no_array, to_host
+from .arrays import Array, as_int_array, describe, is_array, is_int, is_integer_dtype, namespace, no_array, to_host
 from .errors import UnsupportedProblem
 from .plans import as_arrays
 
@@ -66,7 +66,7 @@ def unpack(packed: Array, offsets: Array, axis: int = -2) -> list[Array]:
     ----------
     packed : array [..., length, dim]
         Packed arrays, or results of `attention` on them.
-    offsets : int array [num_sequences + 1]
+    offsets : list of ints, or int array [num_sequences + 1]
         As `pack` returns them. Offsets on a device are copied to the host, which waits for the device.
     axis : int
         The axis that was packed: -2, or -1 for lse and dlse [..., length].
@@ -89,7 +89,7 @@ def unpack(packed: Array, offsets: Array, axis: int = -2) -> list[Array]:
     >>> [part.tolist() for part in cuflash.unpack(np.arange(5), np.array([0, 2, 2, 5]), axis=-1)]
     [[0, 1], [], [2, 3, 4]]
     """
-    given = as_arrays({"packed": packed, "offsets": offsets})
+    given = as_arrays({"packed": packed, "offsets": as_int_array(offsets)})
     for name, array in given.items():
         if not is_array(array):
             raise TypeError(no_array(name, array))

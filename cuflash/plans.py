@@ -681,9 +681,7 @@ def layout_key(*arrays: Array) -> Hashable:
     cupy = sys.modules.get("cupy")
     if cupy is None or kind is not cupy.ndarray:
         return None
-    if not nvrtc.is_started():
-        nvrtc.current_device()
-    return cupy.cuda.runtime.getDevice(), *map(_device_layout, arrays)
+    return nvrtc.current_number(), *map(_device_layout, arrays)
 
 
 def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:

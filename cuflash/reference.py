@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array
+from .arrays import Array, describe
 
 __all__ = ["attention", "attention_vjp"]
 
@@ -261,6 +261,8 @@ def sum_to(gradient: Array, shape: Sequence[int]) -> Array:
 
 def allowed_of(mask: Array | None, shape: Sequence[int]) -> Any:
     """The mask as a full bool array; all True without one."""
+    if hasattr(mask, "toarray"):
+        raise TypeError(f"mask must be a boolean array, True = attend; got {describe(mask)}: its toarray() makes one")
     allowed = np.asarray(True if mask is None else mask)
     if allowed.dtype != np.bool_:
         raise TypeError(f"mask must be boolean, True = attend; got dtype {allowed.dtype}")

@@ -11,6 +11,7 @@ It is called in the folder of a clone, with the packages of ``pip install -e '.[
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
 import sys
@@ -55,8 +56,8 @@ def listing() -> str:
 
 
 def complaint(error: Exception) -> str | None:
-    """Return one line about what a machine lacks; None if the program is at fault."""
-    if isinstance(error, OSError):
+    """Return one line about what a machine lacks; None if the program is at fault, or nothing reads the output."""
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name not in {path.stem for path in FOLDER.glob("*/*.py")}:
         extra = "experiments,cuda13" if error.name in ("cupy", "cuda") else "experiments"
@@ -86,4 +87,11 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        try:
+            sys.exit(main(sys.argv[1:]))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `head` has read its last line; Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

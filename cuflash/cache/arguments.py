@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array
-from ..errors import UnsupportedProblem
+from ..api import plan
+from ..arrays import (
+    DTYPES, Array, ShapeDtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array,
+)  # fmt: skip
+from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
 from ..layouts import device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
@@ -61,8 +64,8 @@ def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[Any]:
     return made
 
 
-def numbers(name: str, value: Any, batch: int) -> list[int]:
-    """One int of at least 0 for each sequence, from a list or an array on the host.
+def numbers(name: str, value: Any, batch: int | None) -> list[int]:
+    """One int of at least 0 for each sequence, of any number of sequences for None, from a list or a host's array.
 
     Raises
     ------
@@ -72,10 +75,12 @@ def numbers(name: str, value: Any, batch: int) -> list[int]:
     listed = list(value) if isinstance(value, (list, tuple)) else None
     if isinstance(value, np.ndarray) and value.ndim == 1 and is_integer_dtype(value.dtype):
         listed = value.tolist()
+    batch = batch if batch is not None or listed is None else len(listed)
     if listed is None or len(listed) != batch or not all(is_int(each) and 0 <= each < 2**31 for each in listed):
         raise UnsupportedProblem(
             [
-                f"{name} must be a list or NumPy array of {batch} ints of at least 0, one for each sequence, on the "
+                f"{name} must be a list or NumPy array of{'' if batch is None else f' {batch}'} ints of at least 0, "
+                "one for each sequence, on the "
                 f"host, where rows are counted; got {describe(value)}"
             ]
         )
@@ -152,6 +157,15 @@ def overlap_reasons(name: str, array: Array, others: Mapping[str, Array]) -> lis
         for other, value in others.items()
         if namespace(value) is namespace(array) and overlap(array, value)
     ]
+
+
+def option_reasons(like: ShapeDtype, scale: Any, kernel: Any, executor: Any, precision: Any) -> list[str]:
+    """Why options of attention are refused whatever the rows are, for rows like some."""
+    reasons: list[str] = []
+    precision = "ieee" if isinstance(precision, str) and precision == "fp8" else precision  # it has no plan
+    with collecting(reasons):
+        plan(like, like, like, scale=scale, kernel=kernel, executor=executor, precision=precision)
+    return reasons
 
 
 def checked_window(window: Any) -> tuple[int | None, int | None] | None:

@@ -38,11 +38,13 @@ def checked_pages(
     table, lengths = as_arrays({"block_table": block_table, "lengths": lengths}).values()
     if not (is_array(table) and table.ndim == 2 and is_integer_dtype(table.dtype) and all(table.shape)):
         reasons.append(f"block_table must be an integer array (batch, max_pages); got {describe(table)}")
+    positions: list[int] = []
+    with collecting(reasons):
+        batch = int(table.shape[0]) if is_array(table) and table.ndim else None
+        positions = numbers("lengths", to_host(lengths) if is_array(lengths) else lengths, batch)
     if reasons:
         raise UnsupportedProblem(reasons)
-    batch, max_pages = table.shape
-    tables = [_until_negative(row) for row in to_host(table).tolist()]
-    positions = numbers("lengths", to_host(lengths) if is_array(lengths) else lengths, batch)
+    tables, max_pages = [_until_negative(row) for row in to_host(table).tolist()], table.shape[1]
     reasons = _table_reasons(tables, positions, page_size, num_pages)
     if reasons:
         raise UnsupportedProblem(reasons)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..api import attention
-from ..arrays import Array, accumulator_dtype, describe, flag_reasons, namespace
+from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..executors.bound_launch import launch_once
 from ..executors.decoding import bound_decode, target_of
@@ -20,7 +20,7 @@ from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
 from .arguments import (
-    PAGE_SIZE, capacity_reason, checked_window, dtype_of, numbers, out_reasons, overlap_reasons,
+    PAGE_SIZE, capacity_reason, checked_window, dtype_of, numbers, option_reasons, out_reasons, overlap_reasons,
     page_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
@@ -136,12 +136,14 @@ class KVCache:
             reasons.append(f"xp must be the module numpy or cupy; got {describe(xp)}")
         if reasons:
             raise UnsupportedProblem(dict.fromkeys(reasons))
+        num_own, num_positions = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
+        shape = int(num_own), int(num_kv_heads), int(num_positions)
+        # Made before the page tables: an array for which there is no room is an error, a list of as many items is none.
+        arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
         pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
         if is_paged:
             assert page_size is not None and num_pages is not None
             pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
-        shape = pages.num_pages, int(num_kv_heads), pages.page_size
-        arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
         self._hold(arrays, pages, [0] * int(batch), int(capacity))
 
     def _hold(self, arrays: PagedRows, pages: OwnPages | PagePool, lengths: list[int], capacity: int) -> None:
@@ -339,7 +341,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             given, (k, v) = (k, v), as_arrays({"k": k, "v": v}).values()
             found = self._device.steps.append(k, v, given)
         if found is None:
-            k, v = self._checked_rows(k, v)
+            k, v = self._checked_rows(k, v, counts)
         news = self._counted(counts, int(k.shape[2]))
         if self._is_counted_on_device:
             self._put().append(k, v, news if counts is not None else None, None, found)
@@ -353,8 +355,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             self._put().append(k, v, news if counts is not None else None, lengths, found)
         self._lengths = lengths
 
-    def _checked_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
-        """New rows as arrays of the cache's kind, which they fit."""
+    def _checked_rows(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
+        """New rows as arrays of the cache's kind, which they fit, and the counts too."""
         given = as_arrays({"k": k, "v": v})
         batch, heads = len(self._lengths), self._k.shape[1]
         wanted = {"k": (batch, heads, "n", self._k.shape[3]), "v": (batch, heads, "n", self._v.shape[3])}
@@ -367,6 +369,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
                 reasons.append(f"v must have k's {k.shape[2]} rows; got {v.shape[2]}")
             own = {"the cache's keys": self._k, "the cache's values": self._v}
             reasons += [reason for name, rows in given.items() for reason in overlap_reasons(name, rows, own)]
+        if any(isinstance(array, np.ndarray) and not array.flags.writeable for array in self._arrays.arrays):
+            reasons.append("the cache must have writeable pages to append to; got read-only arrays: give copies")
+        reasons += self._count_reasons(counts, k)
         if reasons:
             raise UnsupportedProblem(reasons)
         return k, v
@@ -492,7 +497,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         Raises
         ------
         UnsupportedProblem
-            There is no such sequence.
+            There is no such sequence, or the source is empty.
         """
         self._require_host_counts("fork")
         reasons = [
@@ -502,6 +507,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         ]
         if not reasons and source == target:
             reasons.append(f"target must be another sequence than source; got {target}")
+        if not reasons and not self._lengths[source]:
+            reasons.append(f"source must hold rows; got sequence {source}, which is empty: reset empties the target")
         if reasons:
             raise UnsupportedProblem(reasons)
         for copy in self._pages.fork(source, target, self._lengths[source]):
@@ -532,8 +539,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             They do not; each contradiction is named.
         """
         faults = self._pages.faults()
-        if self._device is not None and (number := int(self._device.num_faults.get()[0])):
-            faults.append(f"{number} times a row had no room, or a page, a length or a count was out of range")
+        if self._device is not None:
+            faults += self._device.faults()
         size = self._pages.page_size
         for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables)):
             if not 0 <= length <= min(len(table) * size, self._capacity):
@@ -601,9 +608,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
             found = self._device.steps.decode(q, out, sink, asked, given)
         if found is not None and type(return_lse) is bool:
-            news = self._counted(counts, q.shape[2])
+            news = None if counts is None else self._counted(counts, q.shape[2])
             o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
-            self._put().decode(found, q, o, lse, None if counts is None else news, sink)
+            self._put().decode(found, q, o, lse, news, sink)
             return (o, lse) if return_lse else o
         xp, batch = namespace(self._k), len(self._lengths)
         q = as_arrays({"q": q})["q"]
@@ -618,8 +625,10 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             reasons += out_reasons(out, shape, q, own)
             if q.shape[2] > self._capacity:
                 reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
+        reasons += self._count_reasons(counts, q)
         if reasons:
-            raise UnsupportedProblem(reasons)
+            like = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0])
+            raise UnsupportedProblem(reasons + option_reasons(like, scale, kernel, executor, precision))
         news = self._counted(counts, int(q.shape[2]))
         o = xp.empty(shape, q.dtype) if out is None else out
         lse = xp.empty(shape[:3], accumulator_dtype(q.dtype))
@@ -690,6 +699,15 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             )  # fmt: skip
             o[sequence], lse[sequence] = 0, -np.inf if sink is None else sink[..., None]
             o[sequence, :, rows], lse[sequence, :, rows] = made
+
+    def _count_reasons(self, counts: Any, rows: Array) -> list[str]:
+        """Why counts are none of such rows, of which each sequence has all where the shape is wrong."""
+        if self._device is not None and is_on_device(counts):
+            return device_reasons("counts", counts, len(self._lengths), self._k)
+        reasons: list[str] = []
+        with collecting(reasons):
+            self._counted(counts, int(rows.shape[2]) if rows.ndim == 4 else 2**31)
+        return reasons
 
     def _counted(self, counts: Any, num_rows: int) -> Any:
         """Return the number of rows that belong to each sequence: a list, or an array on the device."""

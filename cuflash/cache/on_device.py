@@ -94,8 +94,8 @@ class OnDevice:
         step, of_k, of_v = found or self._bound_append(k, v, counts)
         stream = self.steps.current_stream()
         step.run(of_k, of_v, 0 if counts is None else counts.data.ptr, stream)
-        self._after(step, stream, k, v, counts)
         self._known_lengths = None if new_lengths is None else list(new_lengths)  # the cache changes its own
+        self._after(step, stream, k, v, counts)
 
     def _bound_append(self, k: Array, v: Array, counts: Array | None) -> Append:
         shape, dtype = tuple(map(int, k.shape)), np.dtype(k.dtype)
@@ -137,6 +137,13 @@ class OnDevice:
             self._captured.extend(arrays)
         if step.is_checked:
             gpu.current_target().wait(step.plan.launch)
+            if faults := self.faults():
+                raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
+
+    def faults(self) -> list[str]:
+        """What kernels have counted, as sentences; waits for the device."""
+        number = int(self.num_faults.get()[0])
+        return [f"{number} times a row had no room, or a page, a length or a count was out of range"] * bool(number)
 
     def _require_ready(self, *launches: Launch) -> None:
         if is_capturing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ class PagedRows:
     def empty(cls, xp: Any, shape: tuple[int, int, int], dims: tuple[int, int], dtype: np.dtype[Any]) -> PagedRows:
         """Rows that hold anything; 8-bit numbers are uint8 in CuPy, which has no such dtype."""
         stored = np.dtype(np.uint8) if dtype == E4M3 and xp is not np else dtype
+        if prod(shape) * max(dims) * stored.itemsize >= 1 << 63:  # NumPy raises a ValueError, and CuPy overflows
+            raise MemoryError(f"pages of shape {shape} and rows of {max(dims)} numbers exceed 2^63 bytes")
         k, v = (xp.empty((*shape, dim), stored) for dim in dims)
         return cls(k, v, *(xp.empty(shape, np.float32) for _ in dims)) if dtype == E4M3 else cls(k, v)
 

@@ -119,13 +119,16 @@ class PagePool:
 
     def hold(self, lengths: Iterable[int], stops: Iterable[int]) -> bool:
         """Tell whether every sequence has all pages of its own that it needs to get so long."""
-        return all(map(self._has_page, growths(lengths, stops)))
+        for sequence, (length, stop) in enumerate(zip(lengths, stops)):
+            if stop > length and not self._has_page(sequence, length, stop):
+                return False
+        return True
 
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
         """Growths for which no page is left when they come in this order; those that find none take none."""
         found, free, dropped = [], len(self._free), dict[int, int]()
         for growth in growths:
-            if self._has_page(growth):
+            if self._has_page(*growth):
                 continue
             shared = [page for _, page in self._written(growth) if self._references[page] - dropped.get(page, 0) > 1]
             wanted = max(self._pages(growth.stop) - len(self.tables[growth.sequence]), 0) + len(shared)
@@ -138,7 +141,7 @@ class PagePool:
 
     def grow(self, growth: Growth) -> list[Copy]:
         """Give a sequence pages of its own for the positions that it gets; what has to be copied to them first."""
-        if self._has_page(growth):
+        if self._has_page(*growth):
             return []
         table, copies = self.tables[growth.sequence], []
         for place, page in self._written(growth):
@@ -178,10 +181,10 @@ class PagePool:
             faults.append(f"{len(named)} pages are in tables and {len(set(self._free))} free, of {self._num_owned}")
         return faults
 
-    def _has_page(self, growth: Growth) -> bool:
+    def _has_page(self, sequence: int, length: int, stop: int) -> bool:
         """Tell whether all new positions are on a page that the sequence has, and shares with no other."""
-        table, place = self.tables[growth.sequence], growth.length // self.page_size
-        return (growth.stop - 1) // self.page_size == place < len(table) and self._references[table[place]] == 1
+        table, place = self.tables[sequence], length // self.page_size
+        return (stop - 1) // self.page_size == place < len(table) and self._references[table[place]] == 1
 
     def _pages(self, length: int) -> int:
         return -(-length // self.page_size)

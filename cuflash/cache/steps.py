@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, namespace
+from ..compiler import nvrtc
 from ..executors import checks
 from ..executors.appending import bound_append
 from ..executors.decoding import bound_decode
@@ -237,7 +238,9 @@ def _address(array: Any) -> int:
 
 def _layout(*arrays: Any) -> Hashable:
     """Key of the layout of arrays of CuPy's, or of tensors that stand for some; None for anything else."""
-    return layout_key(*arrays) or tensors_layout(*arrays)
+    of_arrays = layout_key(*arrays)
+    of_tensors = tensors_layout(*arrays) if of_arrays is None else None
+    return of_arrays if of_tensors is None else (nvrtc.current_number(), of_tensors)
 
 
 def _append_key(k: Any, v: Any) -> Hashable:

@@ -21,7 +21,7 @@ from ..planning.dropout_launches import seed_array
 from ..planning.families import SM90
 from ..planning.options import Options
 from ..planning.plan_cache import plan_for
-from ..planning.problem import Problem, precision_reasons, with_operands
+from ..planning.problem import precision_reasons, problem_of, with_operands
 from ..planning.routing import FAMILIES, named, routed
 from ..planning.scales import RowsPerScale
 from ..plans import EXECUTORS, Plan, as_arrays, as_mask_of_arrays
@@ -55,14 +55,15 @@ def planned(
     reasons += flag_reasons("deterministic", options.deterministic)
     where = where if isinstance(where, str) else ""
     precision = "ieee" if precision_reasons(q, precision) else precision  # other reasons are found too
-    problem = composed = None
+    composed = None
     captured = dict[str, Any]()
     with collecting(reasons):
         composed = composed_score(options)
         captured = as_arrays(seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays)))
+    problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
     with collecting(reasons):
-        problem = Problem.of(q, k, v, scale=options.scale, precision=precision)
-        problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
+        if problem is not None:
+            problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
     if problem is not None and rows is not None:
         problem = replace(problem, precision=fp8.PRECISION, rows_per_scale=rows)
         if isinstance(kernel, str) and kernel in FAMILIES and kernel != SM90:

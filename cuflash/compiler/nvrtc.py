@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from ..errors import CompileError
 from ..planning.routing import family_of
 from ..planning.spec import KernelSpec
+from .host_cache import HostCache, host_cache
 from .source import source
 
 # Options of CuPy beside the architecture; it adds the last two itself.
@@ -92,7 +93,7 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
-    """CuPy's cache of compiled kernels, of all programs of this user, and what this process compiled of ours.
+    """Caches of kernels: CuPy's, of all programs of this user, the simulator's, and what this process compiled.
 
     Attributes
     ----------
@@ -101,17 +102,20 @@ class CacheInfo:
     entries, nbytes : int
         Files in the folder, and their size.
     compiled : tuple of Compiled
-        Each kernel of cuflash that this process compiled or loaded.
+        Each kernel of cuflash that this process compiled by NVRTC or loaded.
+    simulator : HostCache
+        Kernels that the simulator compiled and keeps on disk: `folder`, `entries` and `nbytes`.
     """
 
     folder: Path | None
     entries: int
     nbytes: int
     compiled: tuple[Compiled, ...]
+    simulator: HostCache
 
     def __str__(self) -> str:
         place = "in memory" if self.folder is None else f"{self.folder}: {self.entries} kernels, {self.nbytes} bytes"
-        return "\n".join([place, *map(str, self.compiled)])
+        return "\n".join([place, f"simulator: {self.simulator}", *map(str, self.compiled)])
 
 
 _Key = tuple[KernelSpec, str, int]  # the last is a device
@@ -230,20 +234,20 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
 
 
 def cache_info() -> CacheInfo:
-    """Describe the content of CuPy's cache, and the kernels that this process compiled.
+    """Describe the caches of CuPy and of the simulator, and the kernels that this process compiled.
 
-    Neither CuPy nor CUDA is started.
+    Neither CuPy nor CUDA is started, and no folder is made. `cache_clear` empties the simulator's.
 
     Returns
     -------
     CacheInfo
         A record that prints itself; each of its `compiled` has `spec`, `architecture`, `seconds`, `is_from_cache` and
-        `resources`.
+        `resources`. Its `simulator` has the `folder`, `entries` and `nbytes` of the simulator's cache.
 
     Raises
     ------
     RuntimeError
-        The folder cannot be read.
+        A folder cannot be read.
 
     Examples
     --------
@@ -260,7 +264,9 @@ def cache_info() -> CacheInfo:
     except OSError as error:
         advice = "set CUPY_CACHE_DIR to a folder of your own"
         raise RuntimeError(f"CuPy's cache folder {folder} cannot be read ({error}): {advice}") from error
-    return CacheInfo(folder=folder, entries=len(files), nbytes=sum(files), compiled=tuple(_compiled.values()))
+    return CacheInfo(
+        folder=folder, entries=len(files), nbytes=sum(files), compiled=tuple(_compiled.values()), simulator=host_cache()
+    )  # fmt: skip
 
 
 def _entry_bytes(entry: os.DirEntry[str]) -> int | None:
@@ -351,7 +357,7 @@ def current_device() -> tuple[Any, int]:
         CuPy or the GPU is missing, or the process was forked from one that used CUDA.
     """
     global _process, _is_started
-    if _process not in (None, os.getpid()):
+    if not _is_started and _process not in (None, os.getpid()):
         raise RuntimeError(
             "this process was forked from one that had used CUDA, which does not survive a fork: start it by "
             "multiprocessing.get_context('spawn') or 'forkserver'"
@@ -362,13 +368,15 @@ def current_device() -> tuple[Any, int]:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         advice = "python -m cuflash says what this machine has"
         raise RuntimeError(f"CuPy finds no usable GPU ({error}): {advice}") from error
-    _process, _is_started = os.getpid(), True
+    if not _is_started:
+        _process, _is_started = os.getpid(), True
     return cupy, device
 
 
-def is_started() -> bool:
-    """Return whether `current_device` has answered in this very process, and not in one that it was forked from."""
-    return _is_started
+def current_number() -> int:
+    """The number of CuPy's current device, as `current_device` tells it, in less time once that has answered."""
+    number: int = sys.modules["cupy"].cuda.runtime.getDevice() if _is_started else current_device()[1]
+    return number
 
 
 def _after_fork() -> None:

@@ -43,8 +43,9 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
     empty = lse == -np.inf
     # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
     with np.errstate(all="ignore"):
-        lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
-    derived = {"lse_2": lse_2, "delta": np.empty_like(lse_2), "empty": empty if empty.any() else None}
+        in_unit = lse * LOG2_E if plan.problem.score is None else lse
+        shift = np.where(empty, np.inf, in_unit).astype(plan.problem.accumulator, copy=False)
+    derived = {"shift": shift, "delta": np.empty_like(shift), "empty": empty if empty.any() else None}
     call = _HostCall.of(plan, **arrays, **derived)
     rows = call.backward_rows, _batches(call.tiling, call.row_tiles())
     columns = call.backward_columns, _batches(call.tiling, call.column_tiles())
@@ -102,6 +103,7 @@ class _HostCall:
     The tiles of a batch visit equally many rows: their arrays are stacked along a first axis. Few calls of NumPy
     matter as much as few bytes, since each may wait for another thread to hand the interpreter over.
     Scores are transposed, [tiles, keys, queries]: what belongs to a query is then added along whole rows of memory.
+    They are in base 2, whose power NumPy may have faster, or natural where a score function makes them.
     """
 
     plan: KernelPlan
@@ -125,7 +127,7 @@ class _HostCall:
             if array is not None and name in _OF_HEADS:
                 broadcast[name] = np.broadcast_to(array, problem.heads_shape())
             elif array is not None:
-                rank = 1 + problem.has_heads + (name not in ("lse", "lse_2", "dlse", "delta", "empty"))
+                rank = 1 + problem.has_heads + (name not in ("lse", "shift", "dlse", "delta", "empty"))
                 full = (*batch, *array.shape[array.ndim - rank :])
                 view = array if array.shape == full else np.broadcast_to(array, full)
                 broadcast[name] = view if problem.has_heads else view[None]
@@ -136,6 +138,16 @@ class _HostCall:
         factors = math.ldexp(mantissa, exponent - lift), 2.0**lift
         dropout = None if problem.dropout is None else TileDropout.of(problem, arrays.get(SEED))
         return cls(plan, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors, score, dropout)
+
+    @property
+    def power(self) -> Any:
+        """The ufunc that makes weights of scores."""
+        return np.exp2 if self.score is None else np.exp
+
+    @property
+    def natural(self) -> float:
+        """Natural units in a unit of the scores."""
+        return LN_2 if self.score is None else 1.0
 
     @property
     def tiling(self) -> HostTiling:
@@ -194,7 +206,7 @@ class _HostCall:
         return self.read("q", row_index) * self.wide(self.q_factor)
 
     def scores(self, k: Array, q: Array, scratch: Array) -> Array:
-        """Scores times log2(e), transposed: their exp2 is the exp of the scores."""
+        """Scores before a score function, transposed, in base 2 if there is none."""
         s = _product(k, q, scratch)
         return s if self.score_factor == 1 else np.multiply(s, self.wide(self.score_factor), out=s)
 
@@ -217,7 +229,7 @@ class _HostCall:
             new_max = s.max(axis=-2) if o_acc is None else np.maximum(row_max, s.max(axis=-2))
             shift = np.maximum(new_max, np.finfo(self.wide).min)  # -inf - (-inf) must not arise
             s -= shift[..., None, :]
-            p = np.exp2(s, out=s)
+            p = self.power(s, out=s)
             p_sum = np.ones(p.shape[-2], self.wide) @ p
             if self.dropout is not None:
                 self.dropout.dropped(self._row_places(tiles, steps)).apply(p)
@@ -225,14 +237,14 @@ class _HostCall:
             if o_acc is None:
                 row_sum, o_acc = p_sum, p_v
             else:
-                rescale = np.exp2(row_max - shift)
+                rescale = self.power(row_max - shift)
                 row_sum = row_sum * rescale + p_sum
                 o_acc *= rescale[..., None]
                 o_acc += p_v
             row_max = new_max
         divisor = np.maximum(row_sum, 1)  # where there is a key, the greatest score adds 1; else o is 0 and lse -inf
         o = np.zeros((), self.wide) if o_acc is None else np.divide(o_acc, divisor[..., None], out=o_acc)
-        lse = row_max * self.wide(LN_2) + np.log(divisor)
+        lse = row_max * self.wide(self.natural) + np.log(divisor)
         if "sink" in self.arrays:
             factor, lse = _with_sink(lse, self.read("sink", rows[:-1]).reshape(len(tiles), 1))
             factor = np.broadcast_to(factor, (len(tiles), tiles[0].rows.stop - tiles[0].rows.start))
@@ -245,10 +257,10 @@ class _HostCall:
     def backward_rows(self, tiles: list[_Tile], scratch: Array) -> None:
         """delta = rowsum(dO * O) - dlse of tiles of queries, and their dQ."""
         rows, kv_batch_heads = self._rows_of(tiles)
-        do, lse_2 = self.read_gradients(rows), self.read("lse_2", rows)
+        do, shift = self.read_gradients(rows), self.read("shift", rows)
         delta = np.vecdot(do, self.read("o", rows))
         if "dlse" in self.arrays:
-            delta -= np.where(lse_2 == np.inf, 0, self.read("dlse", rows))
+            delta -= np.where(shift == np.inf, 0, self.read("dlse", rows))
         self.write("delta", rows, delta)
         q = self.read_queries(rows)
         dq: Array | None = None
@@ -259,11 +271,11 @@ class _HostCall:
             if self.dropout is not None:
                 self.dropout.dropped(self._row_places(tiles, steps)).apply_to_gradients(dp)
             if self.score is None:
-                _, ds = _score_gradient(lse_2, delta, s, dp)
+                _, ds = _score_gradient(shift, delta, s, dp)
                 self._mask_keys(tiles, steps, ds, 0)
             else:
                 mask = partial(self._mask_keys, tiles, steps, value=0)
-                _, ds = self.score.gradients(s, dp, lse_2, delta, self._row_places(tiles, steps), mask, adds=True)
+                _, ds = self.score.gradients(s, dp, shift, delta, self._row_places(tiles, steps), mask, adds=True)
             dq = _added(dq, ds.swapaxes(-1, -2) @ k)
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
 
@@ -285,7 +297,7 @@ class _HostCall:
             for steps in _steps_side_by_side(tiles, head):
                 rows = self.row_index(batch_heads, [step.rows for step in steps])
                 q, do = self.read_queries(rows), self.read_gradients(rows)
-                lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
+                shift, delta = self.read("shift", rows), self.read("delta", rows)
                 s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
                 at: tuple[Array, ...] = ()
                 if self.score is not None or self.dropout is not None:
@@ -294,17 +306,16 @@ class _HostCall:
                 if dropped is not None:
                     dropped.apply_to_gradients(dp)
                 if self.score is None:
-                    p, ds = _score_gradient(lse_2, delta, s, dp)
+                    p, ds = _score_gradient(shift, delta, s, dp)
                     self._mask_queries(tiles, batch_heads, steps, p, ds)
                 else:
                     mask = partial(self._mask_queries, tiles, batch_heads, steps)
-                    p, ds = self.score.gradients(s, dp, lse_2, delta, at, mask, adds=False)
+                    p, ds = self.score.gradients(s, dp, shift, delta, at, mask, adds=False)
                 if dropped is not None:
                     dropped.apply(p)
                 dv, dk = _added(dv, p @ do), _added(dk, ds @ q)
         # q carries scale log2(e) / score_factor, or with a score function scale / score_factor; dK wants scale.
-        natural = LN_2 if self.score is None else 1.0
-        self.write("dk", keys, 0 if dk is None else dk * self.wide(natural * self.score_factor))
+        self.write("dk", keys, 0 if dk is None else dk * self.wide(self.natural * self.score_factor))
         of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
         self.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * self.wide(of_kept))
 
@@ -372,6 +383,7 @@ class QueryTiles:
             s = call.scores(call.read("k", keys), q, self._scratch[0])
             if call.score is not None:
                 call.score.apply(s, call._row_places(tiles, steps))
+                s *= call.wide(LOG2_E)
             call._mask_keys(tiles, steps, s, -np.inf)
             yield [_row_numbers(step.rows) for step in steps], s
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..arrays import Array
 from ..planning.problem import Problem
 from ..scores.program import Program, derived, gradient_loads
-from ..scores.values import Operands, run, values
-
-_LOG2_E = math.log2(math.e)
+from ..scores.values import Operands
+from .tile_program import Block, blocks
 
 
 @dataclass(frozen=True, eq=False)
 class TileScores:
     """A problem's score function with its arrays, and the sums of their gradients.
 
-    Scores are tiles [tiles, keys, queries]. They come in natural units and leave times log2(e).
+    Scores are tiles [tiles, keys, queries], in natural units.
 
     Attributes
     ----------
@@ -61,14 +58,15 @@ class TileScores:
 
     def apply(self, s: Array, at: tuple[Array, ...]) -> None:
         """Scores become final ones, in their place."""
-        (f,) = values(self.program, self.operands, s, *at)
-        np.multiply(f, s.dtype.type(_LOG2_E), out=s)
+        (f,) = self.program.results
+        for block in blocks(self.program, self.operands, s, at, frozenset((f,))):
+            np.copyto(s[block.tiles, block.keys], block.values[f])
 
     def gradients(
         self,
         s: Array,
         dp: Array,
-        lse_2: Array,
+        lse: Array,
         delta: Array,
         at: tuple[Array, ...],
         mask: Callable[[Array], None],
@@ -79,43 +77,59 @@ class TileScores:
 
         Parameters
         ----------
+        lse : array [tiles, queries]
+            Of the final scores; inf for rows without a key.
         mask : callable
             Sets P of masked elements to 0.
         adds : bool
             Add to the gradients of captured arrays, too.
         """
         program = self.derivatives if adds else self.slopes
-        found = run(program, self.operands, s, *at)
-        f, slope, *by_loads = (found[n] for n in program.results)
-        p = np.multiply(f, s.dtype.type(_LOG2_E), out=np.empty_like(s))
-        p -= lse_2[..., None, :]
-        np.exp2(p, out=p)
-        np.minimum(p, 1, out=p)
-        mask(p)
-        is_zero = p == 0
-        dp -= delta[..., None, :]
-        dp *= p
-        np.copyto(dp, 0, where=is_zero)
-        if by_loads:
-            for load, by_load in zip(self.loads, by_loads):
-                terms = np.multiply(dp, by_load)
-                np.copyto(terms, 0, where=is_zero)
-                self._add(program, load, found, at[0], terms)
-        ds = np.multiply(dp, slope, out=dp)
-        np.copyto(ds, 0, where=is_zero)
-        return p, ds
+        f, slope, *by_loads = program.results
+        loads = self.loads if by_loads else ()
+        kept = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
+        is_read_late = any(program.instructions[n].op == "s" for n in (slope, *by_loads))
+        is_seen = np.ones(s.shape, bool)
+        mask(is_seen.view(np.uint8))
+        for block in blocks(program, self.operands, s, at, kept):
+            here, values = (block.tiles, block.keys), block.values
+            p = np.empty_like(s[here]) if is_read_late else s[here]
+            np.subtract(values[f], lse[block.tiles, None, :], out=p)
+            np.exp(p, out=p)
+            np.minimum(p, 1, out=p)
+            has_weight = np.not_equal(p, 0)
+            has_weight &= is_seen[here]
+            is_zero = None if has_weight.all() else ~has_weight
+            ds = dp[here]
+            ds -= delta[block.tiles, None, :]
+            ds *= p
+            for load, by_load in zip(loads, by_loads):
+                terms = np.multiply(ds, values[by_load])
+                _clear(terms, is_zero)
+                self._add(program, load, block, at[0], terms)
+            ds *= values[slope]
+            _clear(p, is_zero)
+            _clear(ds, is_zero)
+            s[here] = p
+        return s, dp
 
-    def _add(self, program: Program, load: int, found: Sequence[Any], b: Array, terms: Array) -> None:
+    def _add(self, program: Program, load: int, block: Block, b: Array, terms: Array) -> None:
         """Add terms to the gradient of the elements that a load read: first over what the index does not depend on."""
         instruction = program.instructions[load]
         total = self.sums[instruction.value]
-        indices = [found[a] for a in instruction.args]
-        place = self.operands.place(program, instruction, b, indices)
+        indices = [block.values[a] for a in instruction.args]
+        place = self.operands.place(program, instruction, block.of(b), indices)
         shape = np.broadcast_shapes((1,) * terms.ndim, *map(np.shape, place))
         axes = tuple(axis for axis, extent in enumerate(shape) if extent == 1 != terms.shape[axis])
         terms = terms.sum(axis=axes, keepdims=True)
         flat = np.ravel_multi_index(np.broadcast_arrays(*place), total.shape) if place else 0
         np.add.at(total.reshape(-1), np.broadcast_to(flat, terms.shape).ravel(), terms.ravel())
+
+
+def _clear(x: Array, where: Array | None) -> None:
+    """Set elements to 0, whatever they are; None stands for no element."""
+    if where is not None:
+        np.copyto(x, 0, where=where)
 
 
 def coordinates(

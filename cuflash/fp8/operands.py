@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe
-from ..errors import UnsupportedProblem
-from .quantize import Quantized, quantize
+from ..arrays import Array, describe, is_array, no_array
+from ..errors import UnsupportedProblem, collecting
+from .quantize import SOURCES, Quantized, quantize
 from .rotation import Rotation
 
 PRECISION = "fp8"
@@ -96,9 +96,23 @@ def bound_reasons(q: Any, k: Any, v: Any, do: Any, precision: Any) -> list[str]:
 
 def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantized, Quantized]:
     """Quantise plain arrays for precision="fp8": blocks of 128 rows, and one rotation of q and k."""
+    reasons: list[str] = []
     if are_quantized(q, k, v):
-        raise UnsupportedProblem(["precision must not be 'fp8' where q, k or v is Quantized already: leave it out"])
-    rotation = Rotation(q.shape[-1]) if getattr(q, "ndim", 0) else None
+        reasons.append("precision must not be 'fp8' where q, k or v is Quantized already: leave it out")
+        raise UnsupportedProblem(reasons + operand_reasons({"q": q, "k": k, "v": v}))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not is_array(x):
+            raise TypeError(no_array(name, x))
+        if x.dtype not in SOURCES or x.ndim < 2:
+            reasons.append(
+                f"{name} must be of float16, bfloat16 or float32 and have two axes or more with precision='fp8'; "
+                f"got {describe(x)}: cast it"
+            )
+    rotation = None
+    with collecting(reasons):
+        rotation = Rotation(q.shape[-1]) if q.ndim else None
+    if reasons:
+        raise UnsupportedProblem(reasons)
     return quantize(q, rotate=rotation), quantize(k, rotate=rotation), quantize(v)
 
 

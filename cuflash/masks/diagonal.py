@@ -170,7 +170,8 @@ class PrefixLM(_Aligned):
     Parameters
     ----------
     prefix : int or int array [*batch]
-        Length of the prefix; an array broadcasts over the leading axes. Past either end it is that end.
+        Length of the prefix; an array broadcasts over the leading axes. Values outside [0, seqlen_kv]
+        are clipped.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
 

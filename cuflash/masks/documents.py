@@ -23,7 +23,7 @@ class Documents(Mask):
     q_ids : int array [..., seqlen_q]
         Document of each query; leading axes broadcast over the problem's.
     kv_ids : int array [..., seqlen_kv], optional
-        Document of each key; `q_ids` when the same tokens ask and answer.
+        Document of each key; `q_ids` if queries and keys are the same tokens.
 
     Notes
     -----

@@ -19,7 +19,8 @@ class Lengths(Mask):
     Parameters
     ----------
     q, kv : int, int array [*batch], or None
-        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Past either end is that end.
+        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Values below 0
+        or above the problem's length are clipped.
 
     Examples
     --------

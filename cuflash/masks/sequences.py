@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, is_flag, is_int, is_integer_dtype, namespace, whole_number
+from ..arrays import Array, as_int_array, describe, is_array, is_flag, is_int, is_integer_dtype, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, clipped, leading_reasons, widened
@@ -29,11 +29,11 @@ class Sequences(Mask):
 
     Parameters
     ----------
-    q_offsets : int array [..., num_sequences + 1]
+    q_offsets : list of ints, or int array [..., num_sequences + 1]
         Sequence n holds the queries q_offsets[n] <= i < q_offsets[n + 1]. Offsets never decrease, the first is at least
         0 and the last at most seqlen_q; a sequence may be empty. Leading axes broadcast over the problem's. Queries
         before the first offset and from the last one on attend no key.
-    kv_offsets : int array [..., num_sequences + 1], optional
+    kv_offsets : list of ints, or int array [..., num_sequences + 1], optional
         The same of the keys; `q_offsets` unless given.
     causal : bool, "bottom_right" or "top_left"
         No later keys of the sequence. True needs equal offsets; otherwise say whether the last query of each sequence
@@ -82,6 +82,8 @@ class Sequences(Mask):
     window: tuple[int | None, int | None] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("q_offsets", "kv_offsets"):
+            object.__setattr__(self, name, as_int_array(getattr(self, name)))
         take_arrays(self, {"q_offsets": "q_offsets", "kv_offsets": "kv_offsets"})
         reasons = [
             reason
@@ -278,7 +280,8 @@ class ResolvedSequences(Mask):
 def _offset_reasons(name: str, offsets: Any) -> list[str]:
     if not (is_array(offsets) and offsets.ndim >= 1 and offsets.shape[-1] and is_integer_dtype(offsets.dtype)):
         made = "masks.Sequences.of(lengths) makes the mask from lengths"
-        return [f"{name} must be an integer array (..., num_sequences + 1); got {describe(offsets)}: {made}"]
+        rule = "a list of ints, or an integer array (..., num_sequences + 1)"
+        return [f"{name} must be {rule}; got {describe(offsets)}: {made}"]
     if namespace(offsets) is not np or not offsets.size:
         return []
     reasons = []
@@ -304,8 +307,7 @@ def _checked_window(window: Any) -> tuple[int | None, int | None] | None:
 
 def _sums(name: str, lengths: Any) -> Array:
     """Offsets of sequences of some lengths, int64 [..., num_sequences + 1], where the lengths are."""
-    if isinstance(lengths, (list, tuple)) and all(is_int(length) and 0 <= length < 2**62 for length in lengths):
-        lengths = np.array([int(length) for length in lengths], np.int64)
+    lengths = as_int_array(lengths)
     if not (is_array(lengths) and lengths.ndim >= 1 and is_integer_dtype(lengths.dtype)):
         raise UnsupportedProblem(
             [f"{name} must be a list of ints of at least 0, or an integer array (..., num_sequences); "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ..blocks.work_list import ListedWork, WorkList
 from ..dropout import LEVELS, Draws
+from ..masks.base import Band
 from ..scores.program import Program, curvature, depends
 from .families.fa1 import traffic
 from .launches import Launch
@@ -103,5 +104,15 @@ def _described_work(work: WorkList) -> str:
         full, partial = int((index.kinds == 1).sum()), int((index.kinds != 1).sum())
         return f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
     if work.band is not None:
-        return f"implicit: keys with {work.band.lower} <= j - i <= {work.band.upper}, no list"
-    return "implicit: one interval of keys a row, no list"
+        return f"computed on the fly: query i attends {_described_band(work.band)}; no block list is stored"
+    return "computed on the fly: each query attends one interval of keys; no block list is stored"
+
+
+def _described_band(band: Band) -> str:
+    lower = "" if band.lower is None else f"{_place(band.lower)} <= "
+    upper = "" if band.upper is None else f" <= {_place(band.upper)}"
+    return f"key j if {lower}j{upper}" if lower or upper else "every key"
+
+
+def _place(offset: int) -> str:
+    return f"i {'-' if offset < 0 else '+'} {abs(offset)}" if offset else "i"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -199,6 +200,18 @@ class Problem:
         if not self.has_heads:
             return self.argument_shapes()
         return {name: (*self.batch, *shape[-3:]) for name, shape in self.argument_shapes().items()}
+
+
+def problem_of(
+    reasons: list[str], q: Array, k: Array, v: Array, *, scale: Any = None, precision: Any = "ieee"
+) -> Problem | None:
+    """The problem of q, k and v, or None; appends why there is none, or why it is none of this scale."""
+    with collecting(reasons):
+        return Problem.of(q, k, v, scale=scale, precision=precision)
+    if scale is not None:
+        with suppress(UnsupportedProblem):  # so that other reasons are found too
+            return Problem.of(q, k, v, precision=precision)
+    return None
 
 
 def with_operands(

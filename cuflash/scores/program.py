@@ -154,16 +154,16 @@ class Builder:
         self.instructions: list[Instruction] = []
         self.numbers: list[float] = []
         self._num_given = num_numbers
-        self._found: dict[Instruction, int] = {}
+        self._found: dict[tuple[Any, ...], int] = {}
         self._slots: dict[str, int] = {}
 
     def put(self, op: str, kind: BlockKind, *args: int, value: Any = None) -> int:
         """The number of this instruction, as it is."""
-        instruction = Instruction(op, kind, args, value)
-        if instruction not in self._found:
-            self._found[instruction] = len(self.instructions)
-            self.instructions.append(instruction)
-        return self._found[instruction]
+        key = op, kind, args, value
+        n = self._found.setdefault(key, len(self.instructions))
+        if n == len(self.instructions):
+            self.instructions.append(Instruction._make(key))
+        return n
 
     def kind(self, n: int) -> BlockKind:
         return self.instructions[n].kind
@@ -246,6 +246,8 @@ class Builder:
         """
         kept = needed_for(self.instructions, results)
         only_reals = _only_reals(self.instructions, kept, self.arrays)
+        if not only_reals:
+            return self._finished(results)
         copy = Builder(self.arrays, self._num_given)
         copy.numbers, copy._slots = self.numbers, self._slots
         new: dict[int, int] = {}
@@ -259,7 +261,13 @@ class Builder:
             else:
                 args = (new[a] for a in instruction.args)
                 new[n] = copy.put(instruction.op, instruction.kind, *args, value=instruction.value)
-        program, slots = copy._pruned([new[n] for n in results])
+        program = copy._finished([new[n] for n in results])
+        self.numbers = copy.numbers
+        return program
+
+    def _finished(self, results: Sequence[int]) -> Program:
+        """The program of these results; `numbers` keeps what it is given."""
+        program, slots = self._pruned(results)
         self.numbers = [self.numbers[slot - self._num_given] for slot in slots if slot >= self._num_given]
         return program
 
@@ -271,7 +279,7 @@ class Builder:
         args = [self.real(a) for a in args]
         return self.unary(instruction.op, *args) if len(args) == 1 else self.binary(instruction.op, *args)
 
-    def _pruned(self, results: list[int]) -> tuple[Program, list[int]]:
+    def _pruned(self, results: Sequence[int]) -> tuple[Program, list[int]]:
         """The program of these results, and the slots of the numbers that it is given, in order."""
         kept = needed_for(self.instructions, results)
         place = {n: count for count, n in enumerate(kept)}
@@ -280,7 +288,7 @@ class Builder:
         for n in kept:
             op, kind, args, value = self.instructions[n]
             value = slots.index(value) if op == "number" else value
-            instructions.append(Instruction(op, kind, tuple(place[a] for a in args), value))
+            instructions.append(Instruction._make((op, kind, tuple([place[a] for a in args]), value)))
         program = Program(tuple(instructions), tuple(self.arrays), len(slots), tuple(place[n] for n in results))
         return program, slots
 
@@ -340,6 +348,8 @@ def _only_reals(instructions: list[Instruction], kept: list[int], arrays: list[A
 
     Integers of captured arrays are so where their dtype is narrow; of wider ones, differences would lose everything.
     """
+    if not any(instructions[n].op == "real" for n in kept):
+        return set()
     uses: dict[int, list[int]] = {n: [] for n in kept}
     is_wide: set[int] = set()
     for n in kept:

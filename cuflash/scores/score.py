@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -276,14 +276,21 @@ def _readable(name: str, array: Any) -> Array:
     return taken_on_cuda(name, array) if is_on_cuda(name, array) else taken(name, array, np)
 
 
+@lru_cache(maxsize=64)
+def _kind_of(dtype: np.dtype[Any]) -> BlockKind | None:
+    """Return what a load of an array of this dtype gives; None for a dtype that cannot be captured."""
+    kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
+    return kinds.get(True) if dtype.isnative else None
+
+
 def _type_of(name: str, array: Array) -> ArrayType:
     dtype = dtype_of(array)
-    kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
-    if True not in kinds or not dtype.isnative:
+    kind = _kind_of(dtype)
+    if kind is None:
         raise UnsupportedProblem(
             [
                 f"{name}'s dtype must be {', '.join(known.name for known in DTYPES)}, bool or an integer; got "
                 f"{dtype.str if not dtype.isnative else array.dtype}: convert it with {name}.astype"
             ]
         )
-    return ArrayType(name, array.ndim, dtype.name, kinds[True], tuple(extent == 1 for extent in array.shape))
+    return ArrayType(name, array.ndim, dtype.name, kind, tuple(extent == 1 for extent in array.shape))

@@ -104,20 +104,36 @@ def run(program: Program, operands: Operands, s: Array, b: Any, h: Any, i: Any, 
     found: list[Any] = []
     with np.errstate(all="ignore"):
         for instruction in program.instructions:
-            op, args = instruction.op, [found[n] for n in instruction.args]
-            if op in given:
-                found.append(given[op])
-            elif op == "const":
-                found.append(real(instruction.value) if instruction.kind == "real" else instruction.value)
-            elif op == "number":
-                found.append(real(operands.numbers[instruction.value]))
-            elif op == "real":
-                found.append(np.asarray(args[0]).astype(real))
-            elif op == "load":
-                found.append(operands.loaded(instruction, operands.place(program, instruction, b, args), real))
+            if instruction.op in given:
+                found.append(given[instruction.op])
             else:
-                found.append(OPERATIONS[op](*args))
+                args = [found[n] for n in instruction.args]
+                found.append(result(program, operands, instruction, args, b, real))
     return found
+
+
+def result(program: Program, operands: Operands, instruction: Instruction, args: list[Any], b: Any, real: Any) -> Any:
+    """The value of an instruction that is neither the score nor a coordinate.
+
+    Parameters
+    ----------
+    args : list
+        The values of its arguments.
+    b : int array
+        Batch entries.
+    real : type
+        The scalar type of reals.
+    """
+    op = instruction.op
+    if op == "const":
+        return real(instruction.value) if instruction.kind == "real" else instruction.value
+    if op == "number":
+        return real(operands.numbers[instruction.value])
+    if op == "real":
+        return np.asarray(args[0]).astype(real)
+    if op == "load":
+        return operands.loaded(instruction, operands.place(program, instruction, b, args), real)
+    return OPERATIONS[op](*args)
 
 
 def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:

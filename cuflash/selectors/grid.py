@@ -20,7 +20,7 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
 from ..planning.options import Options
-from ..planning.problem import Problem
+from ..planning.problem import problem_of
 from ..planning.selection_kernels import ChoiceRule
 from ..plans import as_arrays, as_mask_of_arrays, layout_key
 from .budget import Budget, Diagonal, Forced, choose
@@ -103,11 +103,10 @@ class Grid:
                 raise TypeError(no_array(name, array))
         if namespace(q) is not namespace(k):
             reasons.append("q and k must be of one kind: copy one of them explicitly")
-        sides, problem, resolved = (1, 1), None, None
+        sides, resolved = (1, 1), None
         with collecting(reasons):
             sides = block_pair(block)
-        with collecting(reasons):
-            problem = Problem.of(q, k, k[..., :1] if k.ndim >= 2 else k, scale=scale)
+        problem = problem_of(reasons, q, k, k[..., :1] if k.ndim >= 2 else k, scale=scale)
         if problem is not None:
             with collecting(reasons):
                 given = as_mask_of_arrays(mask, "cpu" if namespace(q) is np else "gpu")

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+from ..compiler import host_cache
 from .launch import Kernel
 
 Sanitizer = Literal["", "address", "undefined", "thread", "blocks"]
@@ -103,7 +104,7 @@ def _loaded(library: Path, runtime: Path, entry: str) -> Kernel:
     except OSError as error:
         raise BuildError(
             f"kernel {entry} must be loaded from a folder that libraries may be loaded from; {library.parent} is none "
-            f"({error}): set HOME, or TMPDIR, to a folder of a file system that is mounted without noexec"
+            f"({error}): set CUFLASH_CACHE_DIR, or TMPDIR, to a folder of a file system that is mounted without noexec"
         ) from error
 
 
@@ -130,24 +131,10 @@ def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
 
 
 def cache_directory() -> Path:
-    """Return the folder of compiled kernels: the user's cache folder, or one of this process if that cannot serve."""
-    try:
-        folder = Path.home() / ".cache" / "cuflash" / "sim"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Libraries that are loaded from this folder run with the user's rights, so its owner must be the user.
-        if not (os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid()):
-            reason = f"{folder} is not writable, or not this user's"
-        elif _forbids_libraries(folder):
-            reason = f"no library may be loaded from {folder}, whose file system is mounted with noexec"
-        else:
-            return folder
-    except (OSError, RuntimeError) as error:
-        reason = str(error)
-    return _temporary_directory(reason)
-
-
-def _forbids_libraries(folder: Path) -> bool:
-    return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0))
+    """Return the folder of compiled kernels: the one that is kept, or one of this process if that cannot serve."""
+    folder = host_cache.folder()
+    fault = host_cache.made(folder)
+    return _temporary_directory(fault) if fault else folder
 
 
 @functools.lru_cache(maxsize=None)

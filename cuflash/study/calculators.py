@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import as_dtype, describe, is_int, is_number
+from ..arrays import Array, as_dtype, describe, is_int, is_integer_dtype, is_number
 from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
 from ..fp8.rows import SCALE_BYTES
@@ -112,7 +112,7 @@ def kv_cache_bytes(
     num_layers: int,
     num_kv_heads: int,
     head_dim: int,
-    tokens: int | Sequence[int],
+    tokens: int | Sequence[int] | Array,
     dtype: Any,
     page_size: int | None = None,
     value_dim: int | None = None,
@@ -129,7 +129,7 @@ def kv_cache_bytes(
     ----------
     num_layers, num_kv_heads, head_dim : int
         Layers of the model, key/value heads of a layer, and the last axis of keys.
-    tokens : int, or list of ints
+    tokens : int, or list or NumPy array of ints
         Tokens of a sequence, or of each sequence. Without pages a sequence takes the memory of its capacity.
     dtype : dtype
         Of keys and values.
@@ -164,11 +164,13 @@ def kv_cache_bytes(
     >>> kv_cache_bytes(num_kv_heads=8, tokens=[100, 1000], page_size=64, **model) / 2**20
     360.0
     """
+    if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and is_integer_dtype(tokens.dtype):
+        tokens = tokens.tolist()
     listed: list[Any] = list(tokens) if isinstance(tokens, (list, tuple, range)) else [tokens]
     reasons: list[str] = []
     a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
     if not all(is_int(each) and each >= 0 for each in listed):
-        reasons.append(f"tokens must be an int of at least 0, or a list of such; got {describe(tokens)}")
+        reasons.append(f"tokens must be an int of at least 0, or a list or NumPy array of such; got {describe(tokens)}")
     if reasons:
         raise UnsupportedProblem(reasons)
     page = 1 if page_size is None else int(page_size)

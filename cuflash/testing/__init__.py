@@ -28,7 +28,7 @@ assertion and to `GRADIENT_PROPERTIES`, both together to `PAIR_PROPERTIES`.
 `examples(has_non_finite=True)` puts NaN and infinities into operands: of `PAIR_PROPERTIES`,
 `check_non_finite_values_reach_what_they_should` is about these; the others want finite operands.
 
-The kit needs Hypothesis (in a clone, ``pip install '.[test]'``) and runs under any test runner.
+The kit needs Hypothesis (in a clone, ``pip install '.[testing]'``) and runs under any test runner.
 """
 
 from . import assertions, non_finite, oracle, properties, strategies

@@ -109,8 +109,14 @@ def _sum(*tangents: dict[Any, Any]) -> dict[Any, Any]:
     return total
 
 
+def _is_same(index: Any, other: Any) -> bool:
+    """Return whether two indices take the same elements."""
+    first, second = (each if isinstance(each, tuple) else (each,) for each in (index, other))
+    return len(first) == len(second) and all(map(np.array_equal, first, second))
+
+
 class Captured:
-    """A captured array each of whose reads is a variable of its own.
+    """A captured array, of which each set of elements that is read is a variable of its own.
 
     Parameters
     ----------
@@ -134,9 +140,13 @@ class Captured:
         return self if self.array.ndim else self[()]
 
     def __getitem__(self, index: Any) -> Dual:
-        self._reads.append(index)
+        """Elements; reading them again gives the same variable, so that derivatives by both may cancel exactly."""
+        known = [number for number, each in enumerate(self._reads) if _is_same(each, index)]
+        if not known:
+            known = [len(self._reads)]
+            self._reads.append(index)
         value = self.array[index]
-        return Dual(value, {(id(self), len(self._reads) - 1): np.ones_like(value)})
+        return Dual(value, {(id(self), known[0]): np.ones_like(value)})
 
     def gradient(self, f: Dual, df: Any) -> Any:
         """The gradient of sum(df * f) with respect to the array's elements; 0 where df is 0."""

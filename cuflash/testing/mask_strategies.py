@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,17 @@ from ..masks.shape import MaskShape
 INTEGER_TYPES = (
     np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkered:
+    """A mask's function that hides every `period`-th key, other ones for each query, and if wanted for each head."""
+
+    period: int
+    by_head: bool
+
+    def __call__(self, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i + 2 * j + (h + b if self.by_head else 0)) % self.period != 0
 
 
 @st.composite
@@ -174,12 +186,7 @@ def _without_first_keys(draw: st.DrawFn, shape: MaskShape) -> Mask:
 
 
 def _checkered(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    period, by_head = draw(st.integers(2, 7)), draw(st.booleans())
-
-    def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return (i + 2 * j + (h + b if by_head else 0)) % period != 0
-
-    return FromFunction(allowed)
+    return FromFunction(Checkered(draw(st.integers(2, 7)), draw(st.booleans())))
 
 
 _LEAVES = (

@@ -13,7 +13,8 @@ all together; the parts serve alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,14 +22,18 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from ..arrays import DTYPES, accumulator_dtype
+from ..arrays import DTYPES, accumulator_dtype, describe, flag_reasons, is_int
 from ..dropout import Dropout
+from ..errors import UnsupportedProblem
+from ..masks.arrays import Dense
 from ..masks.base import Mask
 from ..masks.shape import MaskShape
 from ..scores import Score
 from .assertions import Example, on_lattice
 from .formulas import Formula, formulas
+from . import mask_strategies
 from .mask_strategies import INTEGER_KINDS, INTEGER_TYPES, as_kind, masks
+from .source_text import source_text
 
 __all__ = [
     "HEAD_DIMS",
@@ -75,9 +80,9 @@ def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     return st.one_of(primes, *(each.map(lambda length: min(max(length, 0), longest)) for each in around))
 
 
-def heads(most: int = 24) -> st.SearchStrategy[tuple[int, int]]:
+def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[tuple[int, int]]:
     """(num_heads, num_kv_heads): key/value heads times a group of 1, 2, 3, 7 or 8."""
-    pairs = [(kv * group, kv) for group in GROUPS for kv in (1, 2, 3) if kv * group <= max(most, 1)]
+    pairs = [(kv * group, kv) for group in groups for kv in (1, 2, 3) if kv * group <= max(most, 1)]
     return st.sampled_from(pairs)
 
 
@@ -148,6 +153,8 @@ def _embedded(values: Any, shape: Sequence[int], place: Sequence[Any]) -> Any:
 
 
 # Examples
+
+Masks = st.SearchStrategy[Mask | None] | Callable[[MaskShape], st.SearchStrategy[Mask | None]]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -231,13 +238,12 @@ class Structure:
         return MaskShape(batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
 
     def __repr__(self) -> str:
-        """Show the fields that differ from the defaults; a mask with many elements is cut short."""
-        with np.printoptions(threshold=64, edgeitems=2):
-            changed = [
-                f"{each.name}={getattr(self, each.name)!r}"
-                for each in fields(self)
-                if not _same_value(getattr(self, each.name), each.default)
-            ]
+        """Write the fields that differ from the defaults, in the names `np`, `cuflash`, `masks` and `testing`."""
+        changed = [
+            f"{each.name}={source_text(getattr(self, each.name))}"
+            for each in fields(self)
+            if not _same_value(getattr(self, each.name), each.default)
+        ]
         return f"Structure({', '.join(changed)})"
 
     def example(self) -> Example:
@@ -316,9 +322,29 @@ def _dtype(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-@st.composite
+@dataclass(frozen=True, kw_only=True)
+class _Limits:
+    """What `structures` draws from."""
+
+    tile: int
+    dtypes: Sequence[str]
+    most_scores: int
+    most_rows: int
+    max_leaves: int
+    widest: int
+    longest: int
+    has_non_finite: bool
+    has_sink: bool
+    has_score: bool
+    has_dropout: bool
+    batch: Sequence[tuple[int, ...]] | None
+    grouped_heads: bool
+    layouts: Sequence[str]
+    empty_rows: bool
+    masks: Masks | None
+
+
 def structures(
-    draw: st.DrawFn,
     *,
     tile: int = 64,
     dtypes: Sequence[str] = DTYPE_NAMES,
@@ -331,18 +357,61 @@ def structures(
     has_sink: bool = False,
     has_score: bool = False,
     has_dropout: bool = False,
-) -> Structure:
+    batch: Sequence[tuple[int, ...]] | None = None,
+    grouped_heads: bool = True,
+    layouts: Sequence[str] = LAYOUTS,
+    empty_rows: bool = True,
+    masks: Masks | None = None,
+) -> st.SearchStrategy[Structure]:
     """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
-    seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile, longest), lengths(tile, longest)))
+    reasons = [
+        *_batch_reasons(batch),
+        *flag_reasons("grouped_heads", grouped_heads),
+        *_layout_reasons(layouts),
+        *flag_reasons("empty_rows", empty_rows),
+    ]
+    if not (masks is None or isinstance(masks, st.SearchStrategy) or callable(masks)) or isinstance(masks, Mask):
+        reasons.append(
+            f"masks must be a strategy of masks, or a function of a MaskShape that returns one; got {describe(masks)}: "
+            "hypothesis.strategies.just(mask) is one, and none() has no mask"
+        )
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return _structures(
+        _Limits(
+            tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves,
+            widest=widest, longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
+            has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
+            masks=masks,
+        )
+    )  # fmt: skip
+
+
+def _batch_reasons(batch: Any) -> list[str]:
+    axes = batch if isinstance(batch, (tuple, list)) else (None,)
+    known = all(isinstance(each, tuple) and all(is_int(extent) and extent >= 0 for extent in each) for each in axes)
+    if batch is None or (axes and known):
+        return []
+    return [f"batch must be a sequence of tuples of ints, the axes to draw from; got {describe(batch)}: [(2,)] is one"]
+
+
+def _layout_reasons(layouts: Any) -> list[str]:
+    if isinstance(layouts, (tuple, list)) and layouts and set(layouts) <= set(LAYOUTS):
+        return []
+    return [f"layouts must be a sequence of some of {', '.join(LAYOUTS)}; got {describe(layouts)}"]
+
+
+@st.composite
+def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
+    seqlen_q, seqlen_kv = draw(st.tuples(*[lengths(limits.tile, limits.longest)] * 2))
     seqlen_kv = seqlen_q if draw(st.booleans()) else seqlen_kv
-    room = min(most_scores // max(1, seqlen_q * seqlen_kv), most_rows // max(1, seqlen_q))
-    has_heads = draw(st.sampled_from((True, True, True, False)))
-    num_heads, num_kv_heads = draw(heads(room)) if has_heads else (1, 1)
-    batches = draw(_leading_axes(room // num_heads)) if has_heads else ((), (), ())
+    seqlen_kv = seqlen_kv if limits.empty_rows else max(1, seqlen_kv)
+    room = min(limits.most_scores // max(1, seqlen_q * seqlen_kv), limits.most_rows // max(1, seqlen_q))
+    has_heads, num_heads, num_kv_heads, batches = draw(_axes(limits, room))
     shape = MaskShape(np.broadcast_shapes(*batches), num_heads, seqlen_q, seqlen_kv)
-    widest = min(widest, 256 if seqlen_q * num_heads <= 512 else 64)
-    dtype = draw(st.sampled_from(tuple(dtypes)))
-    sink, sink_dtype = draw(sinks(shape, dtype)) if has_sink else (None, "float32")
+    widest = min(limits.widest, 256 if seqlen_q * num_heads <= 512 else 64)
+    dtype = draw(st.sampled_from(tuple(limits.dtypes)))
+    sink, sink_dtype = draw(sinks(shape, dtype)) if limits.has_sink else (None, "float32")
     return Structure(
         q_batch=batches[0],
         k_batch=batches[1],
@@ -355,18 +424,52 @@ def structures(
         head_dim=draw(head_dims(widest)),
         value_dim=draw(head_dims(widest)),
         dtype=dtype,
-        mask=draw(masks(shape, max_leaves)) if draw(st.sampled_from((False, True, True, True))) else None,
+        mask=draw(_masks(limits, shape)),
         scale=draw(scales()),
-        layouts=draw(st.just(("contiguous",) * 5) | st.tuples(*[layouts()] * 5)),
+        layouts=draw(_layouts(limits.layouts)),
         values=draw(st.sampled_from(VALUES)),
         has_dlse=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
         sink=sink,
         sink_dtype=sink_dtype,
-        non_finite=draw(_non_finite()) if has_non_finite else (),
-        score=draw(formulas()) if has_score else None,
-        dropout=draw(dropouts()) if has_dropout else None,
+        non_finite=draw(_non_finite()) if limits.has_non_finite else (),
+        score=draw(formulas()) if limits.has_score else None,
+        dropout=draw(dropouts()) if limits.has_dropout else None,
     )
+
+
+@st.composite
+def _axes(draw: st.DrawFn, limits: _Limits, room: int) -> tuple[bool, int, int, tuple[tuple[int, ...], ...]]:
+    """Whether there is an axis of heads, their numbers, and the leading axes of q, k and v: at most `room` in all."""
+    groups = GROUPS if limits.grouped_heads else (1,)
+    if limits.batch is not None:
+        fitting = [axes for axes in limits.batch if math.prod(axes) <= room] or [min(limits.batch, key=math.prod)]
+        axes = draw(st.sampled_from(fitting))
+        return True, *draw(heads(room // max(1, math.prod(axes)), groups)), (axes,) * 3
+    if not draw(st.sampled_from((True, True, True, False))):
+        return False, 1, 1, ((), (), ())
+    num_heads, num_kv_heads = draw(heads(room, groups))
+    return True, num_heads, num_kv_heads, draw(_leading_axes(room // num_heads))
+
+
+@st.composite
+def _masks(draw: st.DrawFn, limits: _Limits, shape: MaskShape) -> Mask | None:
+    """A mask of the kinds that are asked for; where no row may be empty, empty ones attend all keys instead."""
+    if limits.masks is None:
+        is_masked = draw(st.sampled_from((False, True, True, True)))
+        mask = draw(mask_strategies.masks(shape, limits.max_leaves)) if is_masked else None
+    else:
+        mask = draw(limits.masks if isinstance(limits.masks, st.SearchStrategy) else limits.masks(shape))
+    if mask is None or limits.empty_rows:
+        return mask
+    is_empty = ~mask.toarray(shape.seqlen_q, shape.seqlen_kv, batch=shape.batch, num_heads=shape.num_heads).any(axis=-1)
+    return mask | Dense(is_empty[..., None]) if is_empty.any() else mask
+
+
+def _layouts(names: Sequence[str]) -> st.SearchStrategy[tuple[str, ...]]:
+    """Layouts of five operands; all contiguous as often as any, where that is allowed."""
+    contiguous = [st.just(("contiguous",) * 5)] if "contiguous" in names else []
+    return st.one_of(*contiguous, st.tuples(*[st.sampled_from(tuple(names))] * 5))
 
 
 def dropouts() -> st.SearchStrategy[Dropout]:
@@ -419,6 +522,11 @@ def examples(
     has_sink: bool = False,
     has_score: bool = False,
     has_dropout: bool = False,
+    batch: Sequence[tuple[int, ...]] | None = None,
+    grouped_heads: bool = True,
+    layouts: Sequence[str] = LAYOUTS,
+    empty_rows: bool = True,
+    masks: Masks | None = None,
 ) -> st.SearchStrategy[Example]:
     """Strategy for `Example` objects of every structure; see `structures`.
 
@@ -444,11 +552,30 @@ def examples(
         Give each a random score function with arrays.
     has_dropout : bool
         Draw which weights are dropped.
+    batch : sequence of tuple of int, optional
+        Leading axes that q, k and v share, of which one tuple is drawn, the smallest where no other fits the caps:
+        [(1,), (3,)] makes all operands four-dimensional. None draws any, also axes that broadcast and operands of two
+        dimensions.
+    grouped_heads : bool
+        Whether key/value heads may be fewer than query heads.
+    layouts : sequence of str
+        Memory layouts to draw from; ["contiguous"] draws no views.
+    empty_rows : bool
+        Whether queries may attend no key. Otherwise there is at least one key, and a query to which the drawn mask
+        gives no key attends all.
+    masks : strategy of masks, or function of a MaskShape that returns one, optional
+        Masks to draw from: ``hypothesis.strategies.none()`` draws none. None draws every kind, and no mask.
 
     Returns
     -------
     hypothesis.strategies.SearchStrategy
-        Draws an `Example`.
+        Draws an `Example`. Its repr is Python source that makes it again, in the names `np`, `cuflash`, `masks`,
+        `testing` and `Structure`.
+
+    Raises
+    ------
+    UnsupportedProblem
+        One of the last five arguments is none of these.
 
     Examples
     --------
@@ -462,6 +589,7 @@ def examples(
     drawn = structures(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
         longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
-        has_dropout=has_dropout,
+        has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
+        masks=masks,
     )  # fmt: skip
     return drawn.map(Structure.example)

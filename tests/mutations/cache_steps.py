@@ -140,7 +140,7 @@ def tensors_that_must_be_taken_have_no_layout(library: ModuleType) -> None:
     """A layout stands only for tensors whose elements kernels on CuPy's stream read as they are."""
     layouts, of_tensor, stream = part(library, "layouts"), {"torch": 0}, SimpleNamespace(ptr=0)
     c_part = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: of_tensor["torch"])
-    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: stream)
+    cuda = SimpleNamespace(get_current_stream=lambda: stream)
     modules = {
         "torch": SimpleNamespace(Tensor=Tensor, strided="strided", _C=c_part), "cupy": SimpleNamespace(cuda=cuda)
     }  # fmt: skip

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pickle
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import scipy.sparse
+from hypothesis import HealthCheck, Phase, given, settings
 from mutations.planting import Edit
 from mutations.python_guards import part
 from foreign import Foreign
@@ -158,14 +162,101 @@ def build_error(command, *words):
 
 
 def without_libraries(library):
-    """Return whether the reason for a temporary folder names a file system mounted with noexec."""
-    compiler = part(library, "sim.compiler")
-    compiler._forbids_libraries = lambda folder: True
-    compiler._temporary_directory = Path
-    return "noexec" in str(compiler.cache_directory())
+    """Return whether the folder of a file system that is mounted with noexec keeps nothing."""
+    host_cache = part(library, "compiler.host_cache")
+    host_cache.os = SimpleNamespace(**vars(os))
+    host_cache.os.statvfs = lambda folder: SimpleNamespace(f_flag=os.ST_NOEXEC)
+    with tempfile.TemporaryDirectory() as folder:
+        return "noexec" in host_cache.made(Path(folder))
+
+
+def of_others(library):
+    """The folder that other users may write to keeps nothing that is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o770)
+        return "other users may write" in part(library, "compiler.host_cache").made(Path(folder))
+
+
+def in_chosen_folder(library):
+    """Kernels for the host are kept where CUFLASH_CACHE_DIR says, and removed there, but nothing else is."""
+    host_cache = part(library, "compiler.host_cache")
+    with tempfile.TemporaryDirectory() as chosen, mock.patch.dict(os.environ, CUFLASH_CACHE_DIR=chosen):
+        (Path(chosen) / "sim" / f"prelude-{'0f' * 16}").mkdir(parents=True)
+        for name in (f"kernel-{'0f' * 16}.so", f"prelude-{'0f' * 16}/prelude.hpp.gch", "notes.so"):
+            (Path(chosen) / "sim" / name).write_bytes(b"12345")
+        removed = host_cache.cache_clear()
+        return (removed.entries, removed.nbytes) == (1, 10) and os.listdir(Path(chosen) / "sim") == ["notes.so"]
+
+
+def sources_make_masks(library):
+    """Source of a mask, evaluated, is a mask with the same elements."""
+    masks, source_text = part(library, "masks"), part(library, "testing.source_text").source_text
+    rng = np.random.default_rng(0)
+    trees = [
+        masks.Causal() ^ ~masks.Dense(rng.random((9, 9)) < 0.5),
+        (masks.Causal() | masks.SlidingWindow(2, 2)) & masks.Documents(np.arange(9, dtype=np.uint8) // 2),
+    ]
+    given = [(tree, 9) for tree in trees] + [
+        (masks.Documents(rng.integers(0, 9, 70, np.int16)), 70), (masks.Causal().on_blocks((4, 4)), 8),
+        (masks.Dense(np.ones((0, 0), bool)), 0),
+    ]  # fmt: skip
+    return all((eval(source_text(mask), {"masks": masks, "np": np}) ^ mask).toarray(n).sum() == 0 for mask, n in given)
+
+
+def restricted_draws(library):
+    """Structures have nothing that they were asked to leave out."""
+    drawn = []
+    limits = {"batch": [(2,)], "grouped_heads": False, "layouts": ["negative"], "empty_rows": False}
+
+    @settings(
+        max_examples=25, database=None, phases=[Phase.generate], derandomize=True, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(part(library, "testing.strategies").structures(**limits, most_scores=1 << 12))
+    def collect(structure):
+        drawn.append(structure)
+
+    collect()
+    return all(
+        each.q_batch == each.k_batch == each.v_batch == (2,)
+        and each.num_heads == each.num_kv_heads
+        and set(each.layouts) == {"negative"}
+        and each.example().allowed.any(axis=-1).all()
+        for each in drawn
+    )
 
 
 FAULTS = {
+    takes(sources_make_masks): {
+        "one or the other is written as any": Edit(
+            "testing/source_text.py", None, '_OPERATORS: dict[type[Mask], str] = {And: " & ", Or: " | ", Xor: " ^ "}',
+            '_OPERATORS: dict[type[Mask], str] = {And: " & ", Or: " | ", Xor: " | "}',
+        ),
+        "what binds weaker stands without brackets": Edit(
+            "testing/source_text.py", "source_text",
+            'f"({_OPERATORS[type(value)].join(map(source_text, value.operands))})"',
+            "_OPERATORS[type(value)].join(map(source_text, value.operands))",
+        ),
+        "long arrays lose their dtype": Edit(
+            "testing/source_text.py", "_array_text",
+            """f"np.frombuffer(bytes.fromhex('{array.tobytes().hex()}'), {dtype!r}).reshape({array.shape})\"""",
+            """f"np.frombuffer(bytes.fromhex('{array.tobytes().hex()}'), '|i1').reshape({array.shape})\"""",
+        ),
+    },
+    takes(restricted_draws): {
+        "key/value heads are shared all the same": Edit(
+            "testing/strategies.py", "_axes", "GROUPS if limits.grouped_heads else (1,)", "GROUPS"
+        ),
+        "empty rows stay": Edit(
+            "testing/strategies.py", "_masks", "mask | Dense(is_empty[..., None]) if is_empty.any() else mask", "mask"
+        ),
+        "there may be no key": Edit(
+            "testing/strategies.py", "_structures", "seqlen_kv if limits.empty_rows else max(1, seqlen_kv)", "seqlen_kv"
+        ),
+        "all may be contiguous": Edit(
+            "testing/strategies.py", "_layouts", 'if "contiguous" in names else []', "if True else []"
+        ),
+    },
     pickled_after_use(a_plan): {
         "a plan takes its calls along": Edit(
             "plans.py", "Plan.__getstate__", '{**vars(self), "_bound_calls": {}}', "vars(self)"
@@ -236,7 +327,23 @@ FAULTS = {
     },
     takes(without_libraries): {
         "libraries are kept where none is loaded": Edit(
-            "sim/compiler.py", "cache_directory", "elif _forbids_libraries(folder):", "elif False:"
+            "compiler/host_cache.py", "fault", 'if os.statvfs(place).f_flag & getattr(os, "ST_NOEXEC", 0):', "if False:"
+        ),
+    },
+    takes(of_others): {
+        "libraries of others are loaded": Edit(
+            "compiler/host_cache.py", "fault", "if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):", "if False:"
+        ),
+    },
+    takes(in_chosen_folder): {
+        "the chosen folder is not used": Edit(
+            "compiler/host_cache.py", "folder", "Path(chosen) if chosen else", "Path(chosen) if False else"
+        ),
+        "preludes stay": Edit(
+            "compiler/host_cache.py", "cache_clear", "shutil.rmtree(entry)", "pass"
+        ),
+        "files of others are removed": Edit(
+            "compiler/host_cache.py", "_kept", "if _KEPT.fullmatch(entry.name)", "if entry.name"
         ),
     },
     refuses(attends(k=np.ndarray), "k must be an array; got the class ndarray"): {

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from mutations.host_guards import blas_limits_are_kept, magnitudes_are_right, nothing_is_raised, threads_are_right
+from mutations.host_guards import (
+    blas_limits_are_kept, forked_processes_are_told, magnitudes_are_right, nothing_is_raised, threads_are_right,
+)  # fmt: skip
 from mutations.planting import Edit
 
 FAULTS = {
+    forked_processes_are_told: {
+        "a forked process asks for its device": Edit(
+            "compiler/nvrtc.py", "current_number", "if _is_started else current_device()[1]", ""
+        ),
+        "a forked process passes for the first one": Edit(
+            "compiler/nvrtc.py", "_after_fork", "_is_started = False", "pass"
+        ),
+        "any process is the first one": Edit(
+            "compiler/nvrtc.py", "current_device", "if not _is_started and _process not in (None, os.getpid()):",
+            "if False:",
+        ),
+    },
     magnitudes_are_right: {
         "dk lacks the power of two of its scores": Edit(
             "executors/cpu.py", "_HostCall.backward_columns",
-            "self.wide(natural * self.score_factor)",
-            "self.wide(natural)",
+            "self.wide(self.natural * self.score_factor)",
+            "self.wide(self.natural)",
         ),
         "scores lack their power of two": Edit(
             "executors/cpu.py", "_HostCall.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"

@@ -3,6 +3,10 @@
 Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
 """
 
+import os
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from cuflash.testing import strategies
@@ -71,3 +75,22 @@ def blas_limits_are_kept(library):
 def threads_are_right(library):
     """Calls that share work among threads have equal bits, one thread of BLAS each, and raise their own errors."""
     assert_threads_are_right(library)
+
+
+def forked_processes_are_told(library):
+    """A process that was forked from one that had used CUDA does not use it, nor asks it for a device."""
+    nvrtc, asked = part(library, "compiler.nvrtc"), []
+    runtime = SimpleNamespace(getDevice=lambda: asked.append(1) or 3, CUDARuntimeError=RuntimeError)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", cupy)
+        patch.setattr(nvrtc, "_process", None)
+        patch.setattr(nvrtc, "_is_started", False)
+        assert nvrtc.current_number() == 3 and nvrtc.current_device() == (cupy, 3) and nvrtc.current_number() == 3
+        patch.setattr(os, "getpid", lambda: -1)
+        nvrtc._after_fork()
+        asked.clear()
+        for ask in (nvrtc.current_number, nvrtc.current_device):
+            with pytest.raises(RuntimeError, match="forked from one that had used CUDA"):
+                ask()
+        assert not asked

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mutations.interop_guards import (
-    arrays_of_jax_are_right, bfloat16_is_taken_and_given, scores_of_jax_are_right, scores_of_tensors_are_right,
-    tensors_are_right, tensors_without_elements_are_named, writing_is_told,
+    arrays_of_jax_are_right, bfloat16_is_taken_and_given, negated_tensors_are_not_looked_up, scores_of_jax_are_right,
+    scores_of_tensors_are_right, tensors_are_right, tensors_without_elements_are_named, writing_is_told,
 )  # fmt: skip
 from mutations.planting import Edit
 
@@ -30,6 +30,11 @@ FAULTS = {
         "operands follow in the place of dlse": Edit(
             "torch.py", "_backward_names", '*(("dlse",) if has_dlse else ()), *operands',
             '*operands, *(("dlse",) if has_dlse else ())',
+        ),
+    },
+    negated_tensors_are_not_looked_up: {
+        "a negated tensor is read as it lies": Edit(
+            "torch.py", "_key", "if any(map(torch.Tensor.is_neg, tensors)):", "if False:"
         ),
     },
     scores_of_tensors_are_right: {

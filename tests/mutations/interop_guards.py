@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -166,6 +166,23 @@ def tensors_without_elements_are_named(library: ModuleType) -> None:
         library.attention(q, k.requires_grad_(), v)
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="out must not require gradients"):
         module.attention(q, k, v, out=q.clone().requires_grad_())
+
+
+def negated_tensors_are_not_looked_up(library: ModuleType) -> None:
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+
+    class OnDevice(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+        is_cuda = True
+
+    looked_up = SimpleNamespace(key=lambda layout, *names: layout)
+    q, negated = (x.as_subclass(OnDevice) for x in (torch.ones(3), torch._neg_view(torch.ones(3))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PLAIN", {OnDevice})
+        patch.setattr(module.torch_gpu, "layout_key", lambda *tensors: len(tensors))
+        assert module._key({"q": q, "k": q}, (None, None), looked_up, False) == (2, True, True, False)
+        assert module._key({"q": q, "k": negated}, (None, None), looked_up, False) is None
+        assert module._key({"q": q, "k": q}, (negated, None), looked_up, False) is None
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:

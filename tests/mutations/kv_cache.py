@@ -147,7 +147,7 @@ FAULTS = {
             PAGES, "PagePool._has_page", "self._references[table[place]] == 1", "True"
         ),
         "rows on the next page are taken for rows on this one": Edit(
-            PAGES, "PagePool._has_page", "(growth.stop - 1) // self.page_size", "growth.length // self.page_size"
+            PAGES, "PagePool._has_page", "(stop - 1) // self.page_size", "length // self.page_size"
         ),
         "shared pages are written to": Edit(PAGES, "PagePool.grow", "if self._references[page] > 1:", "if False:"),
         "a copy of a page misses its last row": Edit(
@@ -229,6 +229,19 @@ FAULTS = {
     refuses(lambda library: filled(library).fork(1, 1), "target must be another sequence"): {
         "a sequence is forked to itself": Edit(
             FILE, "KVCache.fork", "if not reasons and source == target:", "if False:"
+        ),
+    },
+    refuses(lambda library: a_cache(library).fork(0, 1), "source must hold rows"): {
+        "an empty sequence is forked": Edit(
+            FILE, "KVCache.fork", "if not reasons and not self._lengths[source]:", "if False:"
+        ),
+    },
+    refuses(lambda library: filled(library).append(K[:1], K, counts=[9]), "counts must be"): {
+        "rows hide counts": Edit(FILE, "KVCache._checked_rows", "+= self._count_reasons(counts, k)", "+= []"),
+    },
+    refuses(lambda library: filled(library).attention(K[:1], scale="x"), "2 reasons"): {
+        "queries hide options": Edit(
+            FILE, "KVCache.attention", "reasons + option_reasons(like, scale, kernel, executor, precision)", "reasons"
         ),
     },
     refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {

@@ -18,7 +18,7 @@ FAULTS = {
         ),
         "lse is base 2": Edit(
             "executors/cpu.py", "_HostCall.forward_rows",
-            "row_max * self.wide(LN_2) + np.log(divisor)",
+            "row_max * self.wide(self.natural) + np.log(divisor)",
             "row_max + np.log2(divisor)",
         ),
         "an empty row has a finite lse": Edit(
@@ -57,15 +57,15 @@ FAULTS = {
         ),
         "delta is left out": Edit("executors/cpu.py", "_score_gradient", "dp -= delta[..., None, :]", ""),
         "dlse has the wrong sign": Edit(
-            "executors/cpu.py", "_HostCall.backward_rows", "delta -= np.where(lse_2", "delta += np.where(lse_2"
+            "executors/cpu.py", "_HostCall.backward_rows", "delta -= np.where(shift", "delta += np.where(shift"
         ),
         "dq lacks the scale": Edit(
             "executors/cpu.py", "_HostCall.backward_rows", "dq * self.wide(self.plan.problem.scaling.scale)", "dq"
         ),
         "dk keeps log2(e)": Edit(
             "executors/cpu.py", "_HostCall.backward_columns",
-            "natural = LN_2 if self.score is None else 1.0",
-            "natural = 1.0",
+            "self.wide(self.natural * self.score_factor)",
+            "self.wide(self.score_factor)",
         ),
         "only the last step gives dv": Edit(
             "executors/cpu.py", "_HostCall.backward_columns", "_added(dv, p @ do)", "p @ do"
@@ -110,7 +110,7 @@ FAULTS = {
     },
     rows_without_a_score_are_right: {
         "an empty row is exponentiated": Edit(
-            "executors/cpu.py", "backward", "np.where(empty, np.inf, lse * LOG2_E)", "(lse * LOG2_E)"
+            "executors/cpu.py", "backward", "np.where(empty, np.inf, in_unit)", "np.asarray(in_unit)"
         ),
     },
     work_is_right: {

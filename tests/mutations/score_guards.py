@@ -273,7 +273,8 @@ def refusals_are_told(library):
 
 
 def results_are_right(library):
-    """Every result of the cpu executor is within its bound, also gradients of arrays."""
+    """Every result of the cpu executor is within its bound, with gradients of arrays, tile by tile in many blocks."""
+    part(library, "executors.tile_program")._BLOCK = 64
     bounds_grow_with_the_function(library)
     drawn = part(library, "testing.strategies").examples(
         most_scores=1 << 11, most_rows=150, widest=16, longest=70, has_score=True
@@ -295,6 +296,8 @@ def results_are_right(library):
         bias = rng.standard_normal((shape.num_heads, 1, shape.seqlen_kv)).astype(np.float32)
         capped_bias = library.scores.bias(bias) @ library.scores.softcap(1.5)
         within_bounds(library, plain.but(score=capped_bias, wrt=("bias",)))
+        temperature = library.scores.temperature(np.linspace(0.5, 2, shape.num_heads))
+        within_bounds(library, plain.but(score=temperature, wrt=("per_head",)))
         allowed = np.broadcast_to(plain.allowed, (*shape.batch, *shape[1:])).copy()
         allowed[..., 3] = False
         full = np.where(allowed, rng.standard_normal(allowed.shape), np.nan).astype(np.float32)

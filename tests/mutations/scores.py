@@ -10,7 +10,8 @@ from mutations.score_guards import (
 
 PROGRAM, TRACE, RANGES = "scores/program.py", "scores/trace.py", "scores/ranges.py"
 VALUES, ROUNDOFF, SCORE, LIBRARY = "scores/values.py", "scores/roundoff.py", "scores/score.py", "scores/library.py"
-TILES, CPU, OPERANDS = "executors/tile_scores.py", "executors/cpu.py", "planning/score_operands.py"
+TILES, BLOCKS = "executors/tile_scores.py", "executors/tile_program.py"
+CPU, OPERANDS = "executors/cpu.py", "planning/score_operands.py"
 
 FAULTS = {
     values_are_right: {
@@ -145,7 +146,9 @@ FAULTS = {
         ),
     },
     programs_are_simple: {
-        "equal instructions are two": Edit(PROGRAM, "Builder.put", "if instruction not in self._found:", "if True:"),
+        "equal instructions are two": Edit(
+            PROGRAM, "Builder.put", "self._found.setdefault(key, len(self.instructions))", "len(self.instructions)"
+        ),
         "equal numbers are two": Edit(PROGRAM, "Builder.number", "value.hex(), self", "len(self._slots), self"),
         "what nothing needs is kept": Edit(
             PROGRAM, "needed_for", "stack = list(results)", "stack = list(range(len(instructions)))"
@@ -229,7 +232,7 @@ FAULTS = {
             TRACE, "_require_signature", "signature.bind(*symbols, **captured)",
             "pass",
         ),
-        "swapped bytes are taken": Edit(SCORE, "_type_of", "or not dtype.isnative", ""),
+        "swapped bytes are taken": Edit(SCORE, "_kind_of", "if dtype.isnative else None", ""),
     },
     results_are_right: {
         "the function is applied after the mask": Edit(
@@ -239,19 +242,34 @@ FAULTS = {
             "\n            self._mask_keys(tiles, steps, s, -np.inf)\n            if self.score is not None:\n        "
             "        self.score.apply(s, self._row_places(tiles, steps))\n            ",
         ),
-        "the slope is left out": Edit(TILES, "TileScores.gradients", "np.multiply(dp, slope, out=dp)", "dp"),
-        "scores stay in natural units": Edit(
-            TILES, "TileScores.apply", "np.multiply(f, s.dtype.type(_LOG2_E), out=s)", "np.copyto(s, f)"
+        "the slope is left out": Edit(TILES, "TileScores.gradients", "ds *= values[slope]", "pass"),
+        "the function is left out": Edit(
+            TILES, "TileScores.apply", "np.copyto(s[block.tiles, block.keys], block.values[f])", "pass"
         ),
-        "P is not masked": Edit(TILES, "TileScores.gradients", "mask(p)", "pass"),
-        "a slope of inf reaches what has no weight": Edit(
-            TILES, "TileScores.gradients", "ds = np.multiply(dp, slope, out=dp) np.copyto(ds, 0, where=is_zero)",
-            "ds = np.multiply(dp, slope, out=dp)",
+        "weights are powers of two": Edit(CPU, "_HostCall.power", "else np.exp", "else np.exp2"),
+        "P is made in place of scores that are read later": Edit(
+            TILES, "TileScores.gradients", 'instructions[n].op == "s" for n', 'instructions[n].op == "b" for n'
         ),
+        "P is not masked": Edit(TILES, "TileScores.gradients", "mask(is_seen.view(np.uint8))", "pass"),
+        "a slope of inf reaches what has no weight": Edit(TILES, "TileScores.gradients", "_clear(ds, is_zero)", "pass"),
         "a derivative of NaN reaches an array's gradient": Edit(
-            TILES, "TileScores.gradients", "np.copyto(terms, 0, where=is_zero)", "pass"
+            TILES, "TileScores.gradients", "_clear(terms, is_zero)", "pass"
         ),
-        "delta is left out": Edit(TILES, "TileScores.gradients", "dp -= delta[..., None, :]", "pass"),
+        "delta is left out": Edit(TILES, "TileScores.gradients", "ds -= delta[block.tiles, None, :]", "pass"),
+        "all blocks have the keys of the first": Edit(
+            BLOCKS, "Block.of", "self.keys if x.shape[1] > 1",
+            "slice(self.keys.stop - self.keys.start) if x.shape[1] > 1",
+        ),
+        "a value is overwritten before its last use": Edit(
+            BLOCKS, "_schedule", "if last_use[a] == n and a in memory_of", "if a in memory_of"
+        ),
+        "a result is overwritten": Edit(BLOCKS, "_schedule", "and a not in kept", ""),
+        "a choice writes over what it has yet to read": Edit(
+            BLOCKS, "_schedule", '([], ended) if instruction.op == "where" else (ended, [])', "(ended, [])"
+        ),
+        "the last block of a tile is left out": Edit(
+            BLOCKS, "_parts", "range(0, num_keys, keys)", "range(0, max(1, num_keys - keys), keys)"
+        ),
         "broadcast axes are not summed": Edit(
             TILES, "TileScores._add", "terms.sum(axis=axes, keepdims=True)", "terms.max(axis=axes, keepdims=True)"
         ),
@@ -275,7 +293,7 @@ FAULTS = {
             "[(tile.b, tile.h // self.group_size) for tile in tiles]",
         ),
         "dk keeps log 2": Edit(
-            CPU, "_HostCall.backward_columns", "natural = LN_2 if self.score is None else 1.0", "natural = LN_2"
+            CPU, "_HostCall.backward_columns", "self.wide(self.natural * self", "self.wide(LN_2 * self"
         ),
         "scores are in base 2 for the function": Edit(
             CPU, "_HostCall.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"

@@ -265,6 +265,17 @@ def test_cpu_speed_measures_time_and_memory(load) -> None:
     experiment.table(records)
 
 
+def test_scores_on_the_host_are_compared_with_plain_attention(load) -> None:
+    experiment = load("cpu_score_functions")
+    records = list(experiment.run(experiment.Config(tokens=32, heads=2, head_dim=8, repeats=1)))
+    assert len(records) == len(experiment.SCORES) * len(experiment.MASKS) * len(experiment.PASSES)
+    assert all(row["cpu_ms"] > 0 for row in records)
+    assert all(row["of_plain"] == 1 for row in records if row["score"] == "plain")
+    with pytest.raises(ValueError, match="scores must name plain"):
+        experiment.Config(scores=("alibi",))
+    experiment.table(records)
+
+
 def test_tile_sweep_times_the_host_at_every_tile(load) -> None:
     experiment = load("tile_sweep")
     config = experiment.Config(num_heads=1, seqlen=256, blocks_q=(64,), blocks_kv=(64, 128), repeats=1)
@@ -860,6 +871,20 @@ def test_score_bounds_keeps_the_largest_share_of_each_result(load) -> None:
         assert total[name] == max(record[name] for record in drawn) <= 1
         assert (total[f"worst_{name}"] != "") == (total[name] > 0)
     assert total["dq"] > 0 and experiment.table([total]).row_count == 1
+
+
+def test_score_bounds_goes_on_where_it_ended(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, machine = load("score_bounds"), {"commit": "0123456"}
+    drawn = experiment.draw_shard(("float32", 0), 2) | {"shard": 0, "shard_size": 2}
+    monkeypatch.setattr(experiment, "SHARDS", tmp_path / "shards.csv")
+    monkeypatch.setattr(experiment, "machine", lambda: machine)
+    assert experiment.kept_shards(2) == {}
+    experiment.write_csv(experiment.SHARDS, [drawn | {"commit": "0123456"}], experiment.OF_A_SHARD)
+    (kept,) = experiment.kept_shards(2).values()
+    assert kept["examples"] == 2 and kept["dq"] == pytest.approx(drawn["dq"], rel=1e-5)
+    assert experiment.kept_shards(3) == {}
+    machine["commit"] = "7654321"
+    assert experiment.kept_shards(2) == {}
 
 
 # Tables of the README

@@ -42,6 +42,7 @@ THIRD_PARTY = {
     "fp8.e4m3": {"ml_dtypes"},
     "layouts": {"cupy"},
     "compiler.nvrtc": {"cuda", "cupy"},
+    "compiler.host_cache": {"platformdirs"},
     "executors.tensor_map": {"cuda"},
     "executors.blas": {"threadpoolctl"},
     "executors.gpu": {"cupy"},
@@ -71,6 +72,7 @@ NEVER = {
 ENVIRONMENT = {
     "sim.compiler": {"_run"},
     "compiler.nvrtc": {"_environment", "_redirect_cupy_cache"},
+    "compiler.host_cache": {"folder"},
     "executors.checks": {"is_on"},
 }
 # Modules that ask or carry do not decide.

@@ -87,7 +87,8 @@ def test_the_wheel_works(wheel: Path, tmp_path: Path) -> None:
 
 def test_the_metadata_is_complete(wheel: Path, tmp_path: Path) -> None:
     text = next(_unpacked(wheel, tmp_path).glob("*.dist-info/METADATA")).read_text("utf-8")
-    for line in ("Name: cuflash", "License: BSD-3-Clause", "Requires-Python: >=3.11", "Provides-Extra: cuda13"):
+    extras = ("Provides-Extra: cuda13", "Provides-Extra: testing")
+    for line in ("Name: cuflash", "License: BSD-3-Clause", "Requires-Python: >=3.11", *extras):
         assert f"{line}\n" in text
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import math
+import os
 import re
 import subprocess
 import sys
@@ -72,6 +73,18 @@ def test_the_list_shows_question_finding_and_cost() -> None:
     assert "How does each static pattern look" in lines[first] and lines[first + 1].lstrip().startswith("found: ")
     rest = [line.split(":")[0].strip() for line in lines[first + 1 : first + 6]]
     assert "cost" in rest
+
+
+@pytest.mark.parametrize("words", ["cuflash", "experiments", "cuflash roofline --heads 1 --length 8"])
+def test_an_output_that_nothing_reads_ends_the_program_quietly(words: str) -> None:
+    """As of ``python -m experiments | head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        run = subprocess.run(
+            [sys.executable, "-m", *words.split()], cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True
+        )
+    assert (run.returncode, run.stderr) == (1, "")
 
 
 # Flags

@@ -187,6 +187,21 @@ def test_a_kernel_cache_that_cannot_be_made_is_said(monkeypatch: pytest.MonkeyPa
     assert "CUPY_CACHE_DIR" in room.doctor()["kernel cache"].advice
 
 
+def test_the_simulators_cache_is_measured_or_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    assert room.doctor()["simulator cache"].detail == f"{tmp_path / 'sim'}: 0 shared objects, 0 bytes"
+    assert not (tmp_path / "sim").exists()
+    (tmp_path / "sim").mkdir(0o700)
+    (tmp_path / "sim" / f"kernel-{'0f' * 16}.so").write_bytes(b"12345")
+    assert room.doctor()["simulator cache"].detail == f"{tmp_path / 'sim'}: 1 shared objects, 5 bytes"
+    (tmp_path / "sim").chmod(0o777)
+    finding = room.doctor()["simulator cache"]
+    assert "other users may write" in finding.detail and "CUFLASH_CACHE_DIR" in finding.advice
+    for unusable in (str(Path(__file__)), "not/absolute"):
+        monkeypatch.setenv("CUFLASH_CACHE_DIR", unusable)
+        assert room.doctor()["simulator cache"].status != "ok"
+
+
 def test_what_a_terminal_has_no_letter_for_is_printed_too(tmp_path: Path) -> None:
     here = tmp_path / "é"
     shutil.copytree(Path(room.__file__).parent, here / "cuflash", ignore=shutil.ignore_patterns("__pycache__"))

@@ -166,6 +166,11 @@ def test_wrong_arrays_are_named():
             attention(**{"q": q, "k": k, "v": v, name: Q})
 
 
+def test_a_shape_without_data_is_planned_as_shape_and_dtype():
+    with pytest.raises(TypeError, match=r"q must be an array; got ShapeDtypeStruct: it holds no data, and plan takes"):
+        cuflash.plan(*(jax.ShapeDtypeStruct((4, 8), jnp.float32),) * 3)
+
+
 def test_a_traced_mask_is_refused():
     (reason,) = reasons_of(jax.jit(lambda kept: attention(*given(), mask=kept)), jnp.ones((20, 20), bool))
     assert reason.startswith("mask must be an array that DLPack gives away; got jax.")

@@ -269,6 +269,9 @@ def test_what_is_no_tensor_is_a_type_error(name):
     given = {"q": Q, "k": K, "v": V, name: Q.numpy()}
     with pytest.raises(TypeError, match=rf"{name} must be a torch.Tensor; got an array of shape .*: torch.from_numpy"):
         attention(**given)
+    if name != "out":
+        with pytest.raises(TypeError, match=rf"{name} must be a torch.Tensor; got list: torch.as_tensor makes one"):
+            attention(**given | {name: Q.tolist()})
 
 
 def test_subclasses_of_tensors_are_refused():
@@ -397,8 +400,7 @@ def test_a_lazily_negated_tensor_is_refused_after_one_that_lies_so(machines):
     for name in given:
         negated = torch._neg_view(given[name]).as_subclass(type(given[name]))
         (reason,) = reasons_of(attention, **given | {name: negated})
-        told = f"{name} must hold its values; got a lazily negated view: its resolve_neg() makes one that does"
-        assert reason == told
+        assert reason.startswith(f"{name} {BAD['negated'][1]}")
 
 
 KEPT = torch.rand((2, 4, 20, 20), generator=torch.Generator().manual_seed(3)) < 0.5

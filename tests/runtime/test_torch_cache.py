@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +17,11 @@ from torch_machine import on_device  # noqa: E402
 
 from cuflash import KVCache, UnsupportedProblem, layouts  # noqa: E402
 from cuflash.cache import kv_cache  # noqa: E402
+from cuflash.compiler import nvrtc as compiling  # noqa: E402
 from executors import needs_compiler  # noqa: E402
 
-ROWS = np.random.default_rng(0).standard_normal((6, 8, 2, 4, 1, 64)).astype(np.float16)  # of 6 steps
+ROWS = np.random.default_rng(0).standard_normal((6, 3, 2, 4, 1, 64)).astype(np.float16)  # of 6 steps
 SINK = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
-
-pytestmark = needs_compiler
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def a_cache(cupy: Any) -> KVCache:
 def walked(cupy: Any, send: Any, after: Any = lambda step: None) -> list[Any]:
     """Return results of steps whose queries, new rows and sink a function sends to the device."""
     cache, made = a_cache(cupy), []
-    for step, (q, k, v, *_) in enumerate(ROWS):
+    for step, (q, k, v) in enumerate(ROWS):
         q, k, v = send(q), send(np.ascontiguousarray(k[:, :2])), send(np.ascontiguousarray(v[:, :2]))
         cache.append(k, v)
         made += [cache.attention(q).get(), *(x.get() for x in cache.attention(q, sink=send(SINK), return_lse=True))]
@@ -48,6 +48,7 @@ def walked(cupy: Any, send: Any, after: Any = lambda step: None) -> list[Any]:
     return made
 
 
+@needs_compiler
 def test_tensors_of_a_layout_seen_twice_are_read_in_place(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = walked(cupy, cupy.asarray)
 
@@ -59,6 +60,7 @@ def test_tensors_of_a_layout_seen_twice_are_read_in_place(cupy: Any, monkeypatch
     assert len(made) == 18 and all(np.array_equal(*pair) for pair in zip(made, wanted))
 
 
+@needs_compiler
 def test_tensors_of_another_stream_are_taken_each_time(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """DLPack makes CuPy's stream wait for that of the tensors, at each call."""
     cache, taken = a_cache(cupy), []
@@ -76,6 +78,31 @@ def test_tensors_of_another_stream_are_taken_each_time(cupy: Any, monkeypatch: p
         assert len(taken) == 3
 
 
+@needs_compiler
+def test_a_forked_child_is_told_so_of_tensors_too(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, q, k = a_cache(cupy), on_device(ROWS[0, 0]), on_device(ROWS[0, 1, :, :2])
+    for _ in range(3):
+        cache.append(k, k)
+        cache.attention(q)
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    compiling._after_fork()
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: pytest.fail("CUDA was asked in a forked child"))
+    for call in (lambda: cache.append(k, k), lambda: cache.attention(q)):
+        with pytest.raises(RuntimeError, match="this process was forked from one that had used CUDA"):
+            call()
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_are_read_as_arrays_are() -> None:
+    cupy = pytest.importorskip("cupy")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    made, wanted = walked(cupy, lambda x: torch.from_numpy(x).cuda()), walked(cupy, cupy.asarray)
+    assert all(np.array_equal(*pair) for pair in zip(made, wanted))
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "change, reason",
     [

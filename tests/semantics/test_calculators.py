@@ -118,6 +118,10 @@ def test_every_argument_takes_or_refuses_what_it_is_given(name: str, argument: s
             assert f"{argument} must be" in str(error), f"{label}: {error}"
 
 
+def test_tokens_in_an_array_are_those_in_a_list() -> None:
+    assert kv_cache_bytes(**MODEL, tokens=np.array([100, 1000])) == kv_cache_bytes(**MODEL, tokens=[100, 1000])
+
+
 def test_all_reasons_come_at_once() -> None:
     with pytest.raises(UnsupportedProblem, match="4 reasons"):
         kv_cache_bytes(**MODEL | {"num_layers": 0, "dtype": "x"}, tokens=-1, page_size=0.5)

@@ -242,6 +242,16 @@ def test_rows_without_room_are_left_out_and_told(xp: Any, pages: str) -> None:
         cache.check()
 
 
+def test_checks_of_every_call_tell_of_rows_that_were_left_out(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    cache = KVCache(**SIZES | {"capacity": 32}, xp=xp)
+    cache.count_on_device()
+    k = xp.asarray(RNG.standard_normal((3, HEADS, 20, 64)).astype(np.float16))
+    cache.append(k, k)
+    with pytest.raises(RuntimeError, match="times a row had no room"):
+        cache.append(k, k)
+
+
 def test_forked_pages_are_copied_before_the_device_writes_to_them(xp: Any) -> None:
     cache = KVCache(**SIZES, **PAGED["pages"], xp=xp)
     k = xp.asarray(RNG.standard_normal((3, HEADS, 20, 64)).astype(np.float16))

@@ -11,6 +11,7 @@ from device_double import to_device
 
 import cuflash
 from cuflash import BlockIndex, masks, patterns
+from cuflash.arrays import describe
 from cuflash.compiler import nvrtc as compiling
 
 Q = np.ones((2, 4, 10, 8), np.float32)
@@ -88,6 +89,16 @@ def test_unequal_lengths_need_an_alignment_by_name():
 def test_all_reasons_come_at_once():
     reasons = reasons_of(Q, Q[..., :4], Q, scale=float("inf"), kernel="sm91", executor="gpu")
     assert len(reasons) == 4
+
+
+def test_a_wrong_scale_hides_nothing_else():
+    wrong = {"scale": "x", "causal": 3, "window": 5, "bias": np.ones((10, 10), bool), "dropout": 0.5, "precision": "x"}
+    assert sorted(reason.split()[0].split("=")[0] for reason in reasons_of(Q, Q, Q, **wrong)) == sorted(wrong)
+
+
+def test_a_list_is_written_out_where_it_is_short():
+    assert describe([1, -2.5, "a"]) == "[1, -2.5, 'a']" and describe([[1]]) == "list"
+    assert describe(list(range(2000))) == "[0, 1, 2, 3, 4, 5, 6, 7, ...] of 2000 items"
 
 
 @pytest.mark.parametrize("value", [None, [[1.0]], "q", np.ma.ones((4, 4), np.float32)])

@@ -235,6 +235,13 @@ REFUSED = {
         lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=X),
         ["executor='gpu' takes CuPy's arrays", "out must be None"],
     ),
+    "operands of other dtypes": (
+        lambda: cuflash.attention(X, X.astype(np.float64), X.astype(int), precision="fp8"),
+        ["k must be of float16, bfloat16 or float32", "v must be of float16, bfloat16 or float32"],
+    ),
+    "plain arrays and a precision": (
+        lambda: cuflash.attention(X8, X, X8, precision="fp8"), ["precision must not be 'fp8' where", "k must be Quant"]
+    ),
     "precision of what is quantised": (
         lambda: cuflash.attention(X8, X8, X8, precision="fp8"), ["precision must not be 'fp8' where"]
     ),

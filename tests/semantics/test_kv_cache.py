@@ -281,6 +281,25 @@ def a_cache(num_rows: int = 2, **fields: Any) -> KVCache:
     return cache
 
 
+def over_read_only_pages() -> KVCache:
+    pages = normal(2, 3, 2, 16, 8)
+    pages.flags.writeable = False
+    return KVCache.over(*pages, TABLE, [0, 0])
+
+
+@pytest.mark.parametrize("num_kv_heads", [2**12, 2**31 - 1], ids=["more than there is", "more than can be addressed"])
+@pytest.mark.parametrize("more", [{}, {"page_size": 1024, "num_pages": 2**31 - 1}], ids=["contiguous", "pages"])
+def test_a_cache_without_room_is_an_error_before_its_tables_take_memory(
+    more: dict[str, Any], num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of 2^31 items would take all memory of the machine, and no error comes of that."""
+    for name in ("OwnPages", "PagePool"):
+        monkeypatch.setattr(f"cuflash.cache.kv_cache.{name}", pytest.fail)
+    sizes = {"batch": 2**31 - 1, "num_kv_heads": num_kv_heads, "head_dim": 256, "capacity": 1024}
+    with pytest.raises(MemoryError):
+        KVCache(**sizes, dtype=np.float64, **more)
+
+
 WRONG = {
     "no batch": (lambda: KVCache(**SMALL | {"batch": 0}), "batch must be an int from 1 to 2**31 - 1; got 0"),
     "wide heads": (lambda: KVCache(**SMALL | {"head_dim": 257}), "head_dim must be an int from 1 to 256; got 257"),
@@ -307,6 +326,16 @@ WRONG = {
     "no such row": (lambda: a_cache().reset([3]), "rows must be a sequence from 0 to 2; got 3"),
     "a row": (lambda: a_cache().reset(1), "rows must be a list of sequences, or None for all; got 1"),
     "to itself": (lambda: a_cache().fork(1, 1), "target must be another sequence than source; got 1"),
+    "of nothing": (lambda: a_cache(0).fork(1, 0), "source must hold rows; got sequence 1, which is empty"),
+    "rows and counts": (lambda: a_cache().append(K, K[:, :1], counts=[1]), "2 reasons"),
+    "counts as they came": (lambda: a_cache().append(K, K, counts=[1, 2, -3]), "got [1, 2, -3]"),
+    "queries, counts and options": (
+        lambda: a_cache().attention(K[:2], counts=[9], causal=2, scale="x", kernel="x", precision="x"), "6 reasons"
+    ),
+    "read-only pages": (lambda: over_read_only_pages().append(K[:2], K[:2]), "writeable pages to append to"),
+    "pages, a table and lengths": (
+        lambda: KVCache.over(normal(3, 2, 16, 8), normal(4, 2, 16, 8), TABLE * 1.0, [1]), "3 reasons"
+    ),
     "no such source": (lambda: a_cache().fork(-1, 1), "source must be a sequence from 0 to 2; got -1"),
     "beyond the capacity": (lambda: a_cache().reserve([71, 0, 0]), "lengths must fit the room of sequence 0"),
     "queries of two axes": (lambda: a_cache().attention(K[0, 0]), "q must have shape (3, num_heads, n, 8)"),

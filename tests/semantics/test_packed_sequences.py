@@ -295,10 +295,10 @@ OFFSETS = np.array([0, 4, 10])
 WRONG = {
     "decreasing": (lambda: masks.Sequences(np.array([0, 5, 3])), "q_offsets must never decrease; got 3 after 5"),
     "negative": (lambda: masks.Sequences(np.array([-1, 5])), "q_offsets must start at 0 or later; got -1"),
-    "floats": (lambda: masks.Sequences(np.array([0.0, 5.0])), "q_offsets must be an integer array (..., num_sequences"),
-    "a list": (lambda: masks.Sequences([0, 5]), "masks.Sequences.of(lengths) makes the mask from lengths"),
-    "nothing": (lambda: masks.Sequences(np.zeros(0, int)), "q_offsets must be an integer array"),
-    "booleans": (lambda: masks.Sequences(np.array([False, True])), "q_offsets must be an integer array"),
+    "floats": (lambda: masks.Sequences(np.array([0.0, 5.0])), "q_offsets must be a list of ints, or an integer"),
+    "a word": (lambda: masks.Sequences("ab"), "masks.Sequences.of(lengths) makes the mask from lengths"),
+    "nothing": (lambda: masks.Sequences(np.zeros(0, int)), "q_offsets must be a list of ints, or an integer array"),
+    "booleans": (lambda: masks.Sequences(np.array([False, True])), "q_offsets must be a list of ints, or an integer"),
     "unequal numbers": (lambda: masks.Sequences(OFFSETS, OFFSETS[:2]), "as many sequences as q_offsets, 2; got 1"),
     "no alignment": (
         lambda: masks.Sequences(OFFSETS, OFFSETS + 1, causal=True), "causal must be 'bottom_right', which lets the last"
@@ -326,6 +326,8 @@ WRONG = {
         lambda: masks.Sequences(np.tile(OFFSETS, (2, 1)))(0, 0, OFFSETS, OFFSETS), "call .resolve(shape) first"
     ),
     "negative lengths": (lambda: masks.Sequences.of(np.array([3, -1])), "q_lengths must be at least 0; got -1"),
+    "a list that falls": (lambda: masks.Sequences([0, 5, 3]), "q_offsets must never decrease; got 3 after 5"),
+    "a list of floats": (lambda: masks.Sequences([0, 5.0]), "q_offsets must be a list of ints, or an integer array"),
     "lengths of words": (lambda: masks.Sequences.of(["a"]), "q_lengths must be a list of ints of at least 0"),
     "both lengths": (lambda: masks.Sequences.of([-1], 3), "2 reasons"),
     "not a list": (lambda: cuflash.pack(OFFSETS), "arrays must be a list of arrays"),
@@ -342,6 +344,14 @@ WRONG = {
     "falling offsets": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS[::-1]), "offsets must never decrease"),
     "offsets of floats": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS / 2), "offsets must be an integer array"),
 }  # fmt: skip
+
+
+def test_offsets_in_a_list_are_those_in_an_array() -> None:
+    x = np.zeros((2, 10, 4), np.float32)
+    offsets = [0, 3, 3, 10]
+    given, made = masks.Sequences(offsets, tuple(offsets)), masks.Sequences(np.array(offsets), np.array(offsets))
+    np.testing.assert_array_equal(given.toarray(10), made.toarray(10))
+    assert [part.shape[1] for part in cuflash.unpack(x, offsets)] == [3, 0, 7]
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -220,8 +221,21 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(
     refused([*WORDS, "--plot", "my.png"], "--plot needs matplotlib: pip install matplotlib, or leave it out", capsys)
 
 
-def test_an_unknown_command_gets_one_line() -> None:
-    words = [sys.executable, "-m", "cuflash", "studies"]
-    run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
-    told = "python -m cuflash: error: the command must be memory, roofline, study or none; got studies\n"
-    assert (run.returncode, run.stdout, run.stderr) == (1, "", told)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("studies", ": error: the command must be doctor, memory, roofline, study or none; got studies\n"),
+        ("doctor all", " doctor: error: the command takes no arguments; got all\n"),
+    ],
+)
+def test_an_unknown_command_gets_one_line(words: str, told: str) -> None:
+    command = [sys.executable, "-m", "cuflash", *words.split()]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (1, "", f"python -m cuflash{told}")
+
+
+def test_help_names_the_commands() -> None:
+    command = [sys.executable, "-m", "cuflash", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    names = re.findall(r"python -m cuflash (\w+)", " ".join(told.split()))
+    assert set(names) == {"doctor", "memory", "roofline", "study"}

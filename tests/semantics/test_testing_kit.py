@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 import cuflash
-from cuflash import masks, reference, testing
+from cuflash import UnsupportedProblem, masks, reference, testing
 from cuflash.masks.base import And, Mask, Not, Or
 from cuflash.testing import Structure, assert_within, assert_within_bounds, oracle, strategies
 from cuflash.testing.strategies import laid_out
@@ -166,11 +167,60 @@ def test_a_structure_always_makes_the_same_example(structure):
     assert all(getattr(first, name).tobytes() == getattr(second, name).tobytes() for name in ("q", "k", "v", "do"))
 
 
-def test_the_repr_of_an_example_makes_it_again():
-    example = Structure(seqlen_q=3, dtype="bfloat16", mask=masks.SlidingWindow(1, 0) | ~masks.Causal()).example()
-    names = {"Structure": Structure, "Or": Or, "Not": Not, **vars(masks)}
-    again = eval(repr(example), names)
-    assert repr(again) == repr(example) and np.array_equal(again.q, example.q)
+NAMES = {"Structure": Structure, "masks": masks, "np": np, "cuflash": cuflash, "testing": testing}
+
+
+@given(
+    strategies.structures(
+        most_scores=1 << 12, has_non_finite=True, has_sink=True, has_score=True, has_dropout=True, widest=8
+    )
+)
+def test_the_repr_of_an_example_makes_it_again(structure):
+    example = structure.example()
+    again = eval(repr(example), NAMES)
+    assert repr(again) == repr(example)
+    for name in ("q", "k", "v", "do", "sink", "dense_mask"):
+        assert np.array_equal(*(np.asarray(getattr(each, name), float) for each in (again, example)), equal_nan=True)
+    assert again.dropout == example.dropout
+
+
+RESTRICTED = {
+    "batch": ([(2,), (5,)], lambda each: each.q.ndim == each.k.ndim == 4 and len(each.q) == len(each.v) in (2, 5)),
+    "grouped_heads": (False, lambda each: each.q.ndim == 2 or each.q.shape[-3] == each.k.shape[-3]),
+    "layouts": (["contiguous"], lambda each: each.q.flags.c_contiguous and each.v.flags.c_contiguous),
+    "empty_rows": (False, lambda each: each.allowed.any(axis=-1).all()),
+    "masks": (st.none(), lambda each: each.mask is None),
+}
+
+
+@pytest.mark.parametrize("name", RESTRICTED)
+def test_examples_can_be_restricted(name):
+    value, holds = RESTRICTED[name]
+
+    @settings(database=None, phases=[Phase.generate], max_examples=15)
+    @given(strategies.examples(**{name: value}, most_scores=1 << 12, widest=8))
+    def check(example):
+        assert holds(example), repr(example)
+
+    check()
+
+
+def test_masks_of_a_function_fit_the_shape_and_wrong_restrictions_are_said():
+    @settings(database=None, phases=[Phase.generate], max_examples=10)
+    @given(
+        strategies.structures(
+            masks=lambda shape: st.just(masks.Dense(np.zeros((shape.seqlen_q, shape.seqlen_kv), bool))),
+            empty_rows=False, layouts=("negative",), grouped_heads=False, batch=[(1, 2)],
+        )
+    )  # fmt: skip
+    def check(structure):
+        assert structure.layouts == ("negative",) * 5 and structure.num_heads == structure.num_kv_heads
+        assert structure.q_batch == structure.v_batch == (1, 2) and structure.example().allowed.all()
+
+    check()
+    with pytest.raises(UnsupportedProblem) as refused:
+        strategies.examples(batch=[2], grouped_heads="no", layouts=["dense"], empty_rows=0, masks=masks.Causal())
+    assert [reason.split(" ")[0] for reason in refused.value.reasons] == [*RESTRICTED]
 
 
 # Layouts

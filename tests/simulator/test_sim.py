@@ -444,11 +444,21 @@ def test_a_missing_compiler_or_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch
 
 def test_an_unwritable_home_is_said_and_does_not_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("CUFLASH_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compiler.cache_directory() == tmp_path / "xdg" / "cuflash" / "sim"
+    assert compiler.cache_directory().stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert compiler.cache_directory() == tmp_path / ".cache" / "cuflash" / "sim"
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "chosen"))
+    assert compiler.cache_directory() == cuflash.cache_info().simulator.folder == tmp_path / "chosen" / "sim"
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", "here")
+    with pytest.warns(RuntimeWarning, match="in every process: here/sim is not an absolute path"):
+        assert compiler.cache_directory().is_absolute()
     file = tmp_path / "file"
     file.touch()
-    monkeypatch.setattr(Path, "home", lambda: file)
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file))
     with pytest.warns(RuntimeWarning, match="compiled anew in every process: .*Not a directory"):
         folder = compiler.cache_directory()
     assert folder.is_dir() and compiler.cache_directory() == folder
@@ -539,7 +549,7 @@ def test_a_compiler_that_does_not_start_or_never_ends_is_said(monkeypatch: pytes
 def test_a_folder_that_libraries_may_not_be_loaded_from_is_passed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
     real = os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=real(path).f_flag | os.ST_NOEXEC))
     with pytest.warns(RuntimeWarning, match="in every process: no library may be loaded from .* mounted with noexec"):
@@ -553,7 +563,8 @@ def test_a_library_that_is_not_loaded_says_what_to_set(monkeypatch: pytest.Monke
 
     build(TWICE, "twice")
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    with pytest.raises(sim.BuildError, match=r"twice must be loaded .*failed to map segment.*set HOME, or TMPDIR"):
+    words = "twice must be loaded .*failed to map segment.*set CUFLASH_CACHE_DIR, or TMPDIR"
+    with pytest.raises(sim.BuildError, match=words):
         build(TWICE, "twice")
 
 

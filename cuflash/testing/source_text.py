@@ -1,0 +1,59 @@
+"""Python source of the parts of an example, which a message shows and which makes the example again."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import masks
+from ..arrays import is_array, to_host
+from ..dropout import Dropout
+from ..masks.base import And, Mask, Not, OnBlocks, Or, Xor
+from .formulas import Formula
+from .mask_strategies import Checkered
+
+__all__ = ["source_text"]
+
+_OPERATORS: dict[type[Mask], str] = {And: " & ", Or: " | ", Xor: " ^ "}
+_PREFIXES = {Formula: "testing.formulas.", Dropout: "cuflash.", Checkered: "testing.mask_strategies."}
+_MOST_LISTED = 64  # elements of an array that are listed as numbers
+
+
+def source_text(value: Any) -> str:
+    """Write a value as an expression of the names `np`, `cuflash`, `masks` and `testing`.
+
+    A function in a mask, and a mask or an array of a kind that this library does not define, are written as they show
+    themselves, which may be no source.
+
+    Examples
+    --------
+    >>> source_text(masks.Causal() - masks.Dense(np.eye(2, dtype=bool)))
+    "(masks.Causal(align=None) & ~masks.Dense(allowed=np.array([[True, False], [False, True]], '|b1')))"
+    """
+    if type(value) in _OPERATORS:
+        return f"({_OPERATORS[type(value)].join(map(source_text, value.operands))})"
+    if type(value) is Not:
+        return f"~{source_text(value.operand)}"
+    if type(value) is OnBlocks:
+        return f"{source_text(value.mask)}.on_blocks({value.block!r}, mirrored={value.mirrored!r})"
+    name = type(value).__name__
+    if is_dataclass(value) and getattr(masks, name, None) is type(value):
+        parts = (f"{each.name}={source_text(getattr(value, each.name))}" for each in fields(value) if each.init)
+        return f"masks.{name}({', '.join(parts)})"
+    if is_array(value) and value.dtype.kind in "biuf":
+        return _array_text(np.asarray(to_host(value)))
+    return f"{_PREFIXES.get(type(value), '')}{value!r}"
+
+
+def _array_text(array: np.ndarray[Any, Any]) -> str:
+    dtype = array.dtype.str
+    if not array.size:
+        return f"np.zeros({array.shape}, {dtype!r})"
+    if array.size <= _MOST_LISTED:
+        return f"np.array({array.tolist()}, {dtype!r})"
+    if array.dtype == bool:
+        packed = f"np.frombuffer(bytes.fromhex('{np.packbits(array).tobytes().hex()}'), '|u1')"
+        return f"np.unpackbits({packed}, count={array.size}).astype(bool).reshape({array.shape})"
+    return f"np.frombuffer(bytes.fromhex('{array.tobytes().hex()}'), {dtype!r}).reshape({array.shape})"
