@@ -20,7 +20,7 @@ unsigned next_engine = 0;
 
 enum class Type : uint32_t { other, half, bfloat16, single };
 
-// As cuflash/tensor_map.py lays it out.
+// As cuflash/executors/tensor_map.py lays it out.
 struct Map {
   uint64_t magic;
   unsigned char* base;
