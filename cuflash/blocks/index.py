@@ -29,7 +29,7 @@ from .report import IndexReport
 _EVERYTHING = Band()
 _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of lists which an index carries
 
-# A function that makes an index of chosen blocks on a device, from the blocks, a resolved mask, its shape, and the sides
+# A function that makes an index of chosen blocks on a device, from the blocks, a resolved mask, its shape and the sides
 # of a block. The executors, which this room does not import, set it; without it array operations make the index.
 make_on_device: Callable[[Array, Mask, MaskShape, tuple[int, int]], BlockIndex] | None = None
 
