@@ -102,7 +102,7 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def to_host(array: Array) -> Array:
-    """The array as NumPy's. For a device array this waits for the device and copies, so only what shows things asks."""
+    """Return the array as NumPy's. For a device array this waits and copies, so that only displays call it."""
     return array if namespace(array) is np else array.get()
 
 

@@ -66,7 +66,7 @@ def reach(array: Array) -> tuple[int, int]:
 
 
 def overlap(first: Array, second: Array) -> bool:
-    """Return whether two arrays share any element; yes where that would be hard to tell."""
+    """Return whether two arrays share any element; true where that would be hard to decide."""
     try:
         return bool(np.shares_memory(_span(first), _span(second), max_work=1 << 16))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
@@ -226,7 +226,7 @@ def _is_bfloat16(value: Any) -> bool:
 
 
 def _bfloat16(value: Any, xp: Any) -> Array:
-    """An array of bfloat16, which NumPy's DLPack does not know: tensors pass as int16, others by the host's buffer."""
+    """Return an array of bfloat16, which NumPy's DLPack lacks: tensors pass as int16, others by the host's buffer."""
     if is_tensor(value):
         return xp.from_dlpack(value.view(sys.modules["torch"].int16)).view(BFLOAT16)
     if xp is not np:

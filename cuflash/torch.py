@@ -225,7 +225,7 @@ def _gradients(
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass as something that PyTorch may be asked to differentiate: to be constant would be wrong."""
+    """The backward pass as a function that refuses to be differentiated: PyTorch would take it for a constant."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> Any:
@@ -489,7 +489,7 @@ def _kind_reasons(name: str, tensor: Tensor, is_captured: bool) -> list[str]:
 
 
 def _returned(outs: _Outs, made: Iterable[Tensor]) -> tuple[Any, ...]:
-    """o and lse: given ones, of which PyTorch is told that they were written to, and those that were made."""
+    """Return o and lse: arrays that were given, which PyTorch is informed were written to, or new ones."""
     increment_version([each for each in outs if each is not None])
     others = iter(made)
     return tuple(next(others, None) if each is None else each for each in outs)

@@ -1,7 +1,8 @@
-"""Lists of blocks made on a device, where a mask's arrays are: every shape is known beforehand, so that nobody waits.
+"""Lists of blocks made on a device, where a mask's arrays are. Every shape is known beforehand, so nothing waits.
 
-All blocks of the grid are asked at once, and each list has room for all of them. How many are listed stands on the
-device alone, last in `indptr`; the room behind them holds zeros. Memory follows the grid here, not the blocks kept.
+All blocks of the grid are classified at once, and each list has space for all of them. The number of listed blocks is
+on the device alone, last in `indptr`; the unused space behind them holds zeros. Memory grows with the grid here, not
+with the blocks kept.
 """
 
 from __future__ import annotations

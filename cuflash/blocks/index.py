@@ -29,8 +29,8 @@ from .report import IndexReport
 _EVERYTHING = Band()
 _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of lists which an index carries
 
-# Makes an index of chosen blocks on a device: of the blocks, a resolved mask, its shape, and the sides of a block. The
-# executors put their kernels here, which this room does not know; without them operations on arrays make the index.
+# A function that makes an index of chosen blocks on a device, from the blocks, a resolved mask, its shape and the sides
+# of a block. The executors, which this room does not import, set it; without it array operations make the index.
 make_on_device: Callable[[Array, Mask, MaskShape, tuple[int, int]], BlockIndex] | None = None
 
 

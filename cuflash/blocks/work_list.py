@@ -196,7 +196,7 @@ class ListedWork:
 
     @cached_property
     def max_entries_in_row(self) -> int:
-        """Entries of the longest block row; on a device as many as can be, since nobody waits for it."""
+        """Entries of the longest block row; on a device the most that are possible, which needs no wait."""
         index = self.index
         return int(np.diff(index.indptr).max(initial=0)) if index.is_on_host else index.num_kv_blocks
 

@@ -60,7 +60,7 @@ class Rounding:
 
 
 def limits(dtype: np.dtype[Any]) -> Any:
-    """`numpy.finfo` that knows bfloat16 too."""
+    """Return `numpy.finfo` of a dtype, bfloat16 included."""
     return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
 
 

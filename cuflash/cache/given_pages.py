@@ -1,4 +1,4 @@
-"""Pages, a page table and lengths that somebody else has made, checked before a cache works on them."""
+"""Pages, a page table and lengths that the caller made, checked before a cache works on them."""
 
 from __future__ import annotations
 

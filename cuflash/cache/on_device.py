@@ -86,7 +86,7 @@ class OnDevice:
     def append(
         self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: Append | None
     ) -> None:
-        """Launch the kernel that writes rows and adds to the lengths, which the host knows afterwards, or does not.
+        """Launch the kernel that writes rows and adds to the lengths; the host then has the lengths, or has not.
 
         The step is bound unless one is found.
         """
@@ -124,7 +124,7 @@ class OnDevice:
         return self.steps.bind_decode(plan, arrays | self.tables(None) | made, out, options, gpu.current_target())
 
     def decode(self, found: Decode, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None) -> None:
-        """Launch the decode kernel; lse is None where the caller does not want it."""
+        """Launch the decode kernel; lse is None if the caller does not need it."""
         step, of_q, _, of_sink = found
         counts, memory, stream = self.counts(counts), self.steps.memory(step.nbytes), self.steps.current_stream()
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
@@ -132,7 +132,7 @@ class OnDevice:
         self._after(step, stream, q, o, lse, counts, sink, memory)
 
     def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
-        """Hold what a captured call uses as long as the cache, since each replay writes there; wait if asked to."""
+        """Keep what a captured call uses as long as the cache, as replays write there; wait if the step is checked."""
         if stream.is_capturing():
             self._captured.extend(arrays)
         if step.is_checked:

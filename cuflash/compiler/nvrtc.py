@@ -374,7 +374,7 @@ def current_device() -> tuple[Any, int]:
 
 
 def current_number() -> int:
-    """The number of CuPy's current device, as `current_device` tells it, in less time once that has answered."""
+    """Return the number of CuPy's current device, faster than `current_device` once that was called."""
     number: int = sys.modules["cupy"].cuda.runtime.getDevice() if _is_started else current_device()[1]
     return number
 
@@ -487,7 +487,7 @@ def _resources_loaded(cupy: Any, function: Any) -> Resources:
 
 
 def _raise_shared_limit(cupy: Any, spec: KernelSpec, function: Any, shared_bytes: int) -> None:
-    """Let launches ask for more dynamic shared memory than every chip has."""
+    """Let launches have more dynamic shared memory than every chip has."""
     driver, runtime = cupy.cuda.driver, cupy.cuda.runtime
     try:
         driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
@@ -515,7 +515,7 @@ def _environment() -> _Environment:
 
 
 def _dump(spec: KernelSpec, architecture: str, text: str) -> str:
-    """Write a text for people to read, if they asked; where it went."""
+    """Write a text to the folder that CUFLASH_DUMP names, if there is one; return the path."""
     folder = _environment().dump
     if folder is None:
         return ""

@@ -67,7 +67,7 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
         return f"// {spec}\n{types}{constants(spec)}{entry}{list_assertions(included, host=host)}"
     features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
     made = assertions({*included, *features}, host=host)
-    layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
+    layout = f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{made}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
 
 

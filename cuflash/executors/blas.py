@@ -97,7 +97,7 @@ def _function(found: Any, name: str) -> Any:
 
 
 def on_one_thread(run: Callable[[], None]) -> None:
-    """Run something while BLAS multiplies on the thread that asks for it; an interrupt leaves nothing behind."""
+    """Run a function while BLAS multiplies on the calling thread; an interrupt leaves no limit behind."""
     blas = OneThread()
     try:
         blas.enter()
@@ -128,7 +128,7 @@ class OneThread:
                     self._before.append((library, library.swap(1)))
 
     def leave(self) -> None:
-        """Give back what nobody needs any more; may be repeated where it, or `enter`, was interrupted."""
+        """End the limit that no call needs any more; it may be called again after it, or `enter`, was interrupted."""
         global _users
         while self._before:
             library, number = self._before[-1]

@@ -314,7 +314,7 @@ class _HostCall:
                 if dropped is not None:
                     dropped.apply(p)
                 dv, dk = _added(dv, p @ do), _added(dk, ds @ q)
-        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor; dK wants scale.
+        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor; dK needs the scale.
         self.write("dk", keys, 0 if dk is None else dk * self.wide(self.natural * self.score_factor))
         of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
         self.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * self.wide(of_kept))

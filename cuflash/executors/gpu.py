@@ -559,7 +559,7 @@ def keep_for_capture(plan: KernelPlan, *arrays: Array) -> None:
 
 
 def pin(plan: KernelPlan) -> None:
-    """Hold a plan that nobody else may hold for ever, if a graph needs what it keeps."""
+    """Keep a plan for ever that only its caller holds, if a graph needs what the plan keeps."""
     if plan in _captured:
         hold(plan)
 

@@ -232,7 +232,7 @@ _ALL_WORDS = _WORDS + TENSOR_MAPS.itemsize // 8
 
 
 def softmax_scale(problem: Problem) -> float:
-    """0 where the numbers that kernels reckon with have no normal one for it: no score is large enough to matter."""
+    """Return the scale, or 0 if it is too small for the kernels' numbers: no score is large enough to matter."""
     scale = problem.scaling.scale
     return scale if abs(scale) >= 2 * float(np.finfo(problem.accumulator).tiny) else 0.0
 

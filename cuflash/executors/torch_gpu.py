@@ -126,7 +126,7 @@ class TorchGpu(gpu.Gpu):
         return torch.from_dlpack(array.reshape(-1).view(np.uint8))
 
     def device_lists(self, work: WorkList) -> Any:
-        """Return lists on the device after waiting for their copy, which a capture of PyTorch may not ask about."""
+        """Return lists on the device after waiting for their copy: a capture of PyTorch may not test for its end."""
         found = super().device_lists(work)
         if found is not None:
             found.wait_until_copied()

@@ -41,7 +41,7 @@ class Memory(Protocol):
 
     @property
     def address(self) -> Callable[[Array], int]:
-        """A function that tells the address of an array."""
+        """A function that returns the address of an array."""
 
 
 class Taken(NamedTuple):

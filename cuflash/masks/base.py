@@ -538,7 +538,7 @@ class OnBlocks(Mask):
 
 
 def _whole_shape(seqlen_q: Any, seqlen_kv: Any, batch: Any, num_heads: Any) -> MaskShape:
-    """The shape that is asked for by lengths, of which arrays can be made."""
+    """Return the shape that lengths, batch and heads make, of which arrays can be made."""
     shape = MaskShape(batch, num_heads, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv)
     if reasons := shape_reasons(shape):
         raise UnsupportedProblem(reasons)
@@ -550,7 +550,7 @@ def _whole_shape(seqlen_q: Any, seqlen_kv: Any, batch: Any, num_heads: Any) -> M
 
 @dataclass(frozen=True, eq=False)
 class _Composed(Mask):
-    """A mask made of others: what it is asked, it asks those at the tips of its tree, and combines their answers."""
+    """A mask made of others: it evaluates the masks at the tips of its tree, and combines their results."""
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         def negated(allowed: Array) -> Array:

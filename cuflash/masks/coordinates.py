@@ -54,7 +54,7 @@ def widened(coordinate: Array) -> Array:
 
 
 def clipped(number: int | None) -> int | None:
-    """A bound, or a count, that may meet int64 coordinates, and says the same of each as the number itself."""
+    """Return a bound, or a count, that fits int64 coordinates and compares with each as the number itself does."""
     return None if number is None else max(-UNBOUNDED, min(number, UNBOUNDED))
 
 

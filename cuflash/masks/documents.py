@@ -112,7 +112,7 @@ def _document_bounds(q_ids: LeadingArray, kv_ids: LeadingArray) -> tuple[Leading
 
 
 def _share_integers(x: Array, y: Array) -> bool:
-    """Return whether an integer dtype holds the values of both: uint64 and signed integers meet as float64."""
+    """Return whether an integer dtype holds the values of both; uint64 and signed integers become float64 together."""
     return np.result_type(x.dtype, y.dtype).kind in "iu"
 
 

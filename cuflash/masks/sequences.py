@@ -322,6 +322,6 @@ def _sums(name: str, lengths: Any) -> Array:
 
 
 def _as_int64(offsets: Array) -> Array:
-    """Offsets as int64, in which they meet coordinates; those of uint64 that it does not hold are beyond all keys."""
+    """Return offsets as int64, the dtype of coordinates; larger offsets of uint64 are beyond all keys."""
     is_widest = offsets.dtype == np.uint64
     return widened(namespace(offsets).minimum(offsets, np.uint64(UNBOUNDED)) if is_widest else offsets)

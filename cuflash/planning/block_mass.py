@@ -139,7 +139,7 @@ def mass_kernels(
 
 
 def takes_turned_columns(problem: Problem, device: DeviceSpec, block_kv: int, columns: int) -> bool:
-    """Tell whether the kernel takes rows of q that are groups of columns in reverse: chunks must lie in one group."""
+    """Return whether the kernel takes rows of q in reversed groups of columns: chunks must lie in one group."""
     return mass_spec(problem, device, block_kv, is_listed=False).splits_head_dim and columns % _CHUNK == 0
 
 

@@ -137,7 +137,7 @@ class ListSource:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all results by name; `dtype` tells their dtypes."""
+        """Shapes of all results by name; `dtype` has their dtypes."""
         matrices, num_rows, num_columns = self.grid
         rows, columns = matrices * num_rows, matrices * num_columns
         cells = rows * num_columns

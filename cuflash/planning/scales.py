@@ -25,6 +25,6 @@ class RowsPerScale(NamedTuple):
     v: int
 
     def feature(self) -> Feature:
-        """The feature whose record tells kernels the scales."""
+        """The feature whose record passes the scales to kernels."""
         values: dict[str, Any] = dict(zip(_ROWS, self))
         return Feature("scales", SCALES, values)

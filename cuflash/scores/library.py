@@ -360,7 +360,7 @@ def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
 
 
 def _has_axes(array: Any) -> bool:
-    """Tell whether a value has a shape and a dtype: an array, a tensor, or these two alone."""
+    """Return whether a value has a shape and a dtype: an array, a tensor, or these two alone."""
     return isinstance(array, ShapeDtype) or is_array(array) or is_differentiated(array)
 
 

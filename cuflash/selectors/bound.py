@@ -45,7 +45,7 @@ def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | None:
 
 
 def remember(key: Hashable, selection: Selection | None) -> bool:
-    """Keep a selection for calls with the same key, and tell whether there is one."""
+    """Keep a selection for calls with the same key, and return whether there is one."""
     if selection is None:
         return False
     if len(_selections) >= _MAX_SELECTIONS:

@@ -116,7 +116,7 @@ def _later(stairs: Any, first: int) -> Any:
 
 
 def _has_any(xp: Any, chosen: Array, start: Array, stop: Array) -> Array:
-    """Tell for each row whether a position start <= x < stop is chosen; both ends may be out of range."""
+    """Return for each row whether a position start <= x < stop is chosen; both ends may be out of range."""
     length = chosen.shape[-1]
     sums = xp.zeros((*chosen.shape[:-1], length + 1), dtype=np.int64)
     sums[..., 1:] = xp.cumsum(chosen, axis=-1)

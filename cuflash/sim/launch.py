@@ -198,7 +198,7 @@ class Kernel:
             raise SimulationError("\n  ".join([*lines, f"under {schedule}"]))
 
     def _values(self, params: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
-        """The bytes of each argument, aligned as the strictest type asks."""
+        """Return the bytes of each argument, aligned as the strictest type needs."""
         if not isinstance(params, tuple):
             raise TypeError(f"params must be a tuple; got {type(params).__name__}")
         if len(params) != len(self._parameter_sizes):

@@ -454,7 +454,7 @@ def _axes(draw: st.DrawFn, limits: _Limits, room: int) -> tuple[bool, int, int, 
 
 @st.composite
 def _masks(draw: st.DrawFn, limits: _Limits, shape: MaskShape) -> Mask | None:
-    """A mask of the kinds that are asked for; where no row may be empty, empty ones attend all keys instead."""
+    """Draw a mask of the given kinds; if no row may be empty, empty rows attend all keys instead."""
     if limits.masks is None:
         is_masked = draw(st.sampled_from((False, True, True, True)))
         mask = draw(mask_strategies.masks(shape, limits.max_leaves)) if is_masked else None

@@ -3,21 +3,21 @@
 #include <ptx/math.cuh>
 #include <tile/philox.cuh>
 
-// Dropout of weights: each is 0 or is multiplied by `factor`, by a number that the seed and its place alone determine. The
-// host's half is cuflash/dropout/weights.py, which says which number is whose.
+// Dropout of weights: each is 0 or is multiplied by `factor`. The seed and the weight's place alone decide which.
+// cuflash/dropout/weights.py computes the same on the host, and defines which number belongs to which weight.
 namespace cuflash::attention {
 
-// The parameters of a kernel whose specification has dropout, an argument of its own.
+// A kernel argument, in kernels whose specification has dropout: its parameters.
 struct Dropout {
-  uint64_t seed;                 // of a kernel that does not read it
-  const uint64_t* dropout_seed;  // read by a kernel that does
+  uint64_t seed;                 // if the kernel does not read the seed from an array
+  const uint64_t* dropout_seed;  // if it does
   uint32_t offset;
-  uint32_t either[8];  // all bits set where the threshold of a number of 8 bits has none, from its lowest bit on
+  uint32_t either[8];  // for each bit of an 8-bit threshold, from the lowest on: all bits set if the bit is 0
   double factor;       // 1 / (1 - p)
-  float single_factor;  // the same rounded: the unit for doubles waits for products of tensor cores
+  float single_factor;  // the same as a float, since arithmetic of doubles waits for products of tensor cores
 };
 
-// The argument as functions take it; other kernels have none, and hand over the constant in its place.
+// The type of the argument in functions: kernels without dropout pass a constant in its place.
 struct NoDropout : Dropout {};
 template <bool HasDropout>
 struct DropoutArgumentIf {
@@ -33,7 +33,7 @@ constexpr NoDropout dropout{};
 using tile::philox4x32;
 using tile::PhiloxWords;
 
-// Where a weight stands: `head` counts query heads over all batch entries.
+// The place of a weight; `head` counts query heads over all batch entries.
 struct WeightPlace {
   uint32_t head;
   int query, key;
@@ -43,14 +43,14 @@ CUFLASH_DEVICE uint32_t head_number(const Shape& shape, const BatchHead& batch_h
   return static_cast<uint32_t>(batch_head.batch_index) * static_cast<uint32_t>(shape.num_heads) + head;
 }
 
-// What the numbers of a launch depend on beside their places.
+// All that the numbers of a launch depend on beside their places.
 class Draws {
  public:
   explicit CUFLASH_DEVICE Draws(const Dropout& dropout) : dropout_(dropout), seed_(dropout.seed) {
     if (config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
   }
 
-  // The words of a counter each, for a cell of four queries and four keys.
+  // The words that Philox draws for counters, each for a cell of four queries and four keys.
   template <int Num>
   CUFLASH_DEVICE void draw(PhiloxWords (&counters)[Num]) const {
     philox4x32(counters, {static_cast<uint32_t>(seed_), static_cast<uint32_t>(seed_ >> 32)});
@@ -58,9 +58,10 @@ class Draws {
   CUFLASH_DEVICE PhiloxWords counter(uint32_t head, uint32_t row, uint32_t column) const {
     return {{row, column, head, dropout_.offset}};
   }
-  // Bits of weights that are kept, of two cells: of the first in the lower half. A weight's number has one bit in each half of
-  // a cell's words, the lowest in the first. All numbers are compared with the threshold at once, bit by bit from the lowest
-  // on: a number is no less if its bit is more than the threshold's, or equal, and the bits below are no less.
+  // Bits of the kept weights of two cells, the first cell's in the lower half. A weight's number has one bit in each
+  // half of a cell's words, the lowest bit in the first. All numbers are compared with the threshold at once, from the
+  // lowest bit on: a number is no less than the threshold if its bit is greater, or if the bits are equal and the bits
+  // below are no less.
   CUFLASH_DEVICE uint32_t kept(const PhiloxWords& first, const PhiloxWords& second) const {
     uint32_t is_kept = ~0u;
 #pragma unroll
@@ -77,7 +78,7 @@ class Draws {
   uint64_t seed_;
 };
 
-// Draws weight by weight, and remembers the cell drawn last: neighbours are of it too.
+// Draws weight by weight, and keeps the words of the last cell, since neighbouring weights are mostly in one cell.
 class WeightDraw {
  public:
   explicit CUFLASH_DEVICE WeightDraw(const Draws& draws) : draws_(draws) {}
@@ -103,7 +104,7 @@ class WeightDraw {
   bool is_first_ = true;
 };
 
-// Which of a thread's weights are kept, a bit each.
+// The kept weights of a thread, one bit each.
 template <class Tile>
 struct KeptWeights {
   static constexpr int kNumWeights = Tile::kRows * Tile::kColumns;
@@ -115,7 +116,8 @@ struct KeptWeights {
   }
 };
 
-// The same, wherever they stand: `place_of` says it by a thread's row and column. In a loop, whose text is short.
+// Return the kept weights of a thread, at places that `place_of` returns for its rows and columns. The loop is not
+// unrolled, which keeps the code short.
 template <class Tile, class PlaceOf>
 CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PlaceOf place_of) {
   using Kept = KeptWeights<Tile>;
@@ -133,7 +135,7 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PlaceOf place_
   return kept;
 }
 
-// Of a tile of queries of one head, and of a tile of keys, whose rows are keys.
+// Return the kept weights of a thread in a tile of queries of one head; below, in a tile of keys, whose rows are keys.
 template <class Tile>
 CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_queries(const Tile& tile, const Dropout& dropout, const Shape& shape,
                                                          const WorkTile& work, const KvBlock& block) {
@@ -151,7 +153,7 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_keys(const Tile& tile, const Dr
   });
 }
 
-// Set weights that are dropped to 0. `p` is asked for by a thread's row and column.
+// Set dropped weights to 0. `p` is a function of a thread's row and column.
 template <class Tile, class POf, class Kept>
 CUFLASH_DEVICE void drop_weights(POf p, const Kept& kept) {
 #pragma unroll
@@ -165,7 +167,7 @@ CUFLASH_DEVICE void drop_weights(Tile& p, const Kept& kept) {
   drop_weights<Tile>([&](int i, int j) -> auto& { return element(p, i, j); }, kept);
 }
 
-// The gradient by all weights from that by the weights that are left, in its place.
+// Turn the gradient by the kept weights into the gradient by all weights, in place.
 template <class Tile, class Kept, class T>
 CUFLASH_DEVICE void drop_gradients(Tile& dp, const Kept& kept, T factor) {
 #pragma unroll
@@ -174,8 +176,8 @@ CUFLASH_DEVICE void drop_gradients(Tile& dp, const Kept& kept, T factor) {
     for (int j = 0; j < Tile::kColumns; ++j) element(dp, i, j) = kept.at(i, j) ? element(dp, i, j) * factor : T(0);
 }
 
-// Which of a thread's weights are kept as tensor cores hold them, a bit each. Rows are queries, or keys if `IsTransposed`. A
-// word has bits of four tiles of 16 x 16, eight of each.
+// The kept weights of a thread in the accumulator layout of tensor cores, one bit each. Rows are queries, or keys if
+// `IsTransposed`. A word has bits of four tiles of 16 x 16, eight of each.
 template <class Tile, bool IsTransposed = false>
 struct KeptFragments {
   using WeightTile = Tile;
@@ -190,7 +192,7 @@ struct KeptFragments {
                         : 16 * half + 8 * (j % 2) + 4 * number + 2 * (i % 2) + j / 2 % 2;
   }
   CUFLASH_DEVICE bool at(int i, int j) const { return words[tile(i, j) / 4] >> bit(i, j) & 1; }
-  // All bits of the halves of a word whose weights are kept: of columns j and j + 1, j being even.
+  // Return a word in which all bits of a half are set if its weight is kept: columns j and j + 1, j being even.
   CUFLASH_DEVICE uint32_t halves_at(int i, int j) const {
     static_assert(!IsTransposed, "neighbours have one bit of two bytes");
     return ptx::permute_bytes(words[tile(i, j) / 4] << (7 - bit(i, j) % 8), 0, bit(i, j) < 16 ? 0x9988 : 0xbbaa);
@@ -200,8 +202,9 @@ struct KeptFragments {
   }
 };
 
-// The same as `kept_weights`, whose first weight is the tile's. Where both of its sides start at multiples of 16, two threads
-// whose rows are neighbours draw every other cell of both and exchange what they have for each other. Called by whole warps.
+// Return what `kept_weights` returns, in the accumulator layout; the first weight is the tile's. If both sides of the
+// tile start at multiples of 16, two threads with neighbouring rows draw every other cell of both, and exchange bits.
+// Called by whole warps.
 template <bool IsTransposed, class Tile>
 CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, const Draws& draws, uint32_t head,
                                                                 int first_row, int first_column) {
@@ -219,7 +222,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
       for (int j = 0; j < Tile::kColumns; ++j) kept.set(i, j, scattered.at(i, j));
     return kept;
   }
-  const int number = row % 2;  // of the tiles of 16 x 16 that the thread draws, each other one
+  const int number = row % 2;  // the thread draws every other one of the tiles of 16 x 16
   const uint32_t row_cell = row / 16 * 4 + row % 8 / 2, column_cell = column / 16 * 4 + column % 8 / 2;
   const uint32_t own = (IsTransposed ? 0x00ff00ffu : 0x0f0f0f0fu) << (IsTransposed ? 8 : 4) * number;
   const int shift = IsTransposed ? (number == 0 ? 8 : 24) : (number == 0 ? 4 : 28);
@@ -249,7 +252,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
   return kept;
 }
 
-// Set weights of a tile of queries that are dropped to 0.
+// Set dropped weights of a tile of queries to 0.
 template <class Tile>
 CUFLASH_DEVICE void drop_weights_of_queries(Tile& p, const Dropout& dropout, const Shape& shape,
                                             const BatchHead& batch_head, int first_query, int first_key) {

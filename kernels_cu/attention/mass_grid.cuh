@@ -19,7 +19,7 @@ struct MassGrid {
     return (shape.seqlen_kv + block - 1) / block;
   }
 
-  // Where the columns of q lie that meet those of k from `column` on.
+  // Return the first column of q that is multiplied by column `column` of k.
   CUFLASH_DEVICE int column_of_q(const Shape& shape, int column) const {
     const int group = static_cast<int>(turned_columns);
     return group == 0 ? column : shape.head_dim - (column / group + 1) * group + column % group;
@@ -33,7 +33,7 @@ CUFLASH_DEVICE int mass_queries(const MassGrid& grid, int tile_rows) {
   return block >= tile_rows ? block : tile_rows / block * block;
 }
 
-// A run of positions cut at multiples of a block.
+// A range of positions that is cut at multiples of a block.
 struct BlockCuts {
   int first, last, block;
 

@@ -1,8 +1,9 @@
 #pragma once
-// The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread block owns
-// whole rows of the grid, so that no two add to one mass, and walks the keys of their queries once. What each query gives to each
-// block of keys is kept in global memory as a logarithm, since lse of the query may follow only from the last key; then these
-// are summed over the queries of a block. Kernels differ in how they copy and multiply rows of q and k.
+// The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread
+// block owns whole rows of the grid, so that no two blocks add to one mass, and walks the keys of their queries once.
+// lse of a query may be known only after its last key: so the sum of its weights over each block of keys is kept in
+// global memory as a logarithm, and these sums are added over the queries of a block afterwards. Kernels differ in how
+// they copy and multiply rows of q and k.
 #include <attention/config_mma.cuh>
 #include <attention/mass_grid.cuh>
 #include <attention/score.cuh>
@@ -17,20 +18,21 @@ constexpr int kRowTiles = kBlockQ / (16 * kNumWarps) + (kBlockQ < 16 * kNumWarps
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kBlockQ / (16 * kRowTiles)>;
 using Softmax = attention::LazySoftmax<Scores::kRows>;
 
-// What a tile's queries give to each block of keys, as logarithms in base 2: [num_kv_blocks, kBlockQ].
+// Logarithms, in base 2, of the sums of a query's weights over each block of keys: [num_kv_blocks, kBlockQ].
 struct RowMasses {
   float* data;
 
   CUFLASH_DEVICE float& at(int kv_block, int row) const { return data[static_cast<int64_t>(kv_block) * kBlockQ + row]; }
 
-  // By all threads.
+  // Called by all threads.
   CUFLASH_DEVICE void clear(int num_kv_blocks) const {
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(num_kv_blocks) * kBlockQ; i += kThreads)
       data[i] = ptx::negative_infinity<float>();
   }
 };
 
-// A tile of queries, lse of them in base 2, infinite where there is no key, and the number of the next rows of the grid.
+// A tile of queries, its lse in base 2 (infinite for queries without a key), and the number of the next rows of the
+// grid.
 struct MassTile {
   float row_shift[kBlockQ];
   int next_number;
@@ -38,8 +40,8 @@ struct MassTile {
   attention::VisitRange visit_range;
 };
 
-// The sums of a walk over keys, whose steps come in the order of the keys. `softmax` has those of the block of keys that the
-// last step was in, as its row sums. Members are called by whole warps.
+// The sums of a walk over keys, in the order of the keys. The row sums of `softmax` are those of the block of keys that
+// the last step was in. Members are called by whole warps.
 class KeySums {
  public:
   Softmax softmax;
@@ -55,11 +57,11 @@ class KeySums {
     stop_ = (number_ + 1) * block_kv_;
   }
 
-  // Whether a step that has begun ends with the block of keys, or before.
+  // Return whether a step that has begun ends with the block of keys, or before it.
   CUFLASH_DEVICE bool holds(const attention::KvBlock& block) const { return block.stop <= stop_; }
 
-  // Turn the scores of such a step into weights under the maxima as they are, and add them up. False, and scores are lost, where
-  // maxima must be looked for.
+  // Turn the scores of such a step into weights under the old maxima, and add the weights up. Return false, with the
+  // scores lost, if maxima must be updated.
   CUFLASH_DEVICE bool try_add_with_stale_max(Scores& s) { return softmax.try_exp_with_stale_max(s, scale_log2_); }
 
   // Turn the scores of a step that has begun into weights, and add them up.
@@ -78,7 +80,7 @@ class KeySums {
     add_parts(s, block, sum);
   }
 
-  // End the walk: row sums of `softmax` are those of all keys then.
+  // End the walk: the row sums of `softmax` then cover all keys.
   CUFLASH_DEVICE void finish() {
     close();
 #pragma unroll
@@ -86,7 +88,7 @@ class KeySums {
   }
 
  private:
-  // Write what rows give to the block of keys, which has ended.
+  // Store the sums of rows over the block of keys, which has ended.
   CUFLASH_DEVICE void close() {
     if (number_ < 0) return;
 #pragma unroll
@@ -100,7 +102,7 @@ class KeySums {
     }
   }
 
-  // Add the weights of a step that lies in several blocks, of which the first has `sum` from steps before.
+  // Add the weights of a step that lies in several blocks; `sum` is the first block's sum of earlier steps.
   CUFLASH_DEVICE void add_parts(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
     if ((block_kv_ | block.start) % 8 == 0) return add_eights(p, block, sum);
 #pragma unroll 1
@@ -121,7 +123,7 @@ class KeySums {
     }
   }
 
-  // The same where no eight columns of the tile lie in two blocks.
+  // Add the weights of such a step if no eight columns of the tile lie in two blocks.
   CUFLASH_DEVICE void add_eights(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; j += 2) {
@@ -150,7 +152,8 @@ class KeySums {
     stop_ += block_kv_;
   }
 
-  // The thread's columns of a step that are not before one, a bit for each; past a step's last key weights are 0.
+  // Return a bit for each of the thread's columns of a step that lie at or after a column. Weights past the last key
+  // are 0.
   static CUFLASH_DEVICE uint32_t columns_from(int column) {
     static_assert(Scores::kColumns <= 32 && Scores::column(2) == 8, "a bit for each column, two of eight");
     const int own = column - Scores::first_column();
@@ -196,8 +199,8 @@ struct NoOutput {
   CUFLASH_DEVICE void scale_row(int, float) const {}
 };
 
-// Note lse of a tile's queries for `add_masses`, and write it where it was not given. Called by the warps that hold scores, once
-// their walks have finished.
+// Store lse of a tile's queries for `add_masses`, and write it to global memory if it was not given. Called by the
+// warps that hold scores, after their walks.
 CUFLASH_DEVICE void save_shifts(const attention::Params& params, const attention::MassGrid& grid,
                                 const Softmax& softmax, float scale_log2, MassTile& tile) {
   const attention::WorkTile& work = tile.work;
@@ -218,13 +221,13 @@ CUFLASH_DEVICE void save_shifts(const attention::Params& params, const attention
   }
 }
 
-// Note a tile. By one thread.
+// Store a tile. Called by one thread.
 CUFLASH_DEVICE void save_tile(const attention::Params& params, const attention::WorkTile& work, MassTile& tile) {
   tile.work = work;
   tile.visit_range = attention::visit_range_of_queries(params, work);
 }
 
-// The rows of a tile, and of the keys that they may see.
+// Return the rows of a tile; below, the rows of the keys that they may see.
 CUFLASH_DEVICE tile::Matrix<Element> queries_of(const attention::Params& params, const attention::WorkTile& work) {
   const attention::Shape& shape = params.shape;
   return attention::matrix<Element>(params.q, work.batch_head, work.batch_head.head, shape.seqlen_q, shape.head_dim)
@@ -236,7 +239,8 @@ CUFLASH_DEVICE tile::Matrix<Element> keys_of(const attention::Params& params, co
   return attention::matrix<Element>(params.k, work.batch_head, head, shape.seqlen_kv, shape.head_dim);
 }
 
-// What is not so as scores left the product: apply the score function, turn what falls as scores grow, and hide what masks hide.
+// Complete the scores of a step: apply the score function, negate scores if the scale is not positive, and set hidden
+// scores to -inf.
 template <class Score>
 CUFLASH_DEVICE void finish_scores(Scores& s, const Score& score, const attention::Params& params,
                                   const attention::WorkTile& work, const attention::KvBlock& block) {
@@ -248,7 +252,7 @@ CUFLASH_DEVICE void finish_scores(Scores& s, const Score& score, const attention
     mask_scores<config::kIsListed>(s, params, work, block, ptx::negative_infinity<float>());
 }
 
-// Calls `add_tile` for all tiles that a thread block owns; it leaves what rows give to blocks of keys, and lse.
+// Call `add_tile` for all tiles that a thread block owns; it stores lse, and the sums of rows over blocks of keys.
 template <class AddTile>
 CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attention::MassGrid& grid, MassTile& tile,
                                   AddTile add_tile) {
@@ -262,15 +266,15 @@ CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attenti
     WorkTile work = owned;
     for (; work.first < owned.last; work.first = work.last) {
       work.last = min(query_tile_end<Listed>(params, work.first, kBlockQ), owned.last);
-      __syncthreads();  // the tile before is done with
+      __syncthreads();  // the tile before is finished
       if (threadIdx.x == 0) {
         if (work.first == owned.first) tile.next_number = next_tile_number(params, num_rows);
         save_tile(params, work, tile);
       }
       row_masses.clear(num_kv_blocks);
-      __syncthreads();  // the tile is noted
+      __syncthreads();  // the tile is stored
       add_tile(row_masses);
-      __syncthreads();  // lse, and what rows give to blocks, is there
+      __syncthreads();  // lse and the sums of rows are stored
       add_masses(params, grid, row_masses, tile);
     }
   }

@@ -1,11 +1,12 @@
 #pragma once
-// The walk of block masses (attention/mass_sums.cuh) where all threads of a thread block copy chunks of q and k, and multiply
-// them: rows that are longer than a tile come in chunks.
+// The walk of block masses (attention/mass_sums.cuh) in which all threads of a thread block copy chunks of q and k, and
+// multiply them. Rows that are longer than a tile are split into chunks.
 #include <attention/mass_sums.cuh>
 
 namespace cuflash {
 
-// What arrives in a slot beside K: a step of the walk, of which it is the last chunk or not; no step ends the walk.
+// The message beside a chunk of K: its step of the walk, and whether it is the last chunk of the step. A message
+// without a step ends the walk.
 struct Chunk {
   attention::KvBlock block;
   bool has_block, is_last_of_block;
@@ -18,7 +19,7 @@ struct TileState {
   tile::Matrix<Element> q, k;
 };
 
-// Q stays in the first slot, unless it comes in chunks as K does.
+// Q stays in the first slot, unless it is split into chunks as K is.
 constexpr int kNumQSlots = kSplitsHeadDim ? kNumStages : 1;
 constexpr int kKeysOffset = kNumQSlots * QTile::kBytes;
 constexpr int kStateOffset = kKeysOffset + kNumStages * KTile::kBytes;
@@ -31,7 +32,7 @@ class ChunkLoader {
   CUFLASH_DEVICE ChunkLoader(const attention::Params& params, const attention::MassGrid& grid, TileState& state)
       : params_(params), grid_(grid), state_(state), blocks_(params, state.tile.visit_range) {}
 
-  // Start to copy the next chunk of K, and of Q where that comes in chunks. Called by all threads.
+  // Start to copy the next chunk of K, and of Q if Q is split into chunks. Called by all threads.
   CUFLASH_DEVICE void start(int slot) {
     const int head_dim = state_.k.num_columns;
     if (first_column_ == 0) has_block_ = blocks_.next(block_);
@@ -69,7 +70,7 @@ CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::
     state.q = queries_of(params, state.tile.work);
     state.k = keys_of(params, state.tile.work);
   }
-  __syncthreads();  // the matrices are noted
+  __syncthreads();  // the matrices are stored
   ChunkLoader loader(params, grid, state);
   if (!kSplitsHeadDim) tile::load_async<kThreads>(q_slot(0), state.q);
 #pragma unroll
@@ -80,7 +81,7 @@ CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::
 #pragma unroll 1
   for (int slot = 0;; slot = slot + 1 == kNumStages ? 0 : slot + 1) {
     ptx::cp_async_wait<kNumStages - 2>();
-    __syncthreads();  // the chunk is there, and the one before it is read
+    __syncthreads();  // the chunk has arrived, and the chunk before it is read
     const Chunk& chunk = state.chunks[slot];
     if (!chunk.has_block) break;
     loader.start(slot == 0 ? kNumStages - 1 : slot - 1);

@@ -2,7 +2,7 @@
 #include <ptx/types.cuh>
 
 // The parameters of every attention kernel, passed by value. cuflash/compiler/params_layout.py has the same records as
-// NumPy dtypes; each translation unit asserts that all offsets agree. translation unit asserts that all offsets agree.
+// NumPy dtypes; each translation unit asserts that all offsets agree.
 namespace cuflash::attention {
 
 constexpr int kBatchAxes = 3;

@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/params.cuh>
 
-// What launches hand to the kernels that round arrays to 8 bits. planning/quantizing.py has the same records.
+// The parameters of the kernels that round arrays to 8 bits. cuflash/planning/quantizing.py has the same records.
 namespace cuflash::attention {
 
 // Dense arrays [matrices, rows, kHeadDim]; a thread block takes a block of rows.
@@ -15,7 +15,8 @@ struct Quantize {
   float normalizer;  // factor of the Hadamard matrix
 };
 
-// The bytes [matrices, rows, columns] of `data` become [matrices, columns, padded_rows].
+// The kernel that writes the transpose: bytes [matrices, rows, columns] of `data` become [matrices, columns,
+// padded_rows].
 struct Transpose {
   const uint8_t* data;
   uint8_t* transposed;

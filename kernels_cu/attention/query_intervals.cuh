@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/page_table.cuh>
 
-// The parameters of the kernel that says which keys of a cache each query sees. cuflash/planning/prefill.py has the
+// The parameters of the kernel that finds the keys of a cache that each query sees. cuflash/planning/prefill.py has the
 // record as a NumPy dtype.
 namespace cuflash::attention {
 

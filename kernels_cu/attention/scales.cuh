@@ -1,8 +1,7 @@
 #pragma once
 #include <attention/params.cuh>
 
-// Scales of operands that are numbers of 8 bits: what a kernel takes beside Params where its specification is
-// quantised.
+// Scales of operands of 8 bits: a kernel argument, in kernels whose specification is quantised.
 namespace cuflash::attention {
 
 // A scale for each run of rows of q, k and v, from row 0 on. planning/families/sm90_fp8.py has the same record.

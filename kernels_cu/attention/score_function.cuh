@@ -1,7 +1,7 @@
 #pragma once
 
-// No score function: what kernels have whose specification has none. Where it has one, what cuflash/compiler/score_text.py
-// prints of it stands in the place of this file, and `score_function` is an argument of the kernel.
+// The score function of kernels without one. If a specification has a score function, the text that
+// cuflash/compiler/score_text.py prints replaces this file, and `score_function` is an argument of the kernel.
 namespace cuflash {
 
 constexpr bool kHasScore = false;

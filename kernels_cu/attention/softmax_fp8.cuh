@@ -4,13 +4,14 @@
 
 namespace cuflash::attention {
 
-// Online softmax whose weights are rounded to e4m3, times 2^4, of which the format holds at most 448. Scales differ
-// from step to step, so that maxima are of scores times scale times log2(e). A maximum stays until it rises by more
-// than kMaxRise, or in steps that look for none until the sum of a thread's weights in a row exceeds 448. Such a
-// maximum may then be larger than all scores of its row, and weights smaller, but the largest one is still 2^2 at
-// least.  Values of several steps are summed in the tensor cores, and have one scale there. What the scale of a step's
-// values is beyond it, 2^shift, its weights have taken in: they are 2^(4 + shift) exp(s - max) then. Sums of weights
-// leave it out.
+// Online softmax whose weights are rounded to e4m3, times 2^4; the format holds at most 448. Scales differ from step to
+// step, so that maxima are of scores times scale times log2(e). A maximum stays until it rises by more than kMaxRise,
+// or, in steps that skip the maximum, until a thread's sum of weights in a row exceeds 448. Such a maximum may then be
+// larger than all scores of its row, and weights smaller, but the largest weight is still at least 2^2.
+//
+// The tensor cores sum the values of several steps under one scale. If the scale of a step's values is 2^shift times
+// that of the sum, the weights of the step are multiplied by it: they are 2^(4 + shift) exp(s - max). Sums of weights
+// leave the factor out.
 template <int Rows>
 struct QuantizedSoftmax {
   static constexpr int kRows = Rows;  // rows per thread

@@ -1,7 +1,7 @@
-// Chooses blocks of each row of a grid, a warp for a row: those of the highest scores, of equal ones the lower number,
-// as many as a budget says; blocks that are forced come first. Every block has a place in the order, a number that is
-// the lower the sooner the block is taken. The last place that is taken is found by bisection, which counts blocks, or
-// adds up their shares, before a place. cuflash/selectors/budget.py is the specification.
+// Chooses blocks of each row of a grid, one warp for each row: those of the highest scores, the lower number among
+// equal scores, as many as a budget allows; forced blocks come first. Every block has a place in the order, a number
+// that is lower the sooner the block is taken. The last place that is taken is found by bisection, which counts the
+// blocks before a place, or adds up their shares. cuflash/selectors/budget.py is the specification.
 #include <lists/selection.cuh>
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
@@ -23,7 +23,7 @@ CUFLASH_DEVICE double sum_of_warp(double x) {
   return x;
 }
 
-// The end of what is taken: all blocks of places before one, and of that place those up to a column.
+// The end of the chosen blocks: all blocks of places before one, and of this place the blocks up to a column.
 struct End {
   uint32_t place;
   int column;
@@ -37,7 +37,7 @@ struct End {
 struct Row {
   const Choice& choice;
   int64_t first;  // cell
-  uint32_t* places = nullptr;  // the places of the row's blocks, if they are kept
+  uint32_t* places = nullptr;  // the places of the row's blocks, if they are stored
   int64_t diagonal_first, diagonal_last;
 
   CUFLASH_DEVICE Row(const Choice& of, int row) : choice(of), first(static_cast<int64_t>(row) * of.num_kv_blocks) {
@@ -64,14 +64,14 @@ struct Row {
 
   CUFLASH_DEVICE uint32_t place(int column) const { return places == nullptr ? new_place(column) : places[column]; }
 
-  // Keep the places of all blocks in shared memory. Called by a warp.
+  // Store the places of all blocks in shared memory. Called by a warp.
   CUFLASH_DEVICE void keep_places(uint32_t* room) {
     for (int column = ptx::lane(); column < choice.num_kv_blocks; column += 32) room[column] = new_place(column);
     __syncwarp();
     places = room;
   }
 
-  // Scores as float32 count: -0 is 0, and NaN the least.
+  // Return the order of a score as a float: -0 is 0, and NaN is the least.
   CUFLASH_DEVICE uint32_t new_place(int column) const {
     if (!is_eligible(column)) return kNotEligiblePlace;
     if (is_forced(column)) return kForcedPlace;
@@ -85,7 +85,7 @@ struct Row {
     return choice.shares == nullptr ? 1.0 : static_cast<double>(static_cast<const Accumulator*>(choice.shares)[first + column]);
   }
 
-  // Return the number of blocks, or the sum of shares, whose place is before one. Called by a warp.
+  // Return the number of blocks, or the sum of shares, whose places are before one. Called by a warp.
   CUFLASH_DEVICE int count_before(uint32_t place_of_end) const {
     int count = 0;
     for (int column = ptx::lane(); column < choice.num_kv_blocks; column += 32) count += place(column) < place_of_end;
@@ -98,7 +98,8 @@ struct Row {
     return sum_of_warp(sum);
   }
 
-  // The greatest place of which `is_taken` holds, if it holds of 0, and of no place after one of which it does not.
+  // Return the greatest place for which `is_taken` holds. It holds for 0, and for no place after one for which it does
+  // not.
   template <class IsTaken>
   static CUFLASH_DEVICE uint32_t last_place(IsTaken is_taken) {
     uint32_t found = 0;
@@ -107,7 +108,7 @@ struct Row {
     return found;
   }
 
-  // The first so many blocks.
+  // Choose a number of first blocks.
   CUFLASH_DEVICE End end_of_count(int count) const {
     const uint32_t last = last_place([&](uint32_t at) { return count_before(at) < count; });
     int missing = count - count_before(last), end = -1;
@@ -119,7 +120,7 @@ struct Row {
     return {last, end};
   }
 
-  // The fewest first blocks whose shares add up to a part of all of them; all where a share is NaN.
+  // Choose the fewest first blocks whose shares add up to a part of all shares; all blocks if a share is NaN.
   CUFLASH_DEVICE End end_of_mass(double mass) const {
     const double needed = mass * shares_before(kNotEligiblePlace);
     const uint32_t last = last_place([&](uint32_t at) { return !(shares_before(at) >= needed); });

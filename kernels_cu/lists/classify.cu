@@ -30,7 +30,7 @@ struct MaskMatrix {
   }
 };
 
-// Return the elements of eight keys from `key` on as bits; `exists` has a bit for each of them that exists.
+// Return the elements of eight keys from `key` on as bits; `exists` has a bit for each key that exists.
 CUFLASH_DEVICE int bits_of_keys(const MaskMatrix& matrix, int query, int key, int exists) {
   const Params& params = matrix.params;
   const uint8_t* address = matrix.at(query, key);
@@ -52,7 +52,7 @@ CUFLASH_DEVICE int bits_of_keys(const MaskMatrix& matrix, int query, int key, in
   return allowed & exists;
 }
 
-// The kind of a cell whose mask has elements; writes its bits.
+// Return the kind of a cell whose mask has elements, and write its bits.
 CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int num_bytes = (params.block_kv + 7) / 8, size = params.block_q * num_bytes;
@@ -72,7 +72,7 @@ CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_bl
   return __any_sync(0xffffffffu, has_some) ? kBits : kAbsent;
 }
 
-// The kind of a cell that lies in a block that a mask of whole blocks keeps. Called by a warp.
+// Return the kind of a cell in a block that a mask of whole blocks keeps. Called by a warp.
 CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int query = q_block * params.block_q, key = kv_block * params.block_kv;
@@ -88,7 +88,8 @@ CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, in
   return __any_sync(0xffffffffu, has_some) ? kInterval : kAbsent;
 }
 
-// The same by the first and the last query alone, since neither end of the intervals ever decreases; kBits where they do not tell.
+// Return the kind by the first and the last query alone, since neither end of the intervals ever decreases; kBits if
+// these queries do not decide it.
 CUFLASH_DEVICE Kind kind_by_ends(const MaskMatrix& matrix, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int query = q_block * params.block_q, key = kv_block * params.block_kv;

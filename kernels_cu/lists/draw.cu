@@ -1,5 +1,5 @@
-// Draws a number of [0, 1) for each cell of a grid, of 24 bits, by Philox from a key and the cell's number alone: random scores of
-// blocks. cuflash/selectors/baselines.py is the specification.
+// Draws random scores of blocks: a number of [0, 1) with 24 bits for each cell of a grid, by Philox from a key and the
+// cell's number. cuflash/selectors/baselines.py is the specification.
 #include <lists/selection.cuh>
 #include <tile/philox.cuh>
 

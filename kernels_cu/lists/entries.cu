@@ -1,5 +1,6 @@
-// Writes the lists: entries row after row, a warp for a row; their numbers column after column, a thread block for 32 columns; the
-// orders of rows and columns, a thread for each; and zeros in the room behind the last entry.
+// Writes the lists: entries row after row, one warp for each row; their numbers column after column, one thread block
+// for 32 columns; the orders of rows and columns, one thread for each; and zeros in the unused part behind the last
+// entry.
 #include <lists/params.cuh>
 #include <ptx/shared.cuh>
 
@@ -18,7 +19,7 @@ CUFLASH_DEVICE void list_row(const Params& params, int row) {
   }
 }
 
-// The rows of a block column, of which each warp of a thread block lists a part, a lane a column.
+// The rows of a block column. Each warp of a thread block lists a part of them, each lane for one column.
 struct ColumnPart {
   static constexpr int kBatch = 16;  // rows that are read at once, whose loads do not wait for stores
 
@@ -69,7 +70,7 @@ CUFLASH_DEVICE void list_columns(const Params& params, int first_column) {
   const int column = first_column + ptx::lane();
   const ColumnPart part(params, column);
   counts[ptx::thread_index()] = part.count();
-  __syncthreads();  // all have counted
+  __syncthreads();  // all warps have counted
   if (part.start >= part.stop) return;
   int place = params.column_pointers[column];
   for (int at = ptx::lane(); at < ptx::thread_index(); at += 32) place += counts[at];
@@ -90,7 +91,7 @@ CUFLASH_DEVICE void put_in_order(const int32_t* pointers, int32_t* order, int nu
   order[first + num_before] = number - first;
 }
 
-CUFLASH_DEVICE void clear_room(const Params& params) {
+CUFLASH_DEVICE void clear_unused_entries(const Params& params) {
   const int num_entries = params.row_pointers[params.num_rows()], num_cells = params.num_cells();
   const int stride = gridDim.x * kThreads;
   for (int at = num_entries + blockIdx.x * kThreads + ptx::thread_index(); at < num_cells; at += stride) {
@@ -108,7 +109,7 @@ lists_entries(const __grid_constant__ cuflash::lists::Params params) {
   const int num_rows = params.num_rows(), num_columns = params.num_columns();
   const int blocks_of_rows = (num_rows + config::kNumWarps - 1) / config::kNumWarps;
   const int block = blockIdx.x;
-  clear_room(params);
+  clear_unused_entries(params);
   if (block < blocks_of_rows) {
     if (warp_of_grid() < num_rows) list_row(params, warp_of_grid());
     return;

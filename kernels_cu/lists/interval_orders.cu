@@ -1,5 +1,5 @@
-// Orders the blocks of queries, and those of keys, of each matrix by their lengths: the longest first, and of equally long ones
-// the last. A warp finds the place of a block by counting those before it.
+// Orders the blocks of queries, and those of keys, of each matrix by length: the longest first, and the last one first
+// among equals. A warp finds the place of a block by counting the blocks before it.
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>
 

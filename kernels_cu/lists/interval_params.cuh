@@ -1,16 +1,15 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// What the kernel that finds the row intervals of packed sequences takes, by value.
-// cuflash/planning/interval_kernels.py has the same record as a NumPy dtype. A matrix is a batch entry and head of the
-// intervals.
+// The parameters of the kernel that finds the row intervals of packed sequences. cuflash/planning/interval_kernels.py
+// has the same record as a NumPy dtype. A matrix is a batch entry and head of the intervals.
 namespace cuflash::lists {
 
 constexpr int kBatchAxes = 3;
 
 struct IntervalParams {
   const void* q_offsets;                  // [*batch, num_offsets] sequence n has the queries offsets[n] <= i < offsets[n + 1]
-  const void* kv_offsets;                 // the same of the keys; null where they are the queries'
+  const void* kv_offsets;                 // likewise of the keys; null if they are those of the queries
   int64_t q_batch_strides[kBatchAxes];    // in bytes, 0 where an axis is broadcast; so are the next three
   int64_t kv_batch_strides[kBatchAxes];
   int64_t q_stride, kv_stride;

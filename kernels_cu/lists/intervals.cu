@@ -5,7 +5,7 @@ namespace cuflash::lists {
 
 constexpr int kThreads = 32 * config::kNumWarps;
 constexpr int64_t kFar = 1LL << 62;  // beyond any key
-constexpr int kMaxLength = 255;       // in blocks: what is longer counts as this long
+constexpr int kMaxLength = 255;       // in blocks: longer ranges count as this long
 
 // The offsets of a batch entry.
 struct Offsets {
@@ -44,9 +44,9 @@ struct Interval {
   int64_t lo, hi;
 };
 
-// The keys of a query, as masks.Sequences has them. Queries after all sequences start beyond all keys.
+// Return the keys of a query, as masks.Sequences defines them. Queries after all sequences start beyond all keys.
 CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Offsets& q, const Offsets& kv, int query) {
-  int after = 0;  // offsets that are not beyond the query
+  int after = 0;  // number of offsets that are not beyond the query
   for (int end = params.num_offsets; after < end;) {
     const int middle = (after + end) / 2;
     if (q.at(middle) <= query) after = middle + 1;
@@ -84,7 +84,7 @@ struct Matrix {
     return {lo > rows_lo ? lo : rows_lo, hi < rows_hi ? hi : rows_hi};
   }
 
-  // How many queries end, or start, at or before a key.
+  // Return how many queries end, or start, at or before a key.
   template <bool IsEnd>
   CUFLASH_DEVICE int rows_by(int key) const {
     int first = 0;
@@ -98,7 +98,7 @@ struct Matrix {
   }
 };
 
-// How many blocks of a side a range may touch at least, of as many as are told apart.
+// Return the least number of blocks of a side that a range touches, up to the largest number that orders tell apart.
 CUFLASH_DEVICE int blocks_of(int length, int block) {
   return static_cast<int>(clipped(length > 0 ? (length - 1) / block + 1 : 0, 0, kMaxLength));
 }
@@ -124,7 +124,7 @@ lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
   using namespace cuflash::lists;
   const int thread = blockIdx.x * kThreads + threadIdx.x;
   const int num_blocks = params.row_order == nullptr ? 0 : params.num_q_blocks + params.num_kv_blocks;
-  const int of_matrix = num_blocks + params.seqlen_q;  // the blocks first, as they take longer
+  const int of_matrix = num_blocks + params.seqlen_q;  // blocks first, since they take longer
   const int number = thread / of_matrix, at = thread % of_matrix;
   if (number >= params.num_matrices) return;
   const Matrix matrix(params, number);

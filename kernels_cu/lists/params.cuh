@@ -1,9 +1,9 @@
 #pragma once
 #include <ptx/thread.cuh>
 
-// How the blocks of a mask are listed on the device, in four kernels: lists_classify decides each block of the grid,
-// lists_ranks numbers the listed ones of each block row and counts them by rows and columns, lists_pointers sums the
-// counts up, and lists_entries writes the lists that attention kernels walk.
+// Four kernels list the blocks of a mask on the device: lists_classify decides each block of the grid, lists_ranks
+// numbers the listed blocks of each block row and counts them by rows and columns, lists_pointers sums the counts up,
+// and lists_entries writes the lists that attention kernels walk.
 namespace cuflash::lists {
 
 constexpr int kBatchAxes = 3;

@@ -18,9 +18,9 @@ lists_pointers(const __grid_constant__ cuflash::lists::Params params) {
   __syncthreads();
   for (int distance = 1; distance < kThreads; distance *= 2) {
     const int before = thread >= distance ? sums[thread - distance] : 0;
-    __syncthreads();  // all have read
+    __syncthreads();  // all warps have read
     sums[thread] += before;
-    __syncthreads();  // all have written
+    __syncthreads();  // all warps have written
   }
   int end = sums[thread] - sum;
   for (int at = first; at < last; ++at) {

@@ -1,4 +1,4 @@
-// Means of blocks of rows of q and of k, a thread block for a block of rows. Each sum is made in the order of the rows.
+// Computes means of blocks of rows of q and of k, one thread block for each. Each sum has the order of the rows.
 #include <lists/selection.cuh>
 #include <tile/element.cuh>
 

@@ -1,5 +1,6 @@
-// Numbers the listed cells of each block row, a warp for a row, and counts them; counts those of each block column, a thread for a
-// column. The counts of a row or column stand where the next one's entries will start.
+// Numbers the listed cells of each block row, one warp for each row, and counts them; counts those of each block
+// column, one thread for each column. The count of a row or column is stored where the entries of the next one will
+// start.
 #include <lists/params.cuh>
 
 namespace cuflash::lists {

@@ -1,22 +1,23 @@
 #pragma once
 #include <ptx/thread.cuh>
 
-// What the kernels of selectors take, by value: lists_pool makes means of blocks of rows, lists_draw draws scores of blocks, and
-// lists_choose chooses blocks by their scores. cuflash/planning/selection_kernels.py has the same records as NumPy dtypes.
+// The parameters of the kernels of selectors: lists_pool computes means of blocks of rows, lists_draw draws scores of
+// blocks, and lists_choose chooses blocks by their scores. cuflash/planning/selection_kernels.py has the same records
+// as NumPy dtypes.
 namespace cuflash::lists {
 
 constexpr int kSelectionThreads = 32 * config::kNumWarps;
 
-// Rows of blocks of a grid, [matrices, num_q_blocks, num_kv_blocks] in C order, of which so many columns each are kept.
+// Rows of blocks of a grid [matrices, num_q_blocks, num_kv_blocks] in C order; each row keeps a number of its columns.
 struct Choice {
   const void* scores;      // accumulators
-  const void* shares;      // accumulators that count for `mass`, or null where all eligible blocks count alike
-  const uint8_t* allowed;  // of each block whether it may be kept, or null
-  const uint8_t* forced;   // of each block whether it must be kept if it may, beside those of the numbers below, or null
+  const void* shares;      // accumulators: shares that count for `mass`; null if all eligible blocks count alike
+  const uint8_t* allowed;  // whether each block may be kept; null if all may
+  const uint8_t* forced;   // blocks that must be kept if they may, beside those of the numbers below; or null
   uint8_t* kept;
   double mass;             // the part of the shares that kept blocks hold, or 0
   double threshold;        // the score from which on blocks are kept
-  int64_t offset;          // query i meets key i + offset on the diagonal
+  int64_t offset;          // query i and key i + offset are on the diagonal
   int32_t num_rows, num_q_blocks, num_kv_blocks;
   int32_t seqlen_q, block_q, block_kv;
   int32_t count;           // blocks that are kept at least
@@ -27,7 +28,8 @@ struct Choice {
   int32_t padding;
 };
 
-// Arrays [*batch, heads, rows, columns] whose blocks of rows have means [batch and heads, blocks, columns] in C order.
+// Arrays [*batch, heads, rows, columns], and means [batch and heads, blocks, columns] of their blocks of rows in C
+// order.
 struct PooledRows {
   const void* data;
   void* means;                // accumulators

@@ -51,9 +51,9 @@ naive_gradient_keys(const __grid_constant__ cuflash::attention::Params params) {
         is_row_valid[row] = is_visiting_query(params, work.batch_head, queries, rows_of(work), queries.first + row) &&
                        lse.at(queries.first + row, 0) != ptx::negative_infinity<Accumulator>();
       tile::load(weight_smem, weight.rows(queries.first, queries.last));
-      __syncthreads();  // which queries visit these keys is known
+      __syncthreads();  // it is known which queries visit these keys
       tile::load(row_smem, row_of.rows(queries.first, queries.last), [&](int row) { return is_row_valid[row] != 0; });
-      __syncthreads();  // both operands are there
+      __syncthreads();  // both operands have arrived
       tile::gemm_add_tn(sum, weight_smem, row_smem);
     }
   }

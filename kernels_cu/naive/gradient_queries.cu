@@ -36,9 +36,9 @@ naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params
     for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads)
       is_row_valid[row] = is_visited_key(params, batch_head, rows_of(work), keys, keys.first + row);
     tile::load(ds_smem, ds.columns(keys.first, keys.last));
-    __syncthreads();  // which keys are visited is known
+    __syncthreads();  // it is known which keys are visited
     tile::load(k_smem, k.rows(keys.first, keys.last), [&](int row) { return is_row_valid[row] != 0; });
-    __syncthreads();  // dS and K are there
+    __syncthreads();  // dS and K have arrived
     tile::gemm_add_nn(dq, ds_smem, k_smem);
   }
   dq.scale(shape.softmax_scale);

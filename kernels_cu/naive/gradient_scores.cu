@@ -9,7 +9,7 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
+// Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
@@ -52,7 +52,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
     kept = kept_weights_of_queries(s, dropout, shape, work, KvBlock{keys.first, keys.last, BlockKind::kInterval, -1});
     drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
   }
-  // A score that is attended may be -inf, as masked scores are: so the mask is evaluated again.
+  // An attended score may be -inf, as masked scores are, so the mask is evaluated again.
   using Scores = decltype(s);
   KvBlock block;
   ScoreMask<Scores::kColumns> row_mask{0};

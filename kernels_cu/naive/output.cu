@@ -36,9 +36,9 @@ naive_output(const __grid_constant__ cuflash::attention::Params params) {
     for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads)
       is_row_valid[row] = is_visited_key(params, batch_head, rows_of(work), keys, keys.first + row);
     tile::load(p_smem, p.columns(keys.first, keys.last));
-    __syncthreads();  // which keys are visited is known
+    __syncthreads();  // it is known which keys are visited
     tile::load(v_smem, v.rows(keys.first, keys.last), [&](int row) { return is_row_valid[row] != 0; });
-    __syncthreads();  // P and V are there
+    __syncthreads();  // P and V have arrived
     tile::gemm_add_nn(o, p_smem, v_smem);
   }
   tile::store(to, o);

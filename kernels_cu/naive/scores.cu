@@ -1,5 +1,6 @@
-// Standard attention, first of three kernels: S = q k^T softmax_scale, a whole matrix in global memory, -inf where the
-// mask says no. In base 2, that is times log2(e), as exp2 wants it. One block makes one tile of S, whatever the mask.
+// Standard attention, first of three kernels: S = q k^T softmax_scale log2(e), a whole matrix in global memory, -inf
+// where the mask hides a score. The factor log2(e) allows exp2 later. One block computes one tile of S, whatever the
+// mask.
 #include <attention/config_simt.cuh>
 #include <attention/mask_simt.cuh>
 #include <attention/naive_matrix.cuh>
@@ -8,7 +9,7 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
+// Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
@@ -37,7 +38,7 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     __syncthreads();  // the columns have arrived
     tile::gemm_add_nt(s, q_smem, k_smem);
   }
-  // With a score function the backward pass keeps q k^T, of which it makes P and slopes.
+  // With a score function the matrix keeps q k^T, from which the backward pass computes P and slopes.
   constexpr bool kScales = !kHasScore, kApplies = kHasScore && !score::Function::kIsDerived;
   if constexpr (kScales) s.scale(shape.softmax_scale * kLog2E);
   if constexpr (kApplies)

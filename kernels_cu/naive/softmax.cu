@@ -1,5 +1,5 @@
-// Standard attention, second of three kernels: every row of S becomes P = softmax(S) in its place; lse is written. A
-// row belongs to eight threads, which read it three times: for its maximum, its sum, and to write.
+// Standard attention, second of three kernels: it replaces every row of S by P = softmax(S), and writes lse. Eight
+// threads share a row and read it three times: for its maximum, for its sum, and to write P.
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
 #include <attention/sink.cuh>
@@ -27,7 +27,7 @@ naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)
       row_highest = tile::maximum(row_highest, s.at(query, key));
     row_highest = tile::row_max(row_highest);
-    const Accumulator shift = tile::maximum(row_highest, tile::lowest<Accumulator>());  // -inf - (-inf) must not arise
+    const Accumulator shift = tile::maximum(row_highest, tile::lowest<Accumulator>());  // avoids -inf - (-inf)
     Accumulator sum = 0;
     for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)
       sum += ptx::exp2_accurate(s.at(query, key) - shift);

@@ -47,8 +47,8 @@ CUFLASH_DEVICE float tanh_approx(float x) {
 CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 
-// A double rounded to nearest, ties to even. Subnormal results count, which the compiler's own conversion makes 0 where it is
-// told to flush them.
+// A double rounded to nearest, ties to even. Subnormal results are kept; the compiler's own conversion makes them 0 if
+// it flushes subnormal numbers.
 template <class T>
 CUFLASH_DEVICE T rounded_to(double x);
 template <>
@@ -74,8 +74,8 @@ CUFLASH_DEVICE uint32_t bits_at_or_above(int first) {
   return bits;
 }
 
-// Four bytes of x, which are numbers 0 to 3, and y, 4 to 7: four bits of the selector say which, those of the lowest first. With
-// the fourth bit set, all bits of the byte are the highest one of the chosen byte.
+// Four bytes of x, which are numbers 0 to 3, and y, 4 to 7. Four bits of the selector choose each byte, those of the
+// lowest byte first. With the fourth bit set, all bits of the byte are the highest one of the chosen byte.
 CUFLASH_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
   uint32_t z;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(selector));

@@ -1,8 +1,8 @@
-// Copies of whole tiles between global and shared memory by the tensor memory accelerator, each issued by one thread.
-// A tensor map says how a tensor of up to five dimensions lies in global memory, fastest first, how large a box of it
-// one copy moves, and how shared memory is swizzled; coordinates are of the box's first element, x0 at a multiple of 16
-// bytes. What of a box lies outside the tensor is read as zeros, and not written. A box lies densely in shared memory,
-// from a multiple of 128 bytes on; a swizzle follows the bits of the address, as Swizzle in ptx/wgmma.cuh says.
+// Copies of whole tiles between global and shared memory by the tensor memory accelerator, each issued by one thread. A
+// tensor map describes a tensor of up to five dimensions in global memory, the contiguous one first, the box that one
+// copy moves, and the swizzle of shared memory. Coordinates are those of the box's first element; x0 is a multiple of
+// 16 bytes. Elements of a box outside of the tensor are read as zeros, and not written. A box is contiguous in shared
+// memory, from a multiple of 128 bytes on; a swizzle permutes by bits of the address, as Swizzle in ptx/wgmma.cuh says.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-tensor-copy (sm_90)
 #pragma once
 

@@ -35,9 +35,9 @@ struct Registers {
   CUFLASH_DEVICE float& operator[](int i) const { return i < kCount ? own[i] : unused; }
 };
 
-// No template can write a list of operands. So this one is as long as any; where there are fewer columns, a comment of
-// PTX takes in what comes after the last operand, and others the form of a, in registers or in memory, that is not;
-// for 8-bit elements also which dimension lies densely, as they have no choice.
+// No template can write a list of operands, so this list is as long as the longest. If there are fewer columns, a
+// comment of PTX hides what comes after the last operand. Others hide the form of a, in registers or in memory, that is
+// not used, and for 8-bit elements the flags of the contiguous dimension, which they do not have.
 template <bool kInRegisters, int kTransA, int kTransB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_t a_memory, uint64_t b, bool adds) {
   constexpr int kN = 2 * kCount, kDepth = 32 / static_cast<int>(sizeof(T));
@@ -98,7 +98,7 @@ CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_
 
 namespace cuflash::ptx {
 
-// The dimension along which an operand lies contiguously in shared memory: the sum's (k), or rows of a and columns of
+// The dimension along which an operand is contiguous in shared memory: the summed one (k), or rows of a and columns of
 // b.
 enum class Major { kK = 0, kMN = 1 };
 
@@ -106,12 +106,12 @@ enum class Major { kK = 0, kMN = 1 };
 // by exclusive or with bits 7 to 9; with 64 bytes two of them (4, 5 with 7, 8), with 32 bytes one.
 enum class Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 
-// A matrix in shared memory, as wgmma takes it: made of atoms, 8 rows of the swizzle's width, or of 16 bytes without one.
-//   K-major: a row is one of the matrix. Atoms are `stride_bytes` apart along rows, and without a swizzle `leading_bytes`
-//     along k; with one, k does not leave the atom.
-//   MN-major: a row is one k. Atoms are `stride_bytes` apart along k and `leading_bytes` along the other dimension;
-//     without a swizzle it is the other way round.
-// Atoms begin at multiples of their size; `address` may be some chunks further on, to step along k of a K-major matrix.
+// A matrix in shared memory, as wgmma reads it, in atoms of 8 rows as wide as the swizzle, or as 16 bytes without one.
+// K-major: a row of an atom is a row of the matrix. Atoms are `stride_bytes` apart along rows, and without a swizzle
+// `leading_bytes` along k; with a swizzle, k stays within the atom. MN-major: a row of an atom is one k. Atoms are
+// `stride_bytes` apart along k and `leading_bytes` along the other dimension; without a swizzle it is the other way
+// round. Atoms start at multiples of their size; `address` may be some chunks further on, to advance along k of a
+// K-major matrix.
 constexpr CUFLASH_DEVICE uint64_t wgmma_descriptor(Swizzle swizzle, uint32_t address, int leading_bytes,
                                                    int stride_bytes) {
   return static_cast<uint64_t>(swizzle) << 62 | static_cast<uint64_t>(stride_bytes >> 4) << 32 |

@@ -4,7 +4,7 @@
 // The online softmax of each warp of a decode kernel (sm80/decode.cuh), and the merge of the warps' results.
 namespace cuflash {
 
-// Running maximum and sum of a thread's rows, in the units of q k^T. Those of a row depend on its own scores alone.
+// Running maximum and sum of a thread's rows, in units of q k^T. They depend on the row's own scores alone.
 struct RowStats {
   float max[Scores::kRows], sum[Scores::kRows];
 

@@ -15,7 +15,7 @@ using config::kNumStages;
 constexpr int kRowGroups = kBlockQ / 16, kKeyGroups = kNumWarps / kRowGroups, kKeysOfWarp = kBlockKv / kKeyGroups;
 using Scores = tile::WarpTile<1, kKeysOfWarp / 8, kRowGroups, kKeyGroups>;
 using Output = tile::WarpTile<1, kValueDim / 8, kRowGroups>;
-using Softmax = attention::LazySoftmax<Scores::kRows>;  // for its scale alone, since its maxima are shared by a warp
+using Softmax = attention::LazySoftmax<Scores::kRows>;  // its scale alone is used, since a warp shares its maxima
 static_assert(kRowGroups * kKeyGroups == kNumWarps && kKeysOfWarp % 16 == 0 && kBlockKv % 16 == 0, "warps share evenly");
 
 constexpr QTile q_smem{0};

@@ -1,7 +1,7 @@
-// The softmax mass of every block of a grid (attention/mass_sums.cuh), by the tensor cores of Hopper. The last warp of a thread
-// block brings rows of q and k into shared memory, by the tensor memory accelerator or where that cannot by itself; the others
-// multiply them, 64 rows of queries a warpgroup, and sum. Warpgroups wait for data alone and not for each other, so that one
-// multiplies while another takes exponentials.
+// The softmax mass of every block of a grid (attention/mass_sums.cuh), on the tensor cores of Hopper. The last warp of
+// a thread block loads rows of q and k into shared memory, by TMA where TMA can copy them. The other warps multiply
+// them, 64 rows of queries for each warpgroup, and sum weights. Warpgroups wait for data alone and not for each other,
+// so that one multiplies while another computes exponentials.
 #include <attention/mass_sums.cuh>
 #include <sm90/tensor_maps.cuh>
 
@@ -12,13 +12,14 @@ static_assert(kProducerWarp == 4 * kNumGroups, "a warp beside those of the warpg
 
 using SmemQ = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
 using SmemK = tile::WgmmaTile<Element, kBlockKv, kHeadDim>;
-// Q stays in the first room, unless it comes in chunks as K does.
-constexpr int kNumQRooms = kSplitsHeadDim ? kNumStages : 1;
-constexpr int kStorageOffset = kNumQRooms * SmemQ::kBytes + kNumStages * SmemK::kBytes;
+// Q stays in the first slot, unless it is split into chunks as K is.
+constexpr int kNumQSlots = kSplitsHeadDim ? kNumStages : 1;
+constexpr int kStorageOffset = kNumQSlots * SmemQ::kBytes + kNumStages * SmemK::kBytes;
 CUFLASH_DEVICE SmemQ q_smem(int stage) { return {kSplitsHeadDim ? stage * SmemQ::kBytes : 0}; }
-CUFLASH_DEVICE SmemK k_smem(int stage) { return {kNumQRooms * SmemQ::kBytes + stage * SmemK::kBytes}; }
+CUFLASH_DEVICE SmemK k_smem(int stage) { return {kNumQSlots * SmemQ::kBytes + stage * SmemK::kBytes}; }
 
-// What a chunk of K belongs to: a step of the walk, of which it is the last chunk or not; no step ends the walk.
+// The message beside a chunk of K: its step of the walk, and whether it is the last chunk of the step. A message
+// without a step ends the walk.
 struct StepMessage {
   attention::KvBlock block;
   int has_block, is_last_of_block;
@@ -35,14 +36,14 @@ CUFLASH_DEVICE SharedStorage& shared() {
 CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
 CUFLASH_DEVICE int phase_of(unsigned count) { return count / kNumStages % 2; }
 
-// How many chunks, and tiles' queries, have come and gone.
+// Numbers of chunks of K, and of tiles, that a warp has processed.
 struct Counts {
   unsigned chunks = 0, tiles = 0;
 };
 
 // ---- the producer ----
 
-// Fill a room, which is empty, with rows of a matrix from one on, and with columns from one on. By a warp.
+// Fill an empty slot with a matrix from a row and a column on. Called by a warp.
 template <class Tile>
 CUFLASH_DEVICE void load(Tile to, const attention::TensorMapParam& map, const attention::Matrices& matrices,
                          const tile::Matrix<Element>& rows, const tile::TmaCoords& coords, int first, int column,
@@ -58,7 +59,7 @@ CUFLASH_DEVICE void load(Tile to, const attention::TensorMapParam& map, const at
   tile::arrive(full);
 }
 
-// Bring a tile's queries, and its keys step after step.
+// Load a tile's queries, and its keys step after step.
 CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::TensorMaps& maps,
                               const attention::MassGrid& grid, Counts& counts) {
   using namespace attention;
@@ -68,7 +69,7 @@ CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::
   const auto q_coords = tma_coords(params.q, work.batch_head, work.batch_head.head);
   const auto k_coords = tma_coords(params.k, work.batch_head, divmod(work.batch_head.head,
                                                                      params.shape.group_size).quotient);
-  const auto wait_room = [&](const StepMessage& message) {
+  const auto wait_slot = [&](const StepMessage& message) {
     const int stage = stage_of(counts.chunks);
     tile::wait_empty(smem.chunks[stage], phase_of(counts.chunks));
     __syncwarp();
@@ -80,25 +81,25 @@ CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::
   KvBlock block;
   for (bool is_first = true; blocks.next(block); is_first = false)
     for (int column = 0; column < q.num_columns; column += kHeadDim, ++counts.chunks) {
-      const int stage = wait_room({block, true, column + kHeadDim >= q.num_columns});
+      const int stage = wait_slot({block, true, column + kHeadDim >= q.num_columns});
       const uint64_t& full = smem.chunks[stage].full;
       load(k_smem(stage), maps.k, params.k, k.rows(block.start, block.stop), k_coords, block.start, column, full);
       if (kSplitsHeadDim)
         load(q_smem(stage), maps.q, params.q, q, q_coords, work.first, grid.column_of_q(params.shape, column), full);
       else if (is_first) load(q_smem(0), maps.q, params.q, q, q_coords, work.first, 0, smem.q_full);
     }
-  const int stage = wait_room({});
+  const int stage = wait_slot({});
   for (int i = 0; i < 1 + kSplitsHeadDim; ++i) tile::arrive(smem.chunks[stage].full);
   ++counts.chunks;
 }
 
 // ---- the consumers ----
 
-// A step's scores once more, for one warp alone, whose own are lost.
+// Multiply the scores of a step again, for one warp whose scores are lost.
 CUFLASH_DEVICE void recompute_scores(Scores& s, int stage) {
   constexpr int kInPanel = SmemQ::kPanelWidth / 16;
   s.fill(0);
-#pragma unroll 1  // rare: less text
+#pragma unroll 1  // rare, so the code is kept short
   for (int k = 0; k < kHeadDim / 16; ++k) {
     const auto q = tile::left_k_major(q_smem(0).panel(k / kInPanel), s.warp_row());
     const auto keys = tile::right_k_major(k_smem(stage).panel(k / kInPanel), 0);
@@ -108,7 +109,7 @@ CUFLASH_DEVICE void recompute_scores(Scores& s, int stage) {
   }
 }
 
-// Multiply the chunks of a step, and return where the last one is, which is not released.
+// Multiply the chunks of a step. Return the stage of the last chunk, which is not released.
 CUFLASH_DEVICE int multiply(Scores& s, int group, Counts& counts) {
   SharedStorage& smem = shared();
   int stage = stage_of(counts.chunks);
@@ -127,7 +128,7 @@ CUFLASH_DEVICE int multiply(Scores& s, int group, Counts& counts) {
   return stage;
 }
 
-// Walk the keys of a tile. Maxima are not looked for in steps that no mask cuts while they are known and none has risen by much.
+// Walk the keys of a tile. Steps that no mask cuts skip the maximum, if all rows have one and none has risen by much.
 template <class Score>
 CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::MassGrid& grid,
                               const RowMasses& row_masses, const Score& score, Counts& counts) {
@@ -170,7 +171,7 @@ CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::
   save_shifts(params, grid, sums.softmax, scale_log2, smem.tile);
 }
 
-// By one thread, before all else.
+// Called by one thread, before the roles start.
 CUFLASH_DEVICE void init_barriers() {
   for (const tile::PipelineSlot& slot : shared().chunks) {
     ptx::mbarrier_init(ptx::shared_address(&slot.full), (1 + kSplitsHeadDim) * tile::kArrivalsPerWarp);

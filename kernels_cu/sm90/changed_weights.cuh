@@ -54,7 +54,7 @@ class StepScore {
     }
   }
 
-  // What a step adds to the gradients of captured arrays.
+  // The sums that a step adds to the gradients of captured arrays.
   struct Sums {
     typename Score::OfTileSums of_tile;
     typename Score::OfKeySums of_key[Tile::kRows];

@@ -3,9 +3,10 @@
 #include <tile/counter.cuh>
 #include <tile/range.cuh>
 
-// Of a list, whose tiles of queries few tiles of keys come to: who comes first stores what it makes of dQ, so that
-// nobody sets sums to 0 beforehand, and others, who add, wait until it has. Where very few come, the last of them waits
-// until all others are done, takes their sums and finishes dQ. Each waits for those alone who came before.
+// Sums of dQ under lists with few tiles of keys for each tile of queries. The first tile of keys that arrives at a tile
+// of queries stores its part of dQ, so that no kernel sets the sums to 0 before; the other tiles wait until it has, and
+// add. If very few tiles arrive, the last one waits until all others are done, takes their sums and finishes dQ. A tile
+// waits only for tiles that arrived before it.
 namespace cuflash::attention {
 
 // Counter of the tiles of keys that have arrived at a tile of queries, plus kDqIsStored once the first has stored its

@@ -2,11 +2,11 @@
 #include <attention/block_iterator.cuh>
 #include <tile/counter.cuh>
 
-// Who does what with the sums of dQ, of the places whose dQ the gradients' own blocks finish. Of the tiles of keys that
-// visit a query, the last one along the sequence stores what it makes of dQ, those before it add theirs, and the first
-// one takes the sums, adds its own, and writes dQ: so nobody sets sums to 0 beforehand, and no kernel rounds them
-// afterwards. The first tile of keys must see every query, and every tile of keys some, as under a causal mask or none.
-// Blocks take tiles as FusedDqTileOrder has them, and wait, of a batch entry and head, for tiles that were taken
+// The order of sums of dQ, for the heads whose dQ the backward kernel finishes. Of the tiles of keys that visit a
+// query, the last one along the sequence stores its part of dQ, those before it add theirs, and the first one takes the
+// sums, adds its own part, and writes dQ. So no kernel sets sums to 0 before, and none rounds them afterwards. Every
+// query must see the first tile of keys, and every tile of keys some query, as without a mask or under a causal one.
+// Blocks take tiles in the order of FusedDqTileOrder; within a head, a tile waits only for tiles that were taken
 // earlier.
 namespace cuflash::attention {
 

@@ -1,8 +1,8 @@
 #pragma once
 #include <sm90/kv_pipeline.cuh>
 
-// Which weights are dropped, drawn by a warpgroup of its own ahead of the consumers, whose own instructions wait for
-// each other. A thread draws for those of each warpgroup of consumers whose number in it is the thread's own.
+// Draws which weights are dropped, in a warpgroup of its own that runs ahead of the consumers, so that consumers need
+// not draw between their products. A thread draws for the consumer threads that have its number in their warpgroups.
 namespace cuflash {
 
 // Return the ring of kept weights; valid if the kernel has drawers.

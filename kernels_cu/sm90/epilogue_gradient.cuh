@@ -4,7 +4,7 @@
 #include <tile/accumulator_layout.cuh>
 #include <tile/epilogue.cuh>
 
-// Where gradients go that two warpgroups made, 64 rows each, or all rows and half of the columns.
+// The epilogue of gradients that two warpgroups hold: each has 64 rows, or all rows and half of the columns.
 namespace cuflash {
 
 // Register tile of dQ of a tile of queries.

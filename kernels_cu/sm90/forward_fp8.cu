@@ -59,7 +59,7 @@ CUFLASH_DEVICE void read_row_scales(attention::ScalesArgument scales, unsigned n
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
     const int row = min(work.first + Scores::first_row() + Scores::row(i), work.last - 1);
-    thread_room().row_scales[i] = shared().softmax_scale_log2 *
+    thread_state().row_scales[i] = shared().softmax_scale_log2 *
         scale_of_row(scales.q_scale, work.batch_head, work.batch_head.head, row, scales.q_rows);
   }
 }
@@ -140,7 +140,7 @@ struct StepFactors {
     const StepScales::Step& step = step_scales().steps[stage_of(num_k_blocks)];
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      scale[i] = thread_room().row_scales[i] * step.key;
+      scale[i] = thread_state().row_scales[i] * step.key;
       row_shift[i] = softmax.row_shift(i, step.shift);
     }
   }
@@ -198,7 +198,7 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
   int flags = 0;
   bool has_scores = false;
   for (unsigned num_tiles_done = 0; has_scores || wait_tile(num_tiles_done); ++num_tiles_done) {
-    Softmax softmax(thread_room().row_max);
+    Softmax softmax(thread_state().row_max);
     Output o, values;  // values: sum of the steps that are not in O yet
     PackedP p;
     o.fill(0);

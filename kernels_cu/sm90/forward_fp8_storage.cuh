@@ -26,7 +26,7 @@ struct alignas(16) StepScales {
   int num_steps_of_sum;
 };
 // State of a consumer thread in shared memory, which saves registers: the scales of its rows, and their maxima.
-struct alignas(16) ThreadRoom {
+struct alignas(16) ThreadState {
   float row_scales[2], row_max[2];
 };
 constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
@@ -34,12 +34,12 @@ CUFLASH_DEVICE StepScales& step_scales() {
   return *reinterpret_cast<StepScales*>(ptx::dynamic_shared<unsigned char>() + kStepScalesOffset);
 }
 constexpr bool kStoresOByTma = sizeof(Element) == 2;
-constexpr int kThreadRoomsOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 15) / 16 * 16;
-CUFLASH_DEVICE ThreadRoom& thread_room() {
+constexpr int kThreadStatesOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 15) / 16 * 16;
+CUFLASH_DEVICE ThreadState& thread_state() {
   const int number = ptx::thread_index() - kWarpgroupThreads;
-  return reinterpret_cast<ThreadRoom*>(ptx::dynamic_shared<unsigned char>() + kThreadRoomsOffset)[number];
+  return reinterpret_cast<ThreadState*>(ptx::dynamic_shared<unsigned char>() + kThreadStatesOffset)[number];
 }
-constexpr int kThreadRoomsEnd = kThreadRoomsOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadRoom));
-constexpr int kSmemOOffset = (kThreadRoomsEnd + 1023) / 1024 * 1024;
+constexpr int kThreadStatesEnd = kThreadStatesOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadState));
+constexpr int kSmemOOffset = (kThreadStatesEnd + 1023) / 1024 * 1024;
 
 }  // namespace cuflash

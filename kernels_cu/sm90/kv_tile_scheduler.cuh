@@ -3,8 +3,8 @@
 #include <attention/sink.cuh>
 #include <sm90/kv_storage.cuh>
 
-// The scheduler warp of the pipeline over keys (sm90/kv_pipeline.cuh): it takes tiles of queries one after the other
-// and writes for each what the other warps need to know, without tiles that see no key.
+// The scheduler warp of the pipeline over keys (sm90/kv_pipeline.cuh): it takes tiles of queries one after the other,
+// skips tiles that see no key, and writes for each other tile the message that all other warps read.
 namespace cuflash {
 
 // Return the number of the block's next tile, which no other block takes. Called by a warp.

@@ -3,14 +3,14 @@
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
-// Copies of a step's keys or values from the pages of a KV cache to a room in shared memory, box by box: a box lies
-// within one page. By a warp, of which each lane looks up the page of one box.
+// Copies of a step's keys or values from the pages of a KV cache to a slot in shared memory, box by box; a box lies
+// within one page. A warp starts the copies, and each of its lanes looks up the page of one box.
 namespace cuflash {
 
 class PageCopy {
  public:
-  // Return the rows are positions from `first` on, of which those in `seen` are needed. Rows of boxes without such
-  // positions become 0.
+  // The rows are positions from `first` on, of which those in `seen` are needed. Rows of boxes without such positions
+  // become 0.
   CUFLASH_DEVICE PageCopy(const tile::TmaBoxes& to, const attention::Pages& pages, int sequence, int kv_head, int first,
                           const attention::Interval& seen)
       : to_(to), pages_(pages), kv_head_(kv_head), first_(first), seen_(seen),

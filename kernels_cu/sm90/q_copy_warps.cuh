@@ -71,7 +71,7 @@ CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attentio
   using namespace attention;
   const BatchHead& batch_head = shared().works[message.work].tile.batch_head;
   const auto all = matrix<Element>(from, batch_head, batch_head.head, params.shape.seqlen_q, num_columns);
-  // of tiles that are not wide, rows past the step are left out below, which saves registers
+  // rows past the step are skipped below, which saves registers, if the tile is not wide
   const int last = kIsWide ? message.block.stop : message.block.start + kBlockQ;
   tile::copy<kCopyThreads>(tile::TmaBoxes(to), all.rows(message.block.start, last), thread, [&](int row) {
     return (kIsWide || row < message.block.stop - message.block.start) &&

@@ -3,8 +3,8 @@
 #include <attention/score_gradient.cuh>
 #include <sm90/dq_arrivals.cuh>
 
-// What gradients on Hopper know of a tile of queries before they walk it: as it lies in global memory, one copy brings
-// it.
+// Statistics of a tile of queries that backward kernels on Hopper read. One bulk copy loads them, in the layout that
+// they have in global memory.
 namespace cuflash {
 
 // 16 bits per word: words of 32 bits could be taken for NaN by kernels with a watchdog

@@ -4,8 +4,8 @@
 #include <tile/copy.cuh>
 #include <tile/swizzled_tile.cuh>
 
-// A captured array of 16-bit numbers that a score function reads at the query and the key of a score, such as a bias:
-// its elements of a step lie in shared memory, where producers put them beside the step's keys or queries.
+// Staged arrays: a score function reads a captured array of 16-bit numbers, such as a bias, at the query and the key of
+// a score. Producers load the elements of a step into shared memory, beside the step's keys or queries.
 namespace cuflash {
 
 constexpr bool kStagesArray = score::Function::kIsStaged;
@@ -14,12 +14,12 @@ constexpr bool kStagesArray = score::Function::kIsStaged;
 template <int Rows, int Columns>
 using StagedArray = tile::SwizzledTile<uint16_t, Rows, Columns>;
 constexpr int kArrayAlignment = 128;
-// The first offset from `end` on at which slots can lie.
+// Return the first offset from `end` on at which slots can lie.
 CUFLASH_DEVICE constexpr int aligned_for_array(int end) {
   return (end + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment;
 }
 
-// Two 16-bit numbers.
+// Convert two 16-bit numbers to floats.
 template <class Element>
 CUFLASH_DEVICE void to_floats(uint32_t word, float (&pair)[2]) {
   pair[0] = ptx::to_float(Element{static_cast<unsigned short>(word)});
@@ -34,21 +34,21 @@ struct StagedPart {
 
   // Start to copy the part, by threads of which `thread` is one. Elements past its ends become 0. Elements that
   // cp.async cannot copy are copied at once.
-  template <int Threads, int kUnroll, class Room>
-  CUFLASH_DEVICE void start_copy(Room to, int thread) const {
-    static_assert(Room::kChunks % 8 == 0, "eight chunks are permuted among each other");
-    static_assert(Threads % Room::kChunks == 0 && Room::kRows % (Threads / Room::kChunks) == 0, "whole rows at a time");
-    constexpr int kRowsAtOnce = Threads / Room::kChunks;
-    const int chunk = thread % Room::kChunks, num_rows = queries.last - queries.first;
+  template <int Threads, int kUnroll, class Slot>
+  CUFLASH_DEVICE void start_copy(Slot to, int thread) const {
+    static_assert(Slot::kChunks % 8 == 0, "eight chunks are permuted among each other");
+    static_assert(Threads % Slot::kChunks == 0 && Slot::kRows % (Threads / Slot::kChunks) == 0, "whole rows at a time");
+    constexpr int kRowsAtOnce = Threads / Slot::kChunks;
+    const int chunk = thread % Slot::kChunks, num_rows = queries.last - queries.first;
     const int remaining = min(max(keys.last - keys.first - 8 * chunk, 0), 8);
     const Element* from = &matrix.at(queries.first, keys.first) + 8 * chunk * matrix.column_stride;
     const bool is_aligned = matrix.column_stride == 1 && matrix.row_stride % 8 == 0 &&
         reinterpret_cast<uint64_t>(&matrix.at(queries.first, keys.first)) % 16 == 0;
     if (!is_aligned) return copy_each<kRowsAtOnce>(to, thread, remaining);
-    from += thread / Room::kChunks * matrix.row_stride;
+    from += thread / Slot::kChunks * matrix.row_stride;
 #pragma unroll kUnroll
-    for (int first = 0; first < Room::kRows; first += kRowsAtOnce) {
-      const int row = first + thread / Room::kChunks;
+    for (int first = 0; first < Slot::kRows; first += kRowsAtOnce) {
+      const int row = first + thread / Slot::kChunks;
       const bool in_bounds = row < num_rows && remaining > 0;
       ptx::cp_async_cg_16(to.address(row, chunk), in_bounds ? from : matrix.data,
                           in_bounds ? 2 * remaining : 0);
@@ -57,13 +57,13 @@ struct StagedPart {
   }
 
  private:
-  template <int RowsAtOnce, class Room>
-  CUFLASH_DEVICE void copy_each(Room to, int thread, int remaining) const {
-    const int chunk = thread % Room::kChunks;
+  template <int RowsAtOnce, class Slot>
+  CUFLASH_DEVICE void copy_each(Slot to, int thread, int remaining) const {
+    const int chunk = thread % Slot::kChunks;
 #pragma unroll 1
-    for (int row = thread / Room::kChunks; row < Room::kRows; row += RowsAtOnce) {
+    for (int row = thread / Slot::kChunks; row < Slot::kRows; row += RowsAtOnce) {
       const Element* const from = &matrix.at(queries.at(row), keys.first) + 8 * chunk * matrix.column_stride;
-      auto* const elements = to.template pointer<unsigned short>(Room::offset(row, chunk));
+      auto* const elements = to.template pointer<unsigned short>(Slot::offset(row, chunk));
 #pragma unroll 1
       for (int e = 0; e < 8; ++e) elements[e] = e < remaining ? from[e * matrix.column_stride].bits : 0;
     }
@@ -75,7 +75,7 @@ constexpr bool kIsSame = false;
 template <class A>
 constexpr bool kIsSame<A, A> = true;
 
-// A score function with what it is given beside its arguments: a number of the staged array, or values of a uniform
+// A score function bound to a value beside its arguments: a number of the staged array, or the values of a uniform
 // tile.
 template <class Score, class Value>
 struct WithValue {

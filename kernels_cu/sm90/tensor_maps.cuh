@@ -2,8 +2,8 @@
 #include <attention/tile_scheduler.cuh>
 #include <tile/pipeline.cuh>
 
-// What a launch hands to kernels that let the tensor memory accelerator copy tiles, beside Params. cuflash/records.py
-// has the same record as a NumPy dtype.
+// A kernel argument, in kernels that let TMA copy tiles: the tensor maps. cuflash/compiler/params_layout.py has the
+// same record as a NumPy dtype.
 namespace cuflash::attention {
 
 using tile::TensorMapParam;

@@ -3,7 +3,7 @@
 
 namespace cuflash {
 
-// A score function at the queries of a tile that a thread has: what does not depend on keys is found once a tile.
+// A score function at a thread's queries of a tile: values that do not depend on keys are computed once a tile.
 template <class Tile, class Score>
 class TileScore {
  public:
@@ -16,7 +16,7 @@ class TileScore {
     for (int i = 0; i < Tile::kRows; ++i) of_query_[i] = score.of_query(of_tile_, query(i));
   }
 
-  // The scores of a step in the place of q k^T.
+  // Replace q k^T of a step by the scores.
   template <class Staged>
   CUFLASH_DEVICE void apply(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
                             Staged staged) const {

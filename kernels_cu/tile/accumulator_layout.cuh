@@ -13,7 +13,7 @@ struct AccumulatorLayout {
   static_assert(Run == 1 || Run == 4, "one instruction adds to one sum, or to four");
   static constexpr int kFloatsPerWarp = Tile::kRowTiles * Tile::kColumnTiles * 4 * 32;
   template <int Num>
-  struct alignas(4 * Num) Sums { float at[Num]; };  // what one instruction moves
+  struct alignas(4 * Num) Sums { float at[Num]; };  // the elements that one instruction moves
 
   float* data;
 

@@ -10,16 +10,17 @@ namespace cuflash::tile {
 // Round a number to e4m3: to nearest, ties to even, at most 448. NaN is not supported.
 CUFLASH_DEVICE ptx::Float8E4M3 to_e4m3(float x) {
   const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
-  // A float has 20 bits of mantissa more and an exponent larger by 120. Adding half of the last place that is kept,
-  // less one where that place is even, and cutting rounds to nearest.
+  // The mantissa of a float has 20 bits more, and its exponent is larger by 120. Adding half of the last place that is
+  // kept, less one if that place is even, and then cutting rounds to nearest.
   const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
-  // Below 2^-6 the last place is 2^-9, as that of floats from 2^14 on is: the sum with 2^14 is rounded there.
+  // Below 2^-6 the last place is 2^-9, as that of floats from 2^14 on: the sum with 2^14 is rounded there.
   const uint32_t subnormal = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) - __float_as_uint(16384.0f);
   return {static_cast<unsigned char>((magnitude < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u))};
 }
 
-// Four numbers of 8 bits as two registers of 16-bit numbers: the first and third, and the second and fourth. Their bits
-// are put where those of the wider format stand, which makes them smaller by a power of two; a NaN becomes 480.
+// Return four numbers of 8 bits as two registers of 16-bit numbers: the first and third, and the second and fourth.
+// Their bits are moved to the places of the wider format, which makes the numbers smaller by a power of two; a NaN
+// becomes 480.
 struct Widened {
   uint32_t even, odd;
 };
@@ -37,8 +38,8 @@ CUFLASH_DEVICE Widened widened(ptx::BFloat16, uint32_t x) {
 template <int Rows, int Columns>
 using E4M3Tile = SwizzledTile<ptx::Float8E4M3, Rows, Columns>;
 
-// A left operand of 16 columns, in the order in which `widened` returns those of the right one: in place of columns 2t,
-// 2t + 1 and 2t + 8, 2t + 9 it has 4t, 4t + 2 and 4t + 1, 4t + 3.
+// A left operand of 16 columns in the order of the columns that `widened` returns: 4t, 4t + 2 and 4t + 1, 4t + 3
+// replace columns 2t, 2t + 1 and 2t + 8, 2t + 9.
 template <class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, Columns> a, int first_row, int k) {
   struct alignas(8) Pairs {
@@ -53,7 +54,7 @@ CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, 
   }
 }
 
-// Sixteen such rows, which registers keep from product to product, or which are read for each.
+// Sixteen rows of all such columns, which stay in registers from product to product, or are loaded for each.
 template <bool IsKept, class T, int Rows, int Columns>
 class InterleavedRows {
  public:
@@ -105,8 +106,8 @@ CUFLASH_DEVICE void gemm_nt(Tile& c, const InterleavedRows<IsKept, T, Rows, Dept
   }
 }
 
-// c += a b, where b has 8 bits, and a is a product of the same warp, rounded to bfloat16. Of sixteen columns of c the
-// even ones are a tile, and the odd ones the next: `interleaved_column` says which is where.
+// c += a b, where b has 8 bits, and a is a product of the same warp, rounded to bfloat16. The even ones of sixteen
+// columns of c are one tile, and the odd ones the next; `interleaved_column` returns the column.
 template <class Tile, class Left, int Depth, int Columns>
 CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns && Tile::kRowTiles == 1,
@@ -136,13 +137,13 @@ CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns>
   }
 }
 
-// The column of c that a thread's column j is then.
+// Return the column of such a c that a thread's column j is.
 template <class Tile>
 CUFLASH_DEVICE int interleaved_column(const Tile& c, int j) {
   return 2 * c.first_column() + 16 * (j / 4) + 2 * (j % 2) + j / 2 % 2;
 }
 
-// Put row i of a thread's part of such a c into global memory, where the row starts at a multiple of 16 bytes.
+// Store row i of a thread's part of such a c to global memory, where the row starts at a multiple of 16 bytes.
 template <class Tile>
 CUFLASH_DEVICE void store_interleaved_row(float* to, const Tile& c, int i) {
 #pragma unroll

@@ -15,10 +15,10 @@ CUFLASH_DEVICE void to_element(float x, ptx::BFloat16& to) { to = ptx::from_floa
 CUFLASH_DEVICE void to_element(float x, float& to) { to = x; }
 CUFLASH_DEVICE void to_element(double x, double& to) { to = x; }
 
-// The larger of two numbers; of a number and a NaN, the number.
+// Return the larger of two numbers; of a number and a NaN, the number.
 CUFLASH_DEVICE float maximum(float x, float y) { return fmaxf(x, y); }
 CUFLASH_DEVICE double maximum(double x, double y) { return fmax(x, y); }
-// The smaller of two numbers; NaN if x is NaN, where fminf would return y.
+// Return the smaller of two numbers; NaN if x is NaN, where fminf would return y.
 template <class T>
 CUFLASH_DEVICE T min_or_nan(T x, T y) { return y < x ? y : x; }
 

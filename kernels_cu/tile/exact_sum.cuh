@@ -2,9 +2,9 @@
 #include <ptx/atomic.cuh>
 #include <ptx/math.cuh>
 
-// Sums without rounding in global memory, which many thread blocks add to: fixed-point numbers that are wide enough for
-// every finite number of a type, as a superaccumulator (U. Kulisch, "Computer Arithmetic and Validity", 2008). Integers are
-// added in any order with one result.
+// Sums without rounding in global memory, to which many thread blocks add: fixed-point numbers wide enough for every
+// finite number of a type, as a superaccumulator (U. Kulisch, "Computer Arithmetic and Validity", 2008). Integers have
+// the same sum in any order of additions.
 namespace cuflash::tile {
 
 constexpr int kDigitBits = 24;
@@ -55,7 +55,7 @@ struct ExactSum {
     if (Format::kMantissaBits >= 32) add_bits(words, position + 32, static_cast<uint32_t>(significand >> 32), is_negative);
   }
 
-  // The sum rounded to T: within two units in the last place, and always from the same words to the same bits.
+  // Return the sum rounded to T, within two units in the last place; equal words always give equal bits.
   static CUFLASH_DEVICE T rounded(const int64_t* words) {
     const int64_t num_nan = words[kNumDigits], num_inf = words[kNumDigits + 1], num_negative_inf = words[kNumDigits + 2];
     const T negative_infinity = ptx::negative_infinity<T>();
@@ -94,7 +94,7 @@ struct ExactSum {
     }
     return carry;
   }
-  // The last carry, which is negative if the sum is.
+  // Return the last carry, which is negative if the sum is.
   static CUFLASH_DEVICE int64_t carry_out(const int64_t* words, int sign) {
     return for_digits(words, sign, [](int, int64_t) {});
   }

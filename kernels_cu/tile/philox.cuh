@@ -7,7 +7,7 @@ struct PhiloxWords {
   uint32_t at[4];
 };
 
-// A key of Philox, two words, from the seed: what a round adds to it is Weyl's.
+// A key of Philox, two words, from the seed; each round adds a Weyl constant to it.
 struct PhiloxKey {
   uint32_t low, high;
 
@@ -17,8 +17,8 @@ struct PhiloxKey {
   }
 };
 
-// A round of Philox4x32 (Salmon et al., SC 2011) of several counters in their places. They take turns: in one of them each
-// instruction waits for the one before.
+// One round of Philox4x32 (Salmon et al., SC 2011) of several counters, in place. The counters are interleaved, since
+// each instruction of one counter waits for the one before.
 template <int Num>
 CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& key) {
 #pragma unroll
@@ -30,8 +30,8 @@ CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& 
   }
 }
 
-// Ten of them. Counters of a row share products of the first two; the others are a loop, whose text stays in the cache of
-// instructions.
+// Ten rounds. Counters of a row share products of the first two rounds; the others are a loop, whose code stays in the
+// instruction cache.
 template <int Num>
 CUFLASH_DEVICE void philox4x32(PhiloxWords (&counters)[Num], PhiloxKey key) {
 #pragma unroll

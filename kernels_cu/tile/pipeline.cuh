@@ -19,7 +19,7 @@ struct PipelineSlot {
 // since NVIDIA's racecheck, which runs on these, follows no order from one lane through __syncwarp to another.
 constexpr int kArrivalsPerWarp = config::kHasWatchdog ? 32 : 1;
 
-// The thread's number in its warp.
+// Return the thread's number in its warp.
 CUFLASH_DEVICE int lane() { return ptx::lane(); }
 
 CUFLASH_DEVICE void wait_full(const PipelineSlot& slot, int phase) {

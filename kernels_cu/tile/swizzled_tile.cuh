@@ -28,9 +28,9 @@ struct SwizzledTile {
         : row / (8 / kSwizzledChunks) % kSwizzledChunks;
   }
   static CUFLASH_DEVICE int offset(int row, int chunk) { return (row * kChunks + (chunk ^ swizzle(row))) * 16; }
-  // The offset or address of a chunk further on in its row, and `rows` rows below; rows must be a multiple of 8, or
-  // bits that the row has not, and chunks a multiple of 2 unless counted from chunk 0. Of one register, once loops are
-  // unrolled.
+  // The offset or address of a chunk further on in its row, and `rows` rows below. Rows must be a multiple of 8, or
+  // bits that the row's number lacks; chunks must be a multiple of 2 unless counted from chunk 0. After loops are
+  // unrolled, it is computed from one register.
   template <class Offset>
   static CUFLASH_DEVICE Offset advanced(Offset from, int rows, int chunks) {
     return (from ^ static_cast<Offset>((chunks % kSwizzledChunks ^ swizzle(rows)) * 16)) +

@@ -1,23 +1,23 @@
 #pragma once
 #include <tile/warp_tile.cuh>
 
-// Products of floats on the tensor cores, which take tf32: floats of 11 significant bits. Operands are rounded to that;
-// or, where kTf32Products is 3, split into two such numbers each, hi + lo, and of their four products the three that
-// matter are summed: a split leaves out 2^-23 of an operand, and lo lo is at most 2^-22 of a product.
+// Products of floats on the tensor cores, which multiply tf32: floats of 11 significant bits. Operands are rounded to
+// tf32. If kTf32Products is 3, each is split into two such numbers instead, hi + lo, and three of their four products
+// are summed: a split leaves out 2^-23 of an operand, and lo lo is at most 2^-22 of a product.
 namespace cuflash::tile {
 
 using config::kTf32Products;
 
 template <int N>
 struct Tf32 {
-  uint32_t hi[N], lo[N];  // the instruction drops what lo has beyond tf32
+  uint32_t hi[N], lo[N];  // the instruction drops the bits of lo beyond tf32
 
   explicit CUFLASH_DEVICE Tf32(const uint32_t (&x)[N]) {
 #pragma unroll
     for (int e = 0; e < N; ++e) {
       if (kTf32Products == 1) {
         hi[e] = ptx::to_tf32(__uint_as_float(x[e]));
-      } else {  // rounds as to_tf32 does, except that lo keeps a NaN which hi may lose
+      } else {  // rounds as to_tf32 does, but lo keeps a NaN that hi may lose
         hi[e] = (x[e] + 0x1000u) & 0xffffe000u;
         lo[e] = __float_as_uint(__uint_as_float(x[e]) - __uint_as_float(hi[e]));
       }
@@ -34,8 +34,8 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32<4>& a, const Tf32<2>&
   ptx::mma_m16n8k8_tf32(d, a.hi, b.hi);
 }
 
-// Fragments of a matrix that is read across its rows, word by word: ldmatrix transposes 16-bit elements alone. Of each
-// eight rows a thread takes two, t and t + 4 or, as neighbours, 2 t and 2 t + 1, with t = lane % 4.
+// Fragments of a matrix that is read across its rows, word by word, since ldmatrix transposes only 16-bit elements. Of
+// each eight rows a thread reads two: t and t + 4, or the neighbours 2 t and 2 t + 1, with t = lane % 4.
 template <class Matrix, int NumTiles, bool IsLeft, bool Adjacent>
 struct TransposedWords {
   static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;  // as in MnMajorFragments

@@ -176,7 +176,7 @@ struct NoOp {
   CUFLASH_DEVICE void operator()(int) const {}
 };
 
-// After each sixteen of Depth, `overlapped` is called, while tensor cores are still busy.
+// `overlapped` is called after each sixteen columns of Depth, while the tensor cores are busy.
 template <class T, int Depth, class Tile, class Left, class Right, class Overlapped = NoOp>
 CUFLASH_DEVICE void mma_over_k(Tile& c, const Left& a, const Right& b, bool is_first, Overlapped overlapped = {}) {
 #pragma unroll

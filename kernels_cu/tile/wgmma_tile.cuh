@@ -35,8 +35,8 @@ struct WgmmaTile {
   CUFLASH_DEVICE Panel panel(int number) const { return {start + number * Panel::kBytes}; }
 };
 
-// Returns a value that is equal in all threads of a warp in a form in which the compiler knows that: one uniform register then
-// holds it, and products are issued without gaps.
+// Return a value that is equal in all threads of a warp, in a form that tells the compiler so: one uniform register
+// then holds it, and products are issued without gaps.
 template <class Tile>
 CUFLASH_DEVICE Tile warp_uniform(Tile tile) {
   return {__shfl_sync(0xffffffffu, tile.start, 0)};
@@ -49,7 +49,7 @@ class WgmmaDescriptor {
   WgmmaDescriptor() = default;
   explicit CUFLASH_DEVICE WgmmaDescriptor(uint32_t address) : low_word_(static_cast<uint32_t>(descriptor(address))) {}
   CUFLASH_DEVICE uint64_t at(int bytes) const { return descriptor(0) >> 32 << 32 | (low_word_ + bytes / 16); }
-  CUFLASH_DEVICE void materialize() { low_word_ = ptx::opaque(low_word_); }  // reckoned here, not where it is used
+  CUFLASH_DEVICE void materialize() { low_word_ = ptx::opaque(low_word_); }  // computed here, not where it is used
 
  private:
   static constexpr CUFLASH_DEVICE uint64_t descriptor(uint32_t address) {
@@ -98,7 +98,7 @@ CUFLASH_DEVICE Accumulators<Tile>& accumulators(Tile& tile) {
 template <class T, class Tile>
 struct PackedOperand {
   static constexpr int kColumnTiles = Tile::kColumnTiles;
-  // an odd one is the half of the last, which is no operand
+  // an odd number of columns leaves half of the last fragment unused
   static constexpr int kNumFragments = (kColumnTiles + 1) / 2;
 
   uint32_t fragments[kNumFragments][4];
@@ -116,8 +116,8 @@ struct PackedOperand {
   }
 };
 
-// A product rounded to e4m3, as the left operand of the next, whose other one has its columns k in the order
-// `e4m3_column`: each thread's numbers are its own then, and no lane gives another any.
+// A product rounded to e4m3, as the left operand of the next product, whose other operand has its columns k in the
+// order `e4m3_column`: so each thread has all numbers that it needs.
 template <class Tile>
 struct E4M3Operand {
   static constexpr int kNumFragments = Tile::kColumnTiles / 4;
@@ -140,7 +140,7 @@ struct E4M3Operand {
   }
 };
 
-// Which column of a product stands at `place` of an E4M3Operand: of each 16, thread t of four has 2t, 2t + 1, 2t + 8 and
+// Return the column of a product at `place` of an E4M3Operand: of each 16, thread t of four has 2t, 2t + 1, 2t + 8 and
 // 2t + 9 in a row.
 constexpr CUFLASH_DEVICE int e4m3_column(int place) {
   const int thread = place % 16 / 4, element = place % 4;

@@ -103,7 +103,7 @@ FAULTS = {
         ),
         "full blocks have bit tiles": Edit("lists/entries.cu", "list_row", "kind == kBits ?", "kind != kAbsent ?"),
         "the room behind the last entry is left as it is": Edit(
-            "lists/entries.cu", "lists_entries", "clear_room(params);", ""
+            "lists/entries.cu", "lists_entries", "clear_unused_entries(params);", ""
         ),
     },
 }

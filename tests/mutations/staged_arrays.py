@@ -18,7 +18,7 @@ FAULTS = {
             "const Element* from = &matrix.at(queries.first, 0) +",
         ),
         "chunks of a row are not permuted": Edit(
-            STAGED, "start_copy", "to.address(row, chunk)", "to.address(row & ~7, chunk) + row % 8 * Room::kChunks * 16"
+            STAGED, "start_copy", "to.address(row, chunk)", "to.address(row & ~7, chunk) + row % 8 * Slot::kChunks * 16"
         ),
         "P has the element of a pair's other key": Edit(
             "sm90/tile_score.cuh", "apply", "pairs[i][j % 2]", "pairs[i][1 - j % 2]"

@@ -307,10 +307,10 @@ def _fitting(
 
 
 def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:
-    """A tile of the forward pass, but no taller than few queries want.
+    """Return a tile of the forward pass that is no taller than few queries need.
 
-    Its warps hold 16 rows each and so need fewer registers: more blocks are at work, whose loads overlap, unless shared
-    memory has no room for more; so wide rows come 64 at a time.
+    Its warps hold 16 rows each and so need fewer registers: more blocks run at a time, whose loads overlap, unless
+    shared memory limits them; so wide rows come 64 at a time.
     """
     if num_queries > tile.block_q // 2:
         return tile

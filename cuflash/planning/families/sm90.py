@@ -40,14 +40,14 @@ from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted
 
 ROWS = 64  # queries that a warpgroup multiplies at a time
 LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made for the kernels
-_STAGES, _NARROW_STAGES = 2, 4  # a power of two, as rings count; up to 64 columns there is room for more
+_STAGES, _NARROW_STAGES = 2, 4  # powers of two, as rings count; up to 64 columns more stages fit
 _MMA_COLUMNS = 16  # columns of a product
-_NUM_TILE_INFOS = 4  # tiles that they know of
-# bytes that warpgroups tell each other
+_NUM_TILE_INFOS = 4  # tiles in flight
+# sizes of messages and barriers in shared memory, in bytes
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
-_ARRAY_ALIGNMENT = 128  # of a staged array's rooms, whose rows are permuted by bits of their places
+_ARRAY_ALIGNMENT = 128  # of a staged array's slots, whose rows are permuted by bits of their addresses
 _KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
-_COORDS = 12  # more of a task where dO is brought too
+_COORDS = 12  # more bytes of a tile's message if dO is loaded too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
 _WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
@@ -336,7 +336,7 @@ def forward_spec(
         return replace(spec, num_stages=_STAGES, score_is_staged=True)
     if problem.dropout is not None and problem.score is None and width <= 128 and block_q == 2 * ROWS:
         spec = replace(spec, num_warps=spec.num_warps + 4)  # a warpgroup draws for the others
-    # One warpgroup of consumers leaves tensor cores idle while it reckons, so several blocks share a multiprocessor.
+    # One consumer warpgroup leaves tensor cores idle between its products, so several blocks share a multiprocessor.
     if block_q > ROWS or width > 128:
         return spec
     blocks, stages = (2, _STAGES) if largest is None else _LISTED_SMALL[width]
@@ -410,7 +410,7 @@ def _backward_in_two_kernels(
 
 
 def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a block: its tile, rings of what it steps over, and what warpgroups tell each other."""
+    """Dynamic shared memory of a block: its tile, the rings of what it steps over, messages and barriers."""
     both, stages = spec.head_dim + spec.value_dim, spec.num_stages
     if spec.entry in ("backward_statistics", "convert_dq"):
         return 0
@@ -444,13 +444,13 @@ def shared_bytes(spec: KernelSpec) -> int:
 
 
 def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:
-    """The rooms of a staged array's elements and their slots, of each stage: StagedArray of sm90/staged_array.cuh."""
+    """Shared memory of a staged array and its slots, for all stages: StagedArray of sm90/staged_array.cuh."""
     rooms = spec.num_stages * (2 * spec.block_q * spec.block_kv + slot)
     return (rooms + -storage % _ARRAY_ALIGNMENT) * spec.score_is_staged
 
 
 def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> int:
-    """Shared memory of what warpgroups tell each other that walk the keys of a tile of queries."""
+    """Shared memory of messages and barriers in kernels that walk the keys of a tile of queries."""
     groups, stages = spec.block_q // ROWS, spec.num_stages
     tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * loads_do
     storage = _SLOT * (q_stages + 2 * stages) + _NUM_TILE_INFOS * (_SLOT + -(-tile_info // 16) * 16)
@@ -461,13 +461,13 @@ def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> in
 
 
 def query_stats_words(spec: KernelSpec) -> int:
-    """Words of what gradients know of a tile of queries, KnownQueries of sm90/query_stats.cuh."""
+    """Words of the statistics of a tile of queries: QueryStats of sm90/query_stats.cuh."""
     words = 2 * spec.block_q + spec.block_q // 16 + 3
     return words + -words % 4
 
 
 def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the boxes that bring operands: a panel of a tile each, PanelTile of tile/wgmma_tile.cuh."""
+    """Rows and columns of the boxes in which TMA copies operands: one panel each, WgmmaTile of tile/wgmma_tile.cuh."""
     head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
     found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
     if spec.entry == "block_mass":

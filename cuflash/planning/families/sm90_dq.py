@@ -25,10 +25,11 @@ _LEAD_IN_WAVES = 2  # rounds of all blocks between a place's last tiles and its 
 def dq_semaphore_order(
     problem: Problem, band: Band | None, backward: KernelSpec, device: DeviceSpec
 ) -> DqSemaphoreOrder | None:
-    """The order for a band, or None where blocks cannot finish dQ, or had better not.
+    """Return the order for a band, or None if blocks cannot finish dQ, or if it is slower.
 
-    They can where the first tile of keys sees every query, and every tile some, as under a causal mask or none; where
-    dQ is written as it is made, in whole packets; and where those who store have a bit each.
+    Blocks can finish dQ if every query sees the first tile of keys, and every tile of keys some query, as under a
+    causal mask or none; if dQ is written in whole packets and in its final dtype; and if each tile that stores sums has
+    a bit of its own.
     """
     lower, upper = (None, None) if band is None else (band.lower, band.upper)
     if band is None or not _can_write_dq(problem, backward):
@@ -71,9 +72,9 @@ def fuses_dq_epilogue_of_list(problem: Problem, work: ListedWork, backward: Kern
 
 
 def with_counted_arrivals(problem: Problem, work: IntervalWork, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """The kernels of work without a list, of which those of the backward pass may count who has come to queries.
+    """Return the kernels of work without a list; those of the backward pass may count tiles that arrive at queries.
 
-    Then nobody sets sums of dQ to 0. Where few tiles of keys come, the last one finishes dQ, as of a list.
+    Then no kernel sets sums of dQ to 0. Where few tiles of keys arrive, the last one finishes dQ, as with a list.
     """
     use = use_of_arrivals(problem, work, specs["backward"])
     if use is ArrivalUse.NONE:

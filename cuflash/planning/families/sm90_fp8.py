@@ -145,7 +145,7 @@ class Sm90Fp8(Family):
 
 
 def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a block: operands, what warpgroups tell each other, and the rounded O."""
+    """Dynamic shared memory of a block: operands, messages and barriers, scales, thread states, and the rounded O."""
     operands = _Q_STAGES * spec.block_q * spec.head_dim
     operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
     storage = storage_bytes(spec, _Q_STAGES)
@@ -155,7 +155,7 @@ def shared_bytes(spec: KernelSpec) -> int:
 
 
 def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the boxes that bring operands, panels of at most 128 bytes; V is transposed."""
+    """Rows and columns of the boxes in which TMA copies operands, panels of at most 128 bytes; V is transposed."""
     head_panel, key_panel = (128 if width % 128 == 0 else 64 for width in (spec.head_dim, spec.block_kv))
     found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.value_dim, key_panel)}
     return found | ({"o": (ROWS // 4, 64)} if spec.dtype.itemsize == 2 else {})

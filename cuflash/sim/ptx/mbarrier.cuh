@@ -1,4 +1,4 @@
-// Host twin of kernels_cu/ptx/mbarrier.cuh. Who waits for what never comes is told so at once, watched or not.
+// Host twin of kernels_cu/ptx/mbarrier.cuh. A wait that can never end is reported at once, with or without a watchdog.
 #pragma once
 
 #include <ptx/types.cuh>

@@ -5,7 +5,7 @@ namespace cuflash::sim {
 
 namespace {
 
-constexpr int kMostAccesses = 4096;   // of a thread that looks again and again without an operation
+constexpr int kMostAccesses = 4096;   // of a thread that reads again and again without an operation
 
 bool is_global(const void* address) {
   const auto* const byte = static_cast<const unsigned char*>(address);
@@ -15,7 +15,7 @@ bool is_global(const void* address) {
          !(byte >= stack && byte < stack + kStackBytes);
 }
 
-// Another thread may have its turn at any access to global memory.
+// Let another thread run, which may happen at any access to global memory.
 void maybe_lose_turn() {
   Residents& residents = *launch->residents;
   const bool is_random = launch->request.schedule.order == Order::random && launch->random.one_in(32);

@@ -1,6 +1,6 @@
-// Copies of tiles and of runs of bytes by the tensor memory accelerator. Those to shared memory land when the schedule
-// says, at the latest when nothing else can go on; those to global memory read when they are waited for, and write then
-// or later.
+// Copies of tiles and of runs of bytes by the tensor memory accelerator. Copies to shared memory land when the schedule
+// says, at the latest when nothing else can run. Copies to global memory read their source when they are waited for,
+// and write then or later.
 #include <cstdio>
 
 #include "floats.hpp"
@@ -20,7 +20,7 @@ unsigned next_engine = 0;
 
 enum class Type : uint32_t { other, half, bfloat16, single };
 
-// As cuflash/tensor_map.py lays it out.
+// The layout of cuflash/executors/tensor_map.py.
 struct Map {
   uint64_t magic;
   unsigned char* base;
@@ -264,7 +264,7 @@ bool awaits_other_lanes(Location where) {
 
 }  // namespace
 
-// ThreadSanitizer's fibers know at birth what their maker knows, so they are all made before any kernel code runs.
+// ThreadSanitizer's fibers start with all that their maker has seen, so they are made before any kernel code runs.
 void make_bulk_engines() {
   for (void*& engine : engines)
     if (!engine) engine = new_fiber("the tensor memory accelerator");

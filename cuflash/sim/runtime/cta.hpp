@@ -17,12 +17,12 @@
 namespace cuflash::sim {
 
 constexpr size_t kStackBytes = 256 << 10;
-constexpr uint32_t kSharedBase = 1024;   // the first shared address, so that 0 is none
-constexpr size_t kCanaryBytes = 1024;    // behind shared memory, to see stores past its end
+constexpr uint32_t kSharedBase = 1024;   // the first shared address; 0 is no address
+constexpr size_t kCanaryBytes = 1024;    // bytes behind shared memory, which show stores past its end
 constexpr int kMaxWarps = 32;
 constexpr int kBarriers = 16;
-constexpr int kMeetings = 8;             // of parts of one warp, at a time
-constexpr int kCopyEngines = 4;          // of one thread; groups take turns
+constexpr int kMeetings = 8;             // meetings of parts of one warp at a time
+constexpr int kCopyEngines = 4;          // engines of one thread; groups take turns
 constexpr int kWarpgroup = 4;            // warps
 
 enum class State : uint8_t { fresh, ready, blocked, exited };
@@ -31,7 +31,7 @@ struct Copy {
   unsigned char* destination;
   const void* source;
   int bytes, source_bytes;
-  int group;         // how many groups the thread had committed before it
+  int group;         // number of groups that the thread had committed before it
   bool landed;
   void* engine;
   void* caller;      // the kernel's line, for reports
@@ -49,9 +49,9 @@ struct Text {
   bool operator==(const Text& other) const { return strcmp(letters, other.letters) == 0; }
 };
 
-// What whoever acquires it knows to have happened, ThreadSanitizer's way, and the part of it that asynchronous copies and
-// wgmma may rely on, which read shared memory past the writes of threads: fence_proxy_async makes all a thread knows part
-// of it.
+// What a thread that acquires the clock sees as done, by ThreadSanitizer's rules; and the part of it on which
+// asynchronous copies and wgmma may rely, which read shared memory without waiting for writes of threads:
+// fence_proxy_async makes all that a thread has seen part of it.
 struct Clock { char threads = 0, proxy = 0; };
 
 struct Thread : Identity {
@@ -62,28 +62,28 @@ struct Thread : Identity {
   Context context;
   char* stack = nullptr;
   size_t stack_bytes = kStackBytes;
-  void* fake_stack = nullptr;             // AddressSanitizer's
-  void* fiber = nullptr;                  // ThreadSanitizer's
+  void* fake_stack = nullptr;             // AddressSanitizer's stack
+  void* fiber = nullptr;                  // ThreadSanitizer's fiber
   void* engines[kCopyEngines] = {};
-  void* proxy = nullptr;                  // a fiber that knows what is known to its asynchronous operations
+  void* proxy = nullptr;                  // a fiber that has seen what the thread's asynchronous operations may rely on
 
   State state = State::fresh;
   const char* doing = "its first lines";  // the newest operation, for reports
   Location where;
-  int spins = 0;                          // operations since it last let others run
-  Thread* next_waiting = nullptr;         // at a barrier
+  int spins = 0;                          // operations since the thread last let others run
+  Thread* next_waiting = nullptr;         // the next thread that waits at the barrier
   const Mbarrier* awaited = nullptr;
-  bool persists = true;                   // in waiting for it
-  const int* counter = nullptr;           // in global memory, whose change it waits for
-  int seen = 0;                           // the counter's value when it looked
+  bool persists = true;                   // whether it waits until the barrier's phase ends
+  const int* counter = nullptr;           // the counter in global memory whose change it waits for
+  int seen = 0;                           // the counter's value when the thread last read it
 
   std::vector<Copy> copies;               // in order of issue
-  int groups = 0;                         // committed so far
-  std::vector<std::unique_ptr<Transfer>> stores;   // to global memory, in order of issue
-  int store_groups = 0;                   // committed so far
+  int groups = 0;                         // number of groups committed so far
+  std::vector<std::unique_ptr<Transfer>> stores;   // stores to global memory, in order of issue
+  int store_groups = 0;                   // number of groups committed so far
 };
 
-// Lanes on their way to doing one warp operation together.
+// Lanes that will do one warp operation together, of which some have arrived.
 struct Rendezvous {
   uint32_t mask = 0, arrived = 0;         // mask 0: free
   const Operation* operation = nullptr;
@@ -103,27 +103,27 @@ struct Warp {
 struct Barrier {
   struct Arrival { uint32_t lanes = 0; Location where; };
   int expected = 0, arrived = 0, phase = 0;
-  Location where;                         // of the first arrival
+  Location where;                         // place of the first arrival
   Thread* waiting = nullptr;
   Arrival arrivals[kMaxWarps];
-  Clock clocks[2];                        // of even and odd phases
+  Clock clocks[2];                        // clocks of even and odd phases
 };
 
 struct Mbarrier {
   uint32_t address = 0;
-  int count = 0, pending = 0, bytes = 0;  // bytes that are announced and have not come
+  int count = 0, pending = 0, bytes = 0;  // bytes that are announced and have not arrived
   unsigned phase = 0;
-  unsigned awaited = 0;                   // the phase whose start somebody has waited for last
+  unsigned awaited = 0;                   // the last phase whose start a thread has waited for
   int maker = 0;
   Cta* cta = nullptr;
-  bool is_fenced = false;                 // so that copies see it
-  Location where;                         // of its init
-  Clock clocks[2];                        // of even and odd phases
+  bool is_fenced = false;                 // whether copies see the barrier
+  Location where;                         // place of its init
+  Clock clocks[2];                        // clocks of even and odd phases
 };
 
 // Operation that all warps of a warpgroup must carry out in the same order.
 struct Deed {
-  const char* format;                     // of its numbers, for reports
+  const char* format;                     // format of its numbers, for reports
   long long numbers[4] = {};
   bool operator==(const Deed& other) const = default;
 };
@@ -134,8 +134,8 @@ struct Warpgroup {
   int registers = 0;                      // as setmaxnreg left them; 0 if it was not called
 };
 
-// Lanes of a warp on their way through a fence_proxy_async. Where all came the last time, all are taken to come again: what
-// they wrote counts as fenced once the last one has come, or another warp goes on, or somebody looks.
+// Lanes of a warp that have reached a fence_proxy_async. If all lanes came the last time, all are expected again: what
+// they wrote counts as fenced once the last lane has come, another warp runs, or the memory is read.
 struct FenceRound { Location where; uint32_t lanes = 0; bool was_whole = false; };
 
 struct Cta : Block {
@@ -150,13 +150,13 @@ struct Cta : Block {
   char block_clock = 0;
   Clock fence_clock;
   std::map<uint32_t, Mbarrier> mbarriers;
-  std::vector<std::unique_ptr<Transfer>> loads;   // under way
-  std::vector<unsigned char> proxy_view;  // of shared memory: what asynchronous reads see of it
-  bool is_view_late = false;              // lanes of the running warp have fenced since
+  std::vector<std::unique_ptr<Transfer>> loads;   // copies under way
+  std::vector<unsigned char> proxy_view;  // shared memory as asynchronous reads see it
+  bool is_view_late = false;              // whether lanes of the running warp have fenced since
   Warpgroup warpgroups[kMaxWarps / kWarpgroup];
-  size_t number = 0;                      // in the grid
-  int slot = 0;                           // of the blocks that run together
-  uint64_t priority = 0;                  // among them
+  size_t number = 0;                      // number of the block in the grid
+  int slot = 0;                           // slot among the blocks that run together
+  uint64_t priority = 0;                  // priority among them
 };
 
 // Laid out as sim/launch.py has it.
@@ -178,15 +178,15 @@ struct Launch {
   Thread host;                            // the OS thread, on its own stack
   pthread_t os_thread;
   std::vector<std::vector<FenceRound>> fence_rounds;   // of the warps of each slot
-  Residents* residents = nullptr;         // where several blocks run together; otherwise null
+  Residents* residents = nullptr;         // set if several blocks run together
   bool failed = false;
-  std::atomic<bool> in_kernel{false};     // a signal may then leave for good: no lock of ours is held
-  std::atomic<bool> expired{false};       // the time limit has passed
+  std::atomic<bool> in_kernel{false};     // whether a signal may leave the kernel for good: no lock is held
+  std::atomic<bool> expired{false};       // whether the time limit has passed
   char message[8192] = "";
-  uint64_t fault_offset = 0;              // of the instruction that failed, in the kernel's library
-  uint64_t other_offset = 0;              // of the one that it races with
+  uint64_t fault_offset = 0;              // offset, in the kernel's library, of the instruction that failed
+  uint64_t other_offset = 0;              // offset of the instruction that it races with
 };
-extern Launch* launch;                    // one at a time
+extern Launch* launch;                    // the one launch that runs
 
 inline Thread& self() { return *static_cast<Thread*>(current); }
 inline void acquire(Clock& clock) {
@@ -206,7 +206,8 @@ Text place(Location where);
     __attribute__((format(printf, 3, 4)));
 void check_time_limit(Location where);
 
-// First thing in every operation that a kernel calls: what is under way, and that it is the runtime's work.
+// Every operation that a kernel calls makes one of these first: it notes the operation, and that the runtime's code
+// runs.
 class Entry {
  public:
   Entry(const char* doing, Location where) {
@@ -225,13 +226,13 @@ class Entry {
 void switch_thread(Thread& from, Thread& to);
 void set_ready(Thread& thread);
 void schedule(bool same_warp_first);      // runs another thread; returns when this one's turn comes again
-void block();                             // until another thread calls set_ready
-void yield();                             // to whom the order prefers
-[[noreturn]] void abandon_block();        // back to the launch; the block's threads are left where they are
-int pick_warp(Cta& cta);                  // that the order prefers among those with a thread to run; -1: none
+void block();                             // waits until another thread calls set_ready
+void yield();                             // runs the thread that the order prefers
+[[noreturn]] void abandon_block();        // returns to the launch; the block's threads stay where they are
+int pick_warp(Cta& cta);                  // the warp that the order prefers among those with a thread to run, or -1
 int pick_lane(uint32_t ready);
-bool let_go(Cta& cta);                    // of a wait that does not persist; whether there was one
-void describe_block(const Cta& cta, char*& to, const char* end);   // what its threads do, as far as there is room
+bool let_go(Cta& cta);                    // ends a wait that does not persist; returns whether there was one
+void describe_block(const Cta& cta, char*& to, const char* end);   // as far as the buffer has room
 
 // ---- residents.cpp ----
 void schedule_residents(Thread& me, bool same_warp_first);
@@ -244,12 +245,12 @@ void complete(Mbarrier& barrier, int bytes, Location where);
 Text state_of(const Mbarrier& barrier);
 
 // ---- bulk.cpp ----
-bool land_a_load(Cta& cta);               // whether there was one
+bool land_a_load(Cta& cta);               // returns whether there was one
 void check_stores_read(const Thread& thread);
-void end_transfers(Cta& cta);             // writes what is still to be written when the block ends
+void end_transfers(Cta& cta);             // writes what remains to be written when the block ends
 void make_bulk_engines();
-void write_shared(Cta& cta, unsigned char* to, const void* from, size_t bytes);   // as asynchronous copies do
-void update_view(Cta& cta);               // of asynchronous reads, to what is there
+void write_shared(Cta& cta, unsigned char* to, const void* from, size_t bytes);   // writes as asynchronous copies do
+void update_view(Cta& cta);               // updates what asynchronous reads see to the memory's content
 
 // ---- wgmma.cpp ----
 void check_products_done(const Warp& warp);

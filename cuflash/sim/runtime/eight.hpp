@@ -17,7 +17,7 @@ namespace cuflash::sim {
 using Eight = float __attribute__((vector_size(32)));
 using EightBits = int32_t __attribute__((vector_size(32)));
 
-// As half_to_float and bfloat16_to_float in floats.hpp.
+// Conversions like half_to_float and bfloat16_to_float in floats.hpp.
 CUFLASH_SIM_WITHIN Eight to_floats(const void* sixteen_bytes, bool is_bfloat16) {
   uint16_t __attribute__((vector_size(16))) narrow;
   memcpy(&narrow, sixteen_bytes, sizeof narrow);

@@ -1,4 +1,4 @@
-// How a launch ends early: the first failure writes its message and abandons the block.
+// The early end of a launch: the first failure writes its message and abandons the block.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// Conversions of the 8-bit and 16-bit floats and of tf32 by integer arithmetic: the same bits on every host, and no CPU feature
-// asked for.
+// Conversions of the 8-bit and 16-bit floats and of tf32 by integer arithmetic: equal bits on every host, without any
+// CPU feature.
 #pragma once
 
 #include <bit>
@@ -9,7 +9,7 @@ namespace cuflash::sim {
 
 inline float half_to_float(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, rest = bits & 0x7fff;
-  // Read as a float the exponent is 112 too small, which one exact multiplication mends, subnormals included.
+  // Read as a float the exponent is 112 too small, which one exact multiplication corrects, subnormals included.
   const uint32_t scaled = std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f);
   return std::bit_cast<float>((rest >= 0x7c00 ? 0x7f800000 | rest << 13 : scaled) | sign);
 }
@@ -49,7 +49,7 @@ inline float e4m3_to_float(uint8_t bits) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 20) * 0x1p120f) | sign);
 }
 
-// To nearest, ties to even, and to 448 beyond it.
+// Rounds to nearest, ties to even, and to 448 beyond it.
 inline uint8_t float_to_e4m3(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
   const auto sign = static_cast<uint8_t>(bits >> 24 & 0x80);

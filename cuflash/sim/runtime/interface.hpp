@@ -27,7 +27,7 @@ struct Operation {
   const char* name;
   Execute execute = nullptr;
   bool whole_warp = false;     // needs all 32 lanes
-  bool orders_memory = false;  // what lanes wrote before, all see after
+  bool orders_memory = false;  // all lanes see after it what lanes wrote before it
 };
 void collective(const Operation& operation, uint32_t mask, void* argument, Location where);
 
@@ -53,12 +53,12 @@ uint32_t shared_address(const void* pointer, Location where);
 void barrier(int id, int threads, bool wait, Location where);
 int block_threads();
 void fence();                         // orders this thread's memory operations with those of other threads' fences
-void fence_device();                  // the same among all blocks: others may see what was stored before
-bool are_blocks_together();           // not one after another
-void release_counter(int* counter);   // who acquires the counter later sees what was stored before
+void fence_device();                  // orders them among all blocks: others may see what was stored before
+bool are_blocks_together();           // whether blocks run together
+void release_counter(int* counter);   // blocks that acquire the counter later see what was stored before
 void acquire_counter(const int* counter);
 void wait_for_change(const int* counter, int seen, Location where);
-void spin(Location where);     // a thread that may wait for another by looking again lets others run
+void spin(Location where);     // a thread that may wait for another one lets others run
 void check_aligned(const void* pointer, size_t alignment, const char* name, Location where);
 
 // ---- asynchronous copies ----

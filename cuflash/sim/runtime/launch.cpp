@@ -82,7 +82,7 @@ void start_thread(Cta& cta, int linear) {
   set_ready(thread);
 }
 
-// ThreadSanitizer's fibers know at birth what their maker knows, so they are all made before any kernel code runs.
+// ThreadSanitizer's fibers start with all that their maker has seen, so they are made before any kernel code runs.
 void grow_pool(int count) {
   make_bulk_engines();
   while (static_cast<int>(pool.size()) < count) {

@@ -119,7 +119,7 @@ bool mbarrier_wait(uint32_t address, int parity, bool persists, const char* name
     me.awaited = &barrier;
     me.persists = persists;
     block();
-    if (me.awaited) {   // it was let go without
+    if (me.awaited) {   // the wait ended without the barrier's phase
       me.awaited = nullptr;
       return false;
     }

@@ -23,7 +23,7 @@ void join(BlockClock& to, const BlockClock& from) {
   for (size_t i = 0; i < from.size(); ++i) to[i] = std::max(to[i], from[i]);
 }
 
-// Of an instruction in the kernel's library, for whoever turns that into a line; 0 if there is none.
+// Return the offset of an instruction in the kernel's library, by which a report finds the line; 0 if there is none.
 uint64_t offset_of(const Line& line) {
   Dl_info here;
   if (!line.instruction || !dladdr(line.instruction, &here)) return 0;
@@ -92,7 +92,7 @@ void Ordering::note(size_t block, const void* address, size_t bytes, Kind kind, 
     note_word(block, word, static_cast<uint8_t>((1u << to) - (1u << from)), kind, line);
   }
   if (is_atomic(kind)) synchronise(block, address, is_write(kind));
-  else if (is_write(kind) && !left_.empty()) left_.erase(first);   // who reads this acquires nothing
+  else if (is_write(kind) && !left_.empty()) left_.erase(first);   // a block that reads this acquires nothing
 }
 
 }  // namespace cuflash::sim

@@ -10,10 +10,11 @@ namespace cuflash::sim {
 
 enum class Kind : uint8_t { read, write, atomic_read, atomic_write };
 
-// The line of an access: of an operation, or of an instruction of the kernel.
+// The line of an access: that of an operation, or of an instruction of the kernel.
 struct Line { const void* instruction = nullptr; Location where; };
 
-// How far a block knows each block: its own accesses have its own number of releases so far, and one, as their time.
+// For each block, how many of its releases a block has seen. The time of a block's own accesses is its number of
+// releases so far, plus one.
 using BlockClock = std::vector<uint32_t>;
 
 class Ordering {
@@ -21,7 +22,7 @@ class Ordering {
   explicit Ordering(size_t num_blocks) : known_(num_blocks), seen_(num_blocks), fenced_(num_blocks) {
     for (size_t i = 0; i < num_blocks; ++i) known_[i].assign(num_blocks, 0), known_[i][i] = 1;
   }
-  // Fails if another block's access to one of these bytes is not ordered with this one.
+  // Fail if another block's access to one of these bytes is not ordered with this one.
   void note(size_t block, const void* address, size_t bytes, Kind kind, Line line);
   void fence(size_t block);
   void release(size_t block, const void* counter);
@@ -33,8 +34,8 @@ class Ordering {
   void synchronise(size_t block, const void* address, bool writes);
   void note_word(size_t block, uintptr_t word, uint8_t bytes, Kind kind, const Line& line);
 
-  std::vector<BlockClock> known_, seen_, fenced_;   // seen: by atomic operations, known after a fence
-  std::unordered_map<uintptr_t, BlockClock> left_;  // at a counter, for those who acquire it
+  std::vector<BlockClock> known_, seen_, fenced_;   // seen: by atomic operations; known after a fence
+  std::unordered_map<uintptr_t, BlockClock> left_;  // clocks at counters, for blocks that acquire these
   std::unordered_map<uintptr_t, Word> words_;
 };
 

@@ -1,4 +1,4 @@
-// Blocks that run together: whose turn it is, waits of one block for another, and deadlocks between blocks.
+// Blocks that run together: the block that runs, waits of one block for another, and deadlocks between blocks.
 #include <cstdio>
 
 #include "residents.hpp"
@@ -7,7 +7,7 @@ namespace cuflash::sim {
 
 namespace {
 
-constexpr uint32_t kTurn = 8;   // turns that a block has on end, on average
+constexpr uint32_t kTurn = 8;   // average number of turns in a row that a block has
 
 bool can_run(const Cta* cta) {
   for (int w = 0; cta && w < cta->warp_count; ++w)
@@ -24,7 +24,7 @@ Cta* first_from(size_t start, bool is_backward = false) {
   return nullptr;
 }
 
-// The block that the order prefers among those with a thread to run; null if there is none.
+// Return the block that the order prefers among those with a thread to run; null if there is none.
 Cta* pick_block(const Cta* own) {
   const auto& ctas = launch->residents->ctas;
   Random& random = launch->random;
@@ -48,7 +48,7 @@ bool stays(const Cta& own, bool same_warp_first) {
   return (order == Order::round_robin || order == Order::random) && can_run(&own) && !launch->random.one_in(kTurn);
 }
 
-// Threads whose counter has changed look again.
+// Threads whose counter has changed read it again.
 void wake_waiters() {
   std::erase_if(launch->residents->counter_waiters, [](Thread* thread) {
     if (__atomic_load_n(thread->counter, __ATOMIC_RELAXED) == thread->seen) return false;

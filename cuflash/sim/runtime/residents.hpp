@@ -11,22 +11,22 @@ namespace cuflash::sim {
 struct Residents {
   explicit Residents(size_t blocks) : num_blocks(blocks), ordering(blocks) {}
 
-  std::vector<Cta*> ctas;                 // by slot; null where no further block starts
+  std::vector<Cta*> ctas;                 // by slot; null if no further block starts there
   size_t num_blocks, num_started = 0, num_running = 0;
   unsigned char* shared = nullptr;        // memory of all slots
   size_t shared_bytes = 0;
   std::vector<Thread*> counter_waiters;
-  Clock fence_clock;                      // of __threadfence
-  jmp_buf host_place;                     // where the host goes on after a failure that it found
+  Clock fence_clock;                      // clock of __threadfence
+  jmp_buf host_place;                     // where the host continues after a failure that it found
 
-  // Of kernels that report their accesses.
+  // For kernels that report their accesses.
   bool are_accesses_reported = false;
-  int accesses = 0;                       // since another thread had its turn
+  int accesses = 0;                       // accesses since another thread ran
   Ordering ordering;
 };
 
 [[noreturn]] void abandon_from_host();
-bool run_other_block(Thread& me);         // gives the turn to another block, if one has a thread that can run
+bool run_other_block(Thread& me);         // runs another block, if one has a thread that can run
 
 // ---- accesses.cpp ----
 // An access to global memory by a block, or for it, before it is made.

@@ -66,7 +66,7 @@ struct Frame {
   ~Frame() { __tsan_func_exit(); }
 };
 
-// Runs `work` on a fiber of its own, which knows only what it acquired.
+// Run `work` on a fiber of its own, which has seen only what it acquired.
 template <class Work>
 void as_engine(void* engine, void* caller, Work&& work) {
   void* self = this_fiber();

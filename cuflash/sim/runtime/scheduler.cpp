@@ -1,4 +1,4 @@
-// Whose turn it is. Threads give up theirs only inside operations: one fiber runs until it blocks or yields.
+// The order in which threads run. A thread stops only inside operations: one fiber runs until it blocks or yields.
 #include <cstdio>
 
 #include "residents.hpp"
@@ -89,7 +89,7 @@ namespace {
   char lines[sizeof launch->message] = "";
   char* to = lines;
   describe_block(cta, to, lines + sizeof lines);
-  // Named after a thread that waits: the one that looked last may have exited.
+  // The report names a thread that waits: the thread that looked last may have exited.
   for (int i = 0; i < cta.thread_count; ++i)
     if (cta.threads[i]->state == State::blocked)
       fail(cta.threads[i]->where, "deadlock: no thread can run; each of these waits for one that never comes%s", lines);

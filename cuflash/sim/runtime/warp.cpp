@@ -1,12 +1,12 @@
-// Operations of a warp: lanes meet, the last to arrive does the work for all.
+// Operations of a warp: lanes meet, and the last one to arrive does the work for all.
 #include "cta.hpp"
 
 namespace cuflash::sim {
 
 namespace {
 
-// The meeting that this lane belongs to, new if it is the first. Parts of a warp may meet on their own, and one part
-// may wait for all while another still meets; but not each for the other.
+// Return the meeting that this lane belongs to, a new one if it is the first. Parts of a warp may meet on their own,
+// and one part may wait for all lanes while another part still meets; but two parts may not wait for each other.
 Rendezvous& meeting(Warp& warp, const Operation& operation, uint32_t mask, Location where) {
   const uint32_t me = 1u << self().lane;
   Rendezvous* free = nullptr;

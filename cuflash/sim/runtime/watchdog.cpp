@@ -59,7 +59,7 @@ void on_fault(int number, siginfo_t* information, void* context) {
        static_cast<const void*>(address), me.doing);
 }
 
-// For how long a thread has run since it began; where nobody tells, since anything began.
+// Return for how long a thread has run; where the system does not measure that, the time since an earlier moment.
 double seconds_run([[maybe_unused]] pthread_t thread) {
   clockid_t clock = CLOCK_MONOTONIC;
 #if defined(__linux__)
@@ -72,7 +72,7 @@ double seconds_run([[maybe_unused]] pthread_t thread) {
 
 }  // namespace
 
-// By threads of POSIX: the headers of C++'s own take long to compile.
+// Threads of POSIX: C++'s own headers take long to compile.
 Watchdog::Watchdog(double seconds) : seconds_(seconds) {
   struct sigaction action {};
   action.sa_sigaction = on_time_up;
@@ -119,8 +119,8 @@ void* Watchdog::watch(void* watchdog) {
 void Watchdog::watch() {
   if (is_over_within(seconds_)) return;
   launch->expired = true;
-  // What does operations ends at its next one, as soon as the system lets it run. Signals are for what ran for a while
-  // since, again and again: one that meets the runtime at work only leaves the mark.
+  // A thread that calls operations ends at its next one, as soon as the system lets it run. Signals, repeated ones, are
+  // for a thread that has run for a while without one; a signal that meets the runtime's own code only leaves the mark.
   const double had_run = seconds_run(launch->os_thread);
   for (double waited = 0; waited < seconds_ + 1; waited += 0.05) {
     if (is_over_within(0.05)) return;
@@ -134,7 +134,7 @@ void Watchdog::watch() {
 
 FaultHandlers::FaultHandlers() {
   if (kSanitized) return;
-  // A stack of their own: the kernel's may be what overflowed.
+  // Handlers need a stack of their own, since the kernel's may be what overflowed.
   static char stack[64 << 10];
   stack_t own {};
   own.ss_sp = stack;

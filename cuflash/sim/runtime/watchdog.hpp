@@ -7,10 +7,10 @@
 
 namespace cuflash::sim {
 
-// A thread that waits for the launch to end. When the time is up it interrupts the kernel's OS thread with a signal
-// (SIGURG: ignored unless someone asks for it). The handler leaves the kernel for good if kernel code is running, and
-// otherwise the next operation sees the mark. A signal can be held back, as ThreadSanitizer does in a loop that calls
-// nothing: then, after as long again, the process is ended, since nothing else would end the loop.
+// A thread that waits for the launch to end. When the time is up, it interrupts the kernel's OS thread with a signal
+// (SIGURG, which processes ignore by default). If kernel code is running, the handler leaves the kernel for good;
+// otherwise the next operation reads the mark. A signal can be held back, as ThreadSanitizer does in a loop that calls
+// nothing: then the process is ended after twice the time, since nothing else would end the loop.
 class Watchdog {
  public:
   explicit Watchdog(double seconds);
@@ -19,7 +19,7 @@ class Watchdog {
  private:
   static void* watch(void* watchdog);
   void watch();
-  bool is_over_within(double seconds);   // by who holds the mutex
+  bool is_over_within(double seconds);   // called with the mutex held
   const double seconds_;
   pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t ended_;
@@ -28,7 +28,8 @@ class Watchdog {
   pthread_t thread_;
 };
 
-// Handlers of SIGSEGV and its like for as long as the launch lasts; with a sanitizer these stay the sanitizer's.
+// Handlers of SIGSEGV and similar signals while a launch runs; with a sanitizer these signals keep the sanitizer's
+// handlers.
 class FaultHandlers {
  public:
   FaultHandlers();

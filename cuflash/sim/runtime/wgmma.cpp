@@ -63,7 +63,7 @@ struct Product {
   void* engine;
 };
 
-// Registers that a product wrote: the next one may add to them without a fence as long as nobody else writes them.
+// Registers that a product wrote: the next product may add to them without a fence if nothing else has written them.
 struct Written { float* d; int count; size_t fences; std::vector<float> values; };
 
 struct Products {
@@ -411,7 +411,7 @@ constexpr Operation kWgmma{"wgmma", execute_wgmma, true}, kFence{"wgmma_fence", 
 
 }  // namespace
 
-// ThreadSanitizer's fibers know at birth what their maker knows, so they are all made before any kernel code runs.
+// ThreadSanitizer's fibers start with all that their maker has seen, so they are made before any kernel code runs.
 void make_product_engines(int warp) {
   for (void*& engine : product_engines[warp])
     if (!engine) engine = new_fiber("wgmma");

@@ -1,5 +1,5 @@
-// Atomic functions, relaxed as on the GPU: atomic among themselves, ordering nothing else. The compiler's own atomics,
-// so that ThreadSanitizer knows them as such. A thread may be spinning on one, so others get to run.
+// Atomic functions, relaxed as on the GPU: atomic among themselves, ordering nothing else. They are the compiler's own
+// atomics, which ThreadSanitizer recognises. A thread may be spinning on one, so other threads get to run.
 #pragma once
 
 namespace cuflash::sim {

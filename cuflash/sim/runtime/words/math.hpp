@@ -1,4 +1,4 @@
-// Arithmetic that CUDA C++ knows without a header and the C++ library does not.
+// Arithmetic that CUDA C++ has without a header and the C++ library lacks.
 #pragma once
 
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
@@ -31,7 +31,7 @@ inline int __popcll(unsigned long long x) { return std::popcount(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 inline int __ffs(int x) { return x ? std::countr_zero(static_cast<unsigned>(x)) + 1 : 0; }
 
-// As the GPU's: of a number and a NaN, the number.
+// As on a GPU, of a number and a NaN the result is the number.
 template <class A, class B>
 constexpr auto min(A a, B b) {
   using T = std::common_type_t<A, B>;
