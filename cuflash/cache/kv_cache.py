@@ -416,7 +416,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
     def _require_host_counts(self, what: str) -> None:
         if self._is_counted_on_device:
             raise UnsupportedProblem(
-                [f"{what} must know lengths on the host; got a cache that is counted on the device: make another one"]
+                [f"{what} must have lengths on the host; got a cache that is counted on the device: make another one"]
             )
 
     def truncate(self, lengths: Any) -> None:

@@ -215,7 +215,7 @@ def gpu_plan(
         kernels = with_dropout(kernels, problem.dropout)
     if reasons:
         raise UnsupportedProblem(reasons)
-    rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, asked for by name"
+    rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
     return KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,

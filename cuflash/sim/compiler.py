@@ -267,7 +267,7 @@ def _publish(commands: list[list[str]], target: Path, what: str, source: str = "
 def _end(run: subprocess.CompletedProcess[str]) -> str:
     """Describe the end of a program that printed nothing."""
     how = f"exit status {run.returncode}" if run.returncode > 0 else f"signal {-run.returncode}"
-    return f"it said nothing and ended with {how}; the command was {shlex.join(run.args)}"
+    return f"it printed nothing and ended with {how}; the command was {shlex.join(run.args)}"
 
 
 def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -64,7 +64,7 @@ def study_report(arguments: Sequence[str]) -> str:
     try:
         made += _surveyed(survey, given, path, {row.case for row in made})
     except KeyboardInterrupt:
-        parser.exit(130, f"\n{_PROGRAM}: interrupted; the same command goes on from what {path} holds\n")
+        parser.exit(130, f"\n{_PROGRAM}: interrupted; the same command continues from what {path} holds\n")
     rows = [row for row in made if row.case in wanted]
     if given.plot is not None:
         _plot(rows, given.blocks, given.plot)

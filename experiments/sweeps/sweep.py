@@ -183,7 +183,7 @@ def main() -> None:
     try:
         failed = run(tasks, engine, options)
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on from what is done")
+        sys.exit("interrupted: the same command continues from what is done")
     if rows := rows_of(tasks):
         write_csv(path, rows)
     print(f"{len(tasks)} tasks: {there} were done before, {len(tasks) - there - len(failed)} were done now")

@@ -290,8 +290,8 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
         stream.begin_capture()
         assert "make the same call on the cache once before the capture" in refused(lambda: other.attention(q))
         stream.end_capture()
-    assert "truncate must know lengths on the host" in refused(lambda: cache.truncate([0, 0, 0]))
-    assert "fork must know lengths on the host" in refused(lambda: cache.fork(0, 1))
+    assert "truncate must have lengths on the host" in refused(lambda: cache.truncate([0, 0, 0]))
+    assert "fork must have lengths on the host" in refused(lambda: cache.fork(0, 1))
     many = xp.asarray(np.ones((3, 66, 1, 64), np.float16))
     wide = xp.asarray(np.ones((3, 2, 65, 64), np.float16))
     for q, options in ((wide, {"kernel": "naive"}), (many[:, :4], {"kernel": "simt"})):

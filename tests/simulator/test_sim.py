@@ -522,7 +522,7 @@ def stand_in(folder: Path, script: str) -> str:
     ("script", "words"),
     [
         ("exit 4", r"kernel twice|the prelude.*\n.* ended with exit status 4; the command was /.*g\+\+ -std=c\+\+20 "),
-        ("kill -9 $$", r"said nothing and ended with signal 9; the command was /.*g\+\+ -std=c\+\+20 "),
+        ("kill -9 $$", r"printed nothing and ended with signal 9; the command was /.*g\+\+ -std=c\+\+20 "),
         ("echo 'caf\xe9.cu:1: error' >&2; exit 1", r"caf\\xe9\.cu:1: error"),
     ],
 )  # fmt: skip
