@@ -168,7 +168,7 @@ def template(make: Callable[[BoxedArray, int], Any], boxed: BoxedArray) -> Templ
     encoded_maps = [np.frombuffer(make(boxed, address).tobytes(), np.uint64).tolist() for address in _ADDRESSES]
     offsets = [offset for offset, (one, other) in enumerate(zip(*encoded_maps)) if one != other]
     if len(offsets) != 1 or tuple(words[offsets[0]] for words in encoded_maps) != _ADDRESSES:
-        raise RuntimeError("this driver keeps addresses of tensor maps elsewhere than cuflash writes them: use kernel='sm80'")
+        raise RuntimeError("this driver keeps addresses of tensor maps where cuflash cannot write: use kernel='sm80'")
     return Template(tuple(encoded_maps[0]), offsets[0])
 
 
