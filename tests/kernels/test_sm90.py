@@ -527,7 +527,7 @@ def test_a_map_is_its_template_with_another_address() -> None:
 
 
 def test_a_driver_whose_maps_hide_their_address_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="tensor maps do not hold an address"):
+    with pytest.raises(RuntimeError, match="addresses of tensor maps where cuflash cannot write"):
         template(lambda tiles, address: np.full(16, address // 16, np.uint64).view("V128")[0], BOXES)
 
 
