@@ -26,7 +26,7 @@ _COMMANDS = {"doctor": _doctor_report, "memory": memory_report, "roofline": roof
 
 
 def _report(arguments: Sequence[str]) -> str:
-    """What the command prints."""
+    """Return the text that a command prints."""
     name, *rest = arguments or ["doctor"]
     if name in _HELP:
         return _doctor_report(arguments)

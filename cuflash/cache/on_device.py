@@ -141,7 +141,7 @@ class OnDevice:
                 raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
 
     def faults(self) -> list[str]:
-        """What kernels have counted, as sentences; waits for the device."""
+        """Return the faults that kernels have counted, as sentences. The call waits for the device."""
         number = int(self.num_faults.get()[0])
         return [f"{number} times a row had no room, or a page, a length or a count was out of range"] * bool(number)
 

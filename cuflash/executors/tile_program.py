@@ -16,7 +16,7 @@ from ..arrays import Array
 from ..scores.program import BlockKind, Instruction, Program, depends
 from ..scores.values import OPERATIONS, Operands, result
 
-_BLOCK = 1 << 15  # scores of a block: 128 KiB in float32, of which a level-2 cache holds several
+_BLOCK = 1 << 15  # number of scores of a block; a level-2 cache holds several blocks of 128 KiB in float32
 
 
 class Block(NamedTuple):
@@ -51,7 +51,7 @@ class _Step(NamedTuple):
 
 
 class _Schedule(NamedTuple):
-    """What is computed once a tile, what block by block, and the kinds of the memories of a block."""
+    """The instructions computed once a tile, those computed block by block, and the kinds of a block's memories."""
 
     of_tile: tuple[int, ...]
     of_block: tuple[_Step, ...]

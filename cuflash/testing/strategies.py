@@ -324,7 +324,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Limits:
-    """What `structures` draws from."""
+    """The choices that `structures` draws from."""
 
     tile: int
     dtypes: Sequence[str]
@@ -440,7 +440,7 @@ def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
 
 @st.composite
 def _axes(draw: st.DrawFn, limits: _Limits, room: int) -> tuple[bool, int, int, tuple[tuple[int, ...], ...]]:
-    """Whether there is an axis of heads, their numbers, and the leading axes of q, k and v: at most `room` in all."""
+    """Draw an axis of heads or none, their numbers, and leading axes of q, k and v, of at most `room` entries."""
     groups = GROUPS if limits.grouped_heads else (1,)
     if limits.batch is not None:
         fitting = [axes for axes in limits.batch if math.prod(axes) <= room] or [min(limits.batch, key=math.prod)]
