@@ -177,7 +177,7 @@ STRUCTURES = structures()
 def finished(example: Example, run: Run) -> int:
     plan = plan_of(example, run)
     dq_order = plan.kernels.order.dq
-    return 0 if dq_order is None else dq_order.num_fused_heads(plan.num_heads // plan.problem.group_size)
+    return 0 if dq_order is None else dq_order.num_fused_heads(plan.problem.num_batch_heads // plan.problem.group_size)
 
 
 @on_sm90

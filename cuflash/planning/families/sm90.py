@@ -254,7 +254,7 @@ class Sm90(Family):
 
     def _counter(self, problem: Problem) -> Workspace:
         """The next tile that a persistent block takes, blocks that have ended, and two counts of dQ for each head."""
-        return Workspace((2 + 2 * problem.mask_shape.num_batch * problem.num_heads,), np.dtype(np.int32))
+        return Workspace((2 + 2 * problem.num_batch_heads,), np.dtype(np.int32))
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         return shared_bytes(spec)
@@ -310,7 +310,7 @@ def forward_spec(
     if largest is None and not is_large:
         min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
         max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
-        num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // tile_4_consumers.block_q)
+        num_tiles = problem.num_batch_heads * -(-num_queries // tile_4_consumers.block_q)
         if num_keys < max_keys and num_tiles >= MIN_TILES_PER_PROCESSOR * device.num_processors:
             block_q, block_kv = tile_4_consumers
         elif num_keys >= min_keys:
