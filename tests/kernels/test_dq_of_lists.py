@@ -49,7 +49,7 @@ def finishes(plan: KernelPlan) -> bool:
 
 @pytest.mark.parametrize("block, most", [(128, 7), (256, 3), ((384, 128), 7), (512, 1), (1024, 0)])
 @pytest.mark.parametrize("dim", [32, 64, 128])
-def test_the_last_finishes_where_few_tiles_of_keys_come(dim: int, block: Any, most: int) -> None:
+def test_the_last_tile_of_keys_finishes_where_few_come(dim: int, block: Any, most: int) -> None:
     for number in range(1, 10):
         blocks = np.zeros((8, 12), bool)
         blocks[:, :number] = True
