@@ -88,6 +88,8 @@ def mixtures_are_refused(library: ModuleType) -> None:
         "precision must not be 'fp8' here": lambda: library.attention_vjp(x, x, x, precision="fp8"),
         "q, k and v must not be Quantized here": lambda: library.attention_vjp(plain, plain, plain),
         "scale must be positive": lambda: library.Quantized(**made, scale=-plain.scale),
+        "and finite; got nan": lambda: library.Quantized(**made, scale=plain.scale * np.float32(np.nan)),
+        "and finite; got inf": lambda: library.Quantized(**made, scale=plain.scale * np.float32(np.inf)),
     }.items():
         try:
             call()
