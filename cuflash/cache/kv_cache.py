@@ -169,7 +169,9 @@ class KVCache:
         return deepcopy(self)
 
     @classmethod
-    def over(cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Any) -> KVCache:
+    def over(
+        cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Any, *, part_keys: int | None = None
+    ) -> KVCache:
         """A cache over pages that exist, which are used where they lie and not copied.
 
         Parameters
@@ -183,6 +185,8 @@ class KVCache:
         lengths : list or int array [batch]
             Positions that each sequence has. The table and the lengths are read once, and waited for if they are on a
             device; `cache.block_table` and `cache.lengths` have what becomes of them.
+        part_keys : int, optional
+            As in `KVCache`.
 
         Returns
         -------
@@ -208,9 +212,12 @@ class KVCache:
         """
         arrays, tables, positions, max_pages = checked_pages(k_pages, v_pages, block_table, lengths)
         page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
+        reasons = part_reasons(part_keys, max_pages * page_size)
+        if reasons:
+            raise UnsupportedProblem(reasons)
         cache = cls.__new__(cls)
         pages = PagePool(page_size, num_pages, tables, owns_rest=False)
-        cache._hold(arrays, pages, positions, max_pages * page_size, None)
+        cache._hold(arrays, pages, positions, max_pages * page_size, None if part_keys is None else int(part_keys))
         return cache
 
     # The content
@@ -308,6 +315,7 @@ class KVCache:
     def __repr__(self) -> str:
         batch, (num_pages, heads, page_size, head_dim) = len(self._lengths), self._k.shape
         pages = f", page_size={page_size}, num_pages={num_pages}" if isinstance(self._pages, PagePool) else ""
+        pages += "" if self._part_keys is None else f", part_keys={self._part_keys}"
         return (
             f"KVCache(batch={batch}, num_kv_heads={heads}, head_dim={head_dim}, value_dim={self._v.shape[-1]}, "
             f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages})"

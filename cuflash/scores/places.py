@@ -73,19 +73,22 @@ def within(
         if name in score.arrays
     ]
     starts: dict[str, Array] = {}
-    if kv_offsets is None:
-        kv_offsets, seqlen_kv = q_offsets, seqlen_q if seqlen_kv is None else seqlen_kv
-    sides = (("q_offsets", q_offsets, "seqlen_q", seqlen_q), ("kv_offsets", kv_offsets, "seqlen_kv", seqlen_kv))
-    for name, (called, offsets, of_length, length) in zip(_STARTS, sides):
-        with collecting(reasons):
-            starts[name] = _starts(called, offsets, of_length, length)
+    is_shared = kv_offsets is None
+    of_keys = ("q_offsets", q_offsets) if is_shared else ("kv_offsets", kv_offsets)
+    of_rows = seqlen_q if is_shared and seqlen_kv is None else seqlen_kv
+    with collecting(reasons):
+        starts["q_starts"] = _starts("q_offsets", q_offsets, "seqlen_q", seqlen_q)
+    with collecting(reasons):
+        starts["kv_starts"] = _starts(*of_keys, "seqlen_q" if is_shared and seqlen_kv is None else "seqlen_kv", of_rows)
     if reasons:
         raise UnsupportedProblem(dict.fromkeys(reasons))
 
-    def within(s: Any, b: Any, h: Any, i: Any, j: Any, q_starts: Any, kv_starts: Any, **arrays: Any) -> Any:
+    def restarted(s: Any, b: Any, h: Any, i: Any, j: Any, q_starts: Any, kv_starts: Any, **arrays: Any) -> Any:
         return score.function(s, b, h, _behind(i, q_starts[..., i]), _behind(j, kv_starts[..., j]), **arrays)
 
-    return Score(within, **score.arrays, **starts)
+    restarted.__name__ = f"within of {score.name}"
+    made = Score.of_reserved(restarted, **score.arrays, **starts)
+    return made.remade_by(within, score, q_offsets, kv_offsets, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
 
 
 def _behind(position: Any, start: Any) -> Any:
