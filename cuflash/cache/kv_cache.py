@@ -78,11 +78,12 @@ class KVCache:
 
     On a GPU one kernel appends for all sequences, one decodes, and others attend from more new tokens: all of them read
     rows where they lie. They serve float16 and bfloat16 with dims in multiples of 8; up to 64 query rows for each
-    key/value head are decoded. Every other call of `attention` is one call of `cuflash.attention` for each sequence, on
-    its own rows alone, which are gathered into contiguous memory where they lie in several pages. Either way the result
-    of a sequence depends on nothing but its own queries, keys and values: not on the other sequences, nor on their
-    number or order, nor on rows that are not in use, which may hold NaN. On the host and by the cache's kernels it is
-    the same bit for bit for any page table, with pages or without.
+    key/value head are decoded. They take score functions, at positions of the cache. Every other call of `attention` is
+    one call of `cuflash.attention` for each sequence, on its own rows alone, which are gathered into contiguous memory
+    where they lie in several pages; a score function is compiled anew there for another batch or capacity. Either way
+    the result of a sequence depends on nothing but its own queries, keys and values: not on the other sequences, nor on
+    their number or order, nor on rows that are not in use, which may hold NaN. On the host and by the cache's kernels
+    it is the same bit for bit for any page table, with pages or without.
 
     A cache of float8_e4m3fn takes rows of float16, bfloat16 or float32 and rounds them once, when they are appended.
     Each row of a key/value head has a scale in float32, a power of two, so that rows are scaled exactly. Whatever the
@@ -631,40 +632,30 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             Anything else that cannot be, all reasons at once, before any work.
         """
         asked = causal, window, scale, kernel, executor, precision
-        scored, wrong = None, list[str]()
-        with collecting(wrong):
+        scored, reasons = None, list[str]()
+        with collecting(reasons):
             scored = score_of(score, softcap, bias)
         found = None if self._device is None else self._device.steps.decode(q, out, sink, asked, scored)
         if found is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
             given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
             found = self._device.steps.decode(q, out, sink, asked, scored, given)
-        if found is not None and type(return_lse) is bool and not wrong:
+        if found is not None and type(return_lse) is bool and not reasons:
             news = None if counts is None else self._counted(counts, q.shape[2])
             o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
             self._put().decode(found, q, o, lse, news, sink, scored)
             return (o, lse) if return_lse else o
-        xp = namespace(self._k)
+        xp, limits = namespace(self._k), None
         q = as_arrays({"q": q})["q"]
-        wanted = {"q": (len(self._lengths), "num_heads", "n", self._k.shape[3])}
-        reasons = row_reasons({"q": q}, self._k, wanted, self._row_dtypes) + wrong
-        reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
         with collecting(reasons):
             limits = checked_window(window)
-        if not reasons:
-            shape = (*q.shape[:3], self._v.shape[3])
-            own = {"q": q, "the cache's keys": self._k, "the cache's values": self._v}
-            reasons += out_reasons(out, shape, q, own)
-            if q.shape[2] > self._capacity:
-                reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
-            if scored is not None:
-                reasons += fit_reasons(scored, q, self._k, self._v, self._capacity)
-        reasons += self._count_reasons(counts, q)
+        reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
+        reasons = self._query_reasons(q, counts, out, scored, reasons)
         if reasons:
             like = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0])
             raise UnsupportedProblem(reasons + option_reasons(like, scale, kernel, executor, precision))
         news = self._counted(counts, int(q.shape[2]))
-        o = xp.empty(shape, q.dtype) if out is None else out
-        lse = xp.empty(shape[:3], accumulator_dtype(q.dtype))
+        o = xp.empty((*q.shape[:3], self._v.shape[3]), q.dtype) if out is None else out
+        lse = xp.empty(q.shape[:3], accumulator_dtype(q.dtype))
         sink = as_arrays({"sink": sink})["sink"]
         left, right = limits or (None, None)
         kind = None if scored is None else ScoreKind.of_score(scored)
@@ -682,6 +673,27 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             own_rows = [OwnRows(*each) for each in zip(self._pages.tables, self._lengths, news)]
             attend_one_by_one(self._arrays, own_rows, arrays, limits, causal, options, scored, self._capacity)
         return (o, lse) if return_lse else o
+
+    def _query_reasons(
+        self, q: Array, counts: Any, out: Any, score: Score | None, others: list[str]
+    ) -> list[str]:
+        """Why a call of `attention` is refused, with other reasons, without which results and the score are checked.
+
+        Raises
+        ------
+        TypeError
+            q is no array.
+        """
+        wanted = {"q": (len(self._lengths), "num_heads", "n", self._k.shape[3])}
+        reasons = row_reasons({"q": q}, self._k, wanted, self._row_dtypes) + others
+        if not reasons:
+            own = {"q": q, "the cache's keys": self._k, "the cache's values": self._v}
+            reasons += out_reasons(out, (*q.shape[:3], self._v.shape[3]), q, own)
+            if q.shape[2] > self._capacity:
+                reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
+            if score is not None:
+                reasons += fit_reasons(score, q, self._k, self._v, self._capacity)
+        return reasons + self._count_reasons(counts, q)
 
     @property
     def _row_dtypes(self) -> tuple[np.dtype[Any], ...]:

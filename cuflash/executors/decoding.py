@@ -38,8 +38,8 @@ def bound_decode(
     arrays : dict by name
         q, o, lse; k and v, the cache's pages; int32 arrays table, lengths, counts and num_faults, of which table and
         counts may be None; k_scale and v_scale, where the cache has 8-bit numbers; sink, where the problem has one; the
-        tables of the plan's score function; and the plan's workspaces. Of those that are named, their layouts alone matter, and tables and workspaces among
-        them may be None.
+        tables of the plan's score function; and the plan's workspaces. Of those that are named, their layouts alone
+        matter, and tables and workspaces among them may be None.
     names : sequence of str
         The arrays whose addresses each call gives, in this order.
     target : LaunchTarget
