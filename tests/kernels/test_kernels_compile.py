@@ -85,6 +85,15 @@ SPILLS = {
     ("sm80_forward scored dropped", BFLOAT16, 64): 32,  # of keys that several thread blocks share
     ("sm80_forward scored dropped", BFLOAT16, 128): 16,
     ("sm90_forward scored", BFLOAT16, 64): 40,  # ALiBi
+    # With pages, of tiles that plain attention has.
+    ("sm80_forward scored in pages", BFLOAT16, 64): 252,
+    ("sm80_forward scored in pages", BFLOAT16, 128): 36,
+    ("sm80_forward scored in pages", BFLOAT16, 256): 60,
+    ("sm90_forward scored in pages", BFLOAT16, 64): 48,
+    ("sm90_forward scored in pages", BFLOAT16, 128): 16,
+    ("sm90_forward scored in pages", BFLOAT16, 256): 64,
+    ("sm80_decode in fixed parts", BFLOAT16, 128): 8,
+    ("sm80_decode scored in fixed parts", BFLOAT16, 128): 8,
     ("sm90_backward scored", BFLOAT16, 64): 384,  # the gradient of a bias; 344 with a cap
     ("sm90_backward scored", BFLOAT16, 128): 60,  # the gradient of a table
 }
@@ -280,6 +289,7 @@ def faults(made: Compiled) -> list[str]:
     spec = made.spec
     name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
     name += " dropped" * spec.has_dropout
+    name += " in pages" * (spec.score is not None and spec.is_paged) + " in fixed parts" * bool(spec.part_keys)
     known = SPILLS.get((name, made.spec.dtype, made.spec.head_dim), 0)
     if (made.resources.spill_bytes or 0) > known:
         found.append(f"spills {made.resources.spill_bytes} bytes")

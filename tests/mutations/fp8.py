@@ -142,6 +142,9 @@ FAULTS = {
             OPERAND, "place_reasons", 'are_on_host == {executor != "gpu"}', "are_on_host"
         ),
         "gradients ignore the precision": Edit(OPERAND, "is_asked_for", "precision == PRECISION", "False"),
-        "scales may be negative": Edit(QUANTIZE, "Quantized._scale_reasons", "(self.scale <= 0).any()", "False"),
+        "scales may be negative": Edit(QUANTIZE, "Quantized._scale_reasons", "(self.scale > 0) & ", ""),
+        "scales may be infinite": Edit(
+            QUANTIZE, "Quantized._scale_reasons", "& np.isfinite(self.scale)", ""
+        ),
     },
 }

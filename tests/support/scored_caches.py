@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from cache_calls import CAPACITY, Drawn, assert_is_attention
-from cuflash import Score
+from cuflash import KVCache, Score, masks
+from cuflash.testing import Example, assert_within_bounds
 from executors import Run
 
 
@@ -41,16 +44,46 @@ def of_one(arrays: dict[str, Any], b: int, first: int) -> Score:
     return Score(alone, **of_sequences(arrays, [b]) | {"slope": arrays["slope"][b]})
 
 
-def assert_is_scored_attention(run: Run, call: Drawn, arrays: dict[str, Any], o: Any, lse: Any) -> None:
+def assert_is_scored_attention(
+    run: Run, call: Drawn, arrays: dict[str, Any], o: Any, lse: Any, scale: float | None = None
+) -> None:
     """Assert that each sequence's results are those of its own keys and of the score function at its own positions."""
     rows = call.q.shape[2]
     for b, length in enumerate(call.lengths):
         count = rows if call.counts is None else call.counts[b]
         score = of_one(arrays, b, max(0, length - count))
-        one = replace(call.of([b]))
-        rounded = partial(_scored, run, score)
-        assert_is_attention(one, o[b : b + 1], lse[b : b + 1], rounded)
+        assert_is_attention(call.of([b]), o[b : b + 1], lse[b : b + 1], partial(_scored, run, score, scale))
 
 
-def _scored(run: Run, score: Score, example: Any) -> Any:
-    return run.rounded(example.but(score=score))
+def _scored(run: Run, score: Score, scale: float | None, example: Any) -> Any:
+    return run.rounded(example.but(score=score, scale=scale))
+
+
+def chunked(run: Run, dtype: Any, dim: int, left: int, cuts: Sequence[int]) -> tuple[Any, Any]:
+    """Attend from the last tokens of a sequence to a cache with parts of 128 keys.
+
+    Rows are appended, and queries attend to `left` keys before their own, in chunks that end at positions `cuts`. The
+    first chunk has no queries. Results must be within their bounds.
+
+    Returns
+    -------
+    o, lse : array
+    """
+    rng, sizes = np.random.default_rng(dim), {"batch": 1, "num_kv_heads": 1, "head_dim": dim, "capacity": CAPACITY}
+    cupy = {"xp": pytest.importorskip("cupy")} if run.is_on_device else {}
+    cache = KVCache(**sizes, dtype=dtype, part_keys=128, **cupy)
+    source = np.dtype(np.float16) if dtype.itemsize == 1 else dtype
+    q, k, v = (rng.standard_normal((1, heads, 200, dim)).astype(source) for heads in (4, 1, 1))
+    made, arrays = [], arrays_of(1, 4)
+    score = Score(mixed, **{name: run.put(array) for name, array in arrays.items()})
+    for first, stop in pairwise((0, *cuts)):
+        cache.append(run.put(k[:, :, first:stop]), run.put(v[:, :, first:stop]))
+        if first:
+            options = {"window": (left, 0), "score": score, "executor": run.executor, "return_lse": True}
+            made.append([run.get(x) for x in cache.attention(run.put(q[:, :, first:stop]), **options)])
+    o, lse = (np.concatenate(each, axis=2) for each in zip(*made))
+    if dtype.itemsize > 1:  # keys and values are kept as they are
+        mask = masks.Causal("bottom_right") & masks.SlidingWindow(left, 0, "bottom_right")
+        example = Example(q=q[0, :, cuts[0] :], k=k[0], v=v[0], mask=mask, score=of_one(arrays, 0, cuts[0]))
+        assert_within_bounds(run.rounded(example), o=o[0], lse=lse[0])
+    return o, lse
