@@ -92,8 +92,10 @@ SPILLS = {
     ("sm90_forward scored in pages", BFLOAT16, 64): 48,
     ("sm90_forward scored in pages", BFLOAT16, 128): 16,
     ("sm90_forward scored in pages", BFLOAT16, 256): 64,
-    ("sm80_decode in fixed parts", BFLOAT16, 128): 8,
-    ("sm80_decode scored in fixed parts", BFLOAT16, 128): 8,
+    **{
+        (f"sm80_{entry}{scored} in fixed parts", BFLOAT16, 128): 8
+        for entry, scored in product(("decode", "decode_e4m3"), ("", " scored"))
+    },
     ("sm90_backward scored", BFLOAT16, 64): 384,  # the gradient of a bias; 344 with a cap
     ("sm90_backward scored", BFLOAT16, 128): 60,  # the gradient of a table
 }

@@ -50,7 +50,8 @@ def sm90_prefill_is_scored() -> None:
 def parts_are_at_fixed_positions() -> None:
     """Results have the bits of those of a chunk, of which the first sees a part that the last does not."""
     for left in (132, 60):
-        assert same_bits(*(chunked(SIM, np.dtype(np.float16), 64, left, cuts) for cuts in ((190, 200), (190, 197, 200))))
+        made = [chunked(SIM, np.dtype(np.float16), 64, left, cuts) for cuts in ((190, 200), (190, 197, 200))]
+        assert same_bits(*made)
 
 
 def host_scores_are_right(library: ModuleType) -> None:
