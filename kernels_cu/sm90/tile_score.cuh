@@ -62,7 +62,10 @@ class TileScore {
         s.at(i, j) = value_of(i, j, of_tile_, of_query_[i], of_key, query(i), key.whole, s.at(i, j) * softmax_scale);
     }
   }
-  CUFLASH_DEVICE int position(int row) const { return position_(queries_.at(row)); }
+  CUFLASH_DEVICE int position(int row) const {
+    if constexpr (config::kIsPaged) return position_(queries_.at(row));
+    else return queries_.at(row);
+  }
   CUFLASH_DEVICE int query(int i) const { return position(Tile::first_row() + Tile::row(i)); }
 
   typename Score::OfTile of_tile_;
