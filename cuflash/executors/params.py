@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import prod
@@ -135,7 +135,7 @@ class ParamsTemplate:
             kernels.order.kv_heads_per_group, kernels.num_splits, problem.group_size * num_fused_heads,
             *leads, softmax_scale(problem),
         )  # fmt: skip
-        parts = {feature.name: _numbers(feature, views) for feature in features}
+        parts = {feature.name: feature_record(feature, views) for feature in features}
         record_of_view = {name: record[part] for part, names in _NESTED_RECORDS.items() for name in names}
         record_of_view |= {name: parts[feature.name] for feature in features for name in feature.dtype.names or ()}
         templates = []
@@ -199,7 +199,7 @@ def _dq_numbers(order: DqSemaphoreOrder | None, num_kv_heads: int) -> tuple[int,
     return order.num_fused_heads(num_kv_heads), order.last_tile_lead, order.first_tile_lag
 
 
-def _numbers(feature: Feature, views: tuple[View, ...]) -> Any:
+def feature_record(feature: Feature, views: Iterable[View]) -> Any:
     """A feature's record with its numbers and its tables' strides, and without addresses."""
     record = np.zeros((), feature.dtype)
     for name, value in feature.values.items():

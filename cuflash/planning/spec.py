@@ -67,6 +67,8 @@ class KernelSpec:
         It reads the seed that they depend on from an array.
     is_paged : bool
         Keys and values lie in the pages of a cache.
+    part_keys : int
+        Keys of a part that starts at a multiple of them; 0 where parts follow from the length of their sequence.
     is_quantized : bool
         q, k and v are numbers of e4m3 with scales, and dtype is o's.
     splits_head_dim : bool
@@ -107,6 +109,7 @@ class KernelSpec:
     has_dropout: bool = False
     reads_dropout_seed: bool = False
     is_paged: bool = False
+    part_keys: int = 0
     is_quantized: bool = False
     splits_head_dim: bool = False
     score: Program | None = None

@@ -83,8 +83,8 @@ CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Functio
                   array_smem(stage_of(num_k_blocks)));
 }
 CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Function& function,
-                                        unsigned num_tiles_done) {
-  if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work);
+                                        unsigned num_tiles_done, attention::PagesArgument pages) {
+  if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work, pages);
 }
 
 // Find the weights of a step that dropout keeps. Called while its scores are multiplied.
@@ -233,7 +233,7 @@ CUFLASH_DEVICE void add_last_v(Output& o, const PackedP& p, unsigned num_k_block
 CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, const attention::TensorMaps& maps,
                                              int group,
                                              attention::SinkArgument sink, const score::Function& function,
-                                             attention::DropoutArgument dropout) {
+                                             attention::DropoutArgument dropout, attention::PagesArgument pages) {
   unsigned num_k_blocks = 0;
   for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
     Softmax softmax;
@@ -243,7 +243,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
     PackedP p;
     o.fill(0);
     Kept kept;
-    find_scores_of_tile(of_tile, function, num_tiles_done);
+    find_scores_of_tile(of_tile, function, num_tiles_done, pages);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, false);
     draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     for (bool is_first = true;; is_first = false) {
@@ -284,7 +284,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
 CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, const attention::TensorMaps& maps,
                                               int group,
                                               attention::SinkArgument sink, const score::Function& function,
-                                              attention::DropoutArgument dropout) {
+                                              attention::DropoutArgument dropout, attention::PagesArgument pages) {
   unsigned num_k_blocks = 0, num_tiles_done = 0;
   while (wait_tile(num_tiles_done)) {
     Softmax softmax, previous_softmax;
@@ -294,7 +294,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
     PackedP p;
     o.fill(0);
     Kept kept;
-    find_scores_of_tile(of_tile, function, num_tiles_done);
+    find_scores_of_tile(of_tile, function, num_tiles_done, pages);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, num_k_blocks > 0);
     draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     while (true) {
@@ -331,7 +331,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           if (!(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done)) break;
           previous_softmax = softmax;
           softmax = Softmax();
-          find_scores_of_tile(of_tile, function, num_tiles_done);
+          find_scores_of_tile(of_tile, function, num_tiles_done, pages);
         }
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
       }
@@ -352,10 +352,10 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
 
 CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
                             attention::SinkArgument sink, const score::Function& function,
-                            attention::DropoutArgument dropout) {
+                            attention::DropoutArgument dropout, attention::PagesArgument pages) {
   if (group == kNumConsumers) ping_pong_signal();
-  if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function, dropout);
-  else consume_with_two_q_stages(params, maps, group, sink, function, dropout);
+  if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function, dropout, pages);
+  else consume_with_two_q_stages(params, maps, group, sink, function, dropout, pages);
   if (group == 1) ping_pong_wait();  // takes the last signal, for which no other warpgroup waits
 }
 
@@ -382,6 +382,6 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
     draw_steps<Scores>(params, dropout);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, maps, group, sink, score_function, dropout);
+    consume(params, maps, group, sink, score_function, dropout, pages);
   }
 }

@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/page_table.cuh>
 #include <sm90/staged_array.cuh>
 
 namespace cuflash {
@@ -9,8 +10,9 @@ class TileScore {
  public:
   using T = typename Score::Number;
 
-  CUFLASH_DEVICE void find(const Score& score, const attention::WorkTile& work) {
+  CUFLASH_DEVICE void find(const Score& score, const attention::WorkTile& work, attention::PagesArgument pages) {
     queries_ = {work.first, work.last};
+    position_ = attention::QueryPosition(pages, work.batch_head.batch_index);
     of_tile_ = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) of_query_[i] = score.of_query(of_tile_, query(i));
@@ -33,7 +35,7 @@ class TileScore {
       });
     } else {
       if constexpr (Score::kCanBeUniform) {
-        const int first = queries_.at(Tile::warp_row()), last = queries_.at(Tile::warp_row() + 15);
+        const int first = position(Tile::warp_row()), last = position(Tile::warp_row() + 15);
         if (score.is_uniform(of_tile_, first, last, block.start, block.stop - 1)) {
           const auto uniform = score.of_uniform(of_tile_, first, block.start);
           return apply_to_each(s, score, softmax_scale, block, [&](int, int, const auto&... arguments) {
@@ -60,18 +62,23 @@ class TileScore {
         s.at(i, j) = value_of(i, j, of_tile_, of_query_[i], of_key, query(i), key.whole, s.at(i, j) * softmax_scale);
     }
   }
-  CUFLASH_DEVICE int query(int i) const { return queries_.at(Tile::first_row() + Tile::row(i)); }
+  CUFLASH_DEVICE int position(int row) const {
+    if constexpr (config::kIsPaged) return position_(queries_.at(row));
+    else return queries_.at(row);
+  }
+  CUFLASH_DEVICE int query(int i) const { return position(Tile::first_row() + Tile::row(i)); }
 
   typename Score::OfTile of_tile_;
   typename Score::OfQuery of_query_[Tile::kRows];
   attention::Positions queries_;
+  attention::QueryPosition position_;
 };
 
 // The type that stands for a tile's score function in kernels without one.
 template <class Tile>
 struct NoTileScore {
   template <class Score>
-  CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&) {}
+  CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&, attention::PagesArgument) {}
   template <class Score, class Staged>
   CUFLASH_DEVICE void apply(Tile&, const Score&, float, const attention::KvBlock&, Staged) const {}
 };

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import cuflash
 from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, scores
+from cuflash.cache.scoring import ScoreKind, score_of
 from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
@@ -84,6 +85,17 @@ SPILLS = {
     ("sm80_forward scored dropped", BFLOAT16, 64): 32,  # of keys that several thread blocks share
     ("sm80_forward scored dropped", BFLOAT16, 128): 16,
     ("sm90_forward scored", BFLOAT16, 64): 40,  # ALiBi
+    # With pages, of tiles that plain attention has.
+    ("sm80_forward scored in pages", BFLOAT16, 64): 252,  # 96 on sm_80
+    ("sm80_forward scored in pages", BFLOAT16, 128): 72,  # on sm_80; 36 on sm_90
+    ("sm80_forward scored in pages", BFLOAT16, 256): 60,
+    ("sm90_forward scored in pages", BFLOAT16, 64): 48,
+    ("sm90_forward scored in pages", BFLOAT16, 128): 16,
+    ("sm90_forward scored in pages", BFLOAT16, 256): 64,
+    **{
+        (f"sm80_{entry}{scored} in fixed parts", BFLOAT16, 128): 8
+        for entry, scored in product(("decode", "decode_e4m3"), ("", " scored"))
+    },
     ("sm90_backward scored", BFLOAT16, 64): 384,  # the gradient of a bias; 344 with a cap
     ("sm90_backward scored", BFLOAT16, 128): 60,  # the gradient of a table
 }
@@ -165,6 +177,25 @@ def of_scores(name: str) -> set[KernelSpec]:
         kernel = "sm90" if device.compute_capability == (9, 0) else "sm80"
         planned = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device, **options).plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
+    return specs | of_scored_caches(name, changes)
+
+
+def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[KernelSpec]:
+    """The kernels of caches with these score functions, and those of parts at fixed positions."""
+    device, specs = DeviceSpec.gpu(name), set()
+    programs = [
+        ScoreKind.of_score(made) for options in changes if "dropout" not in options and "wrt" not in options
+        and (made := score_of(options.get("score"), options.get("softcap"), None)) is not None
+    ]  # fmt: skip
+    bias = ScoreKind.of_score(scores.bias(ShapeDtype((2, 1000, 1000), BFLOAT16)))
+    for dim, kind, rows in product((64, 128, 256), (*programs, bias), (8, 32)):
+        q, k = ShapeDtype((1, 2, rows, dim), BFLOAT16), ShapeDtype((1, 1, 1000, dim), BFLOAT16)
+        problem = kind.of(Problem.of(q, k, k))
+        for is_quantized, part_keys in product((False, True), (None, 256)):
+            spec = decode_spec(problem, device, part_keys, is_quantized=is_quantized)
+            specs |= {spec, replace(spec, score=problem.score)}
+        families = [family for family in PREFILL_FAMILIES if not FAMILIES[family].reasons(problem, device)]
+        specs |= {replace(prefill_spec(problem, device, family), score=problem.score) for family in families}
     return specs
 
 
@@ -260,6 +291,7 @@ def faults(made: Compiled) -> list[str]:
     spec = made.spec
     name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
     name += " dropped" * spec.has_dropout
+    name += " in pages" * (spec.score is not None and spec.is_paged) + " in fixed parts" * bool(spec.part_keys)
     known = SPILLS.get((name, made.spec.dtype, made.spec.head_dim), 0)
     if (made.resources.spill_bytes or 0) > known:
         found.append(f"spills {made.resources.spill_bytes} bytes")

@@ -51,7 +51,7 @@ FAULTS = {
     },
     uniform_steps_are_right: {
         "the first and the last query make a tile": Edit(
-            "sm90/tile_score.cuh", "apply", "queries_.at(Tile::warp_row() + 15)", "queries_.at(Tile::warp_row())"
+            "sm90/tile_score.cuh", "apply", "position(Tile::warp_row() + 15)", "position(Tile::warp_row())"
         ),
         "a tile of gradients has one key": Edit(
             WEIGHTS, "StepScore", "rows.at(Tile::warp_row() + 15)", "rows.at(Tile::warp_row())"
