@@ -325,13 +325,34 @@ class Printer:
             strides = ", ".join(f"{what}_{load.value}_strides[{axis}]" for axis in (row, row + 1))
             element = _ELEMENTS[self.program.arrays[load.value].dtype]
             if what == "array":
-                lines.append(f"  using StagedElement = {element};")
+                lines += [f"  using StagedElement = {element};", *self._staged_coords(load)]
             lines += [
                 f"  CUFLASH_DEVICE tile::Matrix<{const}{element}> staged_{what}(const Tile& tile) const {{",
                 f"    return {{{self._place(load._replace(args=load.args[:-2]), '', what, axes)}, {strides}, 0, 0}};",
                 "  }",
             ]
         return lines
+
+    def _staged_coords(self, load: Instruction) -> list[str]:
+        """Return functions for the staged array's address, and for a tile's index in the last three leading axes."""
+        member, axes = f"array_{load.value}", self.program.num_leading_axes(load)
+        lines = [f"  CUFLASH_DEVICE const void* staged_data() const {{ return {member}; }}"]
+        lines.append("  CUFLASH_DEVICE void staged_coords(int b, int h, int (&at)[3]) const {")
+        named = [self._named_index(n) for n in load.args[:-2]]
+        places = [*range(axes + len(named))][::-1]
+        values = [""] * axes + named
+        for place, axis in enumerate(places[:3]):
+            value = values[axis]
+            if axis < axes:
+                extent = f"static_cast<int>(batch_extents[{num_leading(self.program) - axes + axis}])"
+                lines += [f"    const int n{axis} = b % {extent};", f"    b /= {extent};"]
+                value = f"n{axis}"
+            lines.append(f"    at[{place}] = {member}_strides[{axis}] == 0 ? 0 : {value};")
+        return [*lines, *(f"    at[{place}] = 0;" for place in range(len(places[:3]), 3)), "  }"]
+
+    def _named_index(self, n: int) -> str:
+        instruction = self.program.instructions[n]
+        return _constant(instruction) if instruction.op == "const" else instruction.op
 
     # Expressions.
 

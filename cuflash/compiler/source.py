@@ -27,6 +27,7 @@ _ELEMENTS = {
 # The argument of a kernel that has the feature of a field, in the order of `Launch.features`.
 _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
+    "score_is_staged": "cuflash::StagedMap staged_map",
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
     "is_quantized": "cuflash::attention::Scales scales",
 }  # fmt: skip

@@ -36,10 +36,8 @@ class StepScore {
       : score_(score),
         of_tile_(score.of_tile(place.batch_head.batch_index, place.batch_head.head)),
         queries_(place.queries, Tile::first_column()),
-        array_(array_smem(place.stage)),
-        place_(SmemArray::offset(Tile::first_column(), Tile::first_row() / 8) + 2 * (Tile::first_row() % 8)) {
-    // opaque, so that it takes no registers from step to step
-    if constexpr (kStagesArray) place_ = ptx::opaque(place_);
+        // opaque, so that it takes no registers from step to step
+        array_address_(kStagesArray ? ptx::opaque(staged_address(array_smem(place.stage))) : 0) {
     const attention::PositionsOf<Score> keys(place.keys, Tile::first_row());
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
@@ -101,6 +99,9 @@ class StepScore {
   struct OfEach {};
   struct OfUniform {};
   struct OfStaged {};
+  struct StagedWords {
+    uint32_t at[4];  // of two queries each: keys 0 to 7 and 8 to 15 of the warp, of the first and the last 8 queries
+  };
 
   template <class Visit>
   CUFLASH_DEVICE void by_form(Visit visit) const {
@@ -110,12 +111,27 @@ class StepScore {
     if constexpr (!Score::kIsStaged) visit(OfEach());
   }
 
+  // Return the address of eight keys of a query, from which a warp reads fragments of 16 keys and 16 queries.
+  static CUFLASH_DEVICE uint32_t staged_address(SmemArray array) {
+    const int key = Tile::warp_row() + ptx::lane() / 8 % 2 * 8, query = ptx::lane() / 16 * 8 + ptx::lane() % 8;
+    return array.panel(key / SmemArray::kPanelWidth).address(query, key % SmemArray::kPanelWidth / 8);
+  }
+  // Return the elements of a thread's keys at 16 queries, or zeros if they are not staged. Called by whole warps.
+  template <class Form>
+  CUFLASH_DEVICE StagedWords staged_words(int k) const {
+    StagedWords words{};
+    if constexpr (kIsSame<Form, OfStaged>)
+      ptx::ldmatrix_x4_trans(words.at, SmemArray::Panel::advanced(array_address_, 16 * k, 0));
+    return words;
+  }
+
   // Return the score function at a thread's element.
   template <class Form>
-  CUFLASH_DEVICE decltype(auto) function_at(int i, int j) const {
+  CUFLASH_DEVICE decltype(auto) function_at(int i, int j, const StagedWords& words) const {
     if constexpr (kIsSame<Form, OfStaged>) {
-      const int place = SmemArray::advanced(place_, Tile::column(j), Tile::row(i) / 8);
-      return WithValue<Score, T>{score_, score::real<T>(*array_.template pointer<typename Score::StagedElement>(place))};
+      float pair[2];
+      to_floats<typename Score::StagedElement>(words.at[j / 2 % 2 * 2 + i], pair);
+      return WithValue<Score, T>{score_, pair[j % 2]};
     } else if constexpr (kIsSame<Form, OfUniform>) {
       return WithValue<Score, typename Score::OfUniform>{score_, uniform_};
     } else {
@@ -130,6 +146,7 @@ class StepScore {
 
   template <class Form>
   CUFLASH_DEVICE void apply_in(Tile& s, int k, float softmax_scale) const {
+    const auto words = staged_words<Form>(k);
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -137,14 +154,15 @@ class StepScore {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) {
         typename Score::Derivatives slopes;
-        s.at(i, j) = function_at<Form>(i, j).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
-                                                   s.at(i, j) * softmax_scale, slopes);
+        s.at(i, j) = function_at<Form>(i, j, words).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
+                                                          s.at(i, j) * softmax_scale, slopes);
       }
     }
   }
 
   template <class Form>
   CUFLASH_DEVICE void apply_slopes_in(Tile& p, Tile& df, int k, Sums& sums) const {
+    const auto words = staged_words<Form>(k);
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -153,7 +171,7 @@ class StepScore {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) {
         typename Score::Derivatives slopes;
-        const auto& function = function_at<Form>(i, j);
+        const auto& function = function_at<Form>(i, j, words);
         function.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
         if (Score::kAddsGradients && p.at(i, j) != 0)
           function.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
@@ -172,6 +190,7 @@ class StepScore {
   template <class Form, class IsSeen, class LseOf, class DeltaOf>
   CUFLASH_DEVICE void make_pairs_in(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
                                     int k, Sums& sums) const {
+    const auto words = staged_words<Form>(k);
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -180,8 +199,8 @@ class StepScore {
       const float query_lse_2 = lse_2(j), query_delta = delta(j);
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
-        attention::make_pair(s.at(i, j), dp.at(i, j), function_at<Form>(i, j), of_tile_, of_query, of_key_[i], query.whole,
-                             keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
+        attention::make_pair(s.at(i, j), dp.at(i, j), function_at<Form>(i, j, words), of_tile_, of_query, of_key_[i],
+                             query.whole, keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
                              Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
     }
@@ -190,8 +209,7 @@ class StepScore {
   const Score& score_;
   typename Score::OfTile of_tile_;
   attention::PositionsOf<Score> queries_;
-  SmemArray array_;  // elements of the step
-  int place_;  // place of the thread's first key and query
+  uint32_t array_address_;  // of the rows that the thread reads for its warp, in the elements of the step
   bool is_uniform_ = false;
   typename Score::OfUniform uniform_;
   attention::Position<T> keys_[Tile::kRows];

@@ -21,14 +21,18 @@ class TileScore {
   CUFLASH_DEVICE void apply(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
                             Staged staged) const {
     if constexpr (Score::kIsStaged) {
+      using Panel = typename Staged::Panel;
+      constexpr int kFragments = Panel::kChunks / 2;  // of 16 columns each
+      uint32_t words[4];
       float pairs[Tile::kRows][2];
-      // opaque, since the places of all columns would take registers from step to step
-      const int first = ptx::opaque(Staged::offset(Tile::first_row(), 0)) + 2 * Tile::first_column();
+      // opaque, since addresses of further stages would take registers from step to step
+      const uint32_t first = ptx::opaque(
+          staged.panel(0).address(Tile::warp_row() % 64 + ptx::lane() % 16, ptx::lane() / 16));
       apply_to_each(s, score, softmax_scale, block, [&](int i, int j, const auto&... arguments) {
-        if (j % 2 == 0) {
-          const int place = Staged::advanced(first, Tile::row(i), j / 2);
-          to_floats<typename Score::StagedElement>(*staged.template pointer<const uint32_t>(place), pairs[i]);
-        }
+        if (i == 0 && j % 4 == 0)
+          ptx::ldmatrix_x4(words, Panel::advanced(first, 0, j / 4 % kFragments * 2) +
+                                      j / 4 / kFragments * Panel::kBytes);
+        if (j % 2 == 0) to_floats<typename Score::StagedElement>(words[j / 2 % 2 * 2 + i], pairs[i]);
         return score.value(arguments..., pairs[i][j % 2]);
       });
     } else {

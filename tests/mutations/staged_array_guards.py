@@ -8,7 +8,7 @@ from types import ModuleType
 from cuflash.sim import Schedule, SimulationError
 from executors import SIM
 from test_staged_arrays import (
-    check_hidden, check_layouts, check_masks, check_plans, check_schedules, check_zeros
+    check_hidden, check_layouts, check_maps, check_masks, check_plans, check_schedules, check_zeros
 )  # fmt: skip
 from test_uniform_steps import check_clipped, check_directions
 
@@ -39,6 +39,10 @@ def uniform_steps_are_right() -> None:
 
 def arrays_are_staged_where_they_can_be(library: ModuleType) -> None:
     check_plans(library)
+
+
+def arrays_have_maps(library: ModuleType) -> None:
+    check_maps(library)
 
 
 def zeros_are_planned(library: ModuleType) -> None:

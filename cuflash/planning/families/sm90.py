@@ -45,9 +45,10 @@ _MMA_COLUMNS = 16  # columns of a product
 _NUM_TILE_INFOS = 4  # tiles in flight
 # sizes of messages and barriers in shared memory, in bytes
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
-_ARRAY_ALIGNMENT = 128  # of a staged array's slots, whose rows are permuted by bits of their addresses
+_ARRAY_ALIGNMENT = 1024  # of a staged array's slots, whose rows are permuted by bits of their addresses
 _KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
 _COORDS = 12  # more bytes of a tile's message if dO is loaded too
+_ARRAY_COORDS = 16  # more bytes of a tile's message if an array is staged
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
 _WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
@@ -429,7 +430,8 @@ def shared_bytes(spec: KernelSpec) -> int:
         fits = spec.dtype.itemsize * (elements + stages * do_elements) + _STORAGE_BYTES <= _MAX_SHARED_BYTES
         do_stages = stages if spec.entry == "backward" or fits else 1
         queries = 4 * (spec.block_q // 16 + query_stats_words(spec) + spec.block_q * -(-spec.block_kv // 32))
-        storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_OTHER
+        work = _BACKWARD_WORK + _ARRAY_COORDS * spec.score_is_staged
+        storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * work + _BACKWARD_OTHER
         storage += _SLOT * (2 + stages + do_stages)
         storage += -storage % 16
         return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage + _staged_bytes(spec, storage)
@@ -440,7 +442,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     query_dims = spec.head_dim + spec.value_dim * loads_do
     elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
     storage = storage_bytes(spec, q_stages, loads_do)
-    return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT)
+    return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT * (spec.block_q // ROWS))
 
 
 def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:
