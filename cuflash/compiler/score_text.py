@@ -44,6 +44,7 @@ def text(
     *,
     is_staged: bool = False,
     is_stored: bool = False,
+    num_bins: int = 0,
 ) -> str:
     """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
@@ -62,8 +63,11 @@ def text(
         Kernels give the function the element of the array that `planning.staged_array` names.
     is_stored : bool
         Kernels store the gradient of that array themselves.
+    num_bins : int
+        Bins of each thread for the gradient of the table that `planning.score_bins` names; 0 without them.
     """
-    return Printer(program, wrt, accumulator, sums, staged_load(program) if is_staged else None, is_stored).text()
+    staged = staged_load(program) if is_staged else None
+    return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins).text()
 
 
 class Printer:
@@ -75,7 +79,9 @@ class Printer:
         sums: tuple[str, ...],
         staged: int | None,
         is_stored: bool,
+        num_bins: int = 0,
     ) -> None:
+        self.num_bins = num_bins
         self.program, self.wrt, self.sums = program, wrt, sums
         self.kinds = dict(zip(wrt, sums))  # kind of sum by name; OWN where there is none
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
@@ -102,6 +108,7 @@ class Printer:
         head = [
             "namespace cuflash {",
             "constexpr bool kHasScore = true;",
+            *["CUFLASH_DEVICE config::Accumulator* bins_of_warp();"] * bool(self.num_bins),
             "}  // namespace cuflash",
             "namespace cuflash::score {",
             "using T = config::Accumulator;",
@@ -147,7 +154,8 @@ class Printer:
             "kIsShift": bool(slopes) and self.program.instructions[slopes[0]] == is_one,
             "kSlopesNeedScore": any("s" in dependencies[n] for n in slopes),
         }
-        return [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in facts.items()]
+        lines = [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in facts.items()]
+        return [*lines, f"  static constexpr int kNumBins = {self.num_bins};"]
 
     def _fields(self) -> list[str]:
         names = dict(zip(tables(self.program, self.wrt, self.sums), self._pointer_names()))
@@ -255,7 +263,10 @@ class Printer:
     # Gradients of captured arrays: dF times the slope, summed over what shares an element as far as a thread can.
 
     def _sums(self, level: str) -> str:
-        if level == "score":
+        if level == "score" and self.num_bins:
+            ((place, _),) = self.loads_of(level)
+            members = f"tile::ThreadBins<T, {self.num_bins}> g{place};"
+        elif level == "score":
             repeated = [place for place, n in self.loads_of(level) if self._repeats(n)]
             of_place = {place: self._sum_type(self.program.instructions[n].value) for place, n in self.loads_of(level)}
             members = " ".join(f"tile::RunningSum<T, {of_place[place]}> g{place};" for place in repeated)
@@ -271,9 +282,16 @@ class Printer:
         """Return whether scores of a thread may read one element of a load: not if query and key are indices of it."""
         return not {"i", "j"} <= {self.program.instructions[a].op for a in self.program.instructions[n].args}
 
+    def part(self, place: int) -> str:
+        """Return a score's part of the gradient of an array. With bins, it is 0 where dF is 0, even times infinity."""
+        return f"df_times(df, slopes.d{place + 1})" if self.num_bins else f"df * slopes.d{place + 1}"
+
     def _addition(self, place: int, n: int) -> str:
         """A statement that adds a score's part to the gradient of the element that a load of its level reads."""
-        address, x = self.address(n, "score"), f"df * slopes.d{place + 1}"
+        if self.num_bins:
+            index = self._named(self.program.instructions[n].args[-1], "score")
+            return f"    of_score.g{place}.add(bins_of_warp(), {index}, {self.part(place)});"
+        address, x = self.address(n, "score"), self.part(place)
         if self._repeats(n):
             return f"    of_score.g{place}.add({address}, {x});"
         return f"    tile::add({address}, {x});"
@@ -283,7 +301,7 @@ class Printer:
         sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key, ScoreSums& of_score"
         lines = [f"  CUFLASH_DEVICE void add({given}, {sums}) const {{"]
         for level in _LEVELS[:3]:
-            lines += [f"    of_{level}.g{place} += df * slopes.d{place + 1};" for place, _ in self.loads_of(level)]
+            lines += [f"    of_{level}.g{place} += {self.part(place)};" for place, _ in self.loads_of(level)]
         own = self.loads_of("score")
         if own:
             lines += self._indices([n for _, n in own])
@@ -310,8 +328,26 @@ class Printer:
                 lines.append(f"    {add}({self.address(n, '')}, sums.g{place});")
             lines.append("  }")
         repeated = [place for place, n in self.loads_of("score") if self._repeats(n)]
+        if self.num_bins:
+            return [*lines, "  CUFLASH_DEVICE void flush(const ScoreSums&) const {}", *self._bins()]
         lines.append("  CUFLASH_DEVICE void flush(const ScoreSums& sums) const {")
         return [*lines, *(f"    sums.g{place}.flush();" for place in repeated), "  }"]
+
+    def _bins(self) -> list[str]:
+        """Return functions that prepare bins for a tile's row of a table, and that add the last sums to it."""
+        ((place, n),) = self.loads_of("score")
+        load = self.program.instructions[n]
+        axes = self.program.num_leading_axes(load)
+        row = self._place(load._replace(args=load.args[:-1]), "", "gradient", axes)
+        stride = f"gradient_{load.value}_strides[{axes + len(load.args) - 1}]"
+        return [
+            "  CUFLASH_DEVICE void start_bins(const Tile& tile, T* bins, ScoreSums& sums) const {",
+            f"    sums.g{place}.start(bins, {row}, {stride});",
+            "  }",
+            "  CUFLASH_DEVICE void finish_bins(const T* bins, const ScoreSums& sums) const {",
+            f"    sums.g{place}.flush(bins);",
+            "  }",
+        ]
 
     def _matrices(self) -> list[str]:
         """The staged array and its gradient, of a tile's batch entry and head, as matrices of queries and keys."""

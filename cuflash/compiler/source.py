@@ -79,7 +79,7 @@ def _score(spec: KernelSpec, included: set[str], host: bool) -> str:
     functions = "".join(_flattened("attention/score_math.cuh", included, host))
     printed = score_text.text(
         spec.score, spec.score_wrt, spec.accumulator, spec.score_sums,
-        is_staged=spec.score_is_staged, is_stored=spec.score_is_stored,
+        is_staged=spec.score_is_staged, is_stored=spec.score_is_stored, num_bins=spec.score_bins,
     )  # fmt: skip
     return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
 

@@ -81,6 +81,8 @@ class KernelSpec:
         Producers put a step's elements of the array that `planning.staged_array` names into shared memory.
     score_is_stored : bool
         The kernel stores the gradient of that array, which no other thread block adds to.
+    score_bins : int
+        Elements of a table's row whose gradient has bins of each thread in shared memory, or 0.
     """
 
     family: str
@@ -114,6 +116,7 @@ class KernelSpec:
     score_sums: tuple[str, ...] = ()
     score_is_staged: bool = False
     score_is_stored: bool = False
+    score_bins: int = 0
 
     @property
     def name(self) -> str:

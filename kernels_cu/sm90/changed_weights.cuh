@@ -79,6 +79,11 @@ class StepScore {
     by_form([&](auto form) { make_pairs_in<decltype(form)>(s, dp, softmax_scale, is_seen, lse_2, delta, k, sums); });
   }
 
+  // Prepare the bins of a table's gradient for the sums of a step. Called by whole warps.
+  CUFLASH_DEVICE void start_bins(typename Score::OfScoreSums& of_steps) const {
+    if constexpr (Score::kNumBins > 0) score_.start_bins(of_tile_, bins_of_warp(), of_steps);
+  }
+
   // Add the sums of a step to memory; those of a uniform step join `of_steps`, the sums of steps that read the same
   // elements. Called by whole warps.
   using StepSums = typename Score::OfScoreSums;
@@ -173,9 +178,13 @@ class StepScore {
         typename Score::Derivatives slopes;
         const auto& function = function_at<Form>(i, j, words);
         function.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
-        if (Score::kAddsGradients && p.at(i, j) != 0)
-          function.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
-                       sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
+        // Sums in bins are added without a branch, which would wait for each of them.
+        constexpr bool kHasBins = Score::kNumBins > 0;
+        const T kept_df = p.at(i, j) != 0 ? df.at(i, j) : T(0);
+        if (Score::kAddsGradients && (kHasBins || p.at(i, j) != 0))
+          function.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0),
+                       kHasBins ? kept_df : df.at(i, j), slopes, sums.of_tile, query_sums, sums.of_key[i],
+                       sums_of_scores<Form>(sums));
         if constexpr (!Score::kIsShift) {
           // If the slope is finite, a P of 0 makes dS 0 by itself; whether it is finite needs one test if the whole
           // tile has one slope.
@@ -201,7 +210,8 @@ class StepScore {
       for (int i = 0; i < Tile::kRows; ++i)
         attention::make_pair(s.at(i, j), dp.at(i, j), function_at<Form>(i, j, words), of_tile_, of_query, of_key_[i],
                              query.whole, keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
-                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
+                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i],
+                             sums_of_scores<Form>(sums));
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
     }
   }
@@ -224,6 +234,7 @@ struct NoStepScore {
   template <class Score>
   CUFLASH_DEVICE NoStepScore(const Score&, const StepPlace&) {}
   CUFLASH_DEVICE void apply(Tile&, int, float) const {}
+  CUFLASH_DEVICE void start_bins(StepSums&) const {}
   CUFLASH_DEVICE void flush(const Sums&, StepSums&) const {}
 };
 
@@ -241,7 +252,8 @@ using StepScoreIf = typename StepScoreOr<Tile, Score>::Type;
 // Add the last sums of uniform steps to memory. Called by whole warps.
 template <class Score, class StepSums>
 CUFLASH_DEVICE void finish_sums(const Score& score, const StepSums& of_steps) {
-  if constexpr (Score::kAddsGradients && Score::kCanBeUniform) score.flush(of_steps);
+  if constexpr (Score::kNumBins > 0) score.finish_bins(bins_of_warp(), of_steps);
+  else if constexpr (Score::kAddsGradients && Score::kCanBeUniform) score.flush(of_steps);
 }
 
 // Store dS of a step, which all consumers have stored in shared memory, as the gradient of the staged array.

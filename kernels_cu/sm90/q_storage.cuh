@@ -110,4 +110,13 @@ CUFLASH_DEVICE SmemArray array_smem(int stage) {
   return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) + stage * SmemArray::kBytes};
 }
 
+// The bins in which a consumer warp adds up the gradient of a short table, behind all else: kNumBins for each lane. A
+// kernel that has them stages no array.
+static_assert(!kStagesArray || score::Function::kNumBins == 0, "both would start at one address");
+CUFLASH_DEVICE score::Function::Number* bins_of_warp() {
+  const int warp = (ptx::thread_index() - kWarpgroupThreads) / 32;
+  return reinterpret_cast<score::Function::Number*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset +
+                                                    sizeof(SharedStorage)) + warp * 32 * score::Function::kNumBins;
+}
+
 }  // namespace cuflash

@@ -78,6 +78,7 @@ template <class Score, class Value>
 struct WithValue {
   using Number = typename Score::Number;
   using Derivatives = typename Score::Derivatives;
+  static constexpr int kNumBins = Score::kNumBins;
 
   const Score& score;
   Value given;

@@ -193,9 +193,8 @@ FAULTS = {
             "executors/launch.py", "__call__", "self._target.set_zero(arrays[i])", "pass"
         ),
         "slopes of arrays are those of the score": Edit(
-            "compiler/score_text.py", "Printer._additions",
-            'f"    of_{level}.g{place} += df * slopes.d{place + 1};"',
-            'f"    of_{level}.g{place} += df * slopes.d{place};"',
+            "compiler/score_text.py", "Printer.part",
+            'f"df * slopes.d{place + 1}"', 'f"df * slopes.d{place}"',
         ),
         "both kernels of two walks add gradients": Edit(
             "planning/score_launches.py", None, '_ADDING = ("gradient_scores", "backward", "backward_columns")',

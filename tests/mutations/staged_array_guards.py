@@ -10,7 +10,7 @@ from executors import SIM
 from test_staged_arrays import (
     check_hidden, check_layouts, check_maps, check_masks, check_plans, check_schedules, check_zeros
 )  # fmt: skip
-from test_uniform_steps import check_clipped, check_directions
+from test_uniform_steps import check_bins, check_clipped, check_directions
 
 SIGNS = (AssertionError, ValueError, SimulationError)
 _HOPPER = replace(SIM, kernel="sm90")
@@ -39,6 +39,10 @@ def uniform_steps_are_right() -> None:
 
 def arrays_are_staged_where_they_can_be(library: ModuleType) -> None:
     check_plans(library)
+
+
+def tables_have_bins(library: ModuleType) -> None:
+    check_bins(library)
 
 
 def arrays_have_maps(library: ModuleType) -> None:

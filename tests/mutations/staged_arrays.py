@@ -5,10 +5,11 @@ from __future__ import annotations
 from mutations.planting import Edit
 from mutations.staged_array_guards import (
     arrays_are_staged_where_they_can_be, arrays_have_maps, hidden_elements_have_no_gradient, late_copies_are_waited_for,
-    layouts_change_no_bit, monotone_integers_are_found, staged_results_are_right, uniform_steps_are_right,
-    zeros_are_planned,
+    layouts_change_no_bit, monotone_integers_are_found, staged_results_are_right, tables_have_bins,
+    uniform_steps_are_right, zeros_are_planned,
 )  # fmt: skip
 
+BINS = "tile/thread_bins.cuh"
 STAGED, WEIGHTS, PRODUCER = "sm90/staged_array.cuh", "sm90/changed_weights.cuh", "sm90/kv_producer.cuh"
 FAULTS = {
     staged_results_are_right: {
@@ -76,6 +77,21 @@ FAULTS = {
             WEIGHTS, "finish_sums", "score.flush(of_steps);", ";"
         ),
         "a sum goes on with the next element": Edit("tile/global_sum.cuh", "join", "sum = 0;", ""),
+        "warps share bins": Edit("sm90/q_storage.cuh", "bins_of_warp", "+ warp * 32", "+ 0 * warp * 32"),
+        "a head's sums go to the next head": Edit(BINS, "start", "flush(bins);", ""),
+        "a head's sums are added again": Edit(BINS, "start", "bins[32 * element + ptx::lane()] = 0;", ""),
+        "a lane adds up its own bins": Edit(BINS, "flush", "(ptx::lane() + lane) % 32", "ptx::lane()"),
+        "the last sums are lost": Edit(WEIGHTS, "finish_sums", "score.finish_bins(bins_of_warp(), of_steps);", ";"),
+    },
+    tables_have_bins: {
+        "rows of any length have bins": Edit(
+            "planning/score_bins.py", "num_bins", "extent if extent <= MAX_BINS else 0", "extent"
+        ),
+        "one of two tables has bins": Edit("planning/score_bins.py", "num_bins", "len(loads) != 1", "not loads"),
+        "a row is chosen by the query": Edit(
+            "planning/score_bins.py", "num_bins", 'or any(names & {"i", "j", "s"} for names in leading)', ""
+        ),
+        "bins cost no stage": Edit("planning/families/sm90.py", "shared_bytes", "4 * WARP_LANES", "0 * WARP_LANES"),
     },
     arrays_are_staged_where_they_can_be: {
         "indices change places": Edit("planning/staged_array.py", "staged_load", '("i", "j")', '("j", "i")'),

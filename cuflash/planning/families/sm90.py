@@ -20,6 +20,7 @@ from ...scores.program import Program, curvature, depends
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
+from ..score_bins import WARP_LANES, num_bins
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
@@ -129,6 +130,8 @@ class Sm90(Family):
                 backward["backward"], num_stages=_STAGES, score_is_staged=True,
                 score_is_stored=can_store_gradient(problem),
             )  # fmt: skip
+        elif num_bins(problem) and not deterministic:
+            backward["backward"] = _with_bins(backward["backward"], num_bins(problem), device)
         return {"forward": forward} | backward | {"forward": forward}
 
     def launches(
@@ -262,6 +265,15 @@ class Sm90(Family):
 
 
 _SM80 = Sm80()
+
+
+def _with_bins(backward: KernelSpec, bins: int, device: DeviceSpec) -> KernelSpec:
+    """Return the kernel with bins for the gradient of a table, and with fewer stages if they fit only then."""
+    for stages in (backward.num_stages, _STAGES):
+        made = replace(backward, num_stages=stages, score_bins=bins)
+        if shared_bytes(made) <= device.tile_memory_bytes:
+            return made
+    return backward
 
 
 def _takes_changed_weights(backward: KernelSpec) -> bool:
@@ -434,7 +446,9 @@ def shared_bytes(spec: KernelSpec) -> int:
         storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * work + _BACKWARD_OTHER
         storage += _SLOT * (2 + stages + do_stages)
         storage += -storage % 16
-        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage + _staged_bytes(spec, storage)
+        bins = 4 * WARP_LANES * spec.score_bins * (spec.num_warps - 4)
+        storage += _staged_bytes(spec, storage) + bins
+        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage
     loads_do = spec.entry == "backward_rows"
     is_small = spec.is_listed and spec.block_q == ROWS
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128
