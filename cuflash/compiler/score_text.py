@@ -7,7 +7,8 @@ what it depends on allows: once for a tile's batch entry and head, for a query, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
+from ..scores.products import of_products
 from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
 from .uniform_text import KINDS, UniformText
 
@@ -31,7 +33,7 @@ _FUNCTIONS = {
     "abs": "absolute", "min": "minimum", "max": "maximum", "sign": "sign", "floordiv": "floor_divide",
     "mod": "remainder", "pow": "ptx::pow_accurate", "exp": "ptx::exp_accurate", "exp2": "ptx::exp2_accurate",
     "log": "ptx::log_accurate", "log2": "ptx::log2_accurate", "tanh": "tangent", "tanh_fast": "tangent_fast",
-    "sqrt": "ptx::sqrt_accurate", "isfinite": "is_finite",
+    "sqrt": "ptx::sqrt_accurate", "isfinite": "is_finite", "logistic": "logistic",
 }  # fmt: skip
 _LEVELS = ("tile", "query", "key", "score")
 
@@ -45,6 +47,7 @@ def text(
     is_staged: bool = False,
     is_stored: bool = False,
     num_bins: int = 0,
+    takes_products: bool = False,
 ) -> str:
     """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
@@ -65,8 +68,14 @@ def text(
         Kernels store the gradient of that array themselves.
     num_bins : int
         Bins of each thread for the gradient of the table that `planning.score_bins` names; 0 without them.
+    takes_products : bool
+        Kernels give the function q . k and the softmax scale, as `scores.products` has it.
     """
     staged = staged_load(program) if is_staged else None
+    if takes_products:
+        program, is_unscaled = of_products(program)
+        facts = {"kTakesProducts": True, "kIsUnscaled": is_unscaled}
+        return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins, facts).text()
     return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins).text()
 
 
@@ -80,8 +89,9 @@ class Printer:
         staged: int | None,
         is_stored: bool,
         num_bins: int = 0,
+        facts: Mapping[str, bool] = MappingProxyType({"kTakesProducts": False, "kIsUnscaled": False}),
     ) -> None:
-        self.num_bins = num_bins
+        self.num_bins, self._of_products = num_bins, facts
         self.program, self.wrt, self.sums = program, wrt, sums
         self.kinds = dict(zip(wrt, sums))  # kind of sum by name; OWN where there is none
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
@@ -153,9 +163,21 @@ class Printer:
             "kStoresGradient": self.stored is not None,
             "kIsShift": bool(slopes) and self.program.instructions[slopes[0]] == is_one,
             "kSlopesNeedScore": any("s" in dependencies[n] for n in slopes),
+            "kNeedsDistancesAlone": self._needs_distances_alone(),
+            **self._of_products,
         }
         lines = [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in facts.items()]
         return [*lines, f"  static constexpr int kNumBins = {self.num_bins};"]
+
+    def _needs_distances_alone(self) -> bool:
+        """Return whether positions of queries and keys are only subtracted from each other."""
+        instructions = self.program.instructions
+        of_position = {n for n, each in enumerate(instructions) if each.op in ("i", "j")}
+        reals = {n for n, each in enumerate(instructions) if each.op == "real" and each.args[0] in of_position}
+        users = [each for each in instructions if {*each.args} & (of_position | reals)]
+        return len(reals) == 2 and all(
+            each.op == "real" or (each.op == "sub" and {*each.args} == reals) for each in users
+        )
 
     def _fields(self) -> list[str]:
         names = dict(zip(tables(self.program, self.wrt, self.sums), self._pointer_names()))
@@ -218,7 +240,7 @@ class Printer:
         return sorted({load for n in self.loads if self._num_part_axes(load := self.program.instructions[n].value)})
 
     def _of_levels(self) -> list[str]:
-        lines = ["  CUFLASH_DEVICE Tile of_tile(int b, int h) const {", "    Tile tile;"]
+        lines = ["  CUFLASH_DEVICE Tile of_tile(int b, int h, T scale = 1) const {", "    Tile tile;"]
         extents = num_leading(self.program)
         for name, (member, axes) in self._leading().items():
             kind, number = member.split("_")
@@ -420,6 +442,8 @@ class Printer:
         args = [self._named(n, level) for n in instruction.args]
         if op in ("s", "b", "h", "i", "j"):
             return op
+        if op in ("scale", "inverse_scale"):
+            return {"scale": "scale", "inverse_scale": "ptx::reciprocal_approx(scale)"}[op]
         if op == "number":
             return f"numbers[{instruction.value}]"
         if op == "load":

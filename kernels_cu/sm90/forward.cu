@@ -88,7 +88,8 @@ CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Functio
 }
 CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Function& function,
                                         unsigned num_tiles_done) {
-  if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work);
+  if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work,
+                                           shared().softmax_scale);
 }
 
 // Find the weights of a step that dropout keeps. Called while its scores are multiplied.

@@ -9,9 +9,9 @@ class TileScore {
  public:
   using T = typename Score::Number;
 
-  CUFLASH_DEVICE void find(const Score& score, const attention::WorkTile& work) {
+  CUFLASH_DEVICE void find(const Score& score, const attention::WorkTile& work, float softmax_scale) {
     queries_ = {work.first, work.last};
-    of_tile_ = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
+    of_tile_ = score.of_tile(work.batch_head.batch_index, work.batch_head.head, softmax_scale);
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) of_query_[i] = score.of_query(of_tile_, query(i));
   }
@@ -55,13 +55,24 @@ class TileScore {
   CUFLASH_DEVICE void apply_to_each(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
                                     ValueOf value_of) const {
     const attention::PositionsOf<Score> keys({block.start, block.stop}, Tile::first_column());
+    // If only distances matter, positions count from the thread's first key, so that those of keys are constants.
+    constexpr bool kCountsFromKey = Score::kNeedsDistancesAlone;
+    typename Score::OfQuery of_query[Tile::kRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      const int distance = query(i) - block.start - Tile::first_column();
+      of_query[i] = kCountsFromKey ? score.of_query(of_tile_, distance) : of_query_[i];
+    }
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
-      const attention::Position<T> key = keys.at(Tile::column(j));
+      const attention::Position<T> key =
+          kCountsFromKey ? attention::Position<T>{Tile::column(j), T(Tile::column(j))} : keys.at(Tile::column(j));
       const auto of_key = score.of_key(of_tile_, key.whole, key.real);
 #pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i)
-        s.at(i, j) = value_of(i, j, of_tile_, of_query_[i], of_key, query(i), key.whole, s.at(i, j) * softmax_scale);
+      for (int i = 0; i < Tile::kRows; ++i) {
+        const T product = Score::kTakesProducts ? s.at(i, j) : s.at(i, j) * softmax_scale;
+        s.at(i, j) = value_of(i, j, of_tile_, of_query[i], of_key, query(i), key.whole, product);
+      }
     }
   }
   CUFLASH_DEVICE int query(int i) const { return queries_.at(Tile::first_row() + Tile::row(i)); }
@@ -75,7 +86,7 @@ class TileScore {
 template <class Tile>
 struct NoTileScore {
   template <class Score>
-  CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&) {}
+  CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&, float) {}
   template <class Score, class Staged>
   CUFLASH_DEVICE void apply(Tile&, const Score&, float, const attention::KvBlock&, Staged) const {}
 };

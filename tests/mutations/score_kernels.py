@@ -101,7 +101,7 @@ FAULTS = {
             "sm80/forward.cu", "sm80_forward", "if constexpr (kHasScore)", "if constexpr (false)"
         ),
         "exponents are scaled as well": Edit(
-            "attention/score.cuh", "exponent_scale", "kHasScore ? 1.0 : shape.softmax_scale", "shape.softmax_scale"
+            "attention/score.cuh", "exponent_scale", "? 1.0 :", "? shape.softmax_scale :"
         ),
         "gradients have the positions of the first keys": Edit(
             "sm80/backward.cu", "sm80_backward",

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
+from ...scores.products import can_take_products
 from ...scores.program import Program, curvature, depends
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Workspace
@@ -347,6 +348,9 @@ def forward_spec(
     )  # fmt: skip
     if is_staged:
         return replace(spec, num_stages=_STAGES, score_is_staged=True)
+    if score is not None:
+        takes_products = can_take_products(score, problem.numbers, problem.scaling.scale)
+        spec = replace(spec, score_takes_products=takes_products)
     if problem.dropout is not None and problem.score is None and width <= 128 and block_q == 2 * ROWS:
         spec = replace(spec, num_warps=spec.num_warps + 4)  # a warpgroup draws for the others
     # One consumer warpgroup leaves tensor cores idle between its products, so several blocks share a multiprocessor.
