@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..compiler.params_layout import PARAMS, SHAPE, TENSOR_MAP_ARRAYS, TENSOR_MAP_PARAM, TENSOR_MAPS
-from ..planning.launches import BATCH_AXES
+from ..compiler.params_layout import PARAMS, SHAPE, TENSOR_MAP_ARRAYS, TENSOR_MAPS
+from ..planning.launches import BATCH_AXES, TENSOR_MAP_PARAM
 from ..planning.prefill import PAGES, QUERY_INTERVALS, PrefillPlan
 from .bound_launch import BoundLaunch
 from .decoding import fill_matrices, offset_of, score_records, sink_record

@@ -83,6 +83,10 @@ class KernelSpec:
         Producers put a step's elements of the array that `planning.staged_array` names into shared memory.
     score_is_stored : bool
         The kernel stores the gradient of that array, which no other thread block adds to.
+    score_bins : int
+        Elements of a table's row whose gradient has bins of each thread in shared memory, or 0.
+    score_takes_products : bool
+        The kernel gives the score function q . k without the softmax scale (`scores.products`).
     """
 
     family: str
@@ -117,6 +121,8 @@ class KernelSpec:
     score_sums: tuple[str, ...] = ()
     score_is_staged: bool = False
     score_is_stored: bool = False
+    score_bins: int = 0
+    score_takes_products: bool = False
 
     @property
     def name(self) -> str:

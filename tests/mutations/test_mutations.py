@@ -25,14 +25,17 @@ from mutations import (
     attention, blocks, cache_e4m3, cache_scores, cache_steps, calculators, calls, decode, dropout, fa1, fp8,
     fp8_kernels, host, interop, intervals,
     kernel_guards, kv_cache, lists, mask_algebra, mask_inputs, non_finite, planting, prefill, python, python_guards,
-    reuse, score_kernels, scores, selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
-    sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tile,
+    reuse, score_kernels, score_products, scores, selectors, sequences, simt, sinks, sm80, sm90_backward,
+    sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop, fp8, study, cache_steps, reuse)
 # Faults of Python and of kernels.
-OF_BOTH = (lists, intervals, non_finite, cache_scores, score_kernels, selectors, sinks, dropout, fa1, staged_arrays)
+OF_BOTH = (
+    lists, intervals, non_finite, cache_scores, score_kernels, score_products, selectors, sinks, dropout, fa1,
+    staged_arrays,
+)  # fmt: skip
 OF_KERNELS = (
     simt, attention, tile, sm80, decode, cache_e4m3, prefill, sm90_forward, sm90_backward, sm90_backward_rows,
     sm90_backward_wide, blocks, fp8_kernels, *OF_BOTH,
@@ -116,9 +119,10 @@ def edited(
 @each(
     sampled_by_guard(faults(python, host, lists, mask_algebra, non_finite, language="python"), 4)
     + sampled(
-        faults(*OF_INPUTS, cache_scores, score_kernels, selectors, sinks, dropout, fa1, staged_arrays,
-               language="python"),
-        6,
+        faults(
+            *OF_INPUTS, cache_scores, score_kernels, score_products, selectors, sinks, dropout, fa1, staged_arrays,
+            language="python",
+        ), 6,
     )  # fmt: skip
     + sampled(faults(scores), 12)
 )
