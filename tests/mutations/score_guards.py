@@ -212,6 +212,7 @@ def programs_are_simple(library):
     assert score.numbers == (30.0, 1 / 30)
     other = library.Score(lambda s, b, h, i, j: np.tanh(s) * np.tanh(s) + 17 * np.tanh(s / 17))
     assert other.program == score.program and other.numbers == (17.0, 1 / 17)
+    finished_programs_have_their_own_numbers(library)
     falls = part(library, "scores.program").derived(library.Score(lambda s, b, h, i, j: 5 - s).program)
     assert "neg" not in [each.op for each in falls.instructions]
     kinds = {"shift": lambda s, b, h, i, j: s - j, "scaled": lambda s, b, h, i, j: 3.5 * s,
@@ -219,6 +220,22 @@ def programs_are_simple(library):
     assert all(library.Score(function).curvature == kind for kind, function in kinds.items())
     batched = library.Score(lambda s, b, h, i, j, a: s + a[..., j], a=np.zeros((3, 4)))
     assert {"b", "j"} in part(library, "scores.program").depends(batched.program)
+
+
+def finished_programs_have_their_own_numbers(library):
+    """Functions with equal instructions share a program but not numbers, and zeros keep their sign."""
+    evaluated, operands = part(library, "scores.values").values, part(library, "scores.values").Operands
+    for function in (
+        *(lambda s, b, h, i, j, by=by: s * by + np.tanh(s / 5) + 3 * j for by in (3.0, 2.5, 4.0)),
+        *(lambda s, b, h, i, j, by=by: s / (by * np.where(i < j, 0.0, 0.0)) for by in (1.0, -1.0)),
+    ):
+        score = library.Score(function)
+        with np.errstate(divide="ignore"):
+            (found,) = evaluated(score.program, operands(score.numbers, ()), 4.0, 0, 0, 0, 2)
+            wanted = function(4.0, 0, 0, 0, 2)
+        assert np.allclose(found, wanted, rtol=1e-15, atol=0), score
+    loads = [library.Score(lambda s, b, h, i, j, a: s + a[i], a=np.ones(3, dtype)) for dtype in (np.float32, float)]
+    assert [score.program.arrays[0].dtype for score in loads] == ["float32", "float64"]
 
 
 def indices_are_proven(library):

@@ -147,18 +147,27 @@ FAULTS = {
     },
     programs_are_simple: {
         "equal instructions are two": Edit(
-            PROGRAM, "Builder.put", "self._found.setdefault(key, len(self.instructions))", "len(self.instructions)"
+            PROGRAM, "Builder.put", "self._found.setdefault(key, len(instructions))", "len(instructions)"
         ),
         "equal numbers are two": Edit(PROGRAM, "Builder.number", "value.hex(), self", "len(self._slots), self"),
         "what nothing needs is kept": Edit(
             PROGRAM, "needed_for", "stack = list(results)", "stack = list(range(len(instructions)))"
         ),
-        "constants do not fold": Edit(PROGRAM, "Builder._folded", "op in _FOLDS and", "False and"),
+        "constants do not fold": Edit(PROGRAM, "Builder._folded", "and op in _FOLDS", "and False"),
         "a square is a power": Edit(
             PROGRAM, "Builder.binary", 'if op == "pow" and self._is(b, 2): return self._arithmetic("mul", "real"',
             'if op == "pow" and self._is(b, 3): return self._arithmetic("mul", "real"',
         ),
         "equal branches are a choice": Edit(PROGRAM, "Builder.where", "a if a == b else self.put", "self.put"),
+        "-0.0 is part of a program": Edit(PROGRAM, "Builder._folded", "and (value or math.copysign(1, value) > 0)", ""),
+        "finished programs keep the first numbers": Edit(
+            TRACE, "_finished", "found.program, tuple([values[slot] for slot in found.slots])",
+            "found.program, tuple(found.further) + tuple([values[0] for slot in found.slots[len(found.further) :]])",
+        ),
+        "integers are no numbers of a finished program": Edit(
+            TRACE, "_finished", "given if has_integers else None", "None"
+        ),
+        "finished programs forget their arrays": Edit(TRACE, "_finished", ", tuple(builder.arrays)", ""),
         "a number is part of the program": Edit(
             PROGRAM, "Builder.real", "self.number(float(instruction.value))", "self.const(float(instruction.value))"
         ),
@@ -210,7 +219,7 @@ FAULTS = {
     refusals_are_told: {
         "the line is the next one": Edit(TRACE, "_place", "found = frame, line", "found = frame, line + 1"),
         "the place is the library's": Edit(TRACE, "_place", "not in (__name__, Builder.__module__)", "is not None"),
-        "a real index is taken": Edit(PROGRAM, "Builder.load", 'any(self.kind(n) != "int" for n in args)', "False"),
+        "a real index is taken": Edit(PROGRAM, "Builder.load", 'any([self.kind(n) != "int" for n in args])', "False"),
         "an index is left out": Edit(
             TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank",
             "False",
