@@ -98,8 +98,15 @@ class ArrayType(NamedTuple):
     is_single: tuple[bool, ...]
 
 
+class _Hashed:
+    """A place for a hash that is computed once; pickles leave it out, since hashes of strings differ by process."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class Program:
+class Program(_Hashed):
     """A function of (s, b, h, i, j) as instructions, each of which assigns once.
 
     Attributes
@@ -118,6 +125,14 @@ class Program:
     arrays: tuple[ArrayType, ...]
     num_numbers: int
     results: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash((self.instructions, self.arrays, self.num_numbers, self.results))
+            object.__setattr__(self, "_hash", found)
+            return found
 
     def num_leading_axes(self, load: Instruction) -> int:
         """Return how many leading axes of its array a load reads at the batch entry b, to which they broadcast."""

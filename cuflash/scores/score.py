@@ -166,11 +166,11 @@ class Score:
             raise UnsupportedProblem(
                 [f"{name} names an array of {self.name} and another of {other.name}: rename one" for name in shared]
             )
-        outer, inner = self, other
+        outer, inner, outer_names, inner_names = self.function, other.function, [*self.arrays], [*other.arrays]
 
         def composed(s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
-            between = inner.function(s, b, h, i, j, **{name: arrays[name] for name in inner.arrays})
-            return outer.function(between, b, h, i, j, **{name: arrays[name] for name in outer.arrays})
+            between = inner(s, b, h, i, j, **{name: arrays[name] for name in inner_names})
+            return outer(between, b, h, i, j, **{name: arrays[name] for name in outer_names})
 
         composed.__name__ = f"{self.name} @ {other.name}"
         return Score.of_reserved(composed, **{**other.arrays, **self.arrays}).remade_by(operator.matmul, self, other)
@@ -207,9 +207,13 @@ class Score:
                 reasons.append(f"{kind.name} must be an array like the captured one; got {describe(array)}")
         if reasons:
             raise UnsupportedProblem(reasons)
+        return self._over({name: arrays[name] for name in self.arrays})
+
+    def _over(self, arrays: dict[str, Any]) -> Score:
+        """Return the score over arrays that are known to be of the traced kinds."""
         made = Score.__new__(Score)
         vars(made).update(vars(self))
-        made._remake, made.arrays = None, MappingProxyType({name: arrays[name] for name in self.arrays})
+        made._remake, made.arrays = None, MappingProxyType(arrays)
         return made
 
     def remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:

@@ -3,6 +3,7 @@
 Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
 """
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -236,6 +237,36 @@ def finished_programs_have_their_own_numbers(library):
         assert np.allclose(found, wanted, rtol=1e-15, atol=0), score
     loads = [library.Score(lambda s, b, h, i, j, a: s + a[i], a=np.ones(3, dtype)) for dtype in (np.float32, float)]
     assert [score.program.arrays[0].dtype for score in loads] == ["float32", "float64"]
+
+
+def compositions_are_right(library):
+    """What score=, softcap= and bias= make up is of the call's own arguments, also where it was composed before."""
+    composition = part(library, "scores.composition").composition
+    given = library.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([2.0, 3.0]))
+    others = library.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([4.0, 5.0]))
+    biases = [np.full((3, 4), 0.5), np.full((3, 4), 1.5), np.full((3, 1), 2.5), np.full((3, 4), 3.5, np.float32)]
+    for score in (None, given, others):
+        for cap in (2.0, 5.0, np.float32(3.0), None):
+            for array in (*biases, *biases, None):
+                made = composition(score, cap, array, lambda bias: bias)
+                if made is None:
+                    continue
+                s = 1.0 if cap is None else cap * np.tanh(1.0 / cap)
+                s = s if array is None else s + np.broadcast_to(array, (3, 4))[1, 1]
+                s = s if score is None else s * score.arrays["a"][1]
+                operands = part(library, "scores.values").Operands(made.numbers, tuple(made.arrays.values()))
+                (found,) = part(library, "scores.values").values(made.program, operands, 1.0, 0, 1, 1, 1)
+                assert np.allclose(found, s, rtol=1e-6), (score, cap, array)
+                assert all(each is array for name, each in made.arrays.items() if name == "bias")
+                assert [made.arrays[each.name].dtype for each in made.program.arrays] == [
+                    each.dtype for each in made.program.arrays
+                ]
+    large = np.zeros((5, 5))
+    gone = weakref.ref(large)
+    composition(None, None, large, lambda bias: bias)
+    composition(given, 2.0, large, lambda bias: bias)
+    del large
+    assert gone() is None  # nothing holds an array that a call is over
 
 
 def indices_are_proven(library):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from mutations.planting import Edit
 from mutations.score_guards import (
-    calls_are_right, derivatives_are_right, errors_hold, indices_are_proven, programs_are_simple, refusals_are_told,
-    results_are_right, the_library_of_scores_is_right, values_are_right,
+    calls_are_right, compositions_are_right, derivatives_are_right, errors_hold, indices_are_proven,
+    programs_are_simple, refusals_are_told, results_are_right, the_library_of_scores_is_right, values_are_right,
 )  # fmt: skip
 
 PROGRAM, TRACE, RANGES = "scores/program.py", "scores/trace.py", "scores/ranges.py"
 VALUES, ROUNDOFF, SCORE, LIBRARY = "scores/values.py", "scores/roundoff.py", "scores/score.py", "scores/library.py"
+COMPOSITION = "scores/composition.py"
 TILES, BLOCKS = "executors/tile_scores.py", "executors/tile_program.py"
 CPU, OPERANDS = "executors/cpu.py", "planning/score_operands.py"
 
@@ -318,6 +319,21 @@ FAULTS = {
             "bounds/captured.py", "_gradient_tolerance",
             "((exact, df * load.value), (tolerance, terms), (masses, mass))",
             "((exact, df * load.value), (masses, mass))",
+        ),
+    },
+    compositions_are_right: {
+        "caps of a type are equal": Edit(COMPOSITION, "_key", "type(softcap), softcap,", "type(softcap),"),
+        "biases are equal whatever their dtype": Edit(COMPOSITION, "_key", "type(bias), bias.dtype,", "type(bias),"),
+        "biases are equal whatever their shape": Edit(COMPOSITION, "_key", ", tuple(bias.shape)", ""),
+        "scores share what is composed": Edit(
+            COMPOSITION, "composition", "_with_score.setdefault(score, {})", "_without_score"
+        ),
+        "the first arrays are kept": Edit(COMPOSITION, "composition", "_Kept(made._over({})", "_Kept(made"),
+        "a composition without a cap is the bias alone": Edit(
+            COMPOSITION, "composition", "if softcap is bias is None and", "if softcap is None and"
+        ),
+        "functions hold the arrays of their scores": Edit(
+            SCORE, "Score.__matmul__", "[*self.arrays], [*other.arrays]", "self.arrays, other.arrays"
         ),
     },
     calls_are_right: {
