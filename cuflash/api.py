@@ -30,6 +30,7 @@ from .planning.options import (
     Window,
 )  # fmt: skip
 from .plans import Plan, Gradients, Pullback, BoundCall, as_arrays, layout_key
+from .scores import Score
 
 _Operand: TypeAlias = AnyArray | Quantized
 
@@ -510,12 +511,15 @@ def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
     operands = ({} if sink is None else {"sink": sink}) | seed_array(dropout)
     if score is softcap is bias is None:
         return options, operands
+    if softcap is bias is None and type(score) is Score:
+        return options, operands | score.arrays
     try:
         composed = composed_score(options)
     except UnsupportedProblem:  # `planned` says so, with all that is wrong beside
         return options, operands
     assert composed is not None
-    return options._replace(score=composed, softcap=None, bias=None), operands | dict(composed.arrays)
+    one = *options[:_FIRST_OPERAND], composed, None, None, *options[_FIRST_OPERAND + 3 :]
+    return Options._make(one), operands | composed.arrays
 
 
 def run(

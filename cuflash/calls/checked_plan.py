@@ -25,7 +25,8 @@ from ..planning.problem import precision_reasons, problem_of, with_operands
 from ..planning.routing import FAMILIES, named, routed
 from ..planning.scales import RowsPerScale
 from ..plans import EXECUTORS, Plan, as_arrays, as_mask_of_arrays
-from ..scores import Score, library
+from ..scores import Score
+from ..scores.composition import composition
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
 
@@ -106,10 +107,11 @@ def planned(
 
 def composed_score(options: Options) -> Score | None:
     """score, softcap and bias as one Score, over tensors of PyTorch and arrays of JAX where these are given."""
-    bias = options.bias
-    if not is_differentiated(bias):
-        bias = as_arrays({"bias": bias})["bias"]
-    return library.composed(options.score, options.softcap, bias)
+    return composition(options.score, options.softcap, options.bias, _as_bias)
+
+
+def _as_bias(bias: Any) -> Any:
+    return bias if is_differentiated(bias) else as_arrays({"bias": bias})["bias"]
 
 
 def require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +100,7 @@ class Dropout:
     p: float
     seed: Any
     offset: int = 0
+    _draws: Draws = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         reasons = []
@@ -116,6 +117,8 @@ class Dropout:
         object.__setattr__(self, "offset", int(self.offset))
         if is_int(self.seed):
             object.__setattr__(self, "seed", int(self.seed))
+        seed = self.seed if isinstance(self.seed, int) else None
+        object.__setattr__(self, "_draws", Draws(round(self.p * LEVELS), seed, self.offset))
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Dropout) else NotImplemented
@@ -148,7 +151,7 @@ class Dropout:
         >>> Dropout(0.5, seed=3).draws
         Draws(threshold=128, seed=3, offset=0)
         """
-        return Draws(round(self.p * LEVELS), self.seed if isinstance(self.seed, int) else None, self.offset)
+        return self._draws
 
     def keep(
         self, shape: Sequence[int], queries: Array | None = None, keys: Array | None = None

@@ -15,7 +15,8 @@ Curvature = Literal["shift", "scaled", "curved"]
 
 COORDINATES = ("b", "h", "i", "j")
 COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
-FOLDED_NUMBERS = (0.0, 1.0, -1.0, 2.0, 0.5, -math.inf)  # these numbers are part of a program; all others are arguments
+# These numbers are part of a program; all others are arguments.
+FOLDED_NUMBERS = frozenset((0.0, 1.0, -1.0, 2.0, 0.5, -math.inf))
 
 _FOLDS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
@@ -70,6 +71,11 @@ class Instruction(NamedTuple):
     value: Any = None
 
 
+_INPUTS = (Instruction("s", "real"), *(Instruction(coordinate, "int") for coordinate in COORDINATES))
+_INPUT_NUMBERS: dict[tuple[Any, ...], int] = {instruction: n for n, instruction in enumerate(_INPUTS)}
+_tuple_of = tuple.__new__  # a NamedTuple's `_make` in a third of the time
+
+
 class ArrayType(NamedTuple):
     """A captured array without its data.
 
@@ -92,8 +98,15 @@ class ArrayType(NamedTuple):
     is_single: tuple[bool, ...]
 
 
+class _Hashed:
+    """A place for a hash that is computed once; pickles leave it out, since hashes of strings differ by process."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class Program:
+class Program(_Hashed):
     """A function of (s, b, h, i, j) as instructions, each of which assigns once.
 
     Attributes
@@ -112,6 +125,14 @@ class Program:
     arrays: tuple[ArrayType, ...]
     num_numbers: int
     results: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash((self.instructions, self.arrays, self.num_numbers, self.results))
+            object.__setattr__(self, "_hash", found)
+            return found
 
     def num_leading_axes(self, load: Instruction) -> int:
         """Return how many leading axes of its array a load reads at the batch entry b, to which they broadcast."""
@@ -160,10 +181,17 @@ class Builder:
     def put(self, op: str, kind: BlockKind, *args: int, value: Any = None) -> int:
         """The number of this instruction, as it is."""
         key = op, kind, args, value
-        n = self._found.setdefault(key, len(self.instructions))
-        if n == len(self.instructions):
-            self.instructions.append(Instruction._make(key))
+        instructions = self.instructions
+        n = self._found.setdefault(key, len(instructions))
+        if n == len(instructions):
+            instructions.append(_tuple_of(Instruction, key))
         return n
+
+    def put_inputs(self) -> Iterable[int]:
+        """The numbers of s, b, h, i and j in a builder without instructions."""
+        self.instructions += _INPUTS
+        self._found |= _INPUT_NUMBERS
+        return range(len(_INPUTS))
 
     def kind(self, n: int) -> BlockKind:
         return self.instructions[n].kind
@@ -185,7 +213,7 @@ class Builder:
     def load(self, array: int, indices: Iterable[int]) -> int:
         """An element of a captured array; fewer indices than axes leave the leading axes to the batch."""
         args = tuple(indices)
-        if any(self.kind(n) != "int" for n in args):
+        if any([self.kind(n) != "int" for n in args]):
             raise ProgramError("an index must be an integer expression of b, h, i, j and integer arrays")
         return self.put("load", self.arrays[array].kind, *args, value=array)
 
@@ -208,21 +236,22 @@ class Builder:
         return self._folded(op, "real", self.real(a))
 
     def binary(self, op: str, a: int, b: int) -> int:
+        first, second = self.instructions[a], self.instructions[b]
+        if op in _OF_INTS and first.kind == second.kind != "bool":
+            return self._arithmetic(op, first.kind, a, b)
         if op in ("and", "or"):
             return self._folded(op, "bool", self._condition(a), self._condition(b))
         if op in COMPARISONS:
-            if self.kind(a) != "int" or self.kind(b) != "int":
+            if first.kind != "int" or second.kind != "int":
                 a, b = self.real(a), self.real(b)
             return self._folded(op, "bool", a, b)
         if op in ("floordiv", "mod"):
-            divisor = self.instructions[b]
-            if self.kind(a) != "int" or divisor.kind != "int" or divisor.op != "const" or divisor.value <= 0:
+            divisor = second
+            if first.kind != "int" or divisor.kind != "int" or divisor.op != "const" or divisor.value <= 0:
                 raise ProgramError("// and % take an integer expression and a positive integer literal")
             return self._folded(op, "int", a, b)
-        if op == "pow" and self.kind(a) == "int" and self._is(b, 2):
+        if op == "pow" and first.kind == "int" and self._is(b, 2):
             return self._arithmetic("mul", "int", a, a)
-        if op in _OF_INTS and self.kind(a) == self.kind(b) == "int":
-            return self._arithmetic(op, "int", a, b)
         if op == "pow" and self._is(b, 2):
             return self._arithmetic("mul", "real", self.real(a), self.real(a))
         if op == "div":
@@ -239,7 +268,13 @@ class Builder:
         return a if a == b else self.put("where", self.kind(a), condition, a, b)
 
     def finish(self, *results: int) -> Program:
-        """The program of what the results need; `numbers` then holds the values of its further slots.
+        """The program of what the results need; `numbers` then holds the values of its further slots."""
+        program, slots = self.program_and_slots(results)
+        self.numbers = [self.numbers[slot - self._num_given] for slot in slots if slot >= self._num_given]
+        return program
+
+    def program_and_slots(self, results: Sequence[int]) -> tuple[Program, list[int]]:
+        """The program of what the results need, and the slots of its numbers, some of which may be new.
 
         Integers that only become reals are reals from the start: it spares conversions, and the values are equal as
         long as all of them are exact.
@@ -247,7 +282,7 @@ class Builder:
         kept = needed_for(self.instructions, results)
         only_reals = _only_reals(self.instructions, kept, self.arrays)
         if not only_reals:
-            return self._finished(results)
+            return self._pruned(results, kept)
         copy = Builder(self.arrays, self._num_given)
         copy.numbers, copy._slots = self.numbers, self._slots
         new: dict[int, int] = {}
@@ -261,15 +296,8 @@ class Builder:
             else:
                 args = (new[a] for a in instruction.args)
                 new[n] = copy.put(instruction.op, instruction.kind, *args, value=instruction.value)
-        program = copy._finished([new[n] for n in results])
-        self.numbers = copy.numbers
-        return program
-
-    def _finished(self, results: Sequence[int]) -> Program:
-        """The program of these results; `numbers` keeps what it is given."""
-        program, slots = self._pruned(results)
-        self.numbers = [self.numbers[slot - self._num_given] for slot in slots if slot >= self._num_given]
-        return program
+        found = [new[n] for n in results]
+        return copy._pruned(found, needed_for(copy.instructions, found))
 
     def _again_in_reals(self, instruction: Instruction, new: dict[int, int], reals: dict[int, int]) -> int:
         """An operation on integers as one on reals; `new` and `reals` are the numbers of its arguments here."""
@@ -279,16 +307,15 @@ class Builder:
         args = [self.real(a) for a in args]
         return self.unary(instruction.op, *args) if len(args) == 1 else self.binary(instruction.op, *args)
 
-    def _pruned(self, results: Sequence[int]) -> tuple[Program, list[int]]:
-        """The program of these results, and the slots of the numbers that it is given, in order."""
-        kept = needed_for(self.instructions, results)
+    def _pruned(self, results: Sequence[int], kept: Sequence[int]) -> tuple[Program, list[int]]:
+        """The program of these results, which need the instructions that are kept, and the slots of its numbers."""
         place = {n: count for count, n in enumerate(kept)}
         slots = sorted({self.instructions[n].value for n in kept if self.instructions[n].op == "number"})
         instructions = []
         for n in kept:
             op, kind, args, value = self.instructions[n]
             value = slots.index(value) if op == "number" else value
-            instructions.append(Instruction._make((op, kind, tuple([place[a] for a in args]), value)))
+            instructions.append(_tuple_of(Instruction, (op, kind, tuple([place[a] for a in args]), value)))
         program = Program(tuple(instructions), tuple(self.arrays), len(slots), tuple(place[n] for n in results))
         return program, slots
 
@@ -303,14 +330,15 @@ class Builder:
 
     def _folded(self, op: str, kind: BlockKind, *args: int) -> int:
         """The operation, or its value where all arguments are part of the program."""
-        given = [self.instructions[n] for n in args]
-        if op in _FOLDS and all(instruction.op == "const" for instruction in given):
-            value = _FOLDS[op](*(instruction.value for instruction in given))
-            if value == value:
+        if self.instructions[args[0]].op == self.instructions[args[-1]].op == "const" and op in _FOLDS:
+            value = _FOLDS[op](*(self.instructions[n].value for n in args))
+            if value == value and (value or math.copysign(1, value) > 0):  # -0.0 would be equal to 0.0
                 return self.const(value)
         return self.put(op, kind, *args)
 
     def _arithmetic(self, op: str, kind: BlockKind, a: int, b: int) -> int:
+        if "const" != self.instructions[a].op and "const" != self.instructions[b].op:
+            return self.put(op, kind, a, b)
         if (op == "add" and self._is(a, 0)) or (op == "mul" and self._is(a, 1)):
             return b
         if (op in ("add", "sub") and self._is(b, 0)) or (op == "mul" and self._is(b, 1)):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, describe, is_array, no_array
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem
 from ..layouts import (
     dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
 )  # fmt: skip
@@ -118,9 +118,11 @@ class Score:
             reasons.append(f"a score takes at most {MAX_ARRAYS} arrays; got {len(arrays)}: join some of them")
         held, types = {}, {}
         for name, array in arrays.items():
-            with collecting(reasons):
-                held[name] = _as_array(name, array)
+            try:
+                held[name] = array if type(array) is np.ndarray else _as_array(name, array)
                 types[name] = _type_of(name, held[name])
+            except UnsupportedProblem as error:
+                reasons += error.reasons
         if reasons:
             raise UnsupportedProblem(reasons)
         self._remake: Callable[[], Score] | None = None
@@ -166,11 +168,11 @@ class Score:
             raise UnsupportedProblem(
                 [f"{name} names an array of {self.name} and another of {other.name}: rename one" for name in shared]
             )
-        outer, inner = self, other
+        outer, inner, outer_names, inner_names = self.function, other.function, [*self.arrays], [*other.arrays]
 
         def composed(s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
-            between = inner.function(s, b, h, i, j, **{name: arrays[name] for name in inner.arrays})
-            return outer.function(between, b, h, i, j, **{name: arrays[name] for name in outer.arrays})
+            between = inner(s, b, h, i, j, **{name: arrays[name] for name in inner_names})
+            return outer(between, b, h, i, j, **{name: arrays[name] for name in outer_names})
 
         composed.__name__ = f"{self.name} @ {other.name}"
         return Score.of_reserved(composed, **{**other.arrays, **self.arrays}).remade_by(operator.matmul, self, other)
@@ -207,9 +209,13 @@ class Score:
                 reasons.append(f"{kind.name} must be an array like the captured one; got {describe(array)}")
         if reasons:
             raise UnsupportedProblem(reasons)
+        return self._over({name: arrays[name] for name in self.arrays})
+
+    def _over(self, arrays: dict[str, Any]) -> Score:
+        """Return the score over arrays that are known to be of the traced kinds."""
         made = Score.__new__(Score)
         vars(made).update(vars(self))
-        made._remake, made.arrays = None, MappingProxyType({name: arrays[name] for name in self.arrays})
+        made._remake, made.arrays = None, MappingProxyType(arrays)
         return made
 
     def remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
@@ -278,21 +284,29 @@ def _readable(name: str, array: Any) -> Array:
     return taken_on_cuda(name, array) if is_on_cuda(name, array) else taken(name, array, np)
 
 
-@lru_cache(maxsize=64)
 def _kind_of(dtype: np.dtype[Any]) -> BlockKind | None:
     """Return what a load of an array of this dtype gives; None for a dtype that cannot be captured."""
     kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
     return kinds.get(True) if dtype.isnative else None
 
 
-def _type_of(name: str, array: Array) -> ArrayType:
-    dtype = dtype_of(array)
+@lru_cache(maxsize=512)
+def _array_type(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayType | None:
+    """Return an array without its data; None for a dtype that cannot be captured."""
     kind = _kind_of(dtype)
     if kind is None:
+        return None
+    return ArrayType(name, len(shape), dtype.name, kind, tuple(extent == 1 for extent in shape))
+
+
+def _type_of(name: str, array: Array) -> ArrayType:
+    dtype = array.dtype if type(array) is np.ndarray else dtype_of(array)
+    found = _array_type(name, dtype, tuple(array.shape))
+    if found is None:
         raise UnsupportedProblem(
             [
                 f"{name}'s dtype must be {', '.join(known.name for known in DTYPES)}, bool or an integer; got "
                 f"{dtype.str if not dtype.isnative else array.dtype}: convert it with {name}.astype"
             ]
         )
-    return ArrayType(name, array.ndim, dtype.name, kind, tuple(extent == 1 for extent in array.shape))
+    return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import FrameType, FunctionType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -68,8 +68,7 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
     """
     name = getattr(function, "__name__", type(function).__name__)
     builder = Builder(arrays.values())
-    symbols = [Symbol(builder, builder.put("s", "real"))]
-    symbols += [Symbol(builder, builder.put(coordinate, "int")) for coordinate in COORDINATES]
+    symbols = [Symbol(builder, n) for n in builder.put_inputs()]
     captured = {
         array.name: ArraySymbol(builder, number) if array.rank else Symbol(builder, builder.load(number, ()))
         for number, array in enumerate(builder.arrays)
@@ -77,7 +76,7 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
     _require_signature(function, name, symbols, captured)
     try:
         result = function(*symbols, **captured)
-        program = builder.finish(builder.real(_number_of(builder, result, is_result=True)))
+        program, numbers = _finished(builder, builder.real(_number_of(builder, result, is_result=True)))
     except ProgramError as error:
         raise UnsupportedProblem([f"{_place(error, name)}: {error}"]) from None
     reasons = []
@@ -89,7 +88,42 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
         )
     if reasons:
         raise UnsupportedProblem(reasons)
-    return program, tuple(builder.numbers)
+    return program, numbers
+
+
+class _Finished(NamedTuple):
+    """The program of a builder's instructions, and where its numbers are among the builder's and the further ones."""
+
+    program: Program
+    slots: list[int]
+    further: list[float]
+    numbers: tuple[float, ...] | None  # the builder's, where the program depends on them
+
+
+_MAX_FINISHED = 256
+_all_finished: dict[Hashable, _Finished] = {}
+
+
+def _finished(builder: Builder, result: int) -> tuple[Program, tuple[float, ...]]:
+    """`Builder.finish`, which is looked up where equal instructions were finished before.
+
+    Instructions hold the slots of numbers and not the numbers, on which a program depends only where an integer of the
+    instructions may become one of them.
+    """
+    numbers = builder.numbers
+    key = result, tuple(builder.instructions), tuple(builder.arrays)
+    found = _all_finished.get(key)
+    if found is None or found.numbers not in (None, tuple(numbers)):
+        given = tuple(numbers)
+        program, slots = builder.program_and_slots([result])
+        has_integers = any(each.op == "const" and each.kind == "int" for each in builder.instructions)
+        found = _Finished(program, slots, numbers[len(given) :], given if has_integers else None)
+        if len(_all_finished) >= _MAX_FINISHED:
+            _all_finished.clear()
+        _all_finished[key] = found
+        numbers = list(given)
+    values = numbers + found.further
+    return found.program, tuple([values[slot] for slot in found.slots])
 
 
 class Symbol:
@@ -112,28 +146,32 @@ class Symbol:
     def apply(self, op: str, *inputs: Any) -> Symbol:
         """The operation of a program on symbols and numbers."""
         builder = self._builder
-        numbers = [_number_of(builder, value) for value in inputs]
-        if op == "where":
-            return Symbol(builder, builder.where(*numbers))
-        return Symbol(builder, builder.unary(op, *numbers) if len(numbers) == 1 else builder.binary(op, *numbers))
+        numbers = [
+            each._n if type(each) is Symbol and each._builder is builder else _number_of(builder, each)
+            for each in inputs
+        ]
+        if len(numbers) == 2:
+            return Symbol(builder, builder.binary(op, *numbers))
+        return Symbol(builder, builder.unary(op, *numbers) if len(numbers) == 1 else builder.where(*numbers))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
         if method != "__call__" or options:
             how = f"np.{ufunc.__name__}.{method}" if method != "__call__" else f"{', '.join(options)}= of a ufunc"
             raise ProgramError(f"{how} has no counterpart in a kernel")
+        op = _UFUNCS.get(ufunc)
+        if op is not None:
+            return self.apply(op, *inputs)
         if ufunc is np.square:
             return self.apply("mul", *inputs, *inputs)
         if ufunc is np.reciprocal:
             return self.apply("div", 1.0, *inputs)
-        if ufunc not in _UFUNCS:
-            raise ProgramError(f"np.{ufunc.__name__} has no counterpart in a kernel; there are: {_KNOWN}")
-        return self.apply(_UFUNCS[ufunc], *inputs)
+        raise ProgramError(f"np.{ufunc.__name__} has no counterpart in a kernel; there are: {_KNOWN}")
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Symbol:
         if function is np.where and len(args) == 3 and not options:
             return self.apply("where", *args)
         if function is np.clip and len(args) + len(options) == 3:
-            x, low, high = inspect.signature(_clip).bind(*args, **options).args
+            x, low, high = args if not options else inspect.signature(_clip).bind(*args, **options).args
             return self._clipped(x, low, high)
         name = getattr(function, "__name__", str(function))
         raise ProgramError(f"np.{name} has no counterpart in a kernel; there are: {_KNOWN}")
@@ -262,14 +300,14 @@ class ArraySymbol:
         name, rank = self._array.name, self._array.rank
         is_batched = bool(indices) and indices[0] is Ellipsis
         indices = indices[is_batched:]
-        if any(each is Ellipsis or each is None or isinstance(each, slice) for each in indices):
+        if any([each is Ellipsis or each is None or isinstance(each, slice) for each in indices]):
             raise ProgramError(f"{name} takes integer expressions as indices, and ... in front of them alone")
         if not is_batched and len(indices) != rank or len(indices) > rank:
             raise ProgramError(f"{name} has {rank} axes and takes {rank} indices; got {len(indices)}")
-        return Symbol(self._builder, self._builder.load(self._number, (self._index(each) for each in indices)))
+        return Symbol(self._builder, self._builder.load(self._number, [self._index(each) for each in indices]))
 
     def _index(self, value: Any) -> int:
-        if is_int(value) and value < 0:
+        if type(value) is not Symbol and is_int(value) and value < 0:
             raise ProgramError(f"an index of {self._array.name} must count from the start of its axis; got {value}")
         return _number_of(self._builder, value)
 
@@ -301,12 +339,14 @@ def _clip(a: Any, a_min: Any, a_max: Any) -> Any:
 
 def _number_of(builder: Builder, value: Any, *, is_result: bool = False) -> int:
     """The instruction of a symbol or of a number of Python's or NumPy's."""
-    if isinstance(value, Symbol):
+    if type(value) is Symbol:
         if value._builder is not builder:
             raise ProgramError("a symbol of an earlier call came back: keep none of them outside the function")
         return value._n
     if type(value) is float:
         return builder.number(value)
+    if type(value) is int and -(2**63) < value < 2**63:
+        return builder.const(value)
     if isinstance(value, ArraySymbol):
         value._refuse()
     if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -331,9 +371,10 @@ def _takes(function: Callable[..., Any], captured: Mapping[str, Any]) -> bool:
     if not isinstance(function, FunctionType):
         return False
     code, num_positional = function.__code__, 1 + len(COORDINATES)
+    if code.co_posonlyargcount or code.co_kwonlyargcount or code.co_flags & _CO_VAR:
+        return False
     names = code.co_varnames[num_positional : code.co_argcount]
-    is_simple = not (code.co_posonlyargcount or code.co_kwonlyargcount or code.co_flags & _CO_VAR)
-    return is_simple and code.co_argcount == num_positional + len(captured) and set(names) == set(captured)
+    return code.co_argcount == num_positional + len(captured) and (not names or set(names) == captured.keys())
 
 
 def _require_signature(

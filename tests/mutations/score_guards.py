@@ -3,6 +3,7 @@
 Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
 """
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -212,6 +213,7 @@ def programs_are_simple(library):
     assert score.numbers == (30.0, 1 / 30)
     other = library.Score(lambda s, b, h, i, j: np.tanh(s) * np.tanh(s) + 17 * np.tanh(s / 17))
     assert other.program == score.program and other.numbers == (17.0, 1 / 17)
+    finished_programs_have_their_own_numbers(library)
     falls = part(library, "scores.program").derived(library.Score(lambda s, b, h, i, j: 5 - s).program)
     assert "neg" not in [each.op for each in falls.instructions]
     kinds = {"shift": lambda s, b, h, i, j: s - j, "scaled": lambda s, b, h, i, j: 3.5 * s,
@@ -219,6 +221,52 @@ def programs_are_simple(library):
     assert all(library.Score(function).curvature == kind for kind, function in kinds.items())
     batched = library.Score(lambda s, b, h, i, j, a: s + a[..., j], a=np.zeros((3, 4)))
     assert {"b", "j"} in part(library, "scores.program").depends(batched.program)
+
+
+def finished_programs_have_their_own_numbers(library):
+    """Functions with equal instructions share a program but not numbers, and zeros keep their sign."""
+    evaluated, operands = part(library, "scores.values").values, part(library, "scores.values").Operands
+    for function in (
+        *(lambda s, b, h, i, j, by=by: s * by + np.tanh(s / 5) + 3 * j for by in (3.0, 2.5, 4.0)),
+        *(lambda s, b, h, i, j, by=by: s / (by * np.where(i < j, 0.0, 0.0)) for by in (1.0, -1.0)),
+    ):
+        score = library.Score(function)
+        with np.errstate(divide="ignore"):
+            (found,) = evaluated(score.program, operands(score.numbers, ()), 4.0, 0, 0, 0, 2)
+            wanted = function(4.0, 0, 0, 0, 2)
+        assert np.allclose(found, wanted, rtol=1e-15, atol=0), score
+    loads = [library.Score(lambda s, b, h, i, j, a: s + a[i], a=np.ones(3, dtype)) for dtype in (np.float32, float)]
+    assert [score.program.arrays[0].dtype for score in loads] == ["float32", "float64"]
+
+
+def compositions_are_right(library):
+    """What score=, softcap= and bias= make up is of the call's own arguments, also where it was composed before."""
+    composition = part(library, "scores.composition").composition
+    given = library.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([2.0, 3.0]))
+    others = library.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([4.0, 5.0]))
+    biases = [np.full((3, 4), 0.5), np.full((3, 4), 1.5), np.full((3, 1), 2.5), np.full((3, 4), 3.5, np.float32)]
+    for score in (None, given, others):
+        for cap in (2.0, 5.0, np.float32(3.0), None):
+            for array in (*biases, *biases, None):
+                made = composition(score, cap, array, lambda bias: bias)
+                if made is None:
+                    continue
+                s = 1.0 if cap is None else cap * np.tanh(1.0 / cap)
+                s = s if array is None else s + np.broadcast_to(array, (3, 4))[1, 1]
+                s = s if score is None else s * score.arrays["a"][1]
+                operands = part(library, "scores.values").Operands(made.numbers, tuple(made.arrays.values()))
+                (found,) = part(library, "scores.values").values(made.program, operands, 1.0, 0, 1, 1, 1)
+                assert np.allclose(found, s, rtol=1e-6), (score, cap, array)
+                assert all(each is array for name, each in made.arrays.items() if name == "bias")
+                assert [made.arrays[each.name].dtype for each in made.program.arrays] == [
+                    each.dtype for each in made.program.arrays
+                ]
+    large = np.zeros((5, 5))
+    gone = weakref.ref(large)
+    composition(None, None, large, lambda bias: bias)
+    composition(given, 2.0, large, lambda bias: bias)
+    del large
+    assert gone() is None  # nothing holds an array that a call is over
 
 
 def indices_are_proven(library):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from mutations.planting import Edit
 from mutations.score_guards import (
-    calls_are_right, derivatives_are_right, errors_hold, indices_are_proven, programs_are_simple, refusals_are_told,
-    results_are_right, the_library_of_scores_is_right, values_are_right,
+    calls_are_right, compositions_are_right, derivatives_are_right, errors_hold, indices_are_proven,
+    programs_are_simple, refusals_are_told, results_are_right, the_library_of_scores_is_right, values_are_right,
 )  # fmt: skip
 
 PROGRAM, TRACE, RANGES = "scores/program.py", "scores/trace.py", "scores/ranges.py"
 VALUES, ROUNDOFF, SCORE, LIBRARY = "scores/values.py", "scores/roundoff.py", "scores/score.py", "scores/library.py"
+COMPOSITION = "scores/composition.py"
 TILES, BLOCKS = "executors/tile_scores.py", "executors/tile_program.py"
 CPU, OPERANDS = "executors/cpu.py", "planning/score_operands.py"
 
@@ -147,18 +148,27 @@ FAULTS = {
     },
     programs_are_simple: {
         "equal instructions are two": Edit(
-            PROGRAM, "Builder.put", "self._found.setdefault(key, len(self.instructions))", "len(self.instructions)"
+            PROGRAM, "Builder.put", "self._found.setdefault(key, len(instructions))", "len(instructions)"
         ),
         "equal numbers are two": Edit(PROGRAM, "Builder.number", "value.hex(), self", "len(self._slots), self"),
         "what nothing needs is kept": Edit(
             PROGRAM, "needed_for", "stack = list(results)", "stack = list(range(len(instructions)))"
         ),
-        "constants do not fold": Edit(PROGRAM, "Builder._folded", "op in _FOLDS and", "False and"),
+        "constants do not fold": Edit(PROGRAM, "Builder._folded", "and op in _FOLDS", "and False"),
         "a square is a power": Edit(
             PROGRAM, "Builder.binary", 'if op == "pow" and self._is(b, 2): return self._arithmetic("mul", "real"',
             'if op == "pow" and self._is(b, 3): return self._arithmetic("mul", "real"',
         ),
         "equal branches are a choice": Edit(PROGRAM, "Builder.where", "a if a == b else self.put", "self.put"),
+        "-0.0 is part of a program": Edit(PROGRAM, "Builder._folded", "and (value or math.copysign(1, value) > 0)", ""),
+        "finished programs keep the first numbers": Edit(
+            TRACE, "_finished", "found.program, tuple([values[slot] for slot in found.slots])",
+            "found.program, tuple(found.further) + tuple([values[0] for slot in found.slots[len(found.further) :]])",
+        ),
+        "integers are no numbers of a finished program": Edit(
+            TRACE, "_finished", "given if has_integers else None", "None"
+        ),
+        "finished programs forget their arrays": Edit(TRACE, "_finished", ", tuple(builder.arrays)", ""),
         "a number is part of the program": Edit(
             PROGRAM, "Builder.real", "self.number(float(instruction.value))", "self.const(float(instruction.value))"
         ),
@@ -210,7 +220,7 @@ FAULTS = {
     refusals_are_told: {
         "the line is the next one": Edit(TRACE, "_place", "found = frame, line", "found = frame, line + 1"),
         "the place is the library's": Edit(TRACE, "_place", "not in (__name__, Builder.__module__)", "is not None"),
-        "a real index is taken": Edit(PROGRAM, "Builder.load", 'any(self.kind(n) != "int" for n in args)', "False"),
+        "a real index is taken": Edit(PROGRAM, "Builder.load", 'any([self.kind(n) != "int" for n in args])', "False"),
         "an index is left out": Edit(
             TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank",
             "False",
@@ -309,6 +319,21 @@ FAULTS = {
             "bounds/captured.py", "_gradient_tolerance",
             "((exact, df * load.value), (tolerance, terms), (masses, mass))",
             "((exact, df * load.value), (masses, mass))",
+        ),
+    },
+    compositions_are_right: {
+        "caps of a type are equal": Edit(COMPOSITION, "_key", "type(softcap), softcap,", "type(softcap),"),
+        "biases are equal whatever their dtype": Edit(COMPOSITION, "_key", "type(bias), bias.dtype,", "type(bias),"),
+        "biases are equal whatever their shape": Edit(COMPOSITION, "_key", ", tuple(bias.shape)", ""),
+        "scores share what is composed": Edit(
+            COMPOSITION, "composition", "_with_score.setdefault(score, {})", "_without_score"
+        ),
+        "the first arrays are kept": Edit(COMPOSITION, "composition", "_Kept(made._over({})", "_Kept(made"),
+        "a composition without a cap is the bias alone": Edit(
+            COMPOSITION, "composition", "if softcap is bias is None and", "if softcap is None and"
+        ),
+        "functions hold the arrays of their scores": Edit(
+            SCORE, "Score.__matmul__", "[*self.arrays], [*other.arrays]", "self.arrays, other.arrays"
         ),
     },
     calls_are_right: {

@@ -174,6 +174,27 @@ def test_another_number_is_the_same_program() -> None:
     assert of(1.0).program != of(30).program  # a number that folds
 
 
+def test_a_program_that_was_finished_before_has_its_own_numbers() -> None:
+    """Equal instructions share a program, unless an integer of theirs is a number of one of them."""
+    first, second = (Score(lambda s, b, h, i, j: cap * np.tanh(s / cap) - 0.25) for cap in (3.0, 7.0))
+    assert first.program is second.program
+    assert first.numbers == (3.0, 1 / 3, 0.25) and second.numbers == (7.0, 1 / 7, 0.25)
+    for factor in (3.0, 2.5, 4.0):  # of 3.0, the integer 3 is that number
+
+        def counted(s, b, h, i, j):
+            return s * factor + 3 * j
+
+        score = Score(counted)
+        (found,) = values(score.program, Operands(score.numbers, ()), np.ones(1), 0, 0, 0, 2)
+        assert found == factor + 6 and len(score.numbers) == len({factor, 3.0})
+
+
+def test_the_sign_of_zero_is_kept() -> None:
+    for sign in (1.0, -1.0):
+        score = Score(lambda s, b, h, i, j: s / (sign * np.where(i < j, 0.0, 0.0)))
+        assert values(score.program, Operands(score.numbers, ()), np.ones(1), 0, 0, 0, 0) == [sign * np.inf]
+
+
 def test_programs_pickle() -> None:
     program = Score(capped, slope=SLOPE).program
     assert pickle.loads(pickle.dumps(program)) == program
