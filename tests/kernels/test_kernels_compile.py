@@ -69,7 +69,7 @@ SPILLS = {
     **{("sm80_backward", dtype, 256): 8 for dtype in _HALVES},  # on sm_100
     # In the producer, which has 24 registers, and here keeps the time at which it began to wait.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
-    # Of 96 registers, with which two thread blocks of nine warps fit. A step of 64 keys does not spill, and is slower
+    # A thread has 96 registers, so that two blocks of nine warps fit. A step of 64 keys does not spill, and is slower
     # by a sixth (experiments/results/selection_steps.log).
     **{("sm90_block_mass", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
     **{("sm90_block_mass watched", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
