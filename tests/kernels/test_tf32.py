@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import Run, in_turn, needs_compiler, on_kernels
+from executors import Run, in_turn, needs_compiler, on_kernels, on_kernels_for
 from hypothesis import given, target
 from poison import call
 
@@ -43,8 +43,7 @@ def structure(mask: masks.Mask | None, **changes: Any) -> Structure:
     )  # fmt: skip
 
 
-@on_kernels
-@pytest.mark.parametrize(("name", "precision"), in_turn(MASKS, PRECISIONS))
+@on_kernels_for("name, precision", in_turn(MASKS, PRECISIONS))
 def test_every_mask_is_served_within_the_bounds(run: Run, precision: str, name: str) -> None:
     example = structure(MASKS[name], layouts=("padded",) * 5).example().but(precision=precision)
     call(example, run, check=partial(assert_within_bounds, example))
@@ -77,8 +76,7 @@ def test_three_products_are_as_good_as_float32_and_one_is_not(run: Run) -> None:
                 assert_within_bounds(example, **{name: result})
 
 
-@on_kernels
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(1, 96), (130, 64), (90, 180), (30, 200)])
+@on_kernels_for("head_dim, value_dim", [(1, 96), (130, 64), (90, 180), (30, 200)])
 def test_all_dims_are_served(run: Run, head_dim: int, value_dim: int) -> None:
     example = structure(None, head_dim=head_dim, value_dim=value_dim, seqlen_q=70, seqlen_kv=90).example()
     example = example.but(precision="tf32x3")
