@@ -54,11 +54,11 @@ OF_LONG_RUNS = (
     staged_array_guards.staged_results_are_right, staged_array_guards.layouts_change_no_bit,
     staged_array_guards.uniform_steps_are_right,
 )  # fmt: skip
-# In a short run tests of the same structures, in test_dq_semaphore, test_dq_of_lists and test_sm90_two_walks, show that
-# these pass.
+# In a short run tests of the same structures, in test_dq_semaphore, test_dq_of_lists, test_dq_of_intervals and
+# test_sm90_two_walks, show that these pass.
 RUN_IN_LONG = (
     sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right,
-    sm90_guards.gradients_in_two_walks_are_right,
+    sm90_guards.gradients_of_intervals_are_right, sm90_guards.gradients_in_two_walks_are_right,
 )  # fmt: skip
 
 
