@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -263,12 +264,15 @@ def needed(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
     return found
 
 
+COVERED = {field.name for field in fields(KernelSpec)} - SIZES_OF_TILES
+COVERED -= {"head_dim", "value_dim", "score", "score_wrt", "dtype"}  # which `covers` groups
+
+
+@cache
 def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
     """Return what a target covers: family and architecture, each field of its kernel, and the width of heads."""
     spec, architecture = target
-    plain = replace(spec, score=None, score_wrt=())
-    names = {field.name for field in fields(spec)} - SIZES_OF_TILES - {"head_dim", "value_dim", "score", "dtype"}
-    each = {(spec.name, name, str(getattr(plain, name))) for name in names}
+    each = {(spec.name, name, str(getattr(spec, name))) for name in COVERED}
     kind = "16 bits" if spec.dtype in _HALVES else spec.dtype.name
     each |= {(spec.name, "dtype", kind), (spec.family, "dtype", spec.dtype.name)}
     width = next((str(width) for width in (64, 128, 256) if spec.head_dim <= width), "")
