@@ -1,15 +1,18 @@
 """The compile gate: each kernel compiles for each chip that it serves, without spills and without advice from ptxas.
 
 CUFLASH_PROFILE=long compiles all kernels. The ci profile compiles as many as together have, for each kernel, each value
-of each field but the sizes of tiles, narrow and wide heads, and each family on each chip.
+of each field but the sizes of tiles, narrow and wide heads, and each family on each chip. float16 and bfloat16, which
+differ by conversions alone, count as one value for a kernel; each family has both.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -256,31 +259,53 @@ def every_target() -> list[tuple[KernelSpec, str]]:
 def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
     """Return all targets in the long profile, else few that together cover what all of them cover.
 
-    The target that adds the most is always next. Of equal ones it is the narrowest, which compiles fastest.
+    The target that adds the most is always next. Of equal ones it is the one that compiles fastest.
     """
     if is_long():
         return targets
     # The gain of a target never grows: one whose gain has not fallen is the best.
-    heap = [(-len(covers(each)), each[0].head_dim + each[0].value_dim, number) for number, each in enumerate(targets)]
+    heap = [(-len(covers(each)), effort(each[0]), number) for number, each in enumerate(targets)]
     heapq.heapify(heap)
     found, covered = [], set[tuple[str, ...]]()
     while heap:
-        before, width, number = heapq.heappop(heap)
+        before, cost, number = heapq.heappop(heap)
         adds = covers(targets[number]) - covered
         if len(adds) == -before:
             found.append(targets[number])
             covered |= adds
         elif adds:
-            heapq.heappush(heap, (-len(adds), width, number))
-    return sorted(found, key=str)
+            heapq.heappush(heap, (-len(adds), cost, number))
+    return sorted(needed(found), key=str)
 
 
+def effort(spec: KernelSpec) -> int:
+    """Estimate how long a kernel compiles, in proportion: that of gradients has twice the products."""
+    return (spec.head_dim + spec.value_dim) * (2 if spec.entry.startswith("backward") else 1)
+
+
+def needed(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
+    """Return targets without those of which others cover everything; what takes longest is left out first."""
+    times = Counter(each for target in targets for each in covers(target))
+    found = []
+    for target in sorted(targets, key=lambda target: -effort(target[0])):
+        if min(times[each] for each in covers(target)) > 1:
+            times.subtract(covers(target))
+        else:
+            found.append(target)
+    return found
+
+
+COVERED = {field.name for field in fields(KernelSpec)} - SIZES_OF_TILES
+COVERED -= {"head_dim", "value_dim", "score", "score_wrt", "dtype"}  # which `covers` groups
+
+
+@cache
 def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
     """Return what a target covers: family and architecture, each field of its kernel, and the width of heads."""
     spec, architecture = target
-    plain = replace(spec, score=None, score_wrt=())
-    names = {field.name for field in fields(spec)} - SIZES_OF_TILES - {"head_dim", "value_dim", "score"}
-    each = {(spec.name, name, str(getattr(plain, name))) for name in names}
+    each = {(spec.name, name, str(getattr(spec, name))) for name in COVERED}
+    kind = "16 bits" if spec.dtype in _HALVES else spec.dtype.name
+    each |= {(spec.name, "dtype", kind), (spec.family, "dtype", spec.dtype.name)}
     width = next((str(width) for width in (64, 128, 256) if spec.head_dim <= width), "")
     return {(spec.family, architecture), (spec.name, width), (spec.name, "score", str(spec.score is not None)), *each}
 
