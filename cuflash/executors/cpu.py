@@ -274,7 +274,8 @@ class _HostCall:
                 _, ds = _score_gradient(shift, delta, s, dp)
                 self._mask_keys(tiles, steps, ds, 0)
             else:
-                mask = partial(self._mask_keys, tiles, steps, value=0)
+                has_mask = any(step.partial for step in steps)
+                mask = partial(self._mask_keys, tiles, steps, value=0) if has_mask else None
                 _, ds = self.score.gradients(s, dp, shift, delta, self._row_places(tiles, steps), mask, adds=True)
             dq = _added(dq, ds.swapaxes(-1, -2) @ k)
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
@@ -309,7 +310,8 @@ class _HostCall:
                     p, ds = _score_gradient(shift, delta, s, dp)
                     self._mask_queries(tiles, batch_heads, steps, p, ds)
                 else:
-                    mask = partial(self._mask_queries, tiles, batch_heads, steps)
+                    has_mask = any(step.partial for step in steps)
+                    mask = partial(self._mask_queries, tiles, batch_heads, steps) if has_mask else None
                     p, ds = self.score.gradients(s, dp, shift, delta, at, mask, adds=False)
                 if dropped is not None:
                     dropped.apply(p)

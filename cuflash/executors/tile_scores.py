@@ -69,7 +69,7 @@ class TileScores:
         lse: Array,
         delta: Array,
         at: tuple[Array, ...],
-        mask: Callable[[Array], None],
+        mask: Callable[[Array], None] | None,
         *,
         adds: bool,
     ) -> tuple[Array, Array]:
@@ -79,8 +79,8 @@ class TileScores:
         ----------
         lse : array [tiles, queries]
             Of the final scores; inf for rows without a key.
-        mask : callable
-            Sets P of masked elements to 0.
+        mask : callable, optional
+            Sets P of masked elements to 0; None where there are none.
         adds : bool
             Add to the gradients of captured arrays, too.
         """
@@ -89,17 +89,17 @@ class TileScores:
         loads = self.loads if by_loads else ()
         kept = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
         is_read_late = any(program.instructions[n].op == "s" for n in (slope, *by_loads))
-        is_seen = np.ones(s.shape, bool)
-        mask(is_seen.view(np.uint8))
+        is_seen: Array | None = None
+        if mask is not None:
+            is_seen = np.ones(s.shape, bool)
+            mask(is_seen.view(np.uint8))
         for block in blocks(program, self.operands, s, at, kept):
             here, values = (block.tiles, block.keys), block.values
             p = np.empty_like(s[here]) if is_read_late else s[here]
             np.subtract(values[f], lse[block.tiles, None, :], out=p)
             np.exp(p, out=p)
             np.minimum(p, 1, out=p)
-            has_weight = np.not_equal(p, 0)
-            has_weight &= is_seen[here]
-            is_zero = None if has_weight.all() else ~has_weight
+            is_zero = _is_zero(p, None if is_seen is None else is_seen[here])
             ds = dp[here]
             ds -= delta[block.tiles, None, :]
             ds *= p
@@ -110,7 +110,8 @@ class TileScores:
             ds *= values[slope]
             _clear(p, is_zero)
             _clear(ds, is_zero)
-            s[here] = p
+            if is_read_late:
+                s[here] = p
         return s, dp
 
     def _add(self, program: Program, load: int, block: Block, b: Array, terms: Array) -> None:
@@ -124,6 +125,16 @@ class TileScores:
         terms = terms.sum(axis=axes, keepdims=True)
         flat = np.ravel_multi_index(np.broadcast_arrays(*place), total.shape) if place else 0
         np.add.at(total.reshape(-1), np.broadcast_to(flat, terms.shape).ravel(), terms.ravel())
+
+
+def _is_zero(p: Array, is_seen: Array | None) -> Array | None:
+    """Return where elements of P are 0 or not seen; None where that is nowhere."""
+    if is_seen is None and p.min() > 0:
+        return None
+    is_zero = np.equal(p, 0)
+    if is_seen is not None:
+        is_zero |= ~is_seen
+    return is_zero if is_zero.any() else None
 
 
 def _clear(x: Array, where: Array | None) -> None:

@@ -261,6 +261,11 @@ FAULTS = {
             TILES, "TileScores.gradients", 'instructions[n].op == "s" for n', 'instructions[n].op == "b" for n'
         ),
         "P is not masked": Edit(TILES, "TileScores.gradients", "mask(is_seen.view(np.uint8))", "pass"),
+        "a weight of 0 is no reason to look": Edit(TILES, "_is_zero", "p.min() > 0", "True"),
+        "masked weights count": Edit(TILES, "_is_zero", "is_zero |= ~is_seen", "pass"),
+        "steps of queries have no mask": Edit(
+            CPU, "_HostCall.backward_columns", "any(step.partial for step in steps)", "False"
+        ),
         "a slope of inf reaches what has no weight": Edit(TILES, "TileScores.gradients", "_clear(ds, is_zero)", "pass"),
         "a derivative of NaN reaches an array's gradient": Edit(
             TILES, "TileScores.gradients", "_clear(terms, is_zero)", "pass"
