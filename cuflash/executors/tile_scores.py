@@ -69,28 +69,26 @@ class TileScores:
         lse: Array,
         delta: Array,
         at: tuple[Array, ...],
-        mask: Callable[[Array], None] | None,
-        *,
-        adds: bool,
+        mask: Callable[[Array], None] | None = None,
     ) -> tuple[Array, Array]:
         """P and dS / softmax_scale from scores and dP; where P is 0, so is dS, whatever the derivative is.
+
+        Both are masked afterwards.
 
         Parameters
         ----------
         lse : array [tiles, queries]
             Of the final scores; inf for rows without a key.
         mask : callable, optional
-            Sets P of masked elements to 0; None where there are none.
-        adds : bool
-            Add to the gradients of captured arrays, too.
+            Sets masked elements of an array to 0. If it is given, the gradients of captured arrays are added to, too.
         """
-        program = self.derivatives if adds else self.slopes
+        program = self.slopes if mask is None else self.derivatives
         f, slope, *by_loads = program.results
         loads = self.loads if by_loads else ()
         kept = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
         is_read_late = any(program.instructions[n].op == "s" for n in (slope, *by_loads))
         is_seen: Array | None = None
-        if mask is not None:
+        if mask is not None and loads:
             is_seen = np.ones(s.shape, bool)
             mask(is_seen.view(np.uint8))
         for block in blocks(program, self.operands, s, at, kept):
