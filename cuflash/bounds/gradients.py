@@ -30,7 +30,7 @@ def gradient_tolerances(
     p, o = forward.p, forward.o
     seqlen_q, seqlen_kv, value_dim = queries.shape[-2], keys.shape[-2], values.shape[-1]
     size = math.prod(p.shape[:-2])
-    # How many rows add up to one row of each gradient.
+    # Numbers of rows that add up to one row of each gradient.
     terms_q, terms_k, terms_v = (
         rows * (size // max(1, math.prod(shape[:-2]))) for rows, shape in zip((seqlen_kv, seqlen_q, seqlen_q), shapes)
     )

@@ -15,6 +15,7 @@ from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
 from ..layouts import device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
+from ..planning.decoding import MOST_PARTS, PART_STEP
 from ..planning.problem import MAX_HEAD_DIM
 from .pages import Growth, Shortage
 
@@ -33,16 +34,32 @@ def size_reasons(**sizes: Any) -> list[str]:
     ]
 
 
+def page_size_reasons(page_size: Any) -> list[str]:
+    """Why pages cannot have so many positions."""
+    if is_int(page_size) and 0 < page_size <= _LARGEST_PAGE and page_size % _PAGE_STEP == 0:
+        return []
+    return [f"page_size must be a multiple of {_PAGE_STEP}, at most {_LARGEST_PAGE}; got {describe(page_size)}"]
+
+
 def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
     """Why a cache cannot have such pages."""
-    reasons = []
-    if not (is_int(page_size) and 0 < page_size <= _LARGEST_PAGE and page_size % _PAGE_STEP == 0):
-        reasons.append(
-            f"page_size must be a multiple of {_PAGE_STEP}, at most {_LARGEST_PAGE}; got {describe(page_size)}"
-        )
+    reasons = page_size_reasons(page_size)
     if num_pages is None:
         return [*reasons, "num_pages must be given with page_size: batch * capacity / page_size holds everything"]
     return reasons + size_reasons(num_pages=num_pages)
+
+
+def part_reasons(part_keys: Any, capacity: Any) -> list[str]:
+    """Why the keys of a cache cannot be cut at multiples of a number of positions."""
+    if part_keys is None:
+        return []
+    is_right = is_int(part_keys) and part_keys > 0 and part_keys % PART_STEP == 0
+    if is_right and not (is_int(capacity) and capacity > MOST_PARTS * part_keys):
+        return []
+    return [
+        f"part_keys must be a multiple of {PART_STEP} by which the capacity has at most {MOST_PARTS} parts; "
+        f"got {describe(part_keys)}"
+    ]
 
 
 def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[Any]:
@@ -120,17 +137,21 @@ def row_reasons(
         if not fits or array.dtype not in dtypes:
             written, known = ", ".join(map(str, expected)), " or ".join(map(str, dtypes))
             reasons.append(f"{name} must have shape ({written}) and dtype {known}; got {shape} and {array.dtype}")
-        if namespace(array) is not namespace(like):
-            home = namespace(like).__name__
-            reasons.append(
-                f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {home}.asarray"
-            )
-        elif device_number(array) != device_number(like):
-            reasons.append(
-                f"{name} must be on the cache's device, {device_number(like)}; got device {device_number(array)}: "
-                f"copy it there"
-            )
+        reasons += place_reasons(name, array, like)
     return reasons
+
+
+def place_reasons(name: str, array: Array, like: Array) -> list[str]:
+    """Why an array is not where a cache's array is."""
+    if namespace(array) is not namespace(like):
+        home = namespace(like).__name__
+        return [f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {home}.asarray"]
+    if device_number(array) != device_number(like):
+        return [
+            f"{name} must be on the cache's device, {device_number(like)}; got device {device_number(array)}: "
+            f"copy it there"
+        ]
+    return []
 
 
 def out_reasons(out: Any, shape: tuple[int, ...], like: Array, inputs: Mapping[str, Array]) -> list[str]:

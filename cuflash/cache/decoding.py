@@ -16,6 +16,7 @@ from ..planning.decoding import CacheLayout, DecodePlan, chunk_reasons, decode_p
 from ..planning.device import DeviceSpec
 from ..planning.families import SM80
 from ..planning.problem import Problem, with_operands
+from .scoring import ScoreKind
 
 _KERNELS = ("auto", SM80)  # names of families under which the decode kernel runs
 _SIMULATED = DeviceSpec.gpu("H100")
@@ -30,6 +31,10 @@ class DecodeOptions(NamedTuple):
         Keys before and after a query's own position that it sees; None is unlimited.
     scale, kernel, executor, precision
         As in `cuflash.attention`.
+    part_keys : int, optional
+        Keys of a part, whatever the length of its sequence.
+    score : ScoreKind, optional
+        The score function without its arrays.
     """
 
     left: int | None
@@ -38,6 +43,8 @@ class DecodeOptions(NamedTuple):
     kernel: Any
     executor: Any
     precision: Any
+    part_keys: int | None = None
+    score: ScoreKind | None = None
 
 
 def decode_plan_of(
@@ -103,19 +110,26 @@ def _plan(
     if problem is None or decode_reasons(problem, device, is_quantized=is_quantized):
         return None
     return decode_plan(
-        problem, device, layout, left=options.left, right=options.right, is_quantized=is_quantized
-    )
+        problem, device, layout, left=options.left, right=options.right, part_keys=options.part_keys,
+        is_quantized=is_quantized,
+    )  # fmt: skip
 
 
 def problem_of(
     q: ShapeDtype, k: ShapeDtype, v: ShapeDtype, sink: ShapeDtype | None, layout: CacheLayout, options: DecodeOptions
 ) -> Problem | None:
-    """The problem of keys and values as long as the capacity; None with a sink that is not one number a head."""
+    """The problem of keys and values as long as the capacity; None with a sink that is not one number a head.
+
+    Raises
+    ------
+    UnsupportedProblem
+        There is none, or its score function's arrays do not fit it.
+    """
     if sink is not None and sink.ndim != 1:
         return None
     longest = (ShapeDtype((q.shape[0], x.shape[1], layout.capacity, x.shape[3]), x.dtype) for x in (k, v))
-    problem = Problem.of(q, *longest, scale=options.scale, precision=options.precision)
-    return with_operands(problem, {"sink": sink})
+    problem = with_operands(Problem.of(q, *longest, scale=options.scale, precision=options.precision), {"sink": sink})
+    return problem if options.score is None else options.score.of(problem)
 
 
 def has_layout(given: dict[str, Array]) -> bool:

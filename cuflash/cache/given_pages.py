@@ -7,7 +7,7 @@ from typing import Any
 from ..arrays import describe, is_array, is_integer_dtype, to_host
 from ..errors import UnsupportedProblem, collecting
 from ..plans import as_arrays
-from .arguments import dtype_of, numbers, page_reasons, row_reasons, size_reasons
+from .arguments import dtype_of, numbers, overlap_reasons, page_reasons, row_reasons, size_reasons
 from .paged_rows import PagedRows
 
 
@@ -33,6 +33,7 @@ def checked_pages(
     reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
     with collecting(reasons):
         dtype_of(k.dtype, has_scales=False)
+    reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # rows of both are written
     page_size, num_pages = int(k.shape[2]), int(k.shape[0])
     reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
     table, lengths = as_arrays({"block_table": block_table, "lengths": lengths}).values()

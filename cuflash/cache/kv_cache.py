@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..api import attention
 from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..executors.bound_launch import launch_once
@@ -15,20 +14,23 @@ from ..executors.decoding import bound_decode, target_of
 from ..executors.prefill import BoundPrefill
 from ..fp8.quantize import SOURCES
 from ..layouts import is_foreign
-from ..masks import SlidingWindow
 from ..planning.decoding import CacheLayout, DecodePlan
+from ..planning.options import ScoreLike
 from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
+from ..scores import Score
 from .arguments import (
     PAGE_SIZE, capacity_reason, checked_window, dtype_of, numbers, option_reasons, out_reasons, overlap_reasons,
-    page_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
+    page_reasons, part_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
 from .on_device import OnDevice, device_reasons, is_on_device
+from .one_by_one import OwnRows, attend_one_by_one
 from .paged_rows import PagedRows
 from .pages import Growth, OwnPages, PagePool, growths
 from .prefill import prefill_plan_of
+from .scoring import ScoreKind, arrays_of, fit_reasons, score_of
 
 
 class KVCache:
@@ -52,6 +54,11 @@ class KVCache:
         is contiguous: it takes the memory of `capacity` positions for every sequence at once.
     num_pages : int, optional
         Pages that all sequences share; needed for a cache with pages.
+    part_keys : int, optional
+        Keys are cut into parts at multiples of this number of positions, a multiple of 64 of which at most 128 reach
+        the capacity; unless given, the length of a sequence decides. Then a result depends on no later growth of its
+        sequence: decoding token by token has the bits of decoding in chunks of up to 64 rows for each key/value head.
+        Parts of short sequences are fewer, so that they keep less of a GPU busy.
     xp : module
         `numpy`, or `cupy` for a cache on CuPy's current device.
 
@@ -71,11 +78,12 @@ class KVCache:
 
     On a GPU one kernel appends for all sequences, one decodes, and others attend from more new tokens: all of them read
     rows where they lie. They serve float16 and bfloat16 with dims in multiples of 8; up to 64 query rows for each
-    key/value head are decoded. Every other call of `attention` is one call of `cuflash.attention` for each sequence, on
-    its own rows alone, which are gathered into contiguous memory where they lie in several pages. Either way the result
-    of a sequence depends on nothing but its own queries, keys and values: not on the other sequences, nor on their
-    number or order, nor on rows that are not in use, which may hold NaN. On the host and by the cache's kernels it is
-    the same bit for bit for any page table, with pages or without.
+    key/value head are decoded. They take score functions, at positions of the cache. Every other call of `attention` is
+    one call of `cuflash.attention` for each sequence, on its own rows alone, which are gathered into contiguous memory
+    where they lie in several pages; a score function is compiled anew there for another batch or capacity. Either way
+    the result of a sequence depends on nothing but its own queries, keys and values: not on the other sequences, nor on
+    their number or order, nor on rows that are not in use, which may hold NaN. On the host and by the cache's kernels
+    it is the same bit for bit for any page table, with pages or without.
 
     A cache of float8_e4m3fn takes rows of float16, bfloat16 or float32 and rounds them once, when they are appended.
     Each row of a key/value head has a scale in float32, a power of two, so that rows are scaled exactly. Whatever the
@@ -121,11 +129,12 @@ class KVCache:
         value_dim: int | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
+        part_keys: int | None = None,
         xp: Any = np,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-        reasons = size_reasons(**sizes, capacity=capacity)
+        reasons = size_reasons(**sizes, capacity=capacity) + part_reasons(part_keys, capacity)
         with collecting(reasons):
             dtype = dtype_of(dtype)
         is_paged = page_size is not None or num_pages is not None
@@ -144,13 +153,15 @@ class KVCache:
         if is_paged:
             assert page_size is not None and num_pages is not None
             pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
-        self._hold(arrays, pages, [0] * int(batch), int(capacity))
+        self._hold(arrays, pages, [0] * int(batch), int(capacity), None if part_keys is None else int(part_keys))
 
-    def _hold(self, arrays: PagedRows, pages: OwnPages | PagePool, lengths: list[int], capacity: int) -> None:
+    def _hold(
+        self, arrays: PagedRows, pages: OwnPages | PagePool, lengths: list[int], capacity: int, part_keys: int | None
+    ) -> None:
         self._arrays, self._k, self._v = arrays, arrays.k, arrays.v
         self._pages, self._lengths, self._capacity = pages, lengths, capacity
         self._is_counted_on_device = False
-        self._device = None
+        self._device, self._part_keys = None, part_keys
         if not isinstance(arrays.k, np.ndarray):
             self._device = OnDevice(arrays, self._layout, len(lengths), isinstance(pages, PagePool))
 
@@ -159,20 +170,24 @@ class KVCache:
         return deepcopy(self)
 
     @classmethod
-    def over(cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Any) -> KVCache:
+    def over(
+        cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Any, *, part_keys: int | None = None
+    ) -> KVCache:
         """A cache over pages that exist, which are used where they lie and not copied.
 
         Parameters
         ----------
         k_pages : array [num_pages, num_kv_heads, page_size, head_dim]
         v_pages : array [num_pages, num_kv_heads, page_size, value_dim]
-            Any strides.
+            Any strides; the two share no memory, as rows of both are written.
         block_table : int array [batch, max_pages]
             Pages of each sequence in the order of its positions, up to the first negative number: all of them are the
             sequence's to write to. A page of several sequences is written to by none of them.
         lengths : list or int array [batch]
             Positions that each sequence has. The table and the lengths are read once, and waited for if they are on a
             device; `cache.block_table` and `cache.lengths` have what becomes of them.
+        part_keys : int, optional
+            As in `KVCache`.
 
         Returns
         -------
@@ -198,9 +213,12 @@ class KVCache:
         """
         arrays, tables, positions, max_pages = checked_pages(k_pages, v_pages, block_table, lengths)
         page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
+        reasons = part_reasons(part_keys, max_pages * page_size)
+        if reasons:
+            raise UnsupportedProblem(reasons)
         cache = cls.__new__(cls)
         pages = PagePool(page_size, num_pages, tables, owns_rest=False)
-        cache._hold(arrays, pages, positions, max_pages * page_size)
+        cache._hold(arrays, pages, positions, max_pages * page_size, None if part_keys is None else int(part_keys))
         return cache
 
     # The content
@@ -298,6 +316,7 @@ class KVCache:
     def __repr__(self) -> str:
         batch, (num_pages, heads, page_size, head_dim) = len(self._lengths), self._k.shape
         pages = f", page_size={page_size}, num_pages={num_pages}" if isinstance(self._pages, PagePool) else ""
+        pages += "" if self._part_keys is None else f", part_keys={self._part_keys}"
         return (
             f"KVCache(batch={batch}, num_kv_heads={heads}, head_dim={head_dim}, value_dim={self._v.shape[-1]}, "
             f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages})"
@@ -558,6 +577,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
+        score: ScoreLike | None = None,
+        softcap: float | None = None,
+        bias: Array | None = None,
         sink: Array | None = None,
         kernel: str = "auto",
         executor: str = "auto",
@@ -581,8 +603,15 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             No key after a query's own position.
         window : (left, right), optional
             Keys before and after a query's own position, inclusive; None is unlimited.
-        scale, sink, kernel, executor, precision
+        score, softcap, bias : optional
+            As in `cuflash.attention`, with positions of the cache: b is the sequence, and i and j are the positions of
+            query and key, so that row t of q has i = lengths[b] - n + t. A bias broadcasts against
+            (batch, num_heads, capacity, capacity), and is read at these positions. Arrays lie where the cache is.
+        scale, sink, kernel, executor
             As in `cuflash.attention`.
+        precision : str
+            As in `cuflash.attention`. With "fp8", q and the rows of each sequence are rounded to 8 bits at each call,
+            which costs a pass over all rows; a cache of float8_e4m3fn rounds them once, and takes "ieee".
         out : array [batch, num_heads, n, value_dim], optional
             Written to instead of a new array; overlaps neither q nor the cache.
         return_lse : bool
@@ -603,47 +632,68 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             Anything else that cannot be, all reasons at once, before any work.
         """
         asked = causal, window, scale, kernel, executor, precision
-        found = None if self._device is None else self._device.steps.decode(q, out, sink, asked)
+        scored, reasons = None, list[str]()
+        with collecting(reasons):
+            scored = score_of(score, softcap, bias)
+        found = None if self._device is None else self._device.steps.decode(q, out, sink, asked, scored)
         if found is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
             given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
-            found = self._device.steps.decode(q, out, sink, asked, given)
-        if found is not None and type(return_lse) is bool:
+            found = self._device.steps.decode(q, out, sink, asked, scored, given)
+        if found is not None and type(return_lse) is bool and not reasons:
             news = None if counts is None else self._counted(counts, q.shape[2])
             o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
-            self._put().decode(found, q, o, lse, news, sink)
+            self._put().decode(found, q, o, lse, news, sink, scored)
             return (o, lse) if return_lse else o
-        xp, batch = namespace(self._k), len(self._lengths)
+        xp, limits = namespace(self._k), None
         q = as_arrays({"q": q})["q"]
-        wanted = {"q": (batch, "num_heads", "n", self._k.shape[3])}
-        reasons = row_reasons({"q": q}, self._k, wanted, self._row_dtypes)
-        reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
         with collecting(reasons):
             limits = checked_window(window)
-        if not reasons:
-            shape = (*q.shape[:3], self._v.shape[3])
-            own = {"q": q, "the cache's keys": self._k, "the cache's values": self._v}
-            reasons += out_reasons(out, shape, q, own)
-            if q.shape[2] > self._capacity:
-                reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
-        reasons += self._count_reasons(counts, q)
+        reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
+        reasons = self._query_reasons(q, counts, out, scored, reasons)
         if reasons:
             like = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0])
             raise UnsupportedProblem(reasons + option_reasons(like, scale, kernel, executor, precision))
         news = self._counted(counts, int(q.shape[2]))
-        o = xp.empty(shape, q.dtype) if out is None else out
-        lse = xp.empty(shape[:3], accumulator_dtype(q.dtype))
+        o = xp.empty((*q.shape[:3], self._v.shape[3]), q.dtype) if out is None else out
+        lse = xp.empty(q.shape[:3], accumulator_dtype(q.dtype))
         sink = as_arrays({"sink": sink})["sink"]
         left, right = limits or (None, None)
-        options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision)
+        kind = None if scored is None else ScoreKind.of_score(scored)
+        options = DecodeOptions(
+            left, 0 if causal else right, scale, kernel, executor, precision, self._part_keys, kind
+        )
         arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink, **self._arrays.scales}
+        arrays |= {} if scored is None else arrays_of(scored)
         plan = decode_plan_of(arrays, self._layout, options) or prefill_plan_of(arrays, self._layout, options)
         if plan is not None:
-            self._decode(plan, arrays, None if counts is None else news, out, asked)
+            self._decode(plan, arrays, None if counts is None else news, out, asked, scored)
         elif self._is_counted_on_device:
             raise UnsupportedProblem([_not_served(q, kernel)])
         else:
-            self._attend_one_by_one(q, o, lse, news, sink, limits, causal, options)
+            own_rows = [OwnRows(*each) for each in zip(self._pages.tables, self._lengths, news)]
+            attend_one_by_one(self._arrays, own_rows, arrays, limits, causal, options, scored, self._capacity)
         return (o, lse) if return_lse else o
+
+    def _query_reasons(
+        self, q: Array, counts: Any, out: Any, score: Score | None, others: list[str]
+    ) -> list[str]:
+        """Why a call of `attention` is refused, with other reasons, without which results and the score are checked.
+
+        Raises
+        ------
+        TypeError
+            q is no array.
+        """
+        wanted = {"q": (len(self._lengths), "num_heads", "n", self._k.shape[3])}
+        reasons = row_reasons({"q": q}, self._k, wanted, self._row_dtypes) + others
+        if not reasons:
+            own = {"q": q, "the cache's keys": self._k, "the cache's values": self._v}
+            reasons += out_reasons(out, (*q.shape[:3], self._v.shape[3]), q, own)
+            if q.shape[2] > self._capacity:
+                reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
+            if score is not None:
+                reasons += fit_reasons(score, q, self._k, self._v, self._capacity)
+        return reasons + self._count_reasons(counts, q)
 
     @property
     def _row_dtypes(self) -> tuple[np.dtype[Any], ...]:
@@ -657,13 +707,13 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
     def _decode(
         self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], counts: Any, out: Any,
-        asked: tuple[Any, ...],
+        asked: tuple[Any, ...], score: Score | None,
     ) -> None:  # fmt: skip
         """Write o and lse by the cache's kernels; `out` and `asked` are what the caller of `attention` gave."""
         if self._device is not None:
             device = self._put()
-            step = device.bound_decode(plan, arrays, out, asked)
-            device.decode(step, arrays["q"], arrays["o"], arrays["lse"], counts, arrays["sink"])
+            step = device.bound_decode(plan, arrays, out, asked, score)
+            device.decode(step, arrays["q"], arrays["o"], arrays["lse"], counts, arrays["sink"], score)
             return
         tables = {
             "table": self.block_table if isinstance(self._pages, PagePool) else None,
@@ -673,32 +723,6 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         }
         bind: Any = BoundPrefill if isinstance(plan, PrefillPlan) else bound_decode
         launch_once(bind, plan, arrays | tables, target_of("sim"))
-
-    def _attend_one_by_one(
-        self,
-        q: Array,
-        o: Array,
-        lse: Array,
-        news: list[int],
-        sink: Array | None,
-        window: tuple[int | None, int | None] | None,
-        causal: bool,
-        options: DecodeOptions,
-    ) -> None:
-        """Write o and lse by one call of `attention` for each sequence, on its own rows."""
-        xp = namespace(q)
-        for sequence, (length, new) in enumerate(zip(self._lengths, news)):
-            first = 0 if window is None or window[0] is None else max(0, length - new - window[0])
-            k, v = self._arrays.gather(self._pages.tables[sequence], first, length, q.dtype)
-            rows = slice(max(0, new - length), new)  # those at positions from 0 on
-            made = attention(
-                xp.ascontiguousarray(q[sequence, :, rows], k.dtype), k, v, return_lse=True, sink=sink,
-                scale=options.scale, kernel=options.kernel, executor=options.executor, precision=options.precision,
-                causal="bottom_right" if causal else False,
-                mask=None if window is None else SlidingWindow(*window, "bottom_right"),
-            )  # fmt: skip
-            o[sequence], lse[sequence] = 0, -np.inf if sink is None else sink[..., None]
-            o[sequence, :, rows], lse[sequence, :, rows] = made
 
     def _count_reasons(self, counts: Any, rows: Array) -> list[str]:
         """Why counts are none of such rows, of which each sequence has all where the shape is wrong."""

@@ -13,6 +13,7 @@ from ..planning.appending import append_plan
 from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.launches import Launch
 from ..planning.prefill import PrefillPlan
+from ..scores import Score
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
 from .steps import Append, AppendStep, Decode, DecodeStep, Steps
@@ -105,31 +106,37 @@ class OnDevice:
         return self.steps.bind_append(plan, arrays | {"arrivals": self._arrived_blocks}, gpu.current_target())
 
     def bound_decode(
-        self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...]
-    ) -> Decode:
+        self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...],
+        score: Score | None,
+    ) -> Decode:  # fmt: skip
         """The step of a call of `attention`; counts of arrived parts, which the kernel leaves at 0, are the cache's.
 
         Parameters
         ----------
         plan : DecodePlan or PrefillPlan
         arrays : dict by name
-            q, k, v, o, lse and sink, and scales of 8-bit numbers.
+            q, k, v, o, lse and sink, scales of 8-bit numbers, and arrays of the score function.
         out : array, optional
             As the caller gave it.
         options : tuple
             causal, window, scale, kernel, executor and precision, as the caller gave them.
+        score : Score, optional
         """
         self._require_ready(*plan.launches)
         made = {name: self._arrived_parts if each.is_zeroed else None for name, each in plan.workspaces.items()}
-        return self.steps.bind_decode(plan, arrays | self.tables(None) | made, out, options, gpu.current_target())
+        given = arrays | self.tables(None) | made
+        return self.steps.bind_decode(plan, given, out, options, gpu.current_target(), score)
 
-    def decode(self, found: Decode, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None) -> None:
+    def decode(
+        self, found: Decode, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
+        score: Score | None = None,
+    ) -> None:  # fmt: skip
         """Launch the decode kernel; lse is None if the caller does not need it."""
-        step, of_q, _, of_sink = found
+        step, of_q, _, of_sink, captured = found
         counts, memory, stream = self.counts(counts), self.steps.memory(step.nbytes), self.steps.current_stream()
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
-        step.run(of_q, o.data.ptr, of_lse, of_counts, of_sink, memory.data.ptr, stream)
-        self._after(step, stream, q, o, lse, counts, sink, memory)
+        step.run(of_q, o.data.ptr, of_lse, of_counts, of_sink, memory.data.ptr, stream, captured)
+        self._after(step, stream, q, o, lse, counts, sink, memory, *(() if score is None else score.arrays.values()))
 
     def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
         """Keep what a captured call uses as long as the cache, as replays write there; wait if the step is checked."""

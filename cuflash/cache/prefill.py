@@ -7,7 +7,7 @@ from functools import lru_cache
 from ..arrays import Array, ShapeDtype
 from ..errors import UnsupportedProblem
 from ..executors.prefill import boxed_array
-from ..planning.decoding import CacheLayout
+from ..planning.decoding import MOST_ROWS, CacheLayout
 from ..planning.device import DeviceSpec
 from ..planning.prefill import PREFILL_FAMILIES, PrefillPlan, prefill_plan, prefill_reasons
 from .decoding import DecodeOptions, device_of, has_layout, shapes_of, problem_of
@@ -28,6 +28,9 @@ def prefill_plan_of(
     given = {name: array for name, array in arrays.items() if array is not None}
     device = device_of(options, given, _KERNELS)
     if device is None or "k_scale" in given or not has_layout(given):  # rows of 8 bits are gathered and scaled
+        return None
+    rows = given["q"].shape[2] * (given["q"].shape[1] // given["k"].shape[1])
+    if options.part_keys is not None and rows <= MOST_ROWS:  # bits would depend on the number of new tokens
         return None
     for family in PREFILL_FAMILIES if options.kernel == "auto" else (options.kernel,):
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from ..planning.appending import AppendPlan
 from ..planning.decoding import DecodePlan
 from ..planning.prefill import PrefillPlan
 from ..plans import layout_key
+from ..scores import Score
 
 _MOST_STEPS = 512
 _ALIGNMENT = 256  # bytes, of arrays that share memory
@@ -84,35 +85,45 @@ class DecodeStep:
     def __init__(self, plan: DecodePlan | PrefillPlan, arrays: Mapping[str, Any], target: LaunchTarget) -> None:
         self.plan, self.is_checked = plan, checks.is_on()
         q, o, lse, sink = (arrays[name] for name in ("q", "o", "lse", "sink"))
+        captured = () if plan.score is None else plan.score.tables
         shared = [each for each in plan.workspaces if arrays[each] is None]
         sizes = [lse.nbytes, *(plan.workspaces[name].nbytes for name in shared)]
         *self._offsets, self.nbytes = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
         xp = namespace(q)
         self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
         self._q, self._o, self._sink = _Place(q), _Place(o), None if sink is None else _Place(sink)
-        names = ("lse", *shared, "q", "o", "counts", *(() if sink is None else ("sink",)))
+        self._captured = [_Place(arrays[name]) for name in captured]
+        names = ("lse", *shared, "q", "o", "counts", *(() if sink is None else ("sink",)), *captured)
         self._start = (
             BoundPrefill(plan, arrays, names, target)
             if isinstance(plan, PrefillPlan)
             else bound_decode(plan, arrays, names, target)
         )
 
-    def takes(self, q: int, out: int | None, sink: int | None, own: Iterable[Extent]) -> bool:
+    def takes(
+        self, q: int, out: int | None, sink: int | None, own: Iterable[Extent], captured: Sequence[int] = ()
+    ) -> bool:
         """Tell whether arrays at these addresses need no check: they are aligned, and out overlaps no other."""
         if not self._q.is_aligned(q) or self._sink is not None and not self._sink.is_aligned(sink or 0):
             return False
+        if not all(place.is_aligned(start) for place, start in zip(self._captured, captured)):
+            return False
         return out is None or self._o.is_aligned(out) and self._o.is_apart(out, [*own, self._q.extent(q)])
 
-    def run(self, q: int, o: int, lse: int | None, counts: int, sink: int | None, memory: int, stream: Any) -> None:
+    def run(
+        self, q: int, o: int, lse: int | None, counts: int, sink: int | None, memory: int, stream: Any,
+        captured: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """Launch the kernel on arrays at these addresses.
 
-        `memory` is that of the workspaces, and of lse where the caller does not want it.
+        `memory` is that of the workspaces, and of lse where the caller does not want it; `captured` are the arrays of
+        the score function.
         """
         addresses = [memory + offset for offset in self._offsets]
         if lse is not None:
             addresses[0] = lse
         addresses += (q, o, counts) if sink is None else (q, o, counts, sink)
-        self._start(addresses, stream)
+        self._start((*addresses, *captured), stream)
 
 
 class _Place:
@@ -152,6 +163,7 @@ class Decode(NamedTuple):
     q: int
     out: int | None
     sink: int | None
+    captured: tuple[int, ...] = ()
 
 
 class Steps:
@@ -185,21 +197,24 @@ class Steps:
         return Append(step, of_k, of_v) if step.takes(of_k, of_v, self._own) else None
 
     def decode(
-        self, q: Any, out: Any, sink: Any, options: tuple[Any, ...], given: tuple[Any, Any] | None = None
-    ) -> Decode | None:
+        self, q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None,
+        given: tuple[Any, Any] | None = None,
+    ) -> Decode | None:  # fmt: skip
         """The call like which one has been checked and bound; None where it has to be checked.
 
         Where q and the sink are views of tensors that are `given`, later tensors of their layout are like these.
         """
-        key = _decode_key(q, out, sink, options)
+        key = _decode_key(q, out, sink, options, score)
         step = None if key is None else self._decodes.get(key)
         if step is None:
             return None
-        if given is not None and (key := _decode_key(given[0], out, given[1], options)) is not None:
+        if given is not None and (key := _decode_key(given[0], out, given[1], options, score)) is not None:
             _remember(self._decodes, key, step)
         of_q = _address(q)
         of_out, of_sink = None if out is None else _address(out), None if sink is None else _address(sink)
-        return Decode(step, of_q, of_out, of_sink) if step.takes(of_q, of_out, of_sink, self._own) else None
+        captured = _captured(score)
+        takes = step.takes(of_q, of_out, of_sink, self._own, captured)
+        return Decode(step, of_q, of_out, of_sink, captured) if takes else None
 
     def bind_append(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> Append:
         """The step for rows that have been checked."""
@@ -211,15 +226,15 @@ class Steps:
 
     def bind_decode(
         self, plan: DecodePlan | PrefillPlan, arrays: Mapping[str, Array | None], out: Any, options: tuple[Any, ...],
-        target: LaunchTarget,
+        target: LaunchTarget, score: Score | None = None,
     ) -> Decode:  # fmt: skip
         """The step for a call that has been checked; `out` is None where each call has an array made."""
         q, sink = arrays["q"], arrays["sink"]
-        key = _decode_key(q, out, sink, options)
+        key = _decode_key(q, out, sink, options, score)
         step = self._decodes.get(key) or DecodeStep(plan, arrays, target)
         if key is not None:
             _remember(self._decodes, key, step)
-        return Decode(step, _address(q), None, None if sink is None else _address(sink))
+        return Decode(step, _address(q), None, None if sink is None else _address(sink), _captured(score))
 
     def memory(self, nbytes: int) -> Array:
         """Return memory of at least `nbytes` bytes, which calls that follow each other share."""
@@ -248,7 +263,12 @@ def _append_key(k: Any, v: Any) -> Hashable:
     return None if checks.is_on() else _layout(k, v)
 
 
-def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...]) -> Hashable:
+def _captured(score: Score | None) -> tuple[int, ...]:
+    """The addresses of a score's arrays."""
+    return () if score is None else tuple(map(_address, score.arrays.values()))
+
+
+def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None) -> Hashable:
     """Key of a call of `KVCache.attention`, without its data and counts; None for arguments that may not be plain.
 
     `options` are causal, window, scale, kernel, executor and precision. Equal ones have one type here: 1 is not True.
@@ -262,8 +282,13 @@ def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...]) -> Hashab
         return None
     of_out = _NOT_GIVEN if out is None else _layout(out)
     of_sink = _NOT_GIVEN if sink is None else _layout(sink)
+    arrays = () if score is None else score.arrays.values()
+    of_arrays = _layout(*arrays) if arrays else _NOT_GIVEN
+    of_score = None if score is None else (score.program, score.numbers)
     layout = _layout(q)
-    return None if layout is None or of_out is None or of_sink is None else (layout, of_out, of_sink, options)
+    if layout is None or of_out is None or of_sink is None or of_arrays is None:
+        return None
+    return layout, of_out, of_sink, of_arrays, of_score, options
 
 
 def _remember(steps: dict[Hashable, Any], key: Hashable, step: Any) -> None:

@@ -1,1 +1,1 @@
-"""Calls before they meet a plan: arrays of other libraries, and masks whose blocks kernels list."""
+"""This package prepares a call for its plan: arrays of other libraries, and masks whose blocks kernels list."""

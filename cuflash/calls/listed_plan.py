@@ -1,4 +1,7 @@
-"""Plans for masks that kernels have listed on the device; plans for masks of one layout share their launches."""
+"""Plans of masks whose blocks, or row intervals, kernels list on the device, once per plan.
+
+All masks of one layout (shapes and dtypes) share the launches of one plan; each has lists of its own.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ class ListedPlan(Plan):
     shared : Plan
         The plan that binds the launches, for all masks of one layout.
     guard : object, optional
-        What lets other streams wait for the lists, and the lists wait for other streams before they go.
+        Makes other streams wait for the lists before they read them, and the memory of the lists wait for those
+        streams before it is freed.
     """
 
     shared: Plan | None = field(default=None, repr=False)
@@ -38,7 +42,7 @@ class ListedPlan(Plan):
 
     @classmethod
     def of(cls, shared: Plan, lists: Array, captured: dict[str, Array]) -> ListedPlan:
-        """The plan for a mask with these lists, or row intervals, of the layout for which `shared` is."""
+        """Return the plan of a mask with these lists, or row intervals; `shared` is the plan of its layout."""
         work = shared.plan.work
         assert isinstance(work, WorkAtCall)
         if isinstance(work, IntervalsAtCall):
@@ -79,13 +83,14 @@ class ListedPlan(Plan):
             self.guard.use(gpu.current_target().stream())
 
 
-_shared_plans: dict[Hashable, tuple[Plan, Callable[[Any], Array]]] = {}  # and what lists the blocks of a mask
+# By layout: the plan that binds the launches, and the function that launches the kernels that list a mask's blocks.
+_shared_plans: dict[Hashable, tuple[Plan, Callable[[Any], Array]]] = {}
 
 
 def listed_plan(
     q: Any, k: Any, v: Any, options: Options, operands: Mapping[str, Any], planned: Callable[..., Plan]
 ) -> ListedPlan | None:
-    """A plan for a mask of one array, or of sequences, on the GPU, of which kernels make lists; None for any other.
+    """Return a plan with lists that kernels make, for a mask of one array or of sequences on the GPU; else None.
 
     Parameters
     ----------
@@ -96,7 +101,7 @@ def listed_plan(
     operands : dict of arrays by name
         The arrays of the call beside q, k and v.
     planned : callable (q, k, v, options) -> Plan
-        What plans a call whose like was not planned before.
+        Plans a call of a layout that has no shared plan yet.
     """
     looked_up = lookup(options, _shared_plans, layout_key)
     key = looked_up.key(layout_key(q, k, v, *operands.values()), *operands)
@@ -121,5 +126,5 @@ def listed_plan(
 
 
 def without_mask(ready: Plan) -> Plan:
-    """A plan whose calls make their lists, without the arrays of the mask that it was made with."""
+    """Return `ready`, whose calls make their lists, without the arrays of the mask that it was made with."""
     return replace(ready, plan=replace(ready.plan, mask=Band()))

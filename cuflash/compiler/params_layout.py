@@ -18,7 +18,7 @@ from ..planning.cache_scales import CACHE_SCALES
 from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.families.fa1 import RUNNING
-from ..planning.launches import BATCH_AXES, MATRICES
+from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
 from ..planning.prefill import PAGES, QUERY_INTERVALS
@@ -75,9 +75,6 @@ PARAMS = np.dtype(
     align=True,
 )
 TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
-TENSOR_MAP_PARAM = np.dtype(
-    {"names": ("map", "is_valid"), "formats": ((np.uint64, (16,)), np.int64), "offsets": (0, 128), "itemsize": 192}
-)
 # beside PARAMS, to kernels of the sm90 family
 TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
 ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter", *SCALE_ARRAYS)  # one number a row

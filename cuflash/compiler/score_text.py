@@ -7,7 +7,8 @@ what it depends on allows: once for a tile's batch entry and head, for a query, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
+from ..scores.products import of_products
 from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
 from .uniform_text import KINDS, UniformText
 
@@ -31,7 +33,7 @@ _FUNCTIONS = {
     "abs": "absolute", "min": "minimum", "max": "maximum", "sign": "sign", "floordiv": "floor_divide",
     "mod": "remainder", "pow": "ptx::pow_accurate", "exp": "ptx::exp_accurate", "exp2": "ptx::exp2_accurate",
     "log": "ptx::log_accurate", "log2": "ptx::log2_accurate", "tanh": "tangent", "tanh_fast": "tangent_fast",
-    "sqrt": "ptx::sqrt_accurate", "isfinite": "is_finite",
+    "sqrt": "ptx::sqrt_accurate", "isfinite": "is_finite", "logistic": "logistic",
 }  # fmt: skip
 _LEVELS = ("tile", "query", "key", "score")
 
@@ -44,6 +46,8 @@ def text(
     *,
     is_staged: bool = False,
     is_stored: bool = False,
+    num_bins: int = 0,
+    takes_products: bool = False,
 ) -> str:
     """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
@@ -62,8 +66,17 @@ def text(
         Kernels give the function the element of the array that `planning.staged_array` names.
     is_stored : bool
         Kernels store the gradient of that array themselves.
+    num_bins : int
+        Bins of each thread for the gradient of the table that `planning.score_bins` names; 0 without them.
+    takes_products : bool
+        Kernels give the function q . k and the softmax scale, as `scores.products` has it.
     """
-    return Printer(program, wrt, accumulator, sums, staged_load(program) if is_staged else None, is_stored).text()
+    staged = staged_load(program) if is_staged else None
+    if takes_products:
+        program, is_unscaled = of_products(program)
+        facts = {"kTakesProducts": True, "kIsUnscaled": is_unscaled}
+        return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins, facts).text()
+    return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins).text()
 
 
 class Printer:
@@ -75,7 +88,10 @@ class Printer:
         sums: tuple[str, ...],
         staged: int | None,
         is_stored: bool,
+        num_bins: int = 0,
+        facts: Mapping[str, bool] = MappingProxyType({"kTakesProducts": False, "kIsUnscaled": False}),
     ) -> None:
+        self.num_bins, self._of_products = num_bins, facts
         self.program, self.wrt, self.sums = program, wrt, sums
         self.kinds = dict(zip(wrt, sums))  # kind of sum by name; OWN where there is none
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
@@ -102,6 +118,7 @@ class Printer:
         head = [
             "namespace cuflash {",
             "constexpr bool kHasScore = true;",
+            *["CUFLASH_DEVICE config::Accumulator* bins_of_warp();"] * bool(self.num_bins),
             "}  // namespace cuflash",
             "namespace cuflash::score {",
             "using T = config::Accumulator;",
@@ -146,8 +163,21 @@ class Printer:
             "kStoresGradient": self.stored is not None,
             "kIsShift": bool(slopes) and self.program.instructions[slopes[0]] == is_one,
             "kSlopesNeedScore": any("s" in dependencies[n] for n in slopes),
+            "kNeedsDistancesAlone": self._needs_distances_alone(),
+            **self._of_products,
         }
-        return [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in facts.items()]
+        lines = [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in facts.items()]
+        return [*lines, f"  static constexpr int kNumBins = {self.num_bins};"]
+
+    def _needs_distances_alone(self) -> bool:
+        """Return whether positions of queries and keys are only subtracted from each other."""
+        instructions = self.program.instructions
+        of_position = {n for n, each in enumerate(instructions) if each.op in ("i", "j")}
+        reals = {n for n, each in enumerate(instructions) if each.op == "real" and each.args[0] in of_position}
+        users = [each for each in instructions if {*each.args} & (of_position | reals)]
+        return len(reals) == 2 and all(
+            each.op == "real" or (each.op == "sub" and {*each.args} == reals) for each in users
+        )
 
     def _fields(self) -> list[str]:
         names = dict(zip(tables(self.program, self.wrt, self.sums), self._pointer_names()))
@@ -210,7 +240,7 @@ class Printer:
         return sorted({load for n in self.loads if self._num_part_axes(load := self.program.instructions[n].value)})
 
     def _of_levels(self) -> list[str]:
-        lines = ["  CUFLASH_DEVICE Tile of_tile(int b, int h) const {", "    Tile tile;"]
+        lines = ["  CUFLASH_DEVICE Tile of_tile(int b, int h, T scale = 1) const {", "    Tile tile;"]
         extents = num_leading(self.program)
         for name, (member, axes) in self._leading().items():
             kind, number = member.split("_")
@@ -255,7 +285,10 @@ class Printer:
     # Gradients of captured arrays: dF times the slope, summed over what shares an element as far as a thread can.
 
     def _sums(self, level: str) -> str:
-        if level == "score":
+        if level == "score" and self.num_bins:
+            ((place, _),) = self.loads_of(level)
+            members = f"tile::ThreadBins<T, {self.num_bins}> g{place};"
+        elif level == "score":
             repeated = [place for place, n in self.loads_of(level) if self._repeats(n)]
             of_place = {place: self._sum_type(self.program.instructions[n].value) for place, n in self.loads_of(level)}
             members = " ".join(f"tile::RunningSum<T, {of_place[place]}> g{place};" for place in repeated)
@@ -271,9 +304,16 @@ class Printer:
         """Return whether scores of a thread may read one element of a load: not if query and key are indices of it."""
         return not {"i", "j"} <= {self.program.instructions[a].op for a in self.program.instructions[n].args}
 
+    def part(self, place: int) -> str:
+        """Return a score's part of the gradient of an array. With bins, it is 0 where dF is 0, even times infinity."""
+        return f"df_times(df, slopes.d{place + 1})" if self.num_bins else f"df * slopes.d{place + 1}"
+
     def _addition(self, place: int, n: int) -> str:
         """A statement that adds a score's part to the gradient of the element that a load of its level reads."""
-        address, x = self.address(n, "score"), f"df * slopes.d{place + 1}"
+        if self.num_bins:
+            index = self._named(self.program.instructions[n].args[-1], "score")
+            return f"    of_score.g{place}.add(bins_of_warp(), {index}, {self.part(place)});"
+        address, x = self.address(n, "score"), self.part(place)
         if self._repeats(n):
             return f"    of_score.g{place}.add({address}, {x});"
         return f"    tile::add({address}, {x});"
@@ -283,7 +323,7 @@ class Printer:
         sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key, ScoreSums& of_score"
         lines = [f"  CUFLASH_DEVICE void add({given}, {sums}) const {{"]
         for level in _LEVELS[:3]:
-            lines += [f"    of_{level}.g{place} += df * slopes.d{place + 1};" for place, _ in self.loads_of(level)]
+            lines += [f"    of_{level}.g{place} += {self.part(place)};" for place, _ in self.loads_of(level)]
         own = self.loads_of("score")
         if own:
             lines += self._indices([n for _, n in own])
@@ -310,8 +350,26 @@ class Printer:
                 lines.append(f"    {add}({self.address(n, '')}, sums.g{place});")
             lines.append("  }")
         repeated = [place for place, n in self.loads_of("score") if self._repeats(n)]
+        if self.num_bins:
+            return [*lines, "  CUFLASH_DEVICE void flush(const ScoreSums&) const {}", *self._bins()]
         lines.append("  CUFLASH_DEVICE void flush(const ScoreSums& sums) const {")
         return [*lines, *(f"    sums.g{place}.flush();" for place in repeated), "  }"]
+
+    def _bins(self) -> list[str]:
+        """Return functions that prepare bins for a tile's row of a table, and that add the last sums to it."""
+        ((place, n),) = self.loads_of("score")
+        load = self.program.instructions[n]
+        axes = self.program.num_leading_axes(load)
+        row = self._place(load._replace(args=load.args[:-1]), "", "gradient", axes)
+        stride = f"gradient_{load.value}_strides[{axes + len(load.args) - 1}]"
+        return [
+            "  CUFLASH_DEVICE void start_bins(const Tile& tile, T* bins, ScoreSums& sums) const {",
+            f"    sums.g{place}.start(bins, {row}, {stride});",
+            "  }",
+            "  CUFLASH_DEVICE void finish_bins(const T* bins, const ScoreSums& sums) const {",
+            f"    sums.g{place}.flush(bins);",
+            "  }",
+        ]
 
     def _matrices(self) -> list[str]:
         """The staged array and its gradient, of a tile's batch entry and head, as matrices of queries and keys."""
@@ -325,13 +383,34 @@ class Printer:
             strides = ", ".join(f"{what}_{load.value}_strides[{axis}]" for axis in (row, row + 1))
             element = _ELEMENTS[self.program.arrays[load.value].dtype]
             if what == "array":
-                lines.append(f"  using StagedElement = {element};")
+                lines += [f"  using StagedElement = {element};", *self._staged_coords(load)]
             lines += [
                 f"  CUFLASH_DEVICE tile::Matrix<{const}{element}> staged_{what}(const Tile& tile) const {{",
                 f"    return {{{self._place(load._replace(args=load.args[:-2]), '', what, axes)}, {strides}, 0, 0}};",
                 "  }",
             ]
         return lines
+
+    def _staged_coords(self, load: Instruction) -> list[str]:
+        """Return functions for the staged array's address, and for a tile's index in the last three leading axes."""
+        member, axes = f"array_{load.value}", self.program.num_leading_axes(load)
+        lines = [f"  CUFLASH_DEVICE const void* staged_data() const {{ return {member}; }}"]
+        lines.append("  CUFLASH_DEVICE void staged_coords(int b, int h, int (&at)[3]) const {")
+        named = [self._named_index(n) for n in load.args[:-2]]
+        places = [*range(axes + len(named))][::-1]
+        values = [""] * axes + named
+        for place, axis in enumerate(places[:3]):
+            value = values[axis]
+            if axis < axes:
+                extent = f"static_cast<int>(batch_extents[{num_leading(self.program) - axes + axis}])"
+                lines += [f"    const int n{axis} = b % {extent};", f"    b /= {extent};"]
+                value = f"n{axis}"
+            lines.append(f"    at[{place}] = {member}_strides[{axis}] == 0 ? 0 : {value};")
+        return [*lines, *(f"    at[{place}] = 0;" for place in range(len(places[:3]), 3)), "  }"]
+
+    def _named_index(self, n: int) -> str:
+        instruction = self.program.instructions[n]
+        return _constant(instruction) if instruction.op == "const" else instruction.op
 
     # Expressions.
 
@@ -363,6 +442,8 @@ class Printer:
         args = [self._named(n, level) for n in instruction.args]
         if op in ("s", "b", "h", "i", "j"):
             return op
+        if op in ("scale", "inverse_scale"):
+            return {"scale": "scale", "inverse_scale": "ptx::reciprocal_approx(scale)"}[op]
         if op == "number":
             return f"numbers[{instruction.value}]"
         if op == "load":

@@ -27,6 +27,7 @@ _ELEMENTS = {
 # The argument of a kernel that has the feature of a field, in the order of `Launch.features`.
 _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
+    "score_is_staged": "cuflash::StagedMap staged_map",
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
     "is_quantized": "cuflash::attention::Scales scales",
 }  # fmt: skip
@@ -78,7 +79,8 @@ def _score(spec: KernelSpec, included: set[str], host: bool) -> str:
     functions = "".join(_flattened("attention/score_math.cuh", included, host))
     printed = score_text.text(
         spec.score, spec.score_wrt, spec.accumulator, spec.score_sums,
-        is_staged=spec.score_is_staged, is_stored=spec.score_is_stored,
+        is_staged=spec.score_is_staged, is_stored=spec.score_is_stored, num_bins=spec.score_bins,
+        takes_products=spec.score_takes_products,
     )  # fmt: skip
     return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
 

@@ -21,11 +21,13 @@ class Printer(Protocol):
     renamed: dict[int, str]
     given: str
     staged: int | None
+    num_bins: int
 
     def loads_of(self, level: str) -> list[tuple[int, int]]: ...
     def assignment(self, n: int, level: str) -> str: ...
     def address(self, n: int, level: str) -> str: ...
     def values(self, is_derived: bool) -> list[str]: ...
+    def part(self, place: int) -> str: ...
 
 
 class UniformText:
@@ -98,8 +100,14 @@ class UniformText:
         lines = [f"  CUFLASH_DEVICE void add({arguments}, {sums}) const {{"]
         for level, name in (("tile", "tile"), ("query", "query"), ("key", "key"), ("score", "uniform")):
             loads = self._printer.loads_of(level)
-            lines += [f"    of_{name}.g{place} += df * slopes.d{place + 1};" for place, _ in loads]
+            lines += [f"    of_{name}.g{place} += {given.part(place)};" for place, _ in loads]
         parameters = "const Tile& tile, const Uniform& uniform, const UniformSums& sums, ScoreSums& of_score"
         lines += ["  }", f"  CUFLASH_DEVICE void flush({parameters}) const {{"]
-        joined = (f"g{place}.join({given.address(n, 'score')}, sums.g{place});" for place, n in self._loads)
+        joined = (f"g{place}.{self._joined(given, place, n)};" for place, n in self._loads)
         return [*lines, *(f"    of_score.{each}" for each in joined), "  }"]
+
+    def _joined(self, given: Printer, place: int, n: int) -> str:
+        """Return the call that adds the sum of a tile to the sums of the steps."""
+        if given.num_bins:
+            return f"add(bins_of_warp(), {given.renamed[given.program.instructions[n].args[-1]]}, sums.g{place})"
+        return f"join({given.address(n, 'score')}, sums.g{place})"

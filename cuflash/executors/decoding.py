@@ -10,12 +10,12 @@ import numpy as np
 from ..arrays import Array, DTYPES
 from ..planning.cache_scales import CACHE_SCALES
 from ..planning.decoding import DECODE, DecodePlan
-from ..planning.launches import BATCH_AXES
+from ..planning.launches import BATCH_AXES, Feature
 from ..planning.sinks import SINK
 from . import gpu, sim
 from .bound_launch import BoundLaunch
 from .launch import LaunchTarget
-from .params import softmax_scale
+from .params import View, feature_record, softmax_scale
 
 _TABLES = ("table", "lengths", "counts", "num_faults")
 
@@ -37,9 +37,9 @@ def bound_decode(
     plan : DecodePlan
     arrays : dict by name
         q, o, lse; k and v, the cache's pages; int32 arrays table, lengths, counts and num_faults, of which table and
-        counts may be None; k_scale and v_scale, where the cache has 8-bit numbers; and sink, where the problem has one;
-        and the plan's workspaces. Of those that are named, their layouts alone matter, and tables and workspaces among
-        them may be None.
+        counts may be None; k_scale and v_scale, where the cache has 8-bit numbers; sink, where the problem has one; the
+        tables of the plan's score function; and the plan's workspaces. Of those that are named, their layouts alone
+        matter, and tables and workspaces among them may be None.
     names : sequence of str
         The arrays whose addresses each call gives, in this order.
     target : LaunchTarget
@@ -58,9 +58,31 @@ def bound_decode(
     sink = arrays.get("sink")
     if sink is not None:
         records.append(sink_record(sink, target))
-    last = len(records) - 1
-    places = [(last, offset_of(SINK, name)) if name == "sink" else (0, offset_of(DECODE, name)) for name in names]
+    of_sink = len(records) - 1
+    records += score_records(plan.score, arrays, target)
+
+    def place(name: str) -> tuple[int, int]:
+        if name == "sink":
+            return of_sink, offset_of(SINK, name)
+        if plan.score is not None and name in plan.score.tables:
+            return len(records) - 1, offset_of(plan.score.dtype, name)
+        return 0, offset_of(DECODE, name)
+
+    places = [place(name) for name in names]
     return BoundLaunch(plan.launch, plan.grid, records, places, target)
+
+
+def score_records(
+    score: Feature | None, arrays: Mapping[str, Array | None], target: LaunchTarget
+) -> list[Any]:
+    """The record of a score function's arrays and numbers; none without a score function."""
+    if score is None:
+        return []
+    captured = {name: arrays[name] for name in score.tables}
+    record = feature_record(score, [View.of(name, array) for name, array in captured.items()])
+    for name, array in captured.items():
+        record[name] = target.address(array)
+    return [record]
 
 
 def sink_record(sink: Array, target: LaunchTarget) -> Any:

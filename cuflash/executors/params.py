@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import prod
@@ -17,7 +17,6 @@ from ..compiler.params_layout import (
     ARRAYS,
     HEAD_VECTORS,
     LISTS,
-    TENSOR_MAP_PARAM,
     TENSOR_MAP_ARRAYS,
     PARAMS,
     PART_ARRAYS,
@@ -26,7 +25,7 @@ from ..compiler.params_layout import (
     NAIVE_ARRAYS,
 )
 from ..layouts import dense_strides
-from ..planning.launches import BATCH_AXES, MATRICES, DqSemaphoreOrder, Feature, Workspace
+from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, DqSemaphoreOrder, Feature, Workspace
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
@@ -135,7 +134,9 @@ class ParamsTemplate:
             kernels.order.kv_heads_per_group, kernels.num_splits, problem.group_size * num_fused_heads,
             *leads, softmax_scale(problem),
         )  # fmt: skip
-        parts = {feature.name: _numbers(feature, views) for feature in features}
+        parts = {feature.name: feature_record(feature, views) for feature in features}
+        if tensor_map is not None:
+            map_offsets |= _map_features(features, parts, {view.name: view for view in views}, tensor_map)
         record_of_view = {name: record[part] for part, names in _NESTED_RECORDS.items() for name in names}
         record_of_view |= {name: parts[feature.name] for feature in features for name in feature.dtype.names or ()}
         templates = []
@@ -199,7 +200,7 @@ def _dq_numbers(order: DqSemaphoreOrder | None, num_kv_heads: int) -> tuple[int,
     return order.num_fused_heads(num_kv_heads), order.last_tile_lead, order.first_tile_lag
 
 
-def _numbers(feature: Feature, views: tuple[View, ...]) -> Any:
+def feature_record(feature: Feature, views: Iterable[View]) -> Any:
     """A feature's record with its numbers and its tables' strides, and without addresses."""
     record = np.zeros((), feature.dtype)
     for name, value in feature.values.items():
@@ -209,6 +210,32 @@ def _numbers(feature: Feature, views: tuple[View, ...]) -> Any:
             steps = zip(view.shape, view.strides)
             record[f"{view.name}_strides"] = [step // view.dtype.itemsize * (extent != 1) for extent, step in steps]
     return record
+
+
+def _map_features(
+    features: tuple[Feature, ...], parts: Mapping[str, Any], views: Mapping[str, View],
+    tensor_map: Callable[[BoxedArray], Template],
+) -> dict[str, int]:  # fmt: skip
+    """Fill the tensor maps in records of features; return the words of their addresses by array, after Params."""
+    offsets = {}
+    start = TENSOR_MAPS.itemsize // 8
+    for feature in features:
+        for name, (table, box) in feature.boxes.items():
+            view = views[table]
+            leading = [(1, 0)] * (5 - len(view.shape)) + list(zip(view.shape[:-2], view.strides[:-2]))
+            # an axis of stride 0 has one index
+            axes = [(extent if step else 1, step) for extent, step in leading]
+            axes += list(zip(view.shape, view.strides))[-2:]
+            shape, strides = (tuple(side) for side in zip(*axes))
+            itemsize = view.dtype.itemsize
+            boxed = BoxedArray(view.dtype, shape, strides, (1, 1, 1, *box), box[1] * itemsize)
+            if not boxed.reasons(address=0):
+                made = tensor_map(boxed)
+                parts[feature.name][name] = made.words, 1
+                assert feature.dtype.fields is not None
+                offsets[table] = start + feature.dtype.fields[name][1] // 8 + made.offset
+        start += feature.dtype.itemsize // 8
+    return offsets
 
 
 def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, list[int]]:

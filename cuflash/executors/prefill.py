@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..compiler.params_layout import PARAMS, SHAPE, TENSOR_MAP_ARRAYS, TENSOR_MAP_PARAM, TENSOR_MAPS
-from ..planning.launches import BATCH_AXES
+from ..compiler.params_layout import PARAMS, SHAPE, TENSOR_MAP_ARRAYS, TENSOR_MAPS
+from ..planning.launches import BATCH_AXES, TENSOR_MAP_PARAM
 from ..planning.prefill import PAGES, QUERY_INTERVALS, PrefillPlan
 from .bound_launch import BoundLaunch
-from .decoding import fill_matrices, offset_of, sink_record
+from .decoding import fill_matrices, offset_of, score_records, sink_record
 from .launch import LaunchTarget
 from .params import UNLIMITED, softmax_scale
 from .tensor_map import BoxedArray
@@ -104,6 +104,10 @@ def _forward_records(
     else:
         del places["tile_counter"]
     records += _sink_records(plan, arrays, target, places, len(records))
+    if plan.score is not None:
+        score = plan.score
+        places |= {name: [(len(records), offset_of(score.dtype, name))] for name in score.tables}
+    records += score_records(plan.score, arrays, target)
     places |= {name: [(len(records), offset_of(PAGES, name))] for name in _TABLES}
     return [*records, _pages(plan, arrays, target)], places
 

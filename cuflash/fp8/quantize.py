@@ -28,8 +28,10 @@ class Quantized:
     data : array [..., rows, columns]
         Of float8_e4m3fn (ml_dtypes) in NumPy, of uint8 with the same bits in CuPy.
     scale : array
-        Positive, of float32. Shape (..., number of blocks of rows) for `per` "block", (..., 1) for "head" and
-        (1, ..., 1) for "tensor", with one axis less than data.
+        Positive, finite, of float32. Shape (..., number of blocks of rows) for `per` "block", (..., 1) for "head" and
+        (1, ..., 1) for "tensor", with one axis less than data. `quantize` alone gives NaN or an infinity to a part that
+        holds one. Values on a device are not looked at, since that would wait for it: what is not finite there makes
+        its part NaN, and results of a scale of 0 or below mean nothing.
     per : {"block", "head", "tensor"}
         What shares a scale.
     block : int
@@ -44,8 +46,7 @@ class Quantized:
     TypeError
         data or scale is not an array.
     UnsupportedProblem
-        They do not fit together, or a scale is 0 or negative. Values of device arrays are not looked at. It lists
-        every reason.
+        They do not fit together, or a scale on the host is not positive and finite. It lists every reason.
 
     Examples
     --------
@@ -185,8 +186,10 @@ class Quantized:
         shape = scale_shape(self.shape, self.per, self.block)
         if self.scale.dtype != np.float32 or tuple(self.scale.shape) != shape:
             return [f"scale must have shape {shape} and dtype float32; got {describe(self.scale)}: quantize makes it"]
-        if isinstance(self.scale, np.ndarray) and (self.scale <= 0).any():
-            return [f"scale must be positive; got {self.scale.min()}: quantize makes it"]
+        if isinstance(self.scale, np.ndarray):
+            wrong = self.scale[~((self.scale > 0) & np.isfinite(self.scale))]
+            if wrong.size:
+                return [f"scale must be positive and finite; got {wrong[0]}: quantize makes it"]
         return []
 
 
@@ -272,10 +275,18 @@ def quantize(
         data = e4m3.from_float32(parts / scale[..., None, None])
     data = data.reshape(*x.shape[:-2], parts.shape[-3] * parts.shape[-2], x.shape[-1])[..., : x.shape[-2], :]
     shape = scale_shape(tuple(x.shape), per, int(block))
-    return Quantized(
+    return _unchecked(
         data=namespace(x).ascontiguousarray(data), scale=scale.reshape(shape), per=per, block=int(block),
         rotation=rotate, source_dtype=source,
     )  # fmt: skip
+
+
+def _unchecked(**fields: Any) -> Quantized:
+    """What `quantize` has made, whose scales need not be finite where a part holds NaN or an infinity."""
+    made = object.__new__(Quantized)
+    for name, value in {**fields, "_transposed": []}.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def scale_shape(shape: tuple[int, ...], per: str, block: int) -> tuple[int, ...]:

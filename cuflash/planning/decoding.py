@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,10 @@ from .cache_scales import CACHE_SCALES
 from .device import DeviceSpec
 from .families import SM80
 from .families.family import FORWARD_INPUTS
-from .launches import MATRICES, Launch, Workspace
+from .launches import MATRICES, Feature, Launch, Workspace
 from .problem import Problem
 from .routing import FAMILIES
+from .score_launches import with_score_argument
 from .spec import KernelSpec
 
 _POINTER = np.uint64
@@ -40,6 +41,7 @@ DECODE = np.dtype(
 )
 MOST_ROWS = 64  # rows of a tile: query heads of a group times new tokens
 MOST_PARTS = 128  # as kMostParts
+PART_STEP = 64  # keys: parts at fixed positions start at multiples of every tile's keys
 _DIMS = (64, 128, 256)
 _CHUNK = 16  # bytes that one instruction copies
 
@@ -93,12 +95,15 @@ class DecodePlan:
     workspaces : dict of Workspace by name
     numbers : dict by name
         Fields of the kernel's record; those of the cache are in ``cache``.
+    score : Feature, optional
+        The record of the score function.
     """
 
     problem: Problem
     launch: Launch
     workspaces: Mapping[str, Workspace]
     numbers: Mapping[str, Any]
+    score: Feature | None = None
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -153,6 +158,7 @@ def decode_plan(
     *,
     left: int | None,
     right: int | None,
+    part_keys: int | None = None,
     is_quantized: bool = False,
 ) -> DecodePlan:
     """The launch of the decode kernel for a problem that `decode_reasons` has nothing against.
@@ -166,14 +172,19 @@ def decode_plan(
         Of q [batch, num_heads, new tokens, head_dim], and of keys and values [batch, num_kv_heads, capacity, ...].
     left, right : int, optional
         Keys before and after a query's own position that it sees; None is unlimited.
+    part_keys : int, optional
+        Keys of a part, which then starts at a multiple of them; unless given, the length of its sequence decides.
     is_quantized : bool
         The cache has 8-bit numbers and scales, in the place of keys and values of q's dtype.
     """
-    spec = decode_spec(problem, device, is_quantized=is_quantized)
+    spec = decode_spec(problem, device, part_keys, is_quantized=is_quantized)
     shape = problem.mask_shape
     rows = problem.group_size * problem.seqlen_q
-    most = max(1, min(MOST_PARTS, -(-layout.capacity // spec.block_kv)))
-    max_parts = min(num_parts(problem, device), 1 << (most - 1).bit_length())
+    if part_keys is None:
+        most = max(1, min(MOST_PARTS, -(-layout.capacity // spec.block_kv)))
+        max_parts = min(num_parts(problem, device), 1 << (most - 1).bit_length())
+    else:
+        max_parts = -(-layout.capacity // part_keys)
     heads = (shape.num_batch, problem.num_kv_heads)
     single = np.dtype(np.float32)
     workspaces = {
@@ -184,9 +195,10 @@ def decode_plan(
     launch = Launch(
         spec=spec, tiles=problem.num_kv_heads * max_parts, shared_bytes=decode_shared_bytes(spec),
         reads=(*FORWARD_INPUTS, *(CACHE_SCALES.names or ()) * is_quantized, "table", "lengths", "counts",
-               *(operand.name for operand in problem.operands)),
+               *(operand.name for operand in problem.operands if not operand.is_captured)),
         writes=("o", "lse", "num_faults", *workspaces),
     )  # fmt: skip
+    launch, score = with_score_argument(launch, problem)
     cache = {
         "batch": shape.num_batch, "num_pages": layout.num_pages, "max_pages": layout.max_pages,
         "page_size": layout.page_size, "capacity": layout.capacity, "num_kv_heads": problem.num_kv_heads,
@@ -197,7 +209,7 @@ def decode_plan(
         "left": layout.capacity if left is None else min(left, layout.capacity),
         "right": layout.capacity - 1 if right is None else min(right, layout.capacity - 1),
     }  # fmt: skip
-    return DecodePlan(problem=problem, launch=launch, workspaces=workspaces, numbers=numbers)
+    return DecodePlan(problem=problem, launch=launch, workspaces=workspaces, numbers=numbers, score=score)
 
 
 def num_parts(problem: Problem, device: DeviceSpec) -> int:
@@ -206,14 +218,19 @@ def num_parts(problem: Problem, device: DeviceSpec) -> int:
     return int(min(MOST_PARTS, max(1, 2 ** round(float(np.log2(ratio))))))
 
 
-def decode_spec(problem: Problem, device: DeviceSpec, *, is_quantized: bool = False) -> KernelSpec:
-    """The kernel for a problem: the first tile that fits the device's shared memory."""
+def decode_spec(
+    problem: Problem, device: DeviceSpec, part_keys: int | None = None, *, is_quantized: bool = False
+) -> KernelSpec:
+    """The kernel for a problem: the first tile that fits the device's shared memory.
+
+    With `part_keys` the keys of a step are shared among warps alike for any number of rows.
+    """
     head_dim, value_dim = (next(each for each in _DIMS if each >= dim) for dim in (problem.head_dim, problem.value_dim))
     rows = problem.group_size * problem.seqlen_q
     block_q = next(each for each in (16, 32, MOST_ROWS) if each >= rows)
     widest = max(head_dim, value_dim)
     tables = next(tables for width, tables in _TILES.items() if width >= widest)
-    tiles = tables[max(least for least in tables if block_q >= least)]
+    tiles = tables[max(least for least in tables if block_q >= least or part_keys is not None)]
     blocks = problem.mask_shape.num_batch * problem.num_kv_heads * num_parts(problem, device)
     if widest <= 128 and (blocks > device.num_processors or block_q > 16):
         many = block_q == 16 and blocks > 2 * device.num_processors
@@ -226,9 +243,10 @@ def decode_spec(problem: Problem, device: DeviceSpec, *, is_quantized: bool = Fa
             value_dim=value_dim, block_q=block_q, block_kv=tile.block_kv, num_warps=num_warps,
             min_blocks=_min_blocks(widest, num_warps, tile.num_stages),
             num_stages=tile.num_stages * (_E4M3_STAGES if is_quantized else 1), is_split=True, pack_gqa=True,
-            has_sink=problem.operand("sink") is not None,
+            has_sink=problem.operand("sink") is not None, part_keys=part_keys or 0,
         )  # fmt: skip
-        if decode_shared_bytes(spec) <= device.tile_memory_bytes:
+        largest = spec if part_keys is None else replace(spec, block_q=MOST_ROWS)
+        if decode_shared_bytes(largest) <= device.tile_memory_bytes:
             break
     return spec
 

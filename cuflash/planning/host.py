@@ -42,13 +42,9 @@ class HostTiling:
     work: WorkList
 
     @property
-    def _num_heads(self) -> int:
-        return self.problem.mask_shape.num_batch * self.problem.num_heads
-
-    @property
     def is_small(self) -> bool:
         """Return whether the work is too little to share among threads, whatever their number."""
-        return self._num_heads * self.problem.seqlen_q * self.problem.seqlen_kv < _SHARED_SCORES
+        return self.problem.num_batch_heads * self.problem.seqlen_q * self.problem.seqlen_kv < _SHARED_SCORES
 
     @property
     def num_workers(self) -> int:
@@ -58,7 +54,7 @@ class HostTiling:
     @property
     def num_tiles(self) -> int:
         """Tiles of queries over all batch entries and heads."""
-        return self._num_heads * -(-self.problem.seqlen_q // self.work.block_q)
+        return self.problem.num_batch_heads * -(-self.problem.seqlen_q // self.work.block_q)
 
     @property
     def batch_area(self) -> int:
@@ -90,6 +86,6 @@ class HostTiling:
         rows = max(self.block_q, self.work.block_q, self.work.block_kv)
         columns = self.step_width(min(self.work.block_q, self.work.block_kv))
         gathered = 2 * (rows + columns) * (problem.head_dim + problem.value_dim)
-        delta = self._num_heads * problem.seqlen_q
+        delta = self.problem.num_batch_heads * problem.seqlen_q
         elements = self.num_workers * (2 * self.scratch_scores + gathered) + delta
         return elements * problem.accumulator.itemsize + self.work.nbytes

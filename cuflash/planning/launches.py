@@ -26,6 +26,11 @@ MATRICES = np.dtype(
 )  # an array in the records that kernels take
 
 
+TENSOR_MAP_PARAM = np.dtype(
+    {"names": ("map", "is_valid"), "formats": ((np.uint64, (16,)), np.int64), "offsets": (0, 128), "itemsize": 192}
+)  # how the tensor memory accelerator copies boxes of an array; is_valid is 0 if it cannot
+
+
 class Workspace(NamedTuple):
     """An array in C order that one kernel of a pass writes and a later one reads.
 
@@ -65,12 +70,16 @@ class Feature:
     tables : tuple of str
         Fields of 8 bytes that hold addresses of arrays that no launch takes a part of. Where the record has a field
         ``<table>_strides``, it holds the array's strides in elements, 0 along axes of length 1.
+    boxes : dict of (array, (rows, columns)) by field
+        Fields of the type of a tensor map, with the table that it copies boxes of. Leading axes of the table beyond
+        three have no map.
     """
 
     name: str
     dtype: np.dtype[Any]
     values: Mapping[str, Any] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
+    boxes: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -65,14 +65,9 @@ class KernelPlan:
         return without_memos(self)
 
     @property
-    def num_heads(self) -> int:
-        """Pairs of batch entry and query head."""
-        return self.problem.mask_shape.num_batch * self.problem.num_heads
-
-    @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to compute: no queries, no keys, or nothing in the batch."""
-        return 0 in (self.num_heads, self.problem.seqlen_q, self.problem.seqlen_kv)
+        return 0 in (self.problem.num_batch_heads, self.problem.seqlen_q, self.problem.seqlen_kv)
 
     @property
     def product_dtype(self) -> np.dtype[Any]:

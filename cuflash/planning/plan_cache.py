@@ -1,4 +1,4 @@
-"""Plans that are remembered: calls of one problem, mask and device plan once."""
+"""A cache of plans: calls of one problem, mask, device, kernel and setting of `deterministic` plan once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .problem import Problem
 
 
 def _new_plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
-    """The plan of a call on the host where `kernel` is None, else on a GPU."""
+    """Return the plan of a call on the host where `kernel` is None, else on a GPU."""
     if kernel is None:
         return host_plan(problem, mask, device)
     return gpu_plan(problem, mask, device, kernel, deterministic)
@@ -41,7 +41,7 @@ def _cached_plan(
 
 
 def plan_for(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
-    """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
+    """Return the plan of a call, from the cache where one is there; masks that hold arrays are not cached."""
     try:
         mask_key = _MaskKey(mask, content(mask))
     except TypeError:

@@ -14,9 +14,10 @@ from .decoding import CacheLayout, chunked_dim_reasons
 from .device import DeviceSpec
 from .families import SM80, SM90, sm90
 from .families.family import FORWARD_INPUTS, rounded_dims
-from .launches import MATRICES, Launch, Workspace
+from .launches import MATRICES, Feature, Launch, Workspace
 from .problem import Problem
 from .routing import FAMILIES
+from .score_launches import with_score_argument
 from .spec import KernelSpec
 
 _POINTER = np.uint64
@@ -61,6 +62,8 @@ class PrefillPlan:
         Numbers of the record PAGES.
     numbers : dict by name
         Further numbers of the record QUERY_INTERVALS.
+    score : Feature, optional
+        The record of the score function.
     """
 
     problem: Problem
@@ -70,6 +73,7 @@ class PrefillPlan:
     workspaces: Mapping[str, Workspace]
     pages: Mapping[str, int]
     numbers: Mapping[str, int]
+    score: Feature | None = None
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -93,11 +97,13 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
     """
     keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
     alike = Problem.of(keys, keys, values, scale=problem.softmax_scale)
+    alike = replace(alike, operands=problem.operands, score=problem.score)
     if family == SM90:
         spec = sm90.forward_spec(alike, rounded_dims(alike), device, None, 0)
     else:
         spec = FAMILIES[family].specs(alike, device)["forward"]
-    return replace(spec, is_paged=True, has_sink=problem.operand("sink") is not None)
+    # No elements of an array are staged: rows of Q stand elsewhere among its rows.
+    return replace(spec, is_paged=True, has_sink=problem.operand("sink") is not None, score_is_staged=False)
 
 
 def intervals_spec(dtype: np.dtype[Any], has_sink: bool = False) -> KernelSpec:
@@ -130,7 +136,7 @@ def prefill_plan(
     workspaces = {"lo": Workspace((batch, rows), number), "hi": Workspace((batch, rows), number)}
     if family == SM90:
         workspaces["tile_counter"] = Workspace((1,), number)
-    of_cache = ("lengths", "counts", *(operand.name for operand in problem.operands))
+    of_cache = ("lengths", "counts", *(operand.name for operand in problem.operands if not operand.is_captured))
     intervals = Launch(
         spec=first, tiles=blocks, shared_bytes=0, reads=of_cache, writes=("o", "lse", "num_faults", *workspaces)
     )
@@ -142,6 +148,7 @@ def prefill_plan(
         max_blocks=owner.resident_blocks(spec, device) if family == SM90 else None,
         boxes=_boxes(spec, layout) if family == SM90 else {},
     )  # fmt: skip
+    launch, score = with_score_argument(launch, problem)
     pages = {
         "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,
         "capacity": layout.capacity, "num_queries": rows, "box_rows": _box_rows(spec, layout),
@@ -153,7 +160,7 @@ def prefill_plan(
     }  # fmt: skip
     return PrefillPlan(
         problem=problem, intervals=intervals, launch=launch, grids=(intervals.grid(batch), launch.grid(batch)),
-        workspaces=workspaces, pages=pages, numbers=numbers,
+        workspaces=workspaces, pages=pages, numbers=numbers, score=score,
     )  # fmt: skip
 
 

@@ -141,6 +141,11 @@ class Problem:
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
 
     @property
+    def num_batch_heads(self) -> int:
+        """Pairs of batch entry and query head."""
+        return self.mask_shape.num_batch * self.num_heads
+
+    @property
     def mask_shape(self) -> MaskShape:
         return MaskShape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
 

@@ -59,7 +59,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
         return _FP8, "numbers of 8 bits on Hopper's tensor cores"
     if problem.precision != "ieee":
         return FAMILIES[SM80], "it has the precision of the call"
-    num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-problem.seqlen_q // _TALLEST)
+    num_tiles = problem.num_batch_heads * -(-problem.seqlen_q // _TALLEST)
     hopper, tensor_cores = FAMILIES[SM90], FAMILIES[SM80]
     if not hopper.reasons(problem, device) and num_tiles >= device.num_processors:
         return hopper, "16-bit elements on Hopper's tensor cores"

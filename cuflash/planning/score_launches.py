@@ -12,9 +12,11 @@ from ..scores.program import Program, derived
 from .captured_sums import OWN, address_rank, kinds_of_sums, sums_name, with_captured_sums
 from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
-from .staged_array import staged_load
+from .spec import KernelSpec
+from .staged_array import STAGED_BOX, STAGED_MAP, staged_load
 
 NAME = "score"  # the feature's name
+MAP_NAME = "staged_map"  # the feature of the tensor map of a staged array
 _PREFIX, _GRADIENT_PREFIX = "score.", "dscore."
 # Kernels that make scores, and of those that make their gradients the one that adds up those of captured arrays.
 _FORWARD = ("scores", "forward", "block_mass")
@@ -149,12 +151,31 @@ def _changed(launch: Launch, program: Program, wrt: tuple[str, ...], sums: tuple
     return replace(
         launch, spec=replace(launch.spec, score=program, score_wrt=wrt, score_sums=sums),
         reads=(*launch.reads, *arrays, *gradients), writes=(*launch.writes, *gradients),
-        features=(*launch.features, NAME),
+        features=(*launch.features, NAME, *[MAP_NAME] * launch.spec.score_is_staged),
     )  # fmt: skip
 
 
+def with_score_argument(launch: Launch, problem: Problem) -> tuple[Launch, Feature | None]:
+    """A launch that makes scores, with the problem's score function and the record of its argument, if it has one."""
+    program = problem.score
+    if program is None:
+        return launch, None
+    return _changed(launch, program, (), ()), _feature(program, (), problem, ())
+
+
 def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pass:
-    return replace(kernels, launches=launches, features=(*kernels.features, feature))
+    maps = [_map_feature(launch.spec) for launch in launches.values() if launch.spec.score_is_staged]
+    return replace(kernels, launches=launches, features=(*kernels.features, feature, *maps))
+
+
+def _map_feature(spec: KernelSpec) -> Feature:
+    """Return the tensor map of the array that a kernel stages: each copy is a panel of a warpgroup's queries."""
+    program = spec.score
+    assert program is not None
+    load = staged_load(program)
+    assert load is not None
+    name = array_name(program.arrays[program.instructions[load].value].name)
+    return Feature(MAP_NAME, STAGED_MAP, boxes={"array": (name, STAGED_BOX)})
 
 
 def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tuple[str, ...]) -> Feature:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..arrays import DTYPES
 from ..errors import UnsupportedProblem
 from ..masks.shape import MaskShape
+from ..scores.program import Program
 from ..scores.ranges import range_reasons
 from ..scores.score import Score
 from .operands import Operand
@@ -16,8 +18,18 @@ from .operands import Operand
 _WIDEST = np.dtype(np.float64)
 
 
+class Traced(Protocol):
+    """A score function's program, with what has the shapes of its arrays."""
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def arrays(self) -> Mapping[str, Any]: ...
+
+
 def captured_operands(
-    score: Score, shape: MaskShape, has_heads: bool, accumulator: np.dtype[Any]
+    score: Score | Traced, shape: MaskShape, has_heads: bool, accumulator: np.dtype[Any]
 ) -> tuple[Operand, ...]:
     """The arrays that a score function captured, as operands.
 

@@ -67,6 +67,8 @@ class KernelSpec:
         It reads the seed that they depend on from an array.
     is_paged : bool
         Keys and values lie in the pages of a cache.
+    part_keys : int
+        Keys of a part that starts at a multiple of them; 0 where parts follow from the length of their sequence.
     is_quantized : bool
         q, k and v are numbers of e4m3 with scales, and dtype is o's.
     splits_head_dim : bool
@@ -81,6 +83,10 @@ class KernelSpec:
         Producers put a step's elements of the array that `planning.staged_array` names into shared memory.
     score_is_stored : bool
         The kernel stores the gradient of that array, which no other thread block adds to.
+    score_bins : int
+        Elements of a table's row whose gradient has bins of each thread in shared memory, or 0.
+    score_takes_products : bool
+        The kernel gives the score function q . k without the softmax scale (`scores.products`).
     """
 
     family: str
@@ -107,6 +113,7 @@ class KernelSpec:
     has_dropout: bool = False
     reads_dropout_seed: bool = False
     is_paged: bool = False
+    part_keys: int = 0
     is_quantized: bool = False
     splits_head_dim: bool = False
     score: Program | None = None
@@ -114,6 +121,8 @@ class KernelSpec:
     score_sums: tuple[str, ...] = ()
     score_is_staged: bool = False
     score_is_stored: bool = False
+    score_bins: int = 0
+    score_takes_products: bool = False
 
     @property
     def name(self) -> str:

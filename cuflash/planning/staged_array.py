@@ -1,21 +1,27 @@
 """The captured array that producers copy to shared memory, and the rule for storing its gradient from there.
 
 An array of 16-bit numbers that a score function reads at the query and the key, such as a bias, is as large as all
-scores. Its elements of a step come like the step's keys, by bulk copies, and not one by one for each score.
+scores. Its elements of a step come like the step's keys, by TMA, and not one by one for each score.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..scores.program import Program, derived
 from .captured_sums import OWN, kinds_of_sums
+from .launches import TENSOR_MAP_PARAM
 
 if TYPE_CHECKING:
     from .problem import Problem
 
+# The record StagedMap of sm90/staged_array.cuh, and queries and keys of a box that it copies.
+STAGED_MAP = np.dtype([("array", TENSOR_MAP_PARAM)])
+STAGED_BOX = (64, 64)
 _DTYPES = ("float16", "bfloat16")
-_PACKET = 8  # elements that a bulk copy moves at least
+_PACKET = 8  # elements in 16 bytes, whole ones of which TMA copies
 
 
 def staged_load(program: Program) -> int | None:
@@ -35,7 +41,7 @@ def staged_load(program: Program) -> int | None:
 
 
 def can_stage(problem: Problem) -> bool:
-    """Return whether the problem's score function reads such an array, whose rows are whole packets of a bulk copy."""
+    """Return whether the problem's score function reads such an array, whose rows are whole packets of copies."""
     if problem.score is None or (load := staged_load(problem.score)) is None:
         return False
     array = problem.score.arrays[problem.score.instructions[load].value]

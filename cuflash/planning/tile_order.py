@@ -61,7 +61,7 @@ def balanced_heads(
     lo = 0 if work.band.lower is None else np.maximum(first + work.band.lower, 0)
     hi = problem.seqlen_kv if work.band.upper is None else np.minimum(last + work.band.upper + 1, problem.seqlen_kv)
     steps = _OVERHEAD_STEPS + np.maximum(-(-(hi - lo) // block_kv), 0)
-    num_heads = problem.mask_shape.num_batch * problem.num_heads
+    num_heads = problem.num_batch_heads
     simulated = min(num_heads, -(-_MAX_ROUNDS * num_blocks // len(steps)))
     num_elements = problem.seqlen_kv * (problem.head_dim + problem.value_dim) // problem.group_size
     in_cache = heads_in_cache(problem, device, num_elements)

@@ -17,6 +17,7 @@ from .library import (
     softcap,
     temperature,
 )
+from .places import within
 from .score import Score
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "relative_position_2d",
     "softcap",
     "temperature",
+    "within",
 ]

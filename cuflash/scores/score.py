@@ -109,10 +109,12 @@ class Score:
         made._make(function, arrays, [])
         return made
 
-    def _make(self, function: Callable[..., Any], arrays: dict[str, Any], reasons: list[str]) -> None:
+    def _make(
+        self, function: Callable[..., Any], arrays: dict[str, Any], reasons: list[str], most: int = MAX_ARRAYS
+    ) -> None:
         if not callable(function):
             raise TypeError(f"score must be a Score or a function of (s, b, h, i, j); got {describe(function)}")
-        if len(arrays) > MAX_ARRAYS:
+        if len(arrays) > most:
             reasons.append(f"a score takes at most {MAX_ARRAYS} arrays; got {len(arrays)}: join some of them")
         held, types = {}, {}
         for name, array in arrays.items():

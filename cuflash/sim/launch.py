@@ -21,7 +21,7 @@ _MAX_SHARED_BYTES = 227 << 10
 _MAX_BLOCK = 1024
 # Each has a stack of its own, and an operating system limits how many areas of memory a process maps.
 _MAX_RESIDENT_THREADS = 1 << 14
-# As strict as any type that a kernel takes by value: a tensor map.
+# A tensor map has the strictest alignment of all types that a kernel takes by value.
 _ALIGNMENT = 128
 _MESSAGE_BYTES = 8192
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, as_dtype, describe, is_int, is_integer_dtype, is_number
+from ..cache.arguments import page_size_reasons
 from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
 from ..fp8.rows import SCALE_BYTES
@@ -134,7 +135,7 @@ def kv_cache_bytes(
     dtype : dtype
         Of keys and values.
     page_size : int, optional
-        Tokens of a page.
+        Tokens of a page: a multiple of 16, at most 1024, as in `KVCache`.
     value_dim : int, optional
         `head_dim` unless given.
 
@@ -240,7 +241,7 @@ def _bytes_of_token(
     """Bytes of a token's keys and values in all layers; appends why there is no such cache."""
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-    wrong = _count_reasons(**sizes, page_size=1 if page_size is None else page_size)
+    wrong = _count_reasons(**sizes) + ([] if page_size is None else page_size_reasons(page_size))
     itemsize = of_scales = 0
     with collecting(wrong):
         made = as_dtype("dtype", dtype)

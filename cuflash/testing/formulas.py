@@ -30,7 +30,7 @@ _NEAR = ("clip", ("sub", ("j",), ("i",)), ("number", -3), ("number", 3))
 
 @dataclass(frozen=True)
 class _Kind:
-    """How an array is read: its indices, and how long an axis is that a formula indexes; "..." stands for the batch."""
+    """The indices that read an array, and the lengths of axes that a formula indexes; "..." stands for the batch."""
 
     indices: tuple[Any, ...]
     dtype: str = "real"

@@ -238,7 +238,7 @@ def check_a_further_key_never_lowers_lse(attend: Attend, example: Example) -> No
     assert_within("lse", higher, np.maximum(lse, higher), bound, example)
 
 
-# How the operands come
+# Properties of the layout and the grouping of operands
 
 
 def check_grouped_heads_are_repeated_heads(attend: Attend, example: Example) -> None:

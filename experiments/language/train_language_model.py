@@ -302,7 +302,7 @@ def plot(records: list[Record]) -> Any:
     return figure
 
 
-# What tells the rows of --long apart.
+# Columns that distinguish the rows of --long.
 ROW = ("gpu", "attention", "context", "dtype")
 
 if __name__ == "__main__":

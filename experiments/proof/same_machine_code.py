@@ -42,7 +42,7 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -51,6 +51,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import cubin
+from cuflash.planning.spec import KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = "test_kernels_compile.py"
@@ -64,6 +65,7 @@ LISTED = (("T4", "A100", "H100"), ((64, 64), (128, 128)), ((16, 64), (64, 64), (
 UNEQUAL = (("H100",), ((192, 128), (64, 128)), (None, (128, 128)))
 WATCHED = (64, 128, 256)  # head_dim of kernels of the sm90 family in float16
 WATCHED_FIELDS = ("is_watched", "has_watchdog")  # the first of these that a specification has
+DEFAULTS = {field.name: str(field.default) for field in fields(KernelSpec)}  # of this tree's fields
 
 
 class Kernel(NamedTuple):
@@ -360,6 +362,8 @@ def matched(
 ) -> tuple[dict[Kernel, int], dict[Kernel, int], set[str]]:
     """The numbers of the kernels of two trees by what both say of them, and the fields that only one of them has.
 
+    Kernels that differ from others by a new field alone are left out: their value is not the field's default.
+
     Raises
     ------
     SystemExit
@@ -368,6 +372,10 @@ def matched(
 
     def new(name: str) -> str:
         return renamed.get(name, name)
+
+    def is_new(kernel: Kernel, shared: Container[str]) -> bool:
+        own = (pair for pair in kernel.specification if pair[0] not in shared)
+        return any(value != DEFAULTS.get(field, value) for field, value in own)
 
     before = [
         Kernel(new(name), architecture, tuple((new(field), value) for field, value in said))
@@ -380,7 +388,9 @@ def matched(
         for number, kernel in enumerate(side):
             shared = tuple(sorted(pair for pair in kernel.specification if pair[0] in first & second))
             key = kernel._replace(specification=shared)
-            if key in numbers:
+            if key in numbers and is_new(kernel, first & second):
+                continue
+            if key in numbers and not is_new(side[numbers[key]], first & second):
                 raise SystemExit(
                     f"without the fields that only one tree has, {', '.join(sorted(first ^ second))}, two kernels are "
                     f"one, {side[numbers[key]]} and {kernel}: give their new names by --renamed old=new"

@@ -297,7 +297,7 @@ def plot(records: list[Record]) -> Any:
     return figure
 
 
-# What tells the rows of a result apart.
+# Columns that distinguish the rows of a result.
 ROW = ("gpu", "seqlen", "pattern", "seed")
 
 if __name__ == "__main__":

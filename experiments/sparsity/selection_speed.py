@@ -130,7 +130,7 @@ def table(records: list[Record]) -> Table:
     return made
 
 
-# What tells the rows of the result apart.
+# Columns that distinguish the rows of the result.
 ROW = ("gpu", "call", "seqlen", "causal", "block", "num_heads", "head_dim", "dtype")
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ def plot(records: list[Record]) -> Any:
     return figure
 
 
-# What tells the rows of a result apart.
+# Columns that distinguish the rows of a result.
 ROW = ("gpu", "data", "selector", "top_k", "block", "seqlen")
 
 if __name__ == "__main__":

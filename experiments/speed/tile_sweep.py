@@ -213,7 +213,7 @@ def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
 
 
 def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator[KernelSpec]:
-    """Of each height the widest tiles that find room, twice a multiprocessor where that pays; and more stages."""
+    """Yield the widest tiles of each height that fit, twice a multiprocessor where that pays; and more stages."""
     tried = SM90[base.entry]
     for block_q in tried.blocks_q:
         shape = replace(base, block_q=block_q, num_stages=tried.stages[0])

@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/params.cuh>
 
-// What a cache of 8-bit numbers has beside its pages. cuflash/planning/cache_scales.py has the record as a NumPy dtype.
+// The scales of a cache of 8-bit numbers. cuflash/planning/cache_scales.py has the record as a NumPy dtype.
 namespace cuflash::attention {
 
 // Scales [num_pages, kv heads, page_size] in float32 by which rows of keys and values are multiplied: powers of two, or

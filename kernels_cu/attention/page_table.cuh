@@ -41,6 +41,27 @@ CUFLASH_DEVICE SequenceRows rows_of_sequence(const Pages& pages, int sequence) {
   return {clamped, clamped_count, length == clamped && count == clamped_count};
 }
 
+// Maps a query of a sequence to its position, at least 0; without pages these are equal.
+template <bool IsPaged>
+struct QueryPositionIf {
+  QueryPositionIf() = default;
+  CUFLASH_DEVICE QueryPositionIf(NoPages, int) {}
+  CUFLASH_DEVICE int operator()(int query) const { return query; }
+};
+template <>
+struct QueryPositionIf<true> {
+  QueryPositionIf() = default;
+  CUFLASH_DEVICE QueryPositionIf(const Pages& pages, int sequence) {
+    const SequenceRows of = rows_of_sequence(pages, sequence);
+    first_ = of.length - of.count;
+  }
+  CUFLASH_DEVICE int operator()(int query) const { return max(0, first_ + query); }
+
+ private:
+  int first_;
+};
+using QueryPosition = QueryPositionIf<config::kIsPaged>;
+
 // Return the page of a position, or `num_pages` if the table has none.
 CUFLASH_DEVICE int page_of(const Pages& pages, int sequence, int position) {
   if (pages.table == nullptr) return sequence;

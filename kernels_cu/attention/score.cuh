@@ -6,9 +6,10 @@
 
 namespace cuflash::attention {
 
-// Return the factor of scores in exponents: 1 with a score function, which scales scores itself, else the softmax
-// scale.
-CUFLASH_DEVICE double exponent_scale(const Shape& shape) { return kHasScore ? 1.0 : shape.softmax_scale; }
+// Return the factor of scores in exponents: 1 with a score function that scales scores itself, else the softmax scale.
+CUFLASH_DEVICE double exponent_scale(const Shape& shape) {
+  return kHasScore && !score::Function::kIsUnscaled ? 1.0 : shape.softmax_scale;
+}
 
 // The head and the query of a row of a tile.
 struct HeadAndQuery {

@@ -11,6 +11,8 @@ struct Function {
   using Number = config::Accumulator;
   static constexpr bool kIsDerived = false, kAddsGradients = false, kReadsAtPositions = false, kIsShift = false,
                         kSlopesNeedScore = false, kIsStaged = false, kCanBeUniform = false, kStoresGradient = false;
+  static constexpr bool kTakesProducts = false, kIsUnscaled = false, kNeedsDistancesAlone = false;
+  static constexpr int kNumBins = 0;
 };
 }  // namespace score
 

@@ -3,6 +3,7 @@
 #include <tile/copy.cuh>
 #include <tile/element.cuh>
 #include <tile/global_sum.cuh>
+#include <tile/thread_bins.cuh>
 
 // The operations of a score function that are more than an operator of C++. cuflash/compiler/score_text.py prints calls
 // of them. Like NumPy's, they return NaN if an argument is NaN.
@@ -42,9 +43,17 @@ CUFLASH_DEVICE float tangent(float x) {
   constexpr float kTwoLog2E = 2.88539008177792681f;
   return ptx::fma(-2.0f, ptx::reciprocal_approx(1.0f + ptx::exp2_approx(x * kTwoLog2E)), 1.0f);
 }
+// Return 1 / (1 + 2^x), of which functions of products make tanh, with an equal error.
+CUFLASH_DEVICE float logistic(float x) { return ptx::reciprocal_approx(1.0f + ptx::exp2_approx(x)); }
 CUFLASH_DEVICE double tangent(double x) { return ptx::tanh_accurate(x); }
 CUFLASH_DEVICE float tangent_fast(float x) { return ptx::tanh_approx(x); }
 CUFLASH_DEVICE double tangent_fast(double x) { return ptx::tanh_accurate(x); }
+
+// Return dF times a slope; 0 where dF is 0, even if the slope is infinite.
+template <class T>
+CUFLASH_DEVICE T df_times(T df, T slope) {
+  return df == 0 ? T(0) : df * slope;
+}
 
 // Return an element of a captured array in the type in which programs compute.
 template <class T, class Element>

@@ -23,7 +23,8 @@ CUFLASH_DEVICE void make_pair(T& s, T& dp, const Score& score, const OfTile& of_
   const T df = p == 0 ? T(0) : score_gradient(p, dp, delta);
   s = p;
   dp = p == 0 ? T(0) : df * slopes.d0;
-  if (adds && p != 0) score.add(of_tile, of_query, of_key, query, key, scaled, df, slopes, sums...);
+  if (adds && (Score::kNumBins > 0 || p != 0))
+    score.add(of_tile, of_query, of_key, query, key, scaled, df, slopes, sums...);
 }
 
 // Replace q k^T by P, by a thread's row and column, and dP by dS. Gradients of captured arrays are added up if `adds`.

@@ -29,6 +29,7 @@ struct PlainStage {
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
 sm80_decode(const __grid_constant__ cuflash::attention::Decode params CUFLASH_FEATURES) {
+  using namespace cuflash;
   using namespace cuflash::attention;
-  cuflash::decode<cuflash::PlainStage>(params, {}, sink);
+  decode<PlainStage>(params, {}, sink, score_function);
 }

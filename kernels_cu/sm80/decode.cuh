@@ -15,14 +15,28 @@
 //   multiply, add          multiply queries by the keys of the stage, and add its values times their weights
 //   column, store_row      the columns of a thread's output, and a store of one of its rows
 #pragma once
+#include <attention/score.cuh>
 #include <sm80/cache_copy.cuh>
 #include <sm80/decode_epilogue.cuh>
 
 namespace cuflash {
 
+// Replace the scores of a step by their score function. Rows of the tile are the queries of all heads of the group.
+template <class Score>
+CUFLASH_DEVICE void score_step(Scores& s, const Decode& params, const Sequence& of, const attention::BatchHead& heads,
+                               const attention::Positions& keys, const Score& score) {
+  const int last_row = params.group_size * params.num_queries - 1;
+  const auto query_of = [&](int i) {
+    const attention::DivMod row = attention::divmod(min(attention::row_of(s, i), last_row), params.num_queries);
+    return attention::HeadAndQuery{heads.head + row.quotient, max(0, of.length - of.count + row.remainder)};
+  };
+  attention::apply_score(s, score, params.softmax_scale, heads, query_of, keys, 1);
+}
+
 // The body of a decode kernel. Each thread block computes one part of one sequence for one key/value head.
-template <class Stage>
-CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, attention::SinkArgument sink) {
+template <class Stage, class Score>
+CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, attention::SinkArgument sink,
+                           const Score& score) {
   using namespace attention;
   constexpr int kSharedFloats = (QTile::kBytes + kNumStages * Stage::kBytes) / 4;
   static_assert(kMergeFloats <= kSharedFloats, "there is room for what is merged");
@@ -45,7 +59,7 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
     if (stage < num_steps) copy.start_next(stage);
     ptx::cp_async_commit();
   }
-  const float softmax_scale_log2 = Softmax::scale_log2(params.softmax_scale);
+  const float softmax_scale_log2 = Softmax::scale_log2(kHasScore ? 1.0 : params.softmax_scale);
   const bool has_lower_rows = kRowGroups > 1 || num_rows > 8;
   const Interval seen = seen_by_all(params, of);
   RowStats stats;
@@ -67,8 +81,9 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
     ptx::cp_async_commit();
     Scores s;
     stage_smem<Stage>(stage).multiply(s, queries);
-    if (Softmax::needs_negation(params.softmax_scale)) Softmax::negate(s, params.softmax_scale);
     const int start = part.start + step * kBlockKv, stop = min(start + kBlockKv, part.stop);
+    if constexpr (kHasScore) score_step(s, params, of, heads, {start, stop}, score);
+    else if (Softmax::needs_negation(params.softmax_scale)) Softmax::negate(s, params.softmax_scale);
     if (start < seen.lo || start + kBlockKv > min(seen.hi, part.stop))
       mask_rows<false>(s, KvBlock{start, stop, BlockKind::kInterval, 0}, ptx::negative_infinity<float>(),
                        [&](int row) { return packed_row_mask(params, of, row); });

@@ -61,6 +61,7 @@ struct ScaledStage {
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
 sm80_decode_e4m3(const __grid_constant__ cuflash::attention::Decode params,
                  const __grid_constant__ cuflash::attention::CacheScales scales CUFLASH_FEATURES) {
+  using namespace cuflash;
   using namespace cuflash::attention;
-  cuflash::decode<cuflash::ScaledStage>(params, scales, sink);
+  decode<ScaledStage>(params, scales, sink, score_function);
 }

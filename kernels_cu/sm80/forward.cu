@@ -136,12 +136,13 @@ CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const
 // Replace the scores of a step by their score function.
 template <class Score>
 CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
-                               const attention::KvBlock& block, const Score& score) {
+                               const attention::KvBlock& block, const Score& score, attention::PagesArgument pages) {
   using namespace attention;
   const Positions rows{work.first, work.last};
+  const QueryPosition position(pages, work.batch_head.batch_index);
   const auto query_of = [&](int i) {
     const int row = rows.at(row_of(s, i));
-    if (!kPackGqa) return HeadAndQuery{work.batch_head.head, row};
+    if (!kPackGqa) return HeadAndQuery{work.batch_head.head, position(row)};
     const DivMod heads = divmod(row, params.shape.seqlen_q);
     return HeadAndQuery{work.batch_head.head + heads.quotient, heads.remainder};
   };
@@ -252,7 +253,7 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     tile::gemm_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V has arrived; K is read
-    if constexpr (kHasScore) score_step(s, params, state.work, block, score_function);
+    if constexpr (kHasScore) score_step(s, params, state.work, block, score_function, pages);
     else if (Softmax::needs_negation(shape.softmax_scale)) Softmax::negate(s, shape.softmax_scale);
     if (!is_unmasked<kBlockKv>(block)) mask_block(s, params, state, block);
     const int first_key = block.start;

@@ -183,5 +183,6 @@ sm90_backward(const __grid_constant__ cuflash::attention::Params params,
               const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
-  run_roles(params, maps, [&](int part) { consume(params, part, score_function, dropout); }, score_function);
+  run_roles(params, maps, [&](int part) { consume(params, part, score_function, dropout); }, score_function,
+            staged_map);
 }

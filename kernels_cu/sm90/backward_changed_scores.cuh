@@ -72,6 +72,7 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
   using Step = StepScoreIf<Scores, Score>;
   const Step step(score, place);
   typename Step::Sums sums;
+  step.start_bins(of_steps);
   const ThreadMask<IsPlain> mask(queries);
 #pragma unroll
   for (int k = 0; k < PackedScores::kNumFragments; ++k) {

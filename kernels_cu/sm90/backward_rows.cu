@@ -152,7 +152,8 @@ sm90_backward_rows(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (threadIdx.x < kWarpgroupThreads) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce<BackwardRowsHooks>(params, maps, attention::sink, attention::pages, attention::scales, score_function);
+    produce<BackwardRowsHooks>(params, maps, attention::sink, attention::pages, attention::scales, score_function,
+                               staged_map);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params);

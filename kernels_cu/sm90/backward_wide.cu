@@ -278,5 +278,5 @@ extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config:
 sm90_backward_wide(const __grid_constant__ cuflash::attention::Params params,
                    const __grid_constant__ cuflash::attention::TensorMaps maps) {
   using namespace cuflash;
-  run_roles(params, maps, [&](int part) { consume(params, part); }, score_function);
+  run_roles(params, maps, [&](int part) { consume(params, part); }, score_function, staged_map);
 }

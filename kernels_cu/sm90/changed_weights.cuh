@@ -36,10 +36,8 @@ class StepScore {
       : score_(score),
         of_tile_(score.of_tile(place.batch_head.batch_index, place.batch_head.head)),
         queries_(place.queries, Tile::first_column()),
-        array_(array_smem(place.stage)),
-        place_(SmemArray::offset(Tile::first_column(), Tile::first_row() / 8) + 2 * (Tile::first_row() % 8)) {
-    // opaque, so that it takes no registers from step to step
-    if constexpr (kStagesArray) place_ = ptx::opaque(place_);
+        // opaque, so that it takes no registers from step to step
+        array_address_(kStagesArray ? ptx::opaque(staged_address(array_smem(place.stage))) : 0) {
     const attention::PositionsOf<Score> keys(place.keys, Tile::first_row());
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
@@ -81,6 +79,11 @@ class StepScore {
     by_form([&](auto form) { make_pairs_in<decltype(form)>(s, dp, softmax_scale, is_seen, lse_2, delta, k, sums); });
   }
 
+  // Prepare the bins of a table's gradient for the sums of a step. Called by whole warps.
+  CUFLASH_DEVICE void start_bins(typename Score::OfScoreSums& of_steps) const {
+    if constexpr (Score::kNumBins > 0) score_.start_bins(of_tile_, bins_of_warp(), of_steps);
+  }
+
   // Add the sums of a step to memory; those of a uniform step join `of_steps`, the sums of steps that read the same
   // elements. Called by whole warps.
   using StepSums = typename Score::OfScoreSums;
@@ -101,6 +104,9 @@ class StepScore {
   struct OfEach {};
   struct OfUniform {};
   struct OfStaged {};
+  struct StagedWords {
+    uint32_t at[4];  // of two queries each: keys 0 to 7 and 8 to 15 of the warp, of the first and the last 8 queries
+  };
 
   template <class Visit>
   CUFLASH_DEVICE void by_form(Visit visit) const {
@@ -110,12 +116,27 @@ class StepScore {
     if constexpr (!Score::kIsStaged) visit(OfEach());
   }
 
+  // Return the address of eight keys of a query, from which a warp reads fragments of 16 keys and 16 queries.
+  static CUFLASH_DEVICE uint32_t staged_address(SmemArray array) {
+    const int key = Tile::warp_row() + ptx::lane() / 8 % 2 * 8, query = ptx::lane() / 16 * 8 + ptx::lane() % 8;
+    return array.panel(key / SmemArray::kPanelWidth).address(query, key % SmemArray::kPanelWidth / 8);
+  }
+  // Return the elements of a thread's keys at 16 queries, or zeros if they are not staged. Called by whole warps.
+  template <class Form>
+  CUFLASH_DEVICE StagedWords staged_words(int k) const {
+    StagedWords words{};
+    if constexpr (kIsSame<Form, OfStaged>)
+      ptx::ldmatrix_x4_trans(words.at, SmemArray::Panel::advanced(array_address_, 16 * k, 0));
+    return words;
+  }
+
   // Return the score function at a thread's element.
   template <class Form>
-  CUFLASH_DEVICE decltype(auto) function_at(int i, int j) const {
+  CUFLASH_DEVICE decltype(auto) function_at(int i, int j, const StagedWords& words) const {
     if constexpr (kIsSame<Form, OfStaged>) {
-      const int place = SmemArray::advanced(place_, Tile::column(j), Tile::row(i) / 8);
-      return WithValue<Score, T>{score_, score::real<T>(*array_.template pointer<typename Score::StagedElement>(place))};
+      float pair[2];
+      to_floats<typename Score::StagedElement>(words.at[j / 2 % 2 * 2 + i], pair);
+      return WithValue<Score, T>{score_, pair[j % 2]};
     } else if constexpr (kIsSame<Form, OfUniform>) {
       return WithValue<Score, typename Score::OfUniform>{score_, uniform_};
     } else {
@@ -130,6 +151,7 @@ class StepScore {
 
   template <class Form>
   CUFLASH_DEVICE void apply_in(Tile& s, int k, float softmax_scale) const {
+    const auto words = staged_words<Form>(k);
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -137,14 +159,15 @@ class StepScore {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) {
         typename Score::Derivatives slopes;
-        s.at(i, j) = function_at<Form>(i, j).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
-                                                   s.at(i, j) * softmax_scale, slopes);
+        s.at(i, j) = function_at<Form>(i, j, words).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
+                                                          s.at(i, j) * softmax_scale, slopes);
       }
     }
   }
 
   template <class Form>
   CUFLASH_DEVICE void apply_slopes_in(Tile& p, Tile& df, int k, Sums& sums) const {
+    const auto words = staged_words<Form>(k);
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -153,11 +176,15 @@ class StepScore {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) {
         typename Score::Derivatives slopes;
-        const auto& function = function_at<Form>(i, j);
+        const auto& function = function_at<Form>(i, j, words);
         function.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
-        if (Score::kAddsGradients && p.at(i, j) != 0)
-          function.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
-                       sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
+        // Sums in bins are added without a branch, which would wait for each of them.
+        constexpr bool kHasBins = Score::kNumBins > 0;
+        const T kept_df = p.at(i, j) != 0 ? df.at(i, j) : T(0);
+        if (Score::kAddsGradients && (kHasBins || p.at(i, j) != 0))
+          function.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0),
+                       kHasBins ? kept_df : df.at(i, j), slopes, sums.of_tile, query_sums, sums.of_key[i],
+                       sums_of_scores<Form>(sums));
         if constexpr (!Score::kIsShift) {
           // If the slope is finite, a P of 0 makes dS 0 by itself; whether it is finite needs one test if the whole
           // tile has one slope.
@@ -172,6 +199,7 @@ class StepScore {
   template <class Form, class IsSeen, class LseOf, class DeltaOf>
   CUFLASH_DEVICE void make_pairs_in(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
                                     int k, Sums& sums) const {
+    const auto words = staged_words<Form>(k);
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -180,9 +208,10 @@ class StepScore {
       const float query_lse_2 = lse_2(j), query_delta = delta(j);
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
-        attention::make_pair(s.at(i, j), dp.at(i, j), function_at<Form>(i, j), of_tile_, of_query, of_key_[i], query.whole,
-                             keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
-                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
+        attention::make_pair(s.at(i, j), dp.at(i, j), function_at<Form>(i, j, words), of_tile_, of_query, of_key_[i],
+                             query.whole, keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
+                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i],
+                             sums_of_scores<Form>(sums));
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
     }
   }
@@ -190,8 +219,7 @@ class StepScore {
   const Score& score_;
   typename Score::OfTile of_tile_;
   attention::PositionsOf<Score> queries_;
-  SmemArray array_;  // elements of the step
-  int place_;  // place of the thread's first key and query
+  uint32_t array_address_;  // of the rows that the thread reads for its warp, in the elements of the step
   bool is_uniform_ = false;
   typename Score::OfUniform uniform_;
   attention::Position<T> keys_[Tile::kRows];
@@ -206,6 +234,7 @@ struct NoStepScore {
   template <class Score>
   CUFLASH_DEVICE NoStepScore(const Score&, const StepPlace&) {}
   CUFLASH_DEVICE void apply(Tile&, int, float) const {}
+  CUFLASH_DEVICE void start_bins(StepSums&) const {}
   CUFLASH_DEVICE void flush(const Sums&, StepSums&) const {}
 };
 
@@ -223,7 +252,8 @@ using StepScoreIf = typename StepScoreOr<Tile, Score>::Type;
 // Add the last sums of uniform steps to memory. Called by whole warps.
 template <class Score, class StepSums>
 CUFLASH_DEVICE void finish_sums(const Score& score, const StepSums& of_steps) {
-  if constexpr (Score::kAddsGradients && Score::kCanBeUniform) score.flush(of_steps);
+  if constexpr (Score::kNumBins > 0) score.finish_bins(bins_of_warp(), of_steps);
+  else if constexpr (Score::kAddsGradients && Score::kCanBeUniform) score.flush(of_steps);
 }
 
 // Store dS of a step, which all consumers have stored in shared memory, as the gradient of the staged array.

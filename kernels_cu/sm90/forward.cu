@@ -22,7 +22,7 @@ constexpr bool kTestsBarriersEarly = kHeadDim > 64;
 // warpgroups, which need more keys in the same time, would wait.
 constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
 // With a score function, consumers need more registers, unless it reads arrays at positions.
-constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions && !kStagesArray;
+constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions;
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
     : kNumConsumers == 3 || kHasDrawers ? 32
@@ -63,8 +63,8 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
     is_end = flags_of_warpgroup(group, num_k_blocks) & StepMessage::kLastOfTile;
     tile::arrive(shared().k[stage].empty);
     if constexpr (kStagesArray) {
-      tile::wait_full(array_slot(stage), phase);
-      tile::arrive(array_slot(stage).empty);
+      tile::wait_full(array_slot(stage, group % kNumConsumers), phase);
+      tile::arrive(array_slot(stage, group % kNumConsumers).empty);
     }
     if constexpr (kHasDrawers) skip_kept(num_k_blocks);
     ping_pong_wait();
@@ -74,17 +74,22 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
   }
 }
 
+// Return the number of this thread's warpgroup among the consumers.
+CUFLASH_DEVICE int consumer_number() { return Scores::warp_row() / 64; }
+
 // Replace the scores of a step by their score function, before masks hide any.
 CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                unsigned num_k_blocks) {
-  if constexpr (kStagesArray) tile::wait_full(array_slot(stage_of(num_k_blocks)), phase_of(num_k_blocks));
+  const int stage = stage_of(num_k_blocks);
+  if constexpr (kStagesArray) tile::wait_full(array_slot(stage, consumer_number()), phase_of(num_k_blocks));
   if constexpr (kHasScore)
-    of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage_of(num_k_blocks)].block,
-                  array_smem(stage_of(num_k_blocks)));
+    of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage].block,
+                  array_smem(stage, consumer_number()));
 }
 CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Function& function,
-                                        unsigned num_tiles_done) {
-  if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work);
+                                        unsigned num_tiles_done, attention::PagesArgument pages) {
+  if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work,
+                                           shared().softmax_scale, pages);
 }
 
 // Find the weights of a step that dropout keeps. Called while its scores are multiplied.
@@ -130,7 +135,7 @@ CUFLASH_DEVICE void recompute_scores(const ScoresOfTile& of_tile, const score::F
 // Release K of a step; with the last step of a tile also Q, if it has one stage.
 CUFLASH_DEVICE void release_k(unsigned num_k_blocks, bool is_last) {
   tile::arrive(shared().k[stage_of(num_k_blocks)].empty);
-  if constexpr (kStagesArray) tile::arrive(array_slot(stage_of(num_k_blocks)).empty);
+  if constexpr (kStagesArray) tile::arrive(array_slot(stage_of(num_k_blocks), consumer_number()).empty);
   if (is_last && kQStages == 1) tile::arrive(shared().q[0].empty);
 }
 
@@ -233,7 +238,7 @@ CUFLASH_DEVICE void add_last_v(Output& o, const PackedP& p, unsigned num_k_block
 CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, const attention::TensorMaps& maps,
                                              int group,
                                              attention::SinkArgument sink, const score::Function& function,
-                                             attention::DropoutArgument dropout) {
+                                             attention::DropoutArgument dropout, attention::PagesArgument pages) {
   unsigned num_k_blocks = 0;
   for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
     Softmax softmax;
@@ -243,7 +248,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
     PackedP p;
     o.fill(0);
     Kept kept;
-    find_scores_of_tile(of_tile, function, num_tiles_done);
+    find_scores_of_tile(of_tile, function, num_tiles_done, pages);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, false);
     draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     for (bool is_first = true;; is_first = false) {
@@ -284,7 +289,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
 CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, const attention::TensorMaps& maps,
                                               int group,
                                               attention::SinkArgument sink, const score::Function& function,
-                                              attention::DropoutArgument dropout) {
+                                              attention::DropoutArgument dropout, attention::PagesArgument pages) {
   unsigned num_k_blocks = 0, num_tiles_done = 0;
   while (wait_tile(num_tiles_done)) {
     Softmax softmax, previous_softmax;
@@ -294,7 +299,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
     PackedP p;
     o.fill(0);
     Kept kept;
-    find_scores_of_tile(of_tile, function, num_tiles_done);
+    find_scores_of_tile(of_tile, function, num_tiles_done, pages);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, num_k_blocks > 0);
     draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     while (true) {
@@ -331,7 +336,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           if (!(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done)) break;
           previous_softmax = softmax;
           softmax = Softmax();
-          find_scores_of_tile(of_tile, function, num_tiles_done);
+          find_scores_of_tile(of_tile, function, num_tiles_done, pages);
         }
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
       }
@@ -352,10 +357,10 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
 
 CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
                             attention::SinkArgument sink, const score::Function& function,
-                            attention::DropoutArgument dropout) {
+                            attention::DropoutArgument dropout, attention::PagesArgument pages) {
   if (group == kNumConsumers) ping_pong_signal();
-  if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function, dropout);
-  else consume_with_two_q_stages(params, maps, group, sink, function, dropout);
+  if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function, dropout, pages);
+  else consume_with_two_q_stages(params, maps, group, sink, function, dropout, pages);
   if (group == 1) ping_pong_wait();  // takes the last signal, for which no other warpgroup waits
 }
 
@@ -376,12 +381,12 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce<ForwardHooks>(params, maps, sink, pages, scales, score_function);
+    produce<ForwardHooks>(params, maps, sink, pages, scales, score_function, staged_map);
   } else if (kHasDrawers && group == kNumConsumers + 1) {
     ptx::setmaxnreg_dec<kDrawerRegisters>();
     draw_steps<Scores>(params, dropout);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, maps, group, sink, score_function, dropout);
+    consume(params, maps, group, sink, score_function, dropout, pages);
   }
 }

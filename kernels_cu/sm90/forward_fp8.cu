@@ -299,7 +299,7 @@ sm90_forward_fp8(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce<Fp8Hooks>(params, maps, sink, pages, scales, score_function);
+    produce<Fp8Hooks>(params, maps, sink, pages, scales, score_function, staged_map);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, scales);

@@ -5,8 +5,8 @@
 #include <sm90/kv_pipeline.cuh>
 #include <sm90/ping_pong.cuh>
 
-// What sm90_forward and sm90_forward_fp8 have in common: the register tiles of a consumer warpgroup, the operands of
-// its scores, masks, and the rows of lse. In both, num_tiles_done and num_k_blocks count the tiles and the blocks of
+// sm90_forward and sm90_forward_fp8 share these definitions: register tiles of a consumer warpgroup, operands of its
+// scores, masks, and the rows of lse. In both, num_tiles_done and num_k_blocks count the tiles and the blocks of
 // keys that a warpgroup has read.
 namespace cuflash {
 

@@ -61,9 +61,10 @@ CUFLASH_DEVICE void init_barriers() {
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), (2 + kStagesArray) * tile::kArrivalsPerWarp);
   }
   if constexpr (kStagesArray)
-    for (int stage = 0; stage < kNumStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&array_slot(stage).full), tile::kArrivalsPerWarp);
-      ptx::mbarrier_init(ptx::shared_address(&array_slot(stage).empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
+    for (int i = 0; i < kNumStages * kNumConsumers; ++i) {
+      const tile::PipelineSlot& slot = array_slot(i / kNumConsumers, i % kNumConsumers);
+      ptx::mbarrier_init(ptx::shared_address(&slot.full), tile::kArrivalsPerWarp);
+      ptx::mbarrier_init(ptx::shared_address(&slot.empty), 4 * tile::kArrivalsPerWarp);
     }
   ptx::fence_mbarrier_init();
 }
@@ -76,12 +77,13 @@ CUFLASH_DEVICE void init_barriers() {
 template <class Hooks>
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
                             attention::SinkArgument sink, attention::PagesArgument pages,
-                            attention::ScalesArgument scales, const score::Function& score) {
+                            attention::ScalesArgument scales, const score::Function& score,
+                            StagedMapArgument staged_map) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp == kLoadsKeys) load_keys<Hooks>(params, maps, pages, scales);
   else if (warp == kLoadsValues) load_values(params, maps, pages);
   else if (warp == kSchedulesTiles) schedule_tiles<Hooks>(params, maps, sink, pages);
-  else if constexpr (kStagesArray) load_array(params, score);
+  else if constexpr (kStagesArray) load_array(params, score, staged_map);
 }
 
 }  // namespace cuflash

@@ -172,10 +172,32 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
   }
 }
 
-// Load the elements of the staged array. Those of a step have arrived when the copy of the tile's next step has
-// started, or at the end of the tile.
+// Start to copy the elements of the staged array for a step into the slot of a consumer warpgroup, or copy them by
+// threads where TMA cannot. Called by a warp.
 template <class Score>
-CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& score) {
+CUFLASH_DEVICE void load_array_step(const Score& score, const StagedMap& map, const attention::WorkTile& work,
+                                    const attention::KvBlock& block, int stage, int consumer) {
+  const SmemArray to = array_smem(stage, consumer);
+  const tile::PipelineSlot& slot = array_slot(stage, consumer);
+  const int first = work.first + 64 * consumer;
+  if (has_staged_map(map, score)) {
+    if (elect_one())
+      tile::tma_load_boxes(tile::TmaBoxes(to), map.array, staged_coords(score, work.batch_head), first, slot.full, 0,
+                           block.start);
+    else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
+    return;
+  }
+  const int begin = min(first, work.last - 1), end = first < work.last ? min(first + 64, work.last) : begin;
+  const auto part = staged_part(score, work.batch_head, {begin, end}, {block.start, block.stop});
+  tile::copy<32>(tile::TmaBoxes(to), part, tile::lane(), [](int) { return true; });
+  tile::arrive(slot.full);
+}
+
+// Load the elements of the staged array for all steps.
+template <class Score>
+CUFLASH_DEVICE void load_array(const attention::Params&, const Score&, NoStagedMap) {}
+template <class Score>
+CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& score, const StagedMap& map) {
   using namespace attention;
   unsigned num_blocks = 0;
   // all slots but the first are empty at the start
@@ -183,26 +205,15 @@ CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& sco
   for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
     const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
     if (tile_info.is_end) return;
-    const WorkTile& work = tile_info.work;
-    const auto array = score.staged_array(score.of_tile(work.batch_head.batch_index, work.batch_head.head));
     BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
-    KvBlock block;
-    for (bool is_first = true; blocks.next(block); is_first = false) {
+    for (KvBlock block; blocks.next(block); ++num_blocks) {
       const int stage = stage_of(num_blocks);
       shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
-      wait_slot(array_slot(stage), phase_of(num_blocks));
-      const StagedPart<const typename Score::StagedElement> part{
-          array, {work.first, work.last}, {block.start, block.stop}};
-      part.template start_copy<32, 4>(array_smem(stage), tile::lane());
-      ptx::cp_async_commit();
-      if (!is_first) {
-        ptx::cp_async_wait<1>();
-        tile::arrive(array_slot(stage_of(num_blocks - 1)).full);
+      for (int consumer = 0; consumer < kNumConsumers; ++consumer) {
+        wait_slot(array_slot(stage, consumer), phase_of(num_blocks));
+        load_array_step(score, map, tile_info.work, block, stage, consumer);
       }
-      ++num_blocks;
     }
-    ptx::cp_async_wait<0>();
-    tile::arrive(array_slot(stage_of(num_blocks - 1)).full);
     tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
   }
 }

@@ -112,13 +112,15 @@ CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
 }
 
-// Elements of the staged array of each step, and their slots, behind all other shared memory.
-using SmemArray = StagedArray<kBlockQ, kBlockKv>;
-CUFLASH_DEVICE SmemArray array_smem(int stage) {
-  return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) + stage * SmemArray::kBytes};
+// Elements of the staged array of each step, and their slots, behind all other shared memory. The queries of each
+// consumer warpgroup have a slot of their own, so that it is filled again as soon as this warpgroup has read it.
+using SmemArray = StagedArray<64, kStagesArray ? kBlockKv : 64>;
+CUFLASH_DEVICE SmemArray array_smem(int stage, int consumer) {
+  return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) +
+          (stage * kNumConsumers + consumer) * SmemArray::kBytes};
 }
-CUFLASH_DEVICE tile::PipelineSlot& array_slot(int stage) {
-  return array_smem(kNumStages).template pointer<tile::PipelineSlot>(0)[stage];
+CUFLASH_DEVICE tile::PipelineSlot& array_slot(int stage, int consumer) {
+  return array_smem(kNumStages, 0).panel(0).template pointer<tile::PipelineSlot>(0)[stage * kNumConsumers + consumer];
 }
 
 // Return the stage of the count-th K or V block in its ring, and its phase; below, those of the count-th tile in the

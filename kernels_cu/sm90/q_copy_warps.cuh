@@ -83,11 +83,8 @@ CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attentio
 template <class Score>
 CUFLASH_DEVICE void load_array(const Score& score, const attention::WorkTile& work, const attention::KvBlock& block,
                                int stage, int thread) {
-  const auto of_tile = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
-  const StagedPart<const typename Score::StagedElement> part{
-      score.staged_array(of_tile), {block.start, block.stop}, {work.first, work.last}};
-  part.template start_copy<kCopyThreads, 1>(array_smem(stage), thread);
-  ptx::cp_async_wait_all();
+  const auto part = staged_part(score, work.batch_head, {block.start, block.stop}, {work.first, work.last});
+  tile::copy<kCopyThreads>(tile::TmaBoxes(array_smem(stage)), part, thread, [](int) { return true; });
 }
 
 template <class Score>
@@ -108,7 +105,9 @@ CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attenti
                                                             thread());
     if (message.is(StepMessage::kThreadsCopyQ)) copy_queries(params, params.q, message, shape.head_dim,
                                                              q_smem(state.stage), thread());
-    if constexpr (kStagesArray) load_array(score, work().tile, message.block, state.stage, thread());
+    if constexpr (kStagesArray)
+      if (message.is(StepMessage::kThreadsCopyArray))
+        load_array(score, work().tile, message.block, state.stage, thread());
     tile::arrive(smem.q[state.stage].full);
     if (message.is(StepMessage::kLoadsK)) {
       const WorkTile& tile = work().tile;

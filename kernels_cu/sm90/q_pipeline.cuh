@@ -44,7 +44,7 @@ CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // V is re
 // warpgroup among them.
 template <class Consume>
 CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::TensorMaps& maps, Consume consume,
-                              const score::Function& score) {
+                              const score::Function& score, StagedMapArgument staged_map) {
   // uniform in the warp, so that branches do not diverge
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (threadIdx.x == 0) {
@@ -66,7 +66,7 @@ CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::
   if (group == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 0) produce(params, maps);
+    if (warp == 0) produce(params, maps, score, staged_map);
     else if (32 * warp < kProducerThreads) prepare_steps(params, maps, score);
     else if constexpr (kLastArrivalFinishesDq) dq_writer_fused();
     else if constexpr (kHasDqWriter) dq_writer();

@@ -104,10 +104,30 @@ CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const atte
   shared().visit_range = aligned_to_tiles(params, visit_range, kBlockQ);
 }
 
+// Find the staged array of a head. Return the flag of steps whose elements TMA cannot copy. Called by one thread.
+template <class Work, class Score, class Map>
+CUFLASH_DEVICE int find_array(Work& work, const Score& score, const Map& map) {
+  if constexpr (kStagesArray) {
+    if (!has_staged_map(map, score)) return StepMessage::kThreadsCopyArray;
+    work.array_coords = staged_coords(score, work.tile.batch_head);
+  }
+  return 0;
+}
+
+// Start to copy the elements of the staged array for a step. The barrier of Q must expect their bytes. Called by one
+// thread.
+template <class Work, class Map>
+CUFLASH_DEVICE void load_array_boxes(const Work& work, const Map& map, int query, int key, int stage, int flags) {
+  if constexpr (kStagesArray)
+    if (!(flags & StepMessage::kThreadsCopyArray))
+      tile::start_tma_boxes(tile::TmaBoxes(array_smem(stage)), map.array, work.array_coords, query,
+                            ptx::shared_address(&shared().q[stage].full), key);
+}
+
 // Load the steps of a tile: write the message of each, and start its copies. Called by the first warp.
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps, PipelineState& state,
                             int& work_slot,
-                            bool& has_sent_step) {
+                            bool& has_sent_step, const score::Function& score, StagedMapArgument staged_map) {
   using namespace attention;
   SharedStorage& smem = shared();
   const Shape& shape = params.shape;
@@ -138,6 +158,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       head_work.flags = (work.last - work.first == kBlockKv ? 0 : StepMessage::kMasked) |
                        (has_tensor_map(maps.q, params.q) ? 0 : StepMessage::kThreadsCopyQ) |
                        (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
+      if constexpr (kStagesArray) head_work.flags |= find_array(head_work, score, staged_map);
       if constexpr (kFinishesDqInOrder) {
         head_work.dq = dq_schedule<kBlockQ, kBlockKv>(params, work);
         head_work.flags |= (head_work.dq.finishes ? StepMessage::kFinalizesDq : 0) |
@@ -190,7 +211,10 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         }
         load_operand(tile::TmaBoxes(q_smem(state.stage)), maps.q, head_work.q_coords, block.start, smem.q[state.stage],
                      flags & StepMessage::kThreadsCopyQ,
-                     sizeof stats);
+                     sizeof stats +
+                         (kStagesArray && !(flags & StepMessage::kThreadsCopyArray) ? SmemArray::kBytes : 0));
+        if constexpr (kStagesArray)
+          load_array_boxes(head_work, staged_map, block.start, work.first, state.stage, flags);
         ptx::bulk_load(ptx::shared_address(&smem.queries[state.stage].stats), &stats, sizeof stats,
                        ptx::shared_address(&smem.q[state.stage].full));
         ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));
@@ -218,13 +242,15 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   write_empty_rows(params, params.dv, smem.works[work_slot].tile, shape.value_dim);
 }
 
-CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
+CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
+                            const score::Function& score, StagedMapArgument staged_map) {
   SharedStorage& smem = shared();
   PipelineState state;
   int work_slot = 0;  // index of the present HeadWork
   bool has_sent_step = false;
   while (advance_tile(params, work_slot)) {
-    if (!smem.works[work_slot].tile.is_empty()) produce(params, maps, state, work_slot, has_sent_step);
+    if (!smem.works[work_slot].tile.is_empty())
+      produce(params, maps, state, work_slot, has_sent_step, score, staged_map);
     if (has_sent_step) work_slot = (work_slot + 1) % kNumHeadWorks;
     has_sent_step = false;
   }

@@ -22,7 +22,8 @@ struct StepMessage {
     kThreadsCopyK = 32, kThreadsCopyV = 64, kThreadsCopyQ = 128, kThreadsCopyDo = 256, kPhaseOfK = 512,
         kPhaseOfV = 1024,
     // kFinalizesDq, kStoresDq: as in attention::DqSchedule; kUsesDqSemaphore: `dq` is set
-    kFinalizesDq = 2048, kStoresDq = 4096, kUsesDqSemaphore = 8192
+    kFinalizesDq = 2048, kStoresDq = 4096, kUsesDqSemaphore = 8192,
+    kThreadsCopyArray = 16384
   };
   int flags;
   int work;  // index of the HeadWork of the step
@@ -60,8 +61,16 @@ struct PipelineState {
 CUFLASH_DEVICE int do_stage(const PipelineState& state) { return kDoStages == 1 ? 0 : state.stage; }
 CUFLASH_DEVICE int do_phase(const PipelineState& state) { return kDoStages == 1 ? state.stage : state.phase; }
 
+// The coordinates of a head's matrix in the tensor map of the staged array.
+template <bool StagesArray>
+struct ArrayCoords {};
+template <>
+struct ArrayCoords<true> {
+  tile::TmaCoords array_coords;
+};
+
 // A tile of keys with a query head: addresses and flags that all of its steps have in common.
-struct HeadWork {
+struct HeadWork : ArrayCoords<kStagesArray> {
   attention::WorkTile tile;
   QueryStats* stats;  // of the head, one for each tile of queries
   float* dq_sum;
@@ -96,9 +105,18 @@ CUFLASH_DEVICE SharedStorage& shared() {
 }
 
 // The step's elements of a captured array, behind all else; they come and go with the step's Q.
-using SmemArray = StagedArray<kBlockQ, kBlockKv>;
+using SmemArray = StagedArray<kStagesArray ? kBlockQ : 64, kStagesArray ? kBlockKv : 64>;
 CUFLASH_DEVICE SmemArray array_smem(int stage) {
   return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) + stage * SmemArray::kBytes};
+}
+
+// The bins in which a consumer warp adds up the gradient of a short table, behind all else: kNumBins for each lane. A
+// kernel that has them stages no array.
+static_assert(!kStagesArray || score::Function::kNumBins == 0, "both would start at one address");
+CUFLASH_DEVICE score::Function::Number* bins_of_warp() {
+  const int warp = (ptx::thread_index() - kWarpgroupThreads) / 32;
+  return reinterpret_cast<score::Function::Number*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset +
+                                                    sizeof(SharedStorage)) + warp * 32 * score::Function::kNumBins;
 }
 
 }  // namespace cuflash

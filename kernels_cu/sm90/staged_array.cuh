@@ -1,8 +1,6 @@
 #pragma once
 #include <attention/score.cuh>
-#include <ptx/cp_async.cuh>
-#include <tile/copy.cuh>
-#include <tile/swizzled_tile.cuh>
+#include <tile/pipeline.cuh>
 
 // Staged arrays: a score function reads a captured array of 16-bit numbers, such as a bias, at the query and the key of
 // a score. Producers load the elements of a step into shared memory, beside the step's keys or queries.
@@ -10,13 +8,46 @@ namespace cuflash {
 
 constexpr bool kStagesArray = score::Function::kIsStaged;
 
-// The slot of a step: a row for each query. It starts at a multiple of kArrayAlignment bytes.
+// The slot of a step in shared memory, as TMA copies its elements: a row for each query. It starts at a multiple of
+// kArrayAlignment bytes.
 template <int Rows, int Columns>
-using StagedArray = tile::SwizzledTile<uint16_t, Rows, Columns>;
-constexpr int kArrayAlignment = 128;
+using StagedArray = tile::WgmmaTile<ptx::Half, Rows, Columns>;
+constexpr int kArrayAlignment = 1024;
 // Return the first offset from `end` on at which slots can lie.
 CUFLASH_DEVICE constexpr int aligned_for_array(int end) {
   return (end + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment;
+}
+
+// A kernel argument of kernels that stage an array: the array's tensor map. The leading axes of the array are the last
+// ones of the map. cuflash/planning/staged_array.py has the record as a NumPy dtype.
+struct StagedMap {
+  tile::TensorMapParam array;
+};
+// The type of the argument in functions: kernels that stage no array pass a constant in its place.
+struct NoStagedMap {};
+template <bool StagesArray>
+struct StagedMapArgumentIf {
+  using Type = const StagedMap&;
+};
+template <>
+struct StagedMapArgumentIf<false> {
+  using Type = NoStagedMap;
+};
+using StagedMapArgument = StagedMapArgumentIf<kStagesArray>::Type;
+constexpr NoStagedMap staged_map{};
+
+// Return whether TMA can copy the array. Otherwise threads copy its elements.
+template <class Score>
+CUFLASH_DEVICE bool has_staged_map(const StagedMap& map, const Score& score) {
+  return map.array.is_valid && reinterpret_cast<uint64_t>(score.staged_data()) % 16 == 0;
+}
+
+// Return the coordinates of a tile's matrix in the tensor map.
+template <class Score>
+CUFLASH_DEVICE tile::TmaCoords staged_coords(const Score& score, const attention::BatchHead& batch_head) {
+  int at[3];
+  score.staged_coords(batch_head.batch_index, batch_head.head, at);
+  return {at[0], at[1], at[2]};
 }
 
 // Convert two 16-bit numbers to floats.
@@ -26,49 +57,15 @@ CUFLASH_DEVICE void to_floats(uint32_t word, float (&pair)[2]) {
   pair[1] = ptx::to_float(Element{static_cast<unsigned short>(word >> 16)});
 }
 
-// The part of a matrix that a step reads: queries and keys first <= x < last.
-template <class Element>
-struct StagedPart {
-  tile::Matrix<Element> matrix;
-  attention::Positions queries, keys;
-
-  // Start to copy the part, by threads of which `thread` is one. Elements past its ends become 0. Elements that
-  // cp.async cannot copy are copied at once.
-  template <int Threads, int kUnroll, class Slot>
-  CUFLASH_DEVICE void start_copy(Slot to, int thread) const {
-    static_assert(Slot::kChunks % 8 == 0, "eight chunks are permuted among each other");
-    static_assert(Threads % Slot::kChunks == 0 && Slot::kRows % (Threads / Slot::kChunks) == 0, "whole rows at a time");
-    constexpr int kRowsAtOnce = Threads / Slot::kChunks;
-    const int chunk = thread % Slot::kChunks, num_rows = queries.last - queries.first;
-    const int remaining = min(max(keys.last - keys.first - 8 * chunk, 0), 8);
-    const Element* from = &matrix.at(queries.first, keys.first) + 8 * chunk * matrix.column_stride;
-    const bool is_aligned = matrix.column_stride == 1 && matrix.row_stride % 8 == 0 &&
-        reinterpret_cast<uint64_t>(&matrix.at(queries.first, keys.first)) % 16 == 0;
-    if (!is_aligned) return copy_each<kRowsAtOnce>(to, thread, remaining);
-    from += thread / Slot::kChunks * matrix.row_stride;
-#pragma unroll kUnroll
-    for (int first = 0; first < Slot::kRows; first += kRowsAtOnce) {
-      const int row = first + thread / Slot::kChunks;
-      const bool in_bounds = row < num_rows && remaining > 0;
-      ptx::cp_async_cg_16(to.address(row, chunk), in_bounds ? from : matrix.data,
-                          in_bounds ? 2 * remaining : 0);
-      from += kRowsAtOnce * matrix.row_stride;
-    }
-  }
-
- private:
-  template <int RowsAtOnce, class Slot>
-  CUFLASH_DEVICE void copy_each(Slot to, int thread, int remaining) const {
-    const int chunk = thread % Slot::kChunks;
-#pragma unroll 1
-    for (int row = thread / Slot::kChunks; row < Slot::kRows; row += RowsAtOnce) {
-      const Element* const from = &matrix.at(queries.at(row), keys.first) + 8 * chunk * matrix.column_stride;
-      auto* const elements = to.template pointer<unsigned short>(Slot::offset(row, chunk));
-#pragma unroll 1
-      for (int e = 0; e < 8; ++e) elements[e] = e < remaining ? from[e * matrix.column_stride].bits : 0;
-    }
-  }
-};
+// Return the part of the array that a step reads: queries and keys first <= x < last.
+template <class Score>
+CUFLASH_DEVICE auto staged_part(const Score& score, const attention::BatchHead& batch_head,
+                                const attention::Positions& queries, const attention::Positions& keys) {
+  const auto all = score.staged_array(score.of_tile(batch_head.batch_index, batch_head.head));
+  return tile::Matrix<const typename Score::StagedElement>{&all.at(queries.first, keys.first), all.row_stride,
+                                                           all.column_stride, queries.last - queries.first,
+                                                           keys.last - keys.first};
+}
 
 template <class A, class B>
 constexpr bool kIsSame = false;
@@ -81,6 +78,7 @@ template <class Score, class Value>
 struct WithValue {
   using Number = typename Score::Number;
   using Derivatives = typename Score::Derivatives;
+  static constexpr int kNumBins = Score::kNumBins;
 
   const Score& score;
   Value given;

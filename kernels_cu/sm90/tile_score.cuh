@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/page_table.cuh>
 #include <sm90/staged_array.cuh>
 
 namespace cuflash {
@@ -9,9 +10,11 @@ class TileScore {
  public:
   using T = typename Score::Number;
 
-  CUFLASH_DEVICE void find(const Score& score, const attention::WorkTile& work) {
+  CUFLASH_DEVICE void find(const Score& score, const attention::WorkTile& work, float softmax_scale,
+                           attention::PagesArgument pages) {
     queries_ = {work.first, work.last};
-    of_tile_ = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
+    position_ = attention::QueryPosition(pages, work.batch_head.batch_index);
+    of_tile_ = score.of_tile(work.batch_head.batch_index, work.batch_head.head, softmax_scale);
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) of_query_[i] = score.of_query(of_tile_, query(i));
   }
@@ -21,19 +24,23 @@ class TileScore {
   CUFLASH_DEVICE void apply(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
                             Staged staged) const {
     if constexpr (Score::kIsStaged) {
+      using Panel = typename Staged::Panel;
+      constexpr int kFragments = Panel::kChunks / 2;  // of 16 columns each
+      uint32_t words[4];
       float pairs[Tile::kRows][2];
-      // opaque, since the places of all columns would take registers from step to step
-      const int first = ptx::opaque(Staged::offset(Tile::first_row(), 0)) + 2 * Tile::first_column();
+      // opaque, since addresses of further stages would take registers from step to step
+      const uint32_t first = ptx::opaque(
+          staged.panel(0).address(Tile::warp_row() % 64 + ptx::lane() % 16, ptx::lane() / 16));
       apply_to_each(s, score, softmax_scale, block, [&](int i, int j, const auto&... arguments) {
-        if (j % 2 == 0) {
-          const int place = Staged::advanced(first, Tile::row(i), j / 2);
-          to_floats<typename Score::StagedElement>(*staged.template pointer<const uint32_t>(place), pairs[i]);
-        }
+        if (i == 0 && j % 4 == 0)
+          ptx::ldmatrix_x4(words, Panel::advanced(first, 0, j / 4 % kFragments * 2) +
+                                      j / 4 / kFragments * Panel::kBytes);
+        if (j % 2 == 0) to_floats<typename Score::StagedElement>(words[j / 2 % 2 * 2 + i], pairs[i]);
         return score.value(arguments..., pairs[i][j % 2]);
       });
     } else {
       if constexpr (Score::kCanBeUniform) {
-        const int first = queries_.at(Tile::warp_row()), last = queries_.at(Tile::warp_row() + 15);
+        const int first = position(Tile::warp_row()), last = position(Tile::warp_row() + 15);
         if (score.is_uniform(of_tile_, first, last, block.start, block.stop - 1)) {
           const auto uniform = score.of_uniform(of_tile_, first, block.start);
           return apply_to_each(s, score, softmax_scale, block, [&](int, int, const auto&... arguments) {
@@ -51,27 +58,43 @@ class TileScore {
   CUFLASH_DEVICE void apply_to_each(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
                                     ValueOf value_of) const {
     const attention::PositionsOf<Score> keys({block.start, block.stop}, Tile::first_column());
+    // If only distances matter, positions count from the thread's first key, so that those of keys are constants.
+    constexpr bool kCountsFromKey = Score::kNeedsDistancesAlone;
+    typename Score::OfQuery of_query[Tile::kRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      const int distance = query(i) - block.start - Tile::first_column();
+      of_query[i] = kCountsFromKey ? score.of_query(of_tile_, distance) : of_query_[i];
+    }
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
-      const attention::Position<T> key = keys.at(Tile::column(j));
+      const attention::Position<T> key =
+          kCountsFromKey ? attention::Position<T>{Tile::column(j), T(Tile::column(j))} : keys.at(Tile::column(j));
       const auto of_key = score.of_key(of_tile_, key.whole, key.real);
 #pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i)
-        s.at(i, j) = value_of(i, j, of_tile_, of_query_[i], of_key, query(i), key.whole, s.at(i, j) * softmax_scale);
+      for (int i = 0; i < Tile::kRows; ++i) {
+        const T product = Score::kTakesProducts ? s.at(i, j) : s.at(i, j) * softmax_scale;
+        s.at(i, j) = value_of(i, j, of_tile_, of_query[i], of_key, query(i), key.whole, product);
+      }
     }
   }
-  CUFLASH_DEVICE int query(int i) const { return queries_.at(Tile::first_row() + Tile::row(i)); }
+  CUFLASH_DEVICE int position(int row) const {
+    if constexpr (config::kIsPaged) return position_(queries_.at(row));
+    else return queries_.at(row);
+  }
+  CUFLASH_DEVICE int query(int i) const { return position(Tile::first_row() + Tile::row(i)); }
 
   typename Score::OfTile of_tile_;
   typename Score::OfQuery of_query_[Tile::kRows];
   attention::Positions queries_;
+  attention::QueryPosition position_;
 };
 
 // The type that stands for a tile's score function in kernels without one.
 template <class Tile>
 struct NoTileScore {
   template <class Score>
-  CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&) {}
+  CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&, float, attention::PagesArgument) {}
   template <class Score, class Staged>
   CUFLASH_DEVICE void apply(Tile&, const Score&, float, const attention::KvBlock&, Staged) const {}
 };

@@ -74,20 +74,27 @@ struct TmaCoords {
   int x, y, z;
 };
 
-// Start TMA copies of the rows from `first` on into the slot, one panel a copy; the barrier also expects the bytes of
-// other copies, which are started after it. Columns are those from `first_column` on. Called by one thread.
+// Start TMA copies of the rows from `first` on into the slot, one panel a copy. Columns are those from `first_column`
+// on. The barrier must expect their bytes. Called by one thread.
 template <class T = ptx::Half>
-CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
-                                   const uint64_t& full, int extra_bytes = 0, int first_column = 0) {
+CUFLASH_DEVICE void start_tma_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
+                                    uint32_t barrier, int first_column = 0) {
   constexpr int kBytes = sizeof(T);
-  const uint32_t barrier = ptx::shared_address(&full);
   uint32_t panel = ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + to.start;
-  ptx::mbarrier_arrive_expect_tx(barrier, kBytes * to.rows * to.columns + extra_bytes);
 #pragma unroll
   for (int column = 0; column < to.columns; column += to.width) {
     ptx::tma_load_5d(panel, &from.map, barrier, first_column + column, first, matrix.x, matrix.y, matrix.z);
     panel += kBytes * to.rows * to.width;
   }
+}
+
+// Start such copies after the barrier expects their bytes, and those of other copies, which are started after it.
+template <class T = ptx::Half>
+CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
+                                   const uint64_t& full, int extra_bytes = 0, int first_column = 0) {
+  const uint32_t barrier = ptx::shared_address(&full);
+  ptx::mbarrier_arrive_expect_tx(barrier, static_cast<int>(sizeof(T)) * to.rows * to.columns + extra_bytes);
+  start_tma_boxes<T>(to, from, matrix, first, barrier, first_column);
 }
 
 // Prefetch these rows into the level-2 cache by TMA.

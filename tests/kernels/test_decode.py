@@ -14,7 +14,7 @@ from cache_calls import (
     assert_numbers_out_of_range_lead_nowhere, assert_rows_may_be_fewer, attended, cache_of, drawn, same_bits,
 )  # fmt: skip
 from cuflash import DeviceSpec, UnsupportedProblem
-from cuflash.cache import kv_cache
+from cuflash.cache import one_by_one as calls_of_sequences
 from cuflash.executors import gpu
 from cuflash.executors.sim import Simulator
 from cuflash.planning.decoding import decode_reasons, num_parts
@@ -65,7 +65,7 @@ def test_a_cache_takes_the_kernel_where_it_serves(run: Run, pages: dict[str, int
     cache = cache_of(run, call, pages)
     q, sink, options = run.put(call.q), run.put(call.sink), {"executor": run.executor, "return_lse": True}
     one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
-    monkeypatch.setattr(kv_cache, "attention", None)  # what else would serve
+    monkeypatch.setattr(calls_of_sequences, "attention", None)  # what else would serve
     made = [run.get(x) for x in cache.attention(q, sink=sink, **options)]
     device = gpu.current_device() if run.is_on_device else DeviceSpec.gpu("H100")
     assert same_bits(made, attended(run, call, device=device)[:2])

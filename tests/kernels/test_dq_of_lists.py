@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
+from executors import MOSTLY_FLOAT16, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
 from fused_dq import of_lists
 from poison import call
 from test_sm90 import ALIGNED, GPU90, SIM90, FewBlocks, FewBlocksGpu, half, on_sm90, plan_of, with_fewest_tiles
@@ -49,7 +49,7 @@ def finishes(plan: KernelPlan) -> bool:
 
 @pytest.mark.parametrize("block, most", [(128, 7), (256, 3), ((384, 128), 7), (512, 1), (1024, 0)])
 @pytest.mark.parametrize("dim", [32, 64, 128])
-def test_the_last_finishes_where_few_tiles_of_keys_come(dim: int, block: Any, most: int) -> None:
+def test_the_last_tile_of_keys_finishes_where_few_come(dim: int, block: Any, most: int) -> None:
     for number in range(1, 10):
         blocks = np.zeros((8, 12), bool)
         blocks[:, :number] = True
@@ -132,7 +132,7 @@ def assert_all_right(example: Example, run: Run, machine: Any = None, margin: in
 
 
 @on_sm90
-@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, HALVES))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, MOSTLY_FLOAT16))
 def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> None:
     example = half(STRUCTURES[name], dtype)
     with of_lists(finishes=False):

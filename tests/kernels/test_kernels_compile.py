@@ -1,15 +1,18 @@
 """The compile gate: each kernel compiles for each chip that it serves, without spills and without advice from ptxas.
 
 CUFLASH_PROFILE=long compiles all kernels. The ci profile compiles as many as together have, for each kernel, each value
-of each field but the sizes of tiles, narrow and wide heads, and each family on each chip.
+of each field but the sizes of tiles, narrow and wide heads, and each family on each chip. float16 and bfloat16, which
+differ by conversions alone, count as one value for a kernel; each family has both.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +21,7 @@ import numpy as np
 import pytest
 import cuflash
 from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, scores
+from cuflash.cache.scoring import ScoreKind, score_of
 from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
@@ -68,7 +72,7 @@ SPILLS = {
     **{("sm80_backward", dtype, 256): 8 for dtype in _HALVES},  # on sm_100
     # In the producer, which has 24 registers, and here keeps the time at which it began to wait.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
-    # Of 96 registers, with which two thread blocks of nine warps fit. A step of 64 keys does not spill, and is slower
+    # A thread has 96 registers, so that two blocks of nine warps fit. A step of 64 keys does not spill, and is slower
     # by a sixth (experiments/results/selection_steps.log).
     **{("sm90_block_mass", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
     **{("sm90_block_mass watched", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
@@ -84,6 +88,17 @@ SPILLS = {
     ("sm80_forward scored dropped", BFLOAT16, 64): 32,  # of keys that several thread blocks share
     ("sm80_forward scored dropped", BFLOAT16, 128): 16,
     ("sm90_forward scored", BFLOAT16, 64): 40,  # ALiBi
+    # With pages, of tiles that plain attention has.
+    ("sm80_forward scored in pages", BFLOAT16, 64): 252,  # 96 on sm_80
+    ("sm80_forward scored in pages", BFLOAT16, 128): 72,  # on sm_80; 36 on sm_90
+    ("sm80_forward scored in pages", BFLOAT16, 256): 60,
+    ("sm90_forward scored in pages", BFLOAT16, 64): 48,
+    ("sm90_forward scored in pages", BFLOAT16, 128): 16,
+    ("sm90_forward scored in pages", BFLOAT16, 256): 64,
+    **{
+        (f"sm80_{entry}{scored} in fixed parts", BFLOAT16, 128): 8
+        for entry, scored in product(("decode", "decode_e4m3"), ("", " scored"))
+    },
     ("sm90_backward scored", BFLOAT16, 64): 384,  # the gradient of a bias; 344 with a cap
     ("sm90_backward scored", BFLOAT16, 128): 60,  # the gradient of a table
 }
@@ -165,6 +180,25 @@ def of_scores(name: str) -> set[KernelSpec]:
         kernel = "sm90" if device.compute_capability == (9, 0) else "sm80"
         planned = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device, **options).plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
+    return specs | of_scored_caches(name, changes)
+
+
+def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[KernelSpec]:
+    """The kernels of caches with these score functions, and those of parts at fixed positions."""
+    device, specs = DeviceSpec.gpu(name), set()
+    programs = [
+        ScoreKind.of_score(made) for options in changes if "dropout" not in options and "wrt" not in options
+        and (made := score_of(options.get("score"), options.get("softcap"), None)) is not None
+    ]  # fmt: skip
+    bias = ScoreKind.of_score(scores.bias(ShapeDtype((2, 1000, 1000), BFLOAT16)))
+    for dim, kind, rows in product((64, 128, 256), (*programs, bias), (8, 32)):
+        q, k = ShapeDtype((1, 2, rows, dim), BFLOAT16), ShapeDtype((1, 1, 1000, dim), BFLOAT16)
+        problem = kind.of(Problem.of(q, k, k))
+        for is_quantized, part_keys in product((False, True), (None, 256)):
+            spec = decode_spec(problem, device, part_keys, is_quantized=is_quantized)
+            specs |= {spec, replace(spec, score=problem.score)}
+        families = [family for family in PREFILL_FAMILIES if not FAMILIES[family].reasons(problem, device)]
+        specs |= {replace(prefill_spec(problem, device, family), score=problem.score) for family in families}
     return specs
 
 
@@ -225,31 +259,53 @@ def every_target() -> list[tuple[KernelSpec, str]]:
 def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
     """Return all targets in the long profile, else few that together cover what all of them cover.
 
-    The target that adds the most is always next. Of equal ones it is the narrowest, which compiles fastest.
+    The target that adds the most is always next. Of equal ones it is the one that compiles fastest.
     """
     if is_long():
         return targets
     # The gain of a target never grows: one whose gain has not fallen is the best.
-    heap = [(-len(covers(each)), each[0].head_dim + each[0].value_dim, number) for number, each in enumerate(targets)]
+    heap = [(-len(covers(each)), effort(each[0]), number) for number, each in enumerate(targets)]
     heapq.heapify(heap)
     found, covered = [], set[tuple[str, ...]]()
     while heap:
-        before, width, number = heapq.heappop(heap)
+        before, cost, number = heapq.heappop(heap)
         adds = covers(targets[number]) - covered
         if len(adds) == -before:
             found.append(targets[number])
             covered |= adds
         elif adds:
-            heapq.heappush(heap, (-len(adds), width, number))
-    return sorted(found, key=str)
+            heapq.heappush(heap, (-len(adds), cost, number))
+    return sorted(needed(found), key=str)
 
 
+def effort(spec: KernelSpec) -> int:
+    """Estimate how long a kernel compiles, in proportion: that of gradients has twice the products."""
+    return (spec.head_dim + spec.value_dim) * (2 if spec.entry.startswith("backward") else 1)
+
+
+def needed(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
+    """Return targets without those of which others cover everything; what takes longest is left out first."""
+    times = Counter(each for target in targets for each in covers(target))
+    found = []
+    for target in sorted(targets, key=lambda target: -effort(target[0])):
+        if min(times[each] for each in covers(target)) > 1:
+            times.subtract(covers(target))
+        else:
+            found.append(target)
+    return found
+
+
+COVERED = {field.name for field in fields(KernelSpec)} - SIZES_OF_TILES
+COVERED -= {"head_dim", "value_dim", "score", "score_wrt", "dtype"}  # which `covers` groups
+
+
+@cache
 def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
     """Return what a target covers: family and architecture, each field of its kernel, and the width of heads."""
     spec, architecture = target
-    plain = replace(spec, score=None, score_wrt=())
-    names = {field.name for field in fields(spec)} - SIZES_OF_TILES - {"head_dim", "value_dim", "score"}
-    each = {(spec.name, name, str(getattr(plain, name))) for name in names}
+    each = {(spec.name, name, str(getattr(spec, name))) for name in COVERED}
+    kind = "16 bits" if spec.dtype in _HALVES else spec.dtype.name
+    each |= {(spec.name, "dtype", kind), (spec.family, "dtype", spec.dtype.name)}
     width = next((str(width) for width in (64, 128, 256) if spec.head_dim <= width), "")
     return {(spec.family, architecture), (spec.name, width), (spec.name, "score", str(spec.score is not None)), *each}
 
@@ -260,6 +316,7 @@ def faults(made: Compiled) -> list[str]:
     spec = made.spec
     name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
     name += " dropped" * spec.has_dropout
+    name += " in pages" * (spec.score is not None and spec.is_paged) + " in fixed parts" * bool(spec.part_keys)
     known = SPILLS.get((name, made.spec.dtype, made.spec.head_dim), 0)
     if (made.resources.spill_bytes or 0) > known:
         found.append(f"spills {made.resources.spill_bytes} bytes")

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from cuflash.planning.list_kernels import AT_CALL
 from cuflash.testing import assert_within_bounds
-from executors import Run, on_every_executor, on_kernels
+from executors import Run, on_every_executor, on_kernels, on_kernels_for
 from poison import EMPTY, STRUCTURES, Guarded, call
 
 import cuflash
 
 
-@on_kernels
-@pytest.mark.parametrize("name", STRUCTURES)
+@on_kernels_for("name", STRUCTURES)
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run, name):
     example = run.rounded(STRUCTURES[name].example())
     call(example, run, check=partial(assert_within_bounds, example))

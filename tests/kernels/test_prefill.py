@@ -14,7 +14,7 @@ from cache_calls import (
     assert_rows_may_be_fewer, cache_of, drawn, paged, same_bits,
 )  # fmt: skip
 from cuflash import DeviceSpec, KVCache, UnsupportedProblem
-from cuflash.cache import kv_cache
+from cuflash.cache import one_by_one as calls_of_sequences
 from cuflash.executors.sim import Simulator
 from cuflash.planning.prefill import prefill_reasons, prefill_spec
 from cuflash.planning.problem import Problem
@@ -71,7 +71,7 @@ def test_a_cache_takes_the_kernels_where_they_serve(run: Run, pages: dict[str, i
     q, sink, options = run.put(call.q), run.put(call.sink), {"executor": run.executor, "return_lse": True}
     one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
     assert_is_attention(call, *one_by_one, run.rounded)
-    monkeypatch.setattr(kv_cache, "attention", None)  # what else would serve
+    monkeypatch.setattr(calls_of_sequences, "attention", None)  # what else would serve
     for kernel in FAMILIES:
         made = [run.get(x) for x in cache.attention(q, sink=sink, kernel=kernel, **options)]
         assert same_bits(made, prefilled(run, kernel, call)[:2])

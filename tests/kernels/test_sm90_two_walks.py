@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_exact_probes, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler
+from executors import (
+    HALVES, MOSTLY_FLOAT16, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
+)  # fmt: skip
 from poison import STRUCTURES, PoisonedGpu, call
 from test_sm90 import (
     ALIGNED, GPU90, SIM90, TILES, Ends, FewBlocks, FewBlocksGpu, Watched, half, of_dims, plan_of, planned,
@@ -101,16 +103,19 @@ def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, nam
 
 @repeating
 @pytest.mark.parametrize(
-    ("dims", "mask"),
+    ("dims", "mask", "dtype"),
     in_turn(
         [(32, 32), (64, 64), (96, 80), (128, 128), (64, 128), (128, 40), (33, 7)],
         [None, masks.Causal("bottom_right"), masks.Causal("top_left")],
+        MOSTLY_FLOAT16,
     ),
     ids=str,
 )
-def test_every_width_is_within_its_bound(run: Run, dims: tuple[int, int], mask: masks.Mask | None) -> None:
+def test_every_width_is_within_its_bound(
+    run: Run, dims: tuple[int, int], mask: masks.Mask | None, dtype: str
+) -> None:
     structure = Structure(num_heads=2, seqlen_q=330, seqlen_kv=270, head_dim=dims[0], value_dim=dims[1], mask=mask)
-    example = half(structure, "bfloat16")
+    example = half(structure, dtype)
     assert walks_twice(plan_of(example, run))
     assert_within_bounds(example, **call(example, run, margin=ALIGNED))
 

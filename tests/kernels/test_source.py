@@ -23,6 +23,8 @@ from cuflash.scores.program import derived
 Make = Callable[..., KernelSpec]
 BIAS = Score(lambda s, b, h, i, j, x: s + x[h, i, j], x=np.ones((2, 3, 8), np.float16))
 BIASED: dict[str, Any] = {"score": derived(BIAS.program, ("x",)), "score_wrt": ("x",)}
+TABLE = Score(lambda s, b, h, i, j, x: s + x[h, np.clip(j - i, 0, 3)], x=np.ones((3, 4), np.float32))
+BINNED: dict[str, Any] = {"score": derived(TABLE.program, ("x",)), "score_wrt": ("x",)}
 CAPPED = Score(lambda s, b, h, i, j, slope: 2 * np.tanh(s) * slope[h], slope=np.ones(3, np.float32))
 CHANGED = {
     "family": "sm90",
@@ -47,12 +49,13 @@ CHANGED = {
     "has_watchdog": True,
     "has_sink": True,
     "has_dropout": True,
-    "reads_dropout_seed": True, "is_paged": True,
+    "reads_dropout_seed": True, "is_paged": True, "part_keys": 64,
     "is_quantized": True, "splits_head_dim": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
     "score_sums": ("exact",),
-    "score_is_staged": True, "score_is_stored": True,
+    "score_is_staged": True, "score_is_stored": True, "score_bins": 4,
+    "score_takes_products": True,
 }
 
 
@@ -71,7 +74,8 @@ def test_every_field_changes_the_text(kernels: Path, spec: Make, field: str) -> 
     scored = {"score": CAPPED.program}
     others = {
         "score_wrt": scored, "score_sums": {**scored, "score_wrt": ("slope",)}, "score_is_staged": BIASED,
-        "score_is_stored": {**BIASED, "score_is_staged": True},
+        "score_is_stored": {**BIASED, "score_is_staged": True}, "score_bins": BINNED,
+        "score_takes_products": scored,
     }.get(field, {})  # fmt: skip
     plain = spec("plain", **others)
     assert room.source(replace(plain, **{field: CHANGED[field]})) != room.source(plain)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cuflash.planning.launches import Feature
 from cuflash.planning.spec import KernelSpec
+from cuflash.planning.staged_array import STAGED_BOX, STAGED_MAP
 from cuflash.testing import Example, Structure, assert_within_bounds
 from cuflash.executors.sim import Simulator
 from cuflash.sim import Schedule
@@ -101,6 +105,7 @@ LAYOUTS = {
     "backwards": lambda x: np.ascontiguousarray(x[..., ::-1])[..., ::-1],
     "every second element": lambda x: np.repeat(x, 2, -1)[..., ::2],
     "padded": lambda x: np.concatenate([x, x[..., :8]], -1)[..., : x.shape[-1]],
+    "padded on both sides": lambda x: np.concatenate([x[..., :1], x, x[..., :7]], -1)[..., 1:-7],
 }
 ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
 on_hopper = pytest.mark.parametrize(
@@ -140,7 +145,10 @@ def check_schedules(schedules: list[Schedule]) -> None:
     """Warps run in any order and copies land late, with several tiles of queries of which the last one is short."""
     for schedule in schedules:
         with patch("cuflash.executors.sim._SIMULATOR", Simulator(schedule)):
-            check_masks(replace(SIM, kernel="sm90"), ("window",))
+            run = replace(SIM, kernel="sm90")
+            check_masks(run, ("window",))
+            example = run.rounded(problem(None, 24, 392))  # of more steps than slots
+            assert_within_bounds(example, **everything(run, example))
 
 
 @needs_compiler
@@ -158,6 +166,38 @@ def check_layouts(run: Run) -> None:
         for result in ("o", "lse", "dv"):
             np.testing.assert_array_equal(found[result], expected[result], err_msg=f"{result}, {name}")
         np.testing.assert_array_equal(found["others"]["bias"], expected["others"]["bias"], err_msg=name)
+    shared = np.broadcast_to(array[:, :1], array.shape)  # all heads have one matrix
+    results = [everything(run, example.but(score=scores.bias(x))) for x in (shared, shared.copy())]
+    np.testing.assert_array_equal(results[0]["o"], results[1]["o"])
+    np.testing.assert_array_equal(results[0]["others"]["bias"], results[1]["others"]["bias"])
+
+
+def check_maps(library: Any) -> None:
+    """Arrays that TMA can copy have a tensor map, of the axes from which kernels find a tile's matrix."""
+    params, tensor_map = import_module(f"{library.__name__}.executors.params"), import_module(
+        f"{library.__name__}.executors.tensor_map"
+    )
+    array, made = np.zeros((2, 3, 72, 136), HALF), []
+    feature = Feature("staged_map", STAGED_MAP, boxes={"array": ("score.bias", STAGED_BOX)})
+
+    def is_mapped(array: Any) -> bool:
+        records = {"staged_map": np.zeros((), STAGED_MAP)}
+        views = {"score.bias": params.View.of("score.bias", array)}
+        make = partial(tensor_map.template, tensor_map.simulated)
+        offsets = params._map_features((feature,), records, views, lambda boxed: made.append(boxed) or make(boxed))
+        assert bool(offsets) == bool(records["staged_map"]["array"]["is_valid"])
+        return bool(offsets)
+
+    can_map = {name: is_mapped(lay_out(array)) for name, lay_out in LAYOUTS.items()}
+    assert [name for name, can in can_map.items() if can] == ["rows", "padded", "padded on both sides"]
+    assert is_mapped(np.broadcast_to(array[:, :1], array.shape))
+    assert made[-1].shape == (1, 2, 1, 72, 136)
+    assert made[-1].box == (1, 1, 1, 64, 64)
+    assert not is_mapped(array[None, None])  # four leading axes
+
+
+def test_arrays_that_tma_can_copy_have_a_map() -> None:
+    check_maps(cuflash)
 
 
 @on_hopper

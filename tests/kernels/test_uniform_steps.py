@@ -78,6 +78,37 @@ def test_values_are_uniform_where_their_roots_are_equal_at_two_corners(formula: 
     assert all({"i", "j"} <= depends(program)[n] and "s" not in depends(program)[n] for n in found.values)
 
 
+def check_bins(library: Any) -> None:
+    """The gradient of one short row of a table has bins in shared memory; no other gradient has any."""
+    device, x = library.DeviceSpec.gpu("H100"), library.ShapeDtype((2, 4, 300, 128), np.dtype(np.float16))
+
+    def bins(function: Any, wrt: Any, deterministic: bool = False, **shapes: tuple[int, ...]) -> tuple[int, int]:
+        score = library.Score(function, **{n: library.ShapeDtype(s, np.dtype(np.float32)) for n, s in shapes.items()})
+        options = {"executor": "gpu", "device": device, "kernel": "sm90", "deterministic": deterministic}
+        spec = library.plan(x, x, x, score=score, wrt=wrt, **options).plan.specs["backward"]
+        return spec.score_bins, spec.num_stages
+
+    def near(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+        return s + t[h, np.clip(j - i, 0, 8)]
+
+    def both(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any, u: Any) -> Any:
+        return s * t[h, np.clip(j - i, 0, 8)] + u[h, np.clip(j - i, 0, 8)]
+
+    assert bins(near, "t", t=(4, 9)) == (9, 3)  # few bins leave room for all stages
+    assert bins(near, "t", t=(4, 32)) == (32, 2)
+    assert bins(near, "t", t=(4, 33)) == (0, 3)
+    assert bins(near, (), t=(4, 9)) == (0, 3)
+    assert bins(near, "t", deterministic=True, t=(4, 9))[0] == 0
+    assert bins(both, ("t", "u"), t=(4, 9), u=(4, 9)) == (0, 3)
+    assert bins(both, "u", t=(4, 9), u=(4, 9)) == (9, 3)
+    assert bins(lambda s, b, h, i, j, t: s + t[np.clip(j - i, 0, 8), h], "t", t=(9, 4)) == (0, 3)
+    assert bins(lambda s, b, h, i, j, t: s + t[h, i // 100, np.clip(j - i, 0, 8)], "t", t=(4, 3, 9)) == (0, 3)
+
+
+def test_gradients_of_short_tables_have_bins() -> None:
+    check_bins(cuflash)
+
+
 ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
 on_hopper = pytest.mark.parametrize(
     "run", [pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler), ON_GPU], ids=str
@@ -94,8 +125,9 @@ def check_clipped(run: Run, dim: int = 72) -> None:
         lambda s, b, h, i, j, near, slope: s * (1 + near[h, np.clip(j - i, -4, 4) + 4]) + slope[h] * np.abs(i - j),
         near=TABLE / 8, slope=np.array([0.01, -0.02], np.float32),
     )  # fmt: skip
+    long = Score(NEAR.function, near=np.tile(TABLE, (1, 4)))  # of more elements than lanes have bins for
     plain = run.rounded(structure.example())
-    for score in (NEAR, mixed):
+    for score in (NEAR, mixed, long):
         example = plain.but(score=score, wrt=tuple(score.arrays))
         assert_within_bounds(example, **everything(run, example))
 

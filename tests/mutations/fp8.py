@@ -88,6 +88,8 @@ def mixtures_are_refused(library: ModuleType) -> None:
         "precision must not be 'fp8' here": lambda: library.attention_vjp(x, x, x, precision="fp8"),
         "q, k and v must not be Quantized here": lambda: library.attention_vjp(plain, plain, plain),
         "scale must be positive": lambda: library.Quantized(**made, scale=-plain.scale),
+        "and finite; got nan": lambda: library.Quantized(**made, scale=plain.scale * np.float32(np.nan)),
+        "and finite; got inf": lambda: library.Quantized(**made, scale=plain.scale * np.float32(np.inf)),
     }.items():
         try:
             call()
@@ -140,6 +142,9 @@ FAULTS = {
             OPERAND, "place_reasons", 'are_on_host == {executor != "gpu"}', "are_on_host"
         ),
         "gradients ignore the precision": Edit(OPERAND, "is_asked_for", "precision == PRECISION", "False"),
-        "scales may be negative": Edit(QUANTIZE, "Quantized._scale_reasons", "(self.scale <= 0).any()", "False"),
+        "scales may be negative": Edit(QUANTIZE, "Quantized._scale_reasons", "(self.scale > 0) & ", ""),
+        "scales may be infinite": Edit(
+            QUANTIZE, "Quantized._scale_reasons", "& np.isfinite(self.scale)", ""
+        ),
     },
 }

@@ -99,7 +99,7 @@ def forked_without_room(library: ModuleType) -> None:
 
 
 FILE, PAGES, ROWS = "cache/kv_cache.py", "cache/pages.py", "cache/paged_rows.py"
-GIVEN = "cache/given_pages.py"
+GIVEN, ONE = "cache/given_pages.py", "cache/one_by_one.py"
 FAULTS = {
     operations_are_right: {
         "rows are written one early": Edit(
@@ -126,22 +126,21 @@ FAULTS = {
             ROWS, "PagedRows._gathered", "[first : -(-stop // size)]", "[0 : -(-stop // size) - first]"
         ),
         "a window forgets its first key": Edit(
-            FILE, "KVCache._attend_one_by_one", "max(0, length - new - window[0])",
-            "max(0, length - new - window[0] + 1)"
+            ONE, "_parts", "max(0, length - new - left)", "max(0, length - new - left + 1)"
         ),
         "queries stand at the end of the rows": Edit(
-            FILE, "KVCache._attend_one_by_one", "slice(max(0, new - length), new)", "slice(0, new)"
+            ONE, "_parts", "slice(max(0, new - length), new)", "slice(0, new)"
         ),
         "rows that are not counted keep what they had": Edit(
-            FILE, "KVCache._attend_one_by_one",
+            ONE, "attend_one_by_one",
             "o[sequence], lse[sequence] = 0, -np.inf if sink is None else sink[..., None]", "pass",
         ),
         "a window is not handed on": Edit(
-            FILE, "KVCache._attend_one_by_one", "None if window is None else SlidingWindow",
+            ONE, "_parts", "None if window is None else SlidingWindow",
             "None if True else SlidingWindow"
         ),
         "queries see later keys": Edit(
-            FILE, "KVCache._attend_one_by_one", '"bottom_right" if causal else False', "False"
+            ONE, "_parts", '"bottom_right" if causal else False', "False"
         ),
         "rows on one page are written to it though it is shared": Edit(
             PAGES, "PagePool._has_page", "self._references[table[place]] == 1", "True"

@@ -61,7 +61,7 @@ def attention_is_right(library):
         problem = part(library, "planning.problem").Problem.of(example.q, example.k, example.v, scale=example.scale)
         mask = work_list.requested_mask(example.mask, False, None, problem.mask_shape)
         work = work_list.work_list(mask, problem.mask_shape, (block_q, block_kv))
-        # As in any plan, no smaller than blocks of a list.
+        # A plan's tiles are no smaller than the blocks of its lists.
         tile = max(block_q, work.block_q), max(block_kv, work.block_kv)
         tiling = host.HostTiling(problem, device, *tile, work)
         kernels = plan.KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling)

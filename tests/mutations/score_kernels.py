@@ -101,7 +101,7 @@ FAULTS = {
             "sm80/forward.cu", "sm80_forward", "if constexpr (kHasScore)", "if constexpr (false)"
         ),
         "exponents are scaled as well": Edit(
-            "attention/score.cuh", "exponent_scale", "kHasScore ? 1.0 : shape.softmax_scale", "shape.softmax_scale"
+            "attention/score.cuh", "exponent_scale", "? 1.0 :", "? shape.softmax_scale :"
         ),
         "gradients have the positions of the first keys": Edit(
             "sm80/backward.cu", "sm80_backward",
@@ -193,9 +193,8 @@ FAULTS = {
             "executors/launch.py", "__call__", "self._target.set_zero(arrays[i])", "pass"
         ),
         "slopes of arrays are those of the score": Edit(
-            "compiler/score_text.py", "Printer._additions",
-            'f"    of_{level}.g{place} += df * slopes.d{place + 1};"',
-            'f"    of_{level}.g{place} += df * slopes.d{place};"',
+            "compiler/score_text.py", "Printer.part",
+            'f"df * slopes.d{place + 1}"', 'f"df * slopes.d{place}"',
         ),
         "both kernels of two walks add gradients": Edit(
             "planning/score_launches.py", None, '_ADDING = ("gradient_scores", "backward", "backward_columns")',

@@ -237,7 +237,7 @@ FAULTS = {
             TRACE, "Symbol.__array_ufunc__", 'method != "__call__" or options', 'method != "__call__"'
         ),
         "reserved names are taken": Edit(SCORE, "Score.__init__", "if name in RESERVED", "if name in ()"),
-        "nine arrays are taken": Edit(SCORE, "Score._make", "len(arrays) > MAX_ARRAYS", "len(arrays) > MAX_ARRAYS + 1"),
+        "nine arrays are taken": Edit(SCORE, "Score._make", "len(arrays) > most", "len(arrays) > most + 1"),
         "the signature is not looked at": Edit(
             TRACE, "_require_signature", "signature.bind(*symbols, **captured)",
             "pass",

@@ -8,9 +8,9 @@ from types import ModuleType
 from cuflash.sim import Schedule, SimulationError
 from executors import SIM
 from test_staged_arrays import (
-    check_hidden, check_layouts, check_masks, check_plans, check_schedules, check_zeros
+    check_hidden, check_layouts, check_maps, check_masks, check_plans, check_schedules, check_zeros
 )  # fmt: skip
-from test_uniform_steps import check_clipped, check_directions
+from test_uniform_steps import check_bins, check_clipped, check_directions
 
 SIGNS = (AssertionError, ValueError, SimulationError)
 _HOPPER = replace(SIM, kernel="sm90")
@@ -39,6 +39,14 @@ def uniform_steps_are_right() -> None:
 
 def arrays_are_staged_where_they_can_be(library: ModuleType) -> None:
     check_plans(library)
+
+
+def tables_have_bins(library: ModuleType) -> None:
+    check_bins(library)
+
+
+def arrays_have_maps(library: ModuleType) -> None:
+    check_maps(library)
 
 
 def zeros_are_planned(library: ModuleType) -> None:

@@ -4,45 +4,62 @@ from __future__ import annotations
 
 from mutations.planting import Edit
 from mutations.staged_array_guards import (
-    arrays_are_staged_where_they_can_be, hidden_elements_have_no_gradient, late_copies_are_waited_for,
-    layouts_change_no_bit, monotone_integers_are_found, staged_results_are_right, uniform_steps_are_right,
-    zeros_are_planned,
+    arrays_are_staged_where_they_can_be, arrays_have_maps, hidden_elements_have_no_gradient, late_copies_are_waited_for,
+    layouts_change_no_bit, monotone_integers_are_found, staged_results_are_right, tables_have_bins,
+    uniform_steps_are_right, zeros_are_planned,
 )  # fmt: skip
 
-STAGED, WEIGHTS = "sm90/staged_array.cuh", "sm90/changed_weights.cuh"
+BINS = "tile/thread_bins.cuh"
+STAGED, WEIGHTS, PRODUCER = "sm90/staged_array.cuh", "sm90/changed_weights.cuh", "sm90/kv_producer.cuh"
 FAULTS = {
     staged_results_are_right: {
         "a step has the elements of the first keys": Edit(
-            STAGED, "start_copy",
-            "const Element* from = &matrix.at(queries.first, keys.first) +",
-            "const Element* from = &matrix.at(queries.first, 0) +",
+            PRODUCER, "load_array_step", "slot.full, 0, block.start)", "slot.full, 0, 0)"
+        ),
+        "a warpgroup has the elements of another's queries": Edit(
+            PRODUCER, "load_array_step", "first = work.first + 64 * consumer", "first = work.first"
+        ),
+        "every batch entry has the first one's elements": Edit(
+            STAGED, "staged_coords", "return {at[0], at[1], at[2]};", "return {at[0], 0, 0};"
         ),
         "chunks of a row are not permuted": Edit(
-            STAGED, "start_copy", "to.address(row, chunk)", "to.address(row & ~7, chunk) + row % 8 * Slot::kChunks * 16"
+            "sm90/tile_score.cuh", "apply", "Panel::advanced(first, 0, j / 4 % kFragments * 2)",
+            "first + j / 4 % kFragments * 32",
         ),
         "P has the element of a pair's other key": Edit(
             "sm90/tile_score.cuh", "apply", "pairs[i][j % 2]", "pairs[i][1 - j % 2]"
         ),
         "a step reads the elements of the step before": Edit(
-            "sm90/forward.cu", "score_step", "array_smem(stage_of(num_k_blocks))",
-            "array_smem(stage_of(num_k_blocks + 1))",
+            "sm90/forward.cu", "score_step", "array_smem(stage, consumer_number())",
+            "array_smem(1 - stage, consumer_number())",
         ),
-        "gradients read elements of other queries": Edit(
-            WEIGHTS, "function_at", "Tile::column(j), Tile::row(i) / 8", "Tile::column(0), Tile::row(i) / 8"
-        ),
+        "gradients read elements of other queries": Edit(WEIGHTS, "staged_words", "16 * k, 0)", "0, 0)"),
     },
     late_copies_are_waited_for: {
         "elements are read before they are there": Edit(
             "sm90/forward.cu", "score_step",
-            "if constexpr (kStagesArray) tile::wait_full(array_slot(stage_of(num_k_blocks)), phase_of(num_k_blocks));",
-            "",
+            "tile::wait_full(array_slot(stage, consumer_number()), phase_of(num_k_blocks));", ";",
+        ),
+        "a slot is filled again while it is read": Edit(
+            PRODUCER, "load_array", "wait_slot(array_slot(stage, consumer), phase_of(num_blocks));", ""
+        ),
+        "Q does not wait for the elements of its step": Edit(
+            "sm90/q_producer.cuh", "produce", "? SmemArray::kBytes : 0", "? 0 : 0"
         ),
     },
     layouts_change_no_bit: {
-        "columns that are no neighbours are brought as such": Edit(
-            STAGED, "start_copy", "is_aligned = matrix.column_stride == 1", "is_aligned = true"
+        "TMA copies arrays whose strides it cannot take": Edit(STAGED, "has_staged_map", "map.array.is_valid &&", ""),
+        "the first element may lie anywhere": Edit(
+            STAGED, "has_staged_map", "&& reinterpret_cast<uint64_t>(score.staged_data()) % 16 == 0", ""
         ),
-        "threads copy neighbours": Edit(STAGED, "copy_each", "from[e * matrix.column_stride]", "from[e]"),
+        "threads copy elements of the first queries": Edit(
+            STAGED, "staged_part", "all.at(queries.first, keys.first)", "all.at(0, keys.first)"
+        ),
+    },
+    arrays_have_maps: {
+        "a tensor map has an index for each head of an axis that heads share": Edit(
+            "executors/params.py", "_map_features", "(extent if step else 1, step)", "(extent, step)"
+        ),
     },
     hidden_elements_have_no_gradient: {
         "a gradient is stored where another step's is": Edit(
@@ -51,7 +68,7 @@ FAULTS = {
     },
     uniform_steps_are_right: {
         "the first and the last query make a tile": Edit(
-            "sm90/tile_score.cuh", "apply", "queries_.at(Tile::warp_row() + 15)", "queries_.at(Tile::warp_row())"
+            "sm90/tile_score.cuh", "apply", "position(Tile::warp_row() + 15)", "position(Tile::warp_row())"
         ),
         "a tile of gradients has one key": Edit(
             WEIGHTS, "StepScore", "rows.at(Tile::warp_row() + 15)", "rows.at(Tile::warp_row())"
@@ -60,6 +77,21 @@ FAULTS = {
             WEIGHTS, "finish_sums", "score.flush(of_steps);", ";"
         ),
         "a sum goes on with the next element": Edit("tile/global_sum.cuh", "join", "sum = 0;", ""),
+        "warps share bins": Edit("sm90/q_storage.cuh", "bins_of_warp", "+ warp * 32", "+ 0 * warp * 32"),
+        "a head's sums go to the next head": Edit(BINS, "start", "flush(bins);", ""),
+        "a head's sums are added again": Edit(BINS, "start", "bins[32 * element + ptx::lane()] = 0;", ""),
+        "a lane adds up its own bins": Edit(BINS, "flush", "(ptx::lane() + lane) % 32", "ptx::lane()"),
+        "the last sums are lost": Edit(WEIGHTS, "finish_sums", "score.finish_bins(bins_of_warp(), of_steps);", ";"),
+    },
+    tables_have_bins: {
+        "rows of any length have bins": Edit(
+            "planning/score_bins.py", "num_bins", "extent if extent <= MAX_BINS else 0", "extent"
+        ),
+        "one of two tables has bins": Edit("planning/score_bins.py", "num_bins", "len(loads) != 1", "not loads"),
+        "a row is chosen by the query": Edit(
+            "planning/score_bins.py", "num_bins", 'or any(names & {"i", "j", "s"} for names in leading)', ""
+        ),
+        "bins cost no stage": Edit("planning/families/sm90.py", "shared_bytes", "4 * WARP_LANES", "0 * WARP_LANES"),
     },
     arrays_are_staged_where_they_can_be: {
         "indices change places": Edit("planning/staged_array.py", "staged_load", '("i", "j")', '("j", "i")'),

@@ -1,15 +1,17 @@
 """Every planted fault is seen by its guard: it gives a wrong number and no crash; on Hopper it may break a rule.
 
 Tables map guards to the faults that they must see, one table for each part of the sources. One table, of NaN and
-infinities, has faults of Python and of kernels. Each guard sees its first fault. Of Python's arithmetic every fourth
-fault is planted, and of kernels, where a fault takes some seconds, every sixtieth. Of the faults of inputs every sixth
-is planted, and of those of score functions every twelfth. CUFLASH_PROFILE=long plants all.
+infinities, has faults of Python and of kernels. CUFLASH_PROFILE=long plants all. A short run plants the first fault of
+each guard of Python's arithmetic and every eighth, every twelfth of the faults of inputs, and every 24th of those of
+score functions. Of kernels it plants the first fault of each guard that builds few of them, and every sixtieth. Guards
+run without a fault where one of their faults is planted.
 """
 
 from __future__ import annotations
 
 import compileall
 import importlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -22,17 +24,21 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, blocks, cache_e4m3, cache_steps, calculators, calls, decode, dropout, fa1, fp8, fp8_kernels, host,
-    interop, intervals,
-    kernel_guards, kv_cache, lists, mask_algebra, mask_inputs, non_finite, planting, prefill, python, python_guards,
-    reuse, score_kernels, scores, selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
-    sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tile,
+    attention, block_guards, blocks, cache_e4m3, cache_scores, cache_steps, calculators, calls, decode, dropout,
+    dropout_guards, fa1, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kv_cache, lists, mask_algebra,
+    mask_inputs, mass_guards, non_finite, non_finite_guards, planting, prefill, python, python_guards, reuse,
+    score_kernel_guards, score_kernels, score_products, scores, selectors, sequences, simt, sinks, sm80,
+    sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_array_guards,
+    staged_arrays, study, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop, fp8, study, cache_steps, reuse)
 # Faults of Python and of kernels.
-OF_BOTH = (lists, intervals, non_finite, score_kernels, selectors, sinks, dropout, fa1, staged_arrays)
+OF_BOTH = (
+    lists, intervals, non_finite, cache_scores, score_kernels, score_products, selectors, sinks, dropout, fa1,
+    staged_arrays,
+)  # fmt: skip
 OF_KERNELS = (
     simt, attention, tile, sm80, decode, cache_e4m3, prefill, sm90_forward, sm90_backward, sm90_backward_rows,
     sm90_backward_wide, blocks, fp8_kernels, *OF_BOTH,
@@ -40,11 +46,22 @@ OF_KERNELS = (
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
 RUN_BY_OTHERS = (kernel_guards.attention_is_right, kernel_guards.all_steps_are_right)
-# In a short run tests of the same structures, in test_dq_semaphore, test_dq_of_lists and test_sm90_two_walks, show that
-# these pass.
+# Guards that build many kernels, or large ones, for each fault: only a long run has them. A short run has at least one
+# cheaper guard of each table of faults.
+OF_LONG_RUNS = (
+    kernel_guards.work_is_shared_out, kernel_guards.tensor_cores_are_right, sm90_guards.forward_is_right,
+    sm90_guards.gradients_are_right, sm90_guards.gradients_of_lists_are_right, score_kernel_guards.sm80_is_exact,
+    score_kernel_guards.hopper_gradients_are_exact, dropout_guards.hopper_gradients_are_right,
+    block_guards.gradients_in_turns_are_right, non_finite_guards.doubles_follow_the_rule,
+    non_finite_guards.halves_follow_the_rule, mass_guards.tensor_cores_sum_masses,
+    staged_array_guards.staged_results_are_right, staged_array_guards.layouts_change_no_bit,
+    staged_array_guards.uniform_steps_are_right,
+)  # fmt: skip
+# In a short run tests of the same structures, in test_dq_semaphore, test_dq_of_lists, test_dq_of_intervals and
+# test_sm90_two_walks, show that these pass.
 RUN_IN_LONG = (
     sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right,
-    sm90_guards.gradients_in_two_walks_are_right,
+    sm90_guards.gradients_of_intervals_are_right, sm90_guards.gradients_in_two_walks_are_right,
 )  # fmt: skip
 
 
@@ -70,6 +87,23 @@ def sampled_by_guard(planned: list[tuple[str, Guard, Edit]], step: int) -> list[
     return [fault for each in of_guard.values() for fault in sampled(each, step)]
 
 
+def planted_in_python() -> list[tuple[str, Guard, Edit]]:
+    """Return the faults of Python that a run of this profile plants."""
+    arithmetic = python, host, lists, mask_algebra, non_finite
+    others = [table for table in (*OF_INPUTS, *OF_BOTH) if table not in arithmetic]
+    return [
+        *sampled_by_guard(faults(*arithmetic, language="python"), 8),
+        *sampled(faults(*others, language="python"), 12),
+        *sampled(faults(scores), 24),
+    ]
+
+
+def planted_in_kernels() -> list[tuple[str, Guard, Edit]]:
+    """Return the faults of kernels that a run of this profile plants."""
+    every = faults(*OF_KERNELS, language="cuda")
+    return sampled_by_guard([fault for fault in every if is_long() or fault[1] not in OF_LONG_RUNS], 60)
+
+
 def signs_of(guard: Guard) -> tuple[type[Exception], ...]:
     """Return the exceptions by which the guards of a module show that they see a fault."""
     signs: tuple[type[Exception], ...] = sys.modules[guard.__module__].SIGNS
@@ -82,6 +116,9 @@ def each(planned: list[tuple[str, Guard, Edit]]) -> pytest.MarkDecorator:
 
 def guards(*tables: ModuleType, language: Language | None = None) -> list[Guard]:
     return list(dict.fromkeys(guard for _, guard, _ in faults(*tables, language=language)))
+
+
+PROBES = guards(calls)
 
 
 @pytest.fixture(scope="session")
@@ -101,10 +138,12 @@ def edited(
 
     def load(edit: Edit | None) -> ModuleType:
         name = f"cuflash_edited_{abs(hash(edit))}"
-        shutil.copytree(compiled, tmp_path / name)
+        shutil.copytree(compiled, tmp_path / name, copy_function=os.link)
         if edit is not None:
             path = tmp_path / name / edit.file
-            path.write_text(edit.planted_in(path.read_text("utf-8")), "utf-8")
+            text = edit.planted_in(path.read_text("utf-8"))
+            path.unlink()  # so that the file that it was linked to stays
+            path.write_text(text, "utf-8")
         monkeypatch.syspath_prepend(str(tmp_path))
         return importlib.import_module(name)
 
@@ -113,11 +152,7 @@ def edited(
         del sys.modules[module]
 
 
-@each(
-    sampled_by_guard(faults(python, host, lists, mask_algebra, non_finite, language="python"), 4)
-    + sampled(faults(*OF_INPUTS, score_kernels, selectors, sinks, dropout, fa1, staged_arrays, language="python"), 6)
-    + sampled(faults(scores), 12)
-)
+@each(planted_in_python())
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -126,11 +161,7 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
 
 
 @pytest.mark.parametrize(
-    "guard",
-    guards(
-        python, host, mask_algebra, *(table for table in OF_INPUTS if table is not calls), scores, *OF_BOTH,
-        language="python",
-    ),
+    "guard", [guard for guard in dict.fromkeys(guard for _, guard, _ in planted_in_python()) if guard not in PROBES]
 )
 def test_the_library_as_it_is_passes_every_guard(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_guards, "MOST_SEEDS", python_guards.MOST_SEEDS if is_long() else 1)
@@ -140,12 +171,12 @@ def test_the_library_as_it_is_passes_every_guard(guard: Guard, monkeypatch: pyte
 @pytest.mark.filterwarnings("ignore")
 def test_the_library_as_it_is_passes_every_probe(edited: Callable[[Edit | None], ModuleType]) -> None:
     library = edited(None)
-    for probe in guards(calls):
+    for probe in PROBES:
         probe(library)
 
 
 @needs_compiler
-@each(sampled_by_guard(faults(*OF_KERNELS, language="cuda"), 60))
+@each(planted_in_kernels())
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_a_kernel_is_seen(guard: Guard, edit: Edit, tmp_path: Path) -> None:
     with planted(tmp_path / "kernels_cu", edit), pytest.raises(signs_of(guard)):
@@ -157,7 +188,7 @@ def test_a_fault_of_a_kernel_is_seen(guard: Guard, edit: Edit, tmp_path: Path) -
     "guard",
     [
         guard
-        for guard in guards(*OF_KERNELS, language="cuda")
+        for guard in dict.fromkeys(guard for _, guard, _ in planted_in_kernels())
         if guard not in RUN_BY_OTHERS and (is_long() or guard not in RUN_IN_LONG)
     ],
 )
@@ -168,6 +199,18 @@ def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
 def test_every_fault_fits_the_sources() -> None:
     planned = faults(python, host, mask_algebra, scores, *OF_INPUTS, *OF_KERNELS)
     assert planting.misfits(edit for _, _, edit in planned) == []
+
+
+def test_a_long_run_plants_every_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "is_long", lambda: True)
+    every = faults(python, host, mask_algebra, scores, *OF_INPUTS, *OF_BOTH, language="python")
+    assert {name for name, *_ in planted_in_python()} == {name for name, *_ in every}
+    assert {name for name, *_ in planted_in_kernels()} == {name for name, *_ in faults(*OF_KERNELS, language="cuda")}
+
+
+def test_a_short_run_has_a_guard_of_every_table_of_kernels() -> None:
+    planned = {guard for _, guard, _ in planted_in_kernels()}
+    assert [table.__name__ for table in OF_KERNELS if planned.isdisjoint(guards(table, language="cuda"))] == []
 
 
 def test_no_table_is_left_out() -> None:

@@ -218,7 +218,7 @@ FAULTS = {
             "tile/pipeline.cuh", "copy", "int e = remaining - 1; e >= 0", "int e = remaining - 2; e >= 0"
         ),
         "only the first panel is brought": Edit(
-            "tile/pipeline.cuh", "tma_load_boxes",
+            "tile/pipeline.cuh", "start_tma_boxes",
             "column < to.columns; column += to.width) {",
             "column < to.width; column += to.width) {",
         ),
@@ -266,7 +266,7 @@ FAULTS = {
     gradients_are_right: {
         "copied tiles are not fenced": Edit("tile/pipeline.cuh", "copy", "ptx::fence_proxy_async();", ""),
         "a panel of dO is not brought": Edit(
-            "tile/pipeline.cuh", "tma_load_boxes",
+            "tile/pipeline.cuh", "start_tma_boxes",
             "column < to.columns; column += to.width) {",
             "column < to.width; column += to.width) {",
         ),

@@ -77,7 +77,7 @@ def test_the_list_shows_question_finding_and_cost() -> None:
 
 @pytest.mark.parametrize("words", ["cuflash", "experiments", "cuflash roofline --heads 1 --length 8"])
 def test_an_output_that_nothing_reads_ends_the_program_quietly(words: str) -> None:
-    """As of ``python -m experiments | head -1``."""
+    """A closed pipe, as in ``python -m experiments | head -1``, gives no traceback."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:

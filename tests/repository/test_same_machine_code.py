@@ -194,6 +194,10 @@ def test_renamed_fields_and_kernels_are_matched(proof: ModuleType) -> None:
     assert sides[0].keys() == sides[1].keys() and alone == {"score"}
     with pytest.raises(SystemExit, match="without the fields .* is_packed, pack_gqa, score, two kernels are one"):
         proof.matched(before, after, {})
+    new = [kernel._replace(specification=(*kernel.specification, ("part_keys", "256"))) for kernel in after]
+    old = [kernel._replace(specification=(*kernel.specification, ("part_keys", "0"))) for kernel in after]
+    *sides, alone = proof.matched(after, [*old, *new], {})
+    assert sides[0].keys() == sides[1].keys() and alone == {"part_keys"} and set(sides[1].values()) == {0, 1}
 
 
 def test_every_kernel_is_compared_and_the_quick_choice_has_whatever_one_of_them_has(

@@ -1,17 +1,19 @@
-"""Modules and functions of the package stay short, counted without docstrings, comments and overloads."""
+"""Modules, functions and kernel files stay short, counted without docstrings, comments and overloads."""
 
 from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-LIBRARY = Path(__file__).parents[2] / "cuflash"
-MOST_OF_FILE, MOST_OF_FUNCTION = 400, 60
+ROOT = Path(__file__).parents[2]
+LIBRARY, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
+MOST_OF_FILE, MOST_OF_FUNCTION, MOST_OF_KERNEL_FILE = 400, 60, 350
 WITHOUT_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -72,3 +74,20 @@ def test_long_modules_and_functions_are_named() -> None:
     assert list(too_long(function)) == [f"f has {MOST_OF_FUNCTION + 1} lines"]
     assert list(too_long("x = 1\n" * (MOST_OF_FILE + 1))) == [f"the file has {MOST_OF_FILE + 1} lines"]
     assert list(too_long("x = 1\n" * MOST_OF_FILE)) == []
+
+
+def num_kernel_code_lines(text: str) -> int:
+    """Return the number of lines of CUDA C++ that hold more than comments and white space."""
+    without_comments = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+    return sum(1 for line in without_comments.splitlines() if line.strip())
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")]), ids=lambda path: str(path.relative_to(KERNELS))
+)
+def test_kernel_files_are_short(path: Path) -> None:
+    assert num_kernel_code_lines(path.read_text("utf-8")) <= MOST_OF_KERNEL_FILE
+
+
+def test_kernel_code_is_counted_without_comments() -> None:
+    assert num_kernel_code_lines("// one\nint x;  // two\n\n/* three\nfour */\nint y; /* five */\n") == 2

@@ -112,6 +112,32 @@ def test_a_later_step_plans_nothing_and_allocates_its_result_alone(
     assert xp.allocated == before + 3
 
 
+@needs_compiler
+@pytest.mark.parametrize("counted", ["host", "device"])
+def test_a_later_step_reads_its_own_score_function(
+    stand_in: Any, counted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays and numbers are those of each call, and arrays of the kind of earlier ones are not checked again."""
+    rng, cache = np.random.default_rng(0), a_cache(stand_in, "pages", counted)
+    q, k, v = rows_of(stand_in, 1)
+    biases = [stand_in.asarray(rng.standard_normal((4, 1, 100), np.float32)) for _ in range(2)]
+    kinds: list[dict[str, Any]] = [{"bias": bias} for bias in biases] + [{"softcap": cap} for cap in (0.5, 2.0, 0.5)]
+
+    def attended(kind: dict[str, Any]) -> Any:
+        return cache.attention(q, **kind).get()
+
+    made = [attended(kinds[0])]
+    with monkeypatch.context() as checks:
+        checks.setattr(kv_cache, "fit_reasons", lambda *args: pytest.fail("checked again"))
+        made.append(attended(kinds[1]))
+    made += map(attended, kinds[2:])
+    for kind, bound in zip(kinds, made):
+        forgotten(cache)
+        assert np.array_equal(attended(kind), bound)
+    assert not np.array_equal(made[0], made[1]) and not np.array_equal(made[2], made[3])
+    assert np.array_equal(made[2], made[4])
+
+
 class Foreign:
     """An array of another library on a GPU."""
 

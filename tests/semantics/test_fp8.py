@@ -251,7 +251,14 @@ REFUSED = {
     ),
     "plans": (lambda: cuflash.plan(X8, X8, X8), ["q, k and v must not be Quantized here"]),
     "scales that are not positive": (
-        lambda: replace(X8, scale=X8.scale * np.float32(0)), ["scale must be positive; got 0.0"]
+        lambda: replace(X8, scale=X8.scale * np.float32(0)), ["scale must be positive and finite; got 0.0"]
+    ),
+    "a scale that is NaN": (
+        lambda: replace(X8, scale=np.where(X8.scale == X8.scale[0, 0], np.float32(np.nan), X8.scale)),
+        ["scale must be positive and finite; got nan"],
+    ),
+    "a scale that is infinite": (
+        lambda: replace(X8, scale=X8.scale * np.float32(np.inf)), ["scale must be positive and finite; got inf"]
     ),
     "scales that do not fit": (
         lambda: replace(X8, scale=X8.scale[:1]), ["scale must have shape (2, 1) and dtype float32"]

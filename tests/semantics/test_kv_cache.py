@@ -273,6 +273,7 @@ def test_a_cache_says_what_it_is() -> None:
 
 K = np.ones((3, HEADS, 2, 8), np.float32)
 TABLE = np.array([[0, 1], [2, -1]])
+BOTH = np.zeros((3, 2, 16, 8), np.float32)  # keys and values at once
 
 
 def a_cache(num_rows: int = 2, **fields: Any) -> KVCache:
@@ -363,6 +364,12 @@ WRONG = {
         lambda: KVCache.over(normal(3, 2, 16, 8), normal(4, 2, 16, 8), TABLE, [0, 0]), "v_pages must have shape (3, 2, "
     ),
     "pages of integers": (lambda: KVCache.over(*np.zeros((2, 3, 2, 16, 8), int), TABLE, [0, 0]), "dtype must be one"),
+    "one array twice": (
+        lambda: KVCache.over(BOTH, BOTH, TABLE, [0, 0]), "v_pages must not overlap k_pages in memory: give a copy"
+    ),
+    "values within keys": (
+        lambda: KVCache.over(BOTH, BOTH[..., 4:], TABLE, [0, 0]), "v_pages must not overlap k_pages in memory"
+    ),
     "a table of one axis": (lambda: KVCache.over(*normal(2, 3, 2, 16, 8), TABLE[0], [0]), "block_table must be an int"),
     "pages that are not there": (
         lambda: KVCache.over(*normal(2, 2, 2, 16, 8), TABLE, [0, 0]), "pages below 2; got 2 for sequence 1"

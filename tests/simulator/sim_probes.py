@@ -103,7 +103,7 @@ def run_pipeline(
     return out, np.roll(expected, -32, axis=1)
 
 
-# The same for Hopper: one warpgroup copies tiles of a and b ahead, another multiplies them and copies the sum out.
+# A pipeline of Hopper: one warpgroup copies tiles of a and b ahead, another multiplies them and copies the sum out.
 HOPPER_PIPELINE = """#include <ptx/barrier.cuh>
 #include <ptx/mbarrier.cuh>
 #include <ptx/shared.cuh>
@@ -195,7 +195,7 @@ HOPPER_FAULTS = (
     "too_few_bytes", "too_many_bytes", "no_barrier_after_init", "no_init_fence", "no_wgmma_fence", "no_proxy_fence",
     "no_store_wait", "three_warps",
 )  # fmt: skip
-# Of these a friendly run sees nothing; the lines of both accesses.
+# Races that a run under a friendly schedule does not show, with words of the lines of both accesses.
 HOPPER_RACES = {
     "released_before_the_product": ("multiplies", "copies"),
     "released_by_one_warp": ("multiplies", "copies"),

@@ -68,7 +68,7 @@ _SIZES = {
     "indices": (0,), "expand_dims": (1,),
 }  # fmt: skip
 _REDUCTIONS = {"sum", "prod", "max", "min", "amax", "amin", "any", "all", "mean"}
-# Answered from shape and dtype alone.
+# Functions that read shape and dtype alone.
 _METADATA = {"ndim", "shape", "size", "isscalar", "issubdtype", "isdtype", "can_cast", "result_type", "isrealobj",
              "iscomplexobj", "may_share_memory", "shares_memory"}  # fmt: skip
 _transfers_allowed = False

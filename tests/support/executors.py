@@ -216,6 +216,8 @@ def is_long() -> bool:
     return settings.default.max_examples > 100
 
 
+# For `in_turn`: in a short run most tests share kernels of float16.
+MOSTLY_FLOAT16 = HALVES if is_long() else (*["float16"] * 3, "bfloat16")
 # A kernel of the simulator takes a second to build for every dtype, tile and room for dims: few of them, all dtypes.
 SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=4)
 GPU = Run("gpu", (("widest", 32),), most_examples=15)
@@ -232,6 +234,22 @@ on_every_executor = pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run
 on_every_backward = pytest.mark.parametrize("run", (*RUNS, *DETERMINISTIC), ids=lambda run: str(run))
 on_every_deterministic_backward = pytest.mark.parametrize("run", (CPU, *DETERMINISTIC), ids=lambda run: str(run))
 on_kernels = pytest.mark.parametrize("run", KERNELS, ids=lambda run: str(run))
+
+
+def on_kernels_for(names: str, values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by runs on kernels and by `names`, whose values are tuples if there are several names.
+
+    Runs with repeatable bits differ by kernels of gradients alone: in a short run they have every other value on the
+    simulator.
+    """
+    every, found = [*values], []
+    for each in KERNELS:
+        (run,) = each.values
+        of_run = every[::2] if run.deterministic and run.executor == "sim" and not is_long() else every
+        for value in of_run:
+            fixed = value if "," in names else (value,)
+            found.append(pytest.param(run, *fixed, marks=each.marks, id="-".join(map(str, (*fixed, run)))))
+    return pytest.mark.parametrize(f"run, {names}", found)
 
 
 def holds_for_examples(

@@ -1,4 +1,4 @@
-"""What calls raise: the reasons of a refused call, or its message."""
+"""The reasons of a refused call, or the message of what it raises."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[in
     forward, backward = kernels.forward.launches["forward"].spec, kernels.backward.launches["backward"].spec
     itemsize, number = problem.dtype.itemsize, problem.accumulator.itemsize
     q, v = itemsize * problem.head_dim, itemsize * problem.value_dim  # bytes of a row; those of k and o are the same
-    num_heads = problem.mask_shape.num_batch * problem.num_heads
+    num_heads = problem.num_batch_heads
     queries, keys = num_heads * problem.seqlen_q, num_heads * problem.seqlen_kv
 
     running = number * (forward.value_dim + _STATISTICS)

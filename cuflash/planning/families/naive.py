@@ -76,7 +76,7 @@ class Naive(Family):
         chosen = self.specs(problem, device, list_block_of(work)) | dict(specs or {})
         launches = {entry: self._launch(spec, problem, work) for entry, spec in chosen.items()}
         matrix = Workspace((*problem.lse_shape(), problem.seqlen_kv), problem.accumulator)
-        num_heads = problem.mask_shape.num_batch * problem.num_heads if isinstance(work, ListedWork) else 1
+        num_heads = problem.num_batch_heads if isinstance(work, ListedWork) else 1
         forward = Pass({entry: launches[entry] for entry in _FORWARD}, {"scores": matrix})
         backward = Pass({entry: launches[entry] for entry in _BACKWARD}, {"scores": matrix, "score_gradients": matrix})
         return Kernels(

@@ -149,7 +149,7 @@ class Simt(Family):
         the end (experiments/results/simt_sparse.log).
         """
         if isinstance(work, ListedWork):
-            num_heads = problem.mask_shape.num_batch * problem.num_heads
+            num_heads = problem.num_batch_heads
             return TileOrder(num_heads, num_heads)
         return TileOrder(
             heads_per_wave(work, self.resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),

@@ -16,10 +16,12 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
+from ...scores.products import can_take_products
 from ...scores.program import Program, curvature, depends
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
+from ..score_bins import WARP_LANES, num_bins
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
@@ -45,9 +47,10 @@ _MMA_COLUMNS = 16  # columns of a product
 _NUM_TILE_INFOS = 4  # tiles in flight
 # sizes of messages and barriers in shared memory, in bytes
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
-_ARRAY_ALIGNMENT = 128  # of a staged array's slots, whose rows are permuted by bits of their addresses
+_ARRAY_ALIGNMENT = 1024  # of a staged array's slots, whose rows are permuted by bits of their addresses
 _KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
 _COORDS = 12  # more bytes of a tile's message if dO is loaded too
+_ARRAY_COORDS = 16  # more bytes of a tile's message if an array is staged
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
 _WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
@@ -128,6 +131,8 @@ class Sm90(Family):
                 backward["backward"], num_stages=_STAGES, score_is_staged=True,
                 score_is_stored=can_store_gradient(problem),
             )  # fmt: skip
+        elif num_bins(problem) and not deterministic:
+            backward["backward"] = _with_bins(backward["backward"], num_bins(problem), device)
         return {"forward": forward} | backward | {"forward": forward}
 
     def launches(
@@ -254,13 +259,22 @@ class Sm90(Family):
 
     def _counter(self, problem: Problem) -> Workspace:
         """The next tile that a persistent block takes, blocks that have ended, and two counts of dQ for each head."""
-        return Workspace((2 + 2 * problem.mask_shape.num_batch * problem.num_heads,), np.dtype(np.int32))
+        return Workspace((2 + 2 * problem.num_batch_heads,), np.dtype(np.int32))
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         return shared_bytes(spec)
 
 
 _SM80 = Sm80()
+
+
+def _with_bins(backward: KernelSpec, bins: int, device: DeviceSpec) -> KernelSpec:
+    """Return the kernel with bins for the gradient of a table, and with fewer stages if they fit only then."""
+    for stages in (backward.num_stages, _STAGES):
+        made = replace(backward, num_stages=stages, score_bins=bins)
+        if shared_bytes(made) <= device.tile_memory_bytes:
+            return made
+    return backward
 
 
 def _takes_changed_weights(backward: KernelSpec) -> bool:
@@ -310,7 +324,7 @@ def forward_spec(
     if largest is None and not is_large:
         min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
         max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
-        num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // tile_4_consumers.block_q)
+        num_tiles = problem.num_batch_heads * -(-num_queries // tile_4_consumers.block_q)
         if num_keys < max_keys and num_tiles >= MIN_TILES_PER_PROCESSOR * device.num_processors:
             block_q, block_kv = tile_4_consumers
         elif num_keys >= min_keys:
@@ -334,6 +348,9 @@ def forward_spec(
     )  # fmt: skip
     if is_staged:
         return replace(spec, num_stages=_STAGES, score_is_staged=True)
+    if score is not None:
+        takes_products = can_take_products(score, problem.numbers, problem.scaling.scale)
+        spec = replace(spec, score_takes_products=takes_products)
     if problem.dropout is not None and problem.score is None and width <= 128 and block_q == 2 * ROWS:
         spec = replace(spec, num_warps=spec.num_warps + 4)  # a warpgroup draws for the others
     # One consumer warpgroup leaves tensor cores idle between its products, so several blocks share a multiprocessor.
@@ -429,10 +446,13 @@ def shared_bytes(spec: KernelSpec) -> int:
         fits = spec.dtype.itemsize * (elements + stages * do_elements) + _STORAGE_BYTES <= _MAX_SHARED_BYTES
         do_stages = stages if spec.entry == "backward" or fits else 1
         queries = 4 * (spec.block_q // 16 + query_stats_words(spec) + spec.block_q * -(-spec.block_kv // 32))
-        storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_OTHER
+        work = _BACKWARD_WORK + _ARRAY_COORDS * spec.score_is_staged
+        storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * work + _BACKWARD_OTHER
         storage += _SLOT * (2 + stages + do_stages)
         storage += -storage % 16
-        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage + _staged_bytes(spec, storage)
+        bins = 4 * WARP_LANES * spec.score_bins * (spec.num_warps - 4)
+        storage += _staged_bytes(spec, storage) + bins
+        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage
     loads_do = spec.entry == "backward_rows"
     is_small = spec.is_listed and spec.block_q == ROWS
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128
@@ -440,7 +460,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     query_dims = spec.head_dim + spec.value_dim * loads_do
     elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
     storage = storage_bytes(spec, q_stages, loads_do)
-    return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT)
+    return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT * (spec.block_q // ROWS))
 
 
 def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:

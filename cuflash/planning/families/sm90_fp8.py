@@ -129,7 +129,7 @@ class Sm90Fp8(Family):
             shared_bytes=self.shared_bytes(spec), reads=(*FORWARD_INPUTS, *SCALE_ARRAYS),
             writes=("o", "lse", "tile_counter"), max_blocks=self.resident_blocks(spec, device), boxes=boxes(spec),
         )  # fmt: skip
-        counter = Workspace((2 + 2 * problem.mask_shape.num_batch * problem.num_heads,), np.dtype(np.int32), True)
+        counter = Workspace((2 + 2 * problem.num_batch_heads,), np.dtype(np.int32), True)
         forward = sink_forward(Pass({"forward": launch}, {"tile_counter": counter}), problem, "forward")
         launch = forward.launches["forward"]
         forward = replace(

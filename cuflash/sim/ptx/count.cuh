@@ -9,8 +9,8 @@ CUFLASH_DEVICE void red_add_release(int* count, int value, CUFLASH_SIM_WHERE) {
   sim::release_counter(count);
   atomicAdd(count, value, where);
 }
-// Where blocks run one after another, a count that neither an earlier block left nor a lane of the warp added before it
-// waits will never come. A lane may add it after others have looked once, and before the warp votes.
+// If blocks run one after another, only earlier blocks and lanes of this warp can have added to the count. A lane may
+// add to it after other lanes have read it and before the warp votes, so the wait fails at the second vote.
 CUFLASH_DEVICE void wait_for_counter(const int* count, int mask, int threshold, CUFLASH_SIM_WHERE) {
   for (bool has_voted = false;; has_voted = true) {
     const int value = sim::are_blocks_together() ? __atomic_load_n(count, __ATOMIC_RELAXED)

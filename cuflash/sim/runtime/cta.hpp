@@ -49,9 +49,9 @@ struct Text {
   bool operator==(const Text& other) const { return strcmp(letters, other.letters) == 0; }
 };
 
-// What a thread that acquires the clock sees as done, by ThreadSanitizer's rules; and the part of it on which
-// asynchronous copies and wgmma may rely, which read shared memory without waiting for writes of threads:
-// fence_proxy_async makes all that a thread has seen part of it.
+// Addresses that stand for vector clocks of ThreadSanitizer. A thread that acquires `threads` sees all writes that were
+// released to it. Asynchronous copies and wgmma do not wait for writes of threads: they see only writes released to
+// `proxy`; after fence_proxy_async a thread releases to it all that the thread has seen.
 struct Clock { char threads = 0, proxy = 0; };
 
 struct Thread : Identity {

@@ -1,4 +1,4 @@
-// What tiles visit, listed step by step, and every element that a step allows. `probe` says how large tiles are.
+// Lists each step that tiles visit, and every element that a step allows. `probe` names the sizes of tiles.
 #include <attention/block_iterator.cuh>
 using namespace cuflash;
 using namespace cuflash::attention;
@@ -10,7 +10,7 @@ struct Log {
   int* records;
   int capacity;
 
-  // A block of one thread after another: numbers of records tell the order.
+  // Blocks have one thread and run one after another, so the numbers of records are their order.
   CUFLASH_DEVICE void write(const WorkTile& work, const KvBlock& block, int side) const {
     const int number = atomicAdd(count, 1);
     if (number >= capacity) return;
@@ -26,7 +26,7 @@ struct Log {
   }
 };
 
-// Which tile a block works on: entry, head, first, last.
+// Writes the batch entry, head, first and last row of the tile that a block works on.
 CUFLASH_DEVICE void message(const WorkTile& work, int side, int* tiles) {
   int* tile = tiles + (2 * blockIdx.x + side) * 4;
   tile[0] = work.batch_head.batch_index;

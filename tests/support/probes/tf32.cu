@@ -59,7 +59,7 @@ products(float* a, float* a_tn, float* b_nt, float* b_nn, float* c_nt, float* c_
   store<32 * kNumWarps>(Matrix<float>{c_stored, kColumns, 1, kRows, kColumns}, c_smem);
 }
 
-// Where in shared memory each word of 16 rows of kColumns floats lies, in words.
+// Writes the place in shared memory, in words, of each word of 16 rows of kColumns floats.
 extern "C" __global__ void places(int* words) {
   using Tile = SwizzledTile<float, 16, kColumns>;
   for (int x = threadIdx.x; x < 16 * kColumns; x += 32)

@@ -27,7 +27,7 @@ CUFLASH_DEVICE void write_map(int* rows, int* columns) {
   for (int j = 0; j < Tile::kColumns; ++j) columns[threadIdx.x * Tile::kColumns + j] = Tile::column(j);
 }
 
-// Which rows and columns a thread holds; where elements and vectors of a shared tile lie; what rows sum to.
+// Writes the rows and columns that a thread holds, places of elements and vectors in a shared tile, and sums of rows.
 extern "C" __global__ void __launch_bounds__(kThreads)
 maps(int* rows, int* columns, int* run_rows, int* run_columns, int* elements, int* vectors, T* sums, T* scaled) {
   write_map<Plain>(rows, columns);
@@ -48,7 +48,7 @@ maps(int* rows, int* columns, int* run_rows, int* run_columns, int* elements, in
       scaled[(threadIdx.x * InRuns::kRows + i) * InRuns::kColumns + j] = tile.at[i][j];
 }
 
-// Numbers over those of their rows.
+// Divides each number by the number of its row.
 extern "C" __global__ void __launch_bounds__(kThreads)
 quotients(const T* numbers, const T* by, T* left) {
   Plain tile;

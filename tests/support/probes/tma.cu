@@ -12,7 +12,7 @@ CUFLASH_DEVICE void load(uint32_t to, const ptx::TensorMap* map, uint32_t barrie
   }
 }
 
-// What shared memory holds after each of `count` boxes at the coordinates `places`.
+// Copies `count` boxes at the coordinates `places` into shared memory, and writes what it holds after each.
 extern "C" __global__ void __launch_bounds__(128)
 loads(const __grid_constant__ ptx::TensorMap map, const void* tensor, const int* places, int count, int bytes, uint8_t* left) {
   uint8_t* shared = ptx::dynamic_shared<uint8_t>();
@@ -44,7 +44,7 @@ CUFLASH_DEVICE void store(const ptx::TensorMap* map, uint32_t from, const int* x
   }
 }
 
-// The same the other way round: `tiles` says what shared memory holds for each box.
+// Stores `count` boxes at the coordinates `places`; shared memory holds the bytes of `tiles` for each.
 extern "C" __global__ void __launch_bounds__(128)
 stores(const __grid_constant__ ptx::TensorMap map, void* tensor, const int* places, int count, int bytes, const uint8_t* tiles,
        int adds) {

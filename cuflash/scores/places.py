@@ -1,0 +1,170 @@
+"""Score functions at other places than those of a call: within a packed sequence, or behind the rows of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, as_int_array, describe, is_array, is_int, is_integer_dtype, namespace
+from ..errors import UnsupportedProblem, collecting
+from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
+from .score import MAX_ARRAYS, Score
+
+__all__ = ["in_cache", "within"]
+
+_STARTS = ("q_starts", "kv_starts")
+_PLACE = "place"
+
+
+def within(
+    score: Any, q_offsets: Any, kv_offsets: Any = None, *, seqlen_q: int | None = None, seqlen_kv: int | None = None
+) -> Score:
+    """A score function whose positions start again at 0 in each packed sequence.
+
+    Parameters
+    ----------
+    score : Score, or callable (s, b, h, i, j)
+        It is given i - q_offsets[n] and j - kv_offsets[n] in place of i and j, where n is the sequence of the query and
+        that of the key.
+    q_offsets : list of ints, or int array [..., num_sequences + 1]
+        As `masks.Sequences` takes them; the mask of the call is that of the same offsets.
+    kv_offsets : list of ints, or int array [..., num_sequences + 1], optional
+        The same of the keys; `q_offsets` unless given.
+    seqlen_q, seqlen_kv : int, optional
+        Rows of q and of k: the last offsets unless given. Offsets on a device are not looked at, and need them, of
+        which seqlen_kv is seqlen_q unless given.
+
+    Returns
+    -------
+    Score
+        The score function, with two captured arrays more: "q_starts" and "kv_starts", int32, where the offsets are. A
+        call of other offsets compiles nothing.
+
+    Raises
+    ------
+    TypeError
+        The score is no function.
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
+
+    Notes
+    -----
+    A packed sequence has the results of a call of its own, within the bounds of both. A query that attends no key has
+    no position.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash import masks, scores
+    >>> offsets = [0, 4, 10]
+    >>> q = k = v = np.random.default_rng(0).standard_normal((2, 10, 8), np.float32)
+    >>> slopes = scores.alibi(scores.alibi_slopes(2))
+    >>> packed = cuflash.attention(q, k, v, mask=masks.Sequences(offsets), score=scores.within(slopes, offsets))
+    >>> alone = cuflash.attention(q[:, 4:], k[:, 4:], v[:, 4:], score=slopes)
+    >>> bool(np.allclose(packed[:, 4:], alone, atol=1e-6))
+    True
+    """
+    score = score if isinstance(score, Score) else Score(score)
+    reasons = [
+        f"score must have no array of the name {name}, which is that of an array of within: rename it"
+        for name in _STARTS
+        if name in score.arrays
+    ]
+    starts: dict[str, Array] = {}
+    is_shared = kv_offsets is None
+    of_keys = ("q_offsets", q_offsets) if is_shared else ("kv_offsets", kv_offsets)
+    of_rows = seqlen_q if is_shared and seqlen_kv is None else seqlen_kv
+    with collecting(reasons):
+        starts["q_starts"] = _starts("q_offsets", q_offsets, "seqlen_q", seqlen_q)
+    with collecting(reasons):
+        starts["kv_starts"] = _starts(*of_keys, "seqlen_q" if is_shared and seqlen_kv is None else "seqlen_kv", of_rows)
+    if reasons:
+        raise UnsupportedProblem(dict.fromkeys(reasons))
+
+    def restarted(s: Any, b: Any, h: Any, i: Any, j: Any, q_starts: Any, kv_starts: Any, **arrays: Any) -> Any:
+        return score.function(s, b, h, _behind(i, q_starts[..., i]), _behind(j, kv_starts[..., j]), **arrays)
+
+    restarted.__name__ = f"within of {score.name}"
+    made = Score.of_reserved(restarted, **score.arrays, **starts)
+    return made.remade_by(within, score, q_offsets, kv_offsets, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+
+
+def _behind(position: Any, start: Any) -> Any:
+    """Return the distance of a position from a start, 0 before it: so it is known to be none of an index too large."""
+    return np.maximum(position - np.maximum(start, 0), 0)
+
+
+def _starts(name: str, given: Any, of_length: str, length: Any) -> Array:
+    """The first row of each row's sequence, int32 [..., rows].
+
+    Raises
+    ------
+    UnsupportedProblem
+        The offsets or the number of rows break their rule; all reasons at once.
+    """
+    offsets = as_int_array(given)
+    if is_foreign(offsets):
+        offsets = taken_on_cuda(name, offsets) if is_on_cuda(name, offsets) else taken(name, offsets, np)
+    if not (is_array(offsets) and offsets.ndim and offsets.shape[-1] and is_integer_dtype(offsets.dtype)):
+        rule = "a list of ints, or an integer array (..., num_sequences + 1)"
+        raise UnsupportedProblem([f"{name} must be {rule}; got {describe(given)}"])
+    xp, reasons = namespace(offsets), list[str]()
+    if xp is np and ((offsets[..., 0] < 0).any() or (offsets[..., 1:] < offsets[..., :-1]).any()):
+        reasons.append(f"{name} must start at 0 or later and never decrease; got {describe(offsets.tolist())}")
+    least = int(offsets[..., -1].max(initial=0)) if xp is np and not reasons else 0
+    if length is None and xp is not np:
+        reasons.append(f"{of_length} must be given for {name} on a device, which are not looked at; got None")
+    elif length is not None and not (is_int(length) and least <= length < 2**31):
+        reasons.append(f"{of_length} must be an int of at least {least}, the last of {name}; got {describe(length)}")
+    elif length is None and least >= 2**31:
+        reasons.append(f"{name} must be below 2**31; got {least}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    rows = xp.arange(least if length is None else int(length))
+    made = xp.zeros((*offsets.shape[:-1], len(rows)), np.int32)
+    for entry in np.ndindex(offsets.shape[:-1]):
+        of_entry = offsets[entry].astype(np.int64)
+        made[entry] = of_entry[xp.maximum(xp.searchsorted(of_entry, rows, side="right") - 1, 0)]
+    return made
+
+
+def in_cache(score: Score, batch: int, capacity: int) -> Score:
+    """A score function for a call on the rows of one sequence of a cache, without the batch's axis.
+
+    It has the captured arrays of `score` under the names of `names_in_cache`, and an array "place" of three int32: the
+    sequence, and the positions of the first query and of the first key of the call.
+    """
+    names = names_in_cache(score)
+
+    def in_cache(s: Any, b: Any, h: Any, i: Any, j: Any, place: Any, **arrays: Any) -> Any:
+        sequence = np.clip(place[0], 0, batch - 1)
+        query, key = (np.clip(x + np.clip(place[n], 0, capacity), 0, capacity - 1) for n, x in ((1, i), (2, j)))
+        given = {name: _OfSequence(arrays[own], sequence, score.arrays[name].shape) for name, own in names.items()}
+        return score.function(s, sequence, h, query, key, **given)
+
+    in_cache.__name__ = score.name
+    arrays = {own: score.arrays[name] for name, own in names.items()}
+    made = Score.__new__(Score)
+    made._make(in_cache, {**arrays, _PLACE: np.zeros(3, np.int32)}, [], MAX_ARRAYS + 1)
+    return made
+
+
+def names_in_cache(score: Score) -> Mapping[str, str]:
+    """The names of a score's captured arrays in `in_cache`; none of them is that of a call's argument."""
+    return {name: f"cached_{name}" for name in score.arrays}
+
+
+class _OfSequence:
+    """A captured array whose axis of the batch is read at a sequence, where a function leaves it to the batch."""
+
+    def __init__(self, array: Any, sequence: Any, shape: tuple[int, ...]) -> None:
+        self._array, self._sequence, self._shape, self.ndim = array, sequence, shape, len(shape)
+
+    def __getitem__(self, index: Any) -> Any:
+        indices = index if isinstance(index, tuple) else (index,)
+        if not indices or indices[0] is not Ellipsis:
+            return self._array[indices]
+        leading = self._shape[: self.ndim - len(indices) + 1]
+        return self._array[(*(0 if extent == 1 else self._sequence for extent in leading), *indices[1:])]

@@ -1,0 +1,44 @@
+#pragma once
+#include <ptx/thread.cuh>
+#include <tile/global_sum.cuh>
+
+namespace cuflash::tile {
+
+// Sums of a warp for the elements of a short row of a matrix in global memory, such as a table of 32 numbers. Each
+// thread has a bin of its own for each element, in shared memory: no two threads write one word, and lanes write
+// different banks. Bins of a warp are [NumBins][32] numbers.
+template <class T, int NumBins>
+struct ThreadBins {
+  T* row = nullptr;  // of the elements whose sums the bins hold; null before the first
+  int64_t stride = 0;  // from an element to the next
+
+  // Add x to an element of the row.
+  static CUFLASH_DEVICE void add(T* bins, int element, T x) { bins[32 * element + ptx::lane()] += x; }
+
+  // Let the bins hold sums for this row from now on. Called by whole warps.
+  CUFLASH_DEVICE void start(T* bins, T* new_row, int64_t new_stride) {
+    if (new_row == row) return;
+    flush(bins);
+#pragma unroll 1
+    for (int element = 0; element < NumBins; ++element) bins[32 * element + ptx::lane()] = 0;
+    row = new_row;
+    stride = new_stride;
+  }
+
+  // Add the sums to the row in memory: a lane adds up the bins of an element. Called by whole warps.
+  CUFLASH_DEVICE void flush(const T* bins) const {
+    if (row == nullptr) return;
+    __syncwarp();
+#pragma unroll 1
+    for (int element = ptx::lane(); element < NumBins; element += 32) {
+      T sum = 0;
+      // Lanes start at different bins, and so at different banks.
+#pragma unroll 4
+      for (int lane = 0; lane < 32; ++lane) sum += bins[32 * element + (ptx::lane() + lane) % 32];
+      tile::add(row + element * stride, sum);
+    }
+    __syncwarp();
+  }
+};
+
+}  // namespace cuflash::tile

@@ -1,0 +1,64 @@
+"""Kernels of caches take score functions, at positions of the cache, and cut keys at fixed positions where asked to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cache_calls import NEW, Drawn, cache_of, drawn, same_bits
+from cuflash import Score
+from cuflash.cache import one_by_one
+from executors import CPU, GPU, RUNS, SIM, Run
+from scored_caches import arrays_of, assert_is_scored_attention, chunked, mixed, of_sequences
+
+on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
+KERNELS = {
+    "auto": NEW | {"rows": 3, "heads": 4, "dtype": ml_dtypes.bfloat16, "sink": True},
+    "sm80": NEW | {"rows": 70, "heads": 4, "window": (70, None)},
+    "sm90": NEW | {"rows": 70, "heads": 4, "window": (70, None), "sink": True},
+}
+LENGTHS = (193, 2, 65)
+PAGES: dict[str, dict[str, int]] = {"contiguous": {}, "pages": {"page_size": 16, "num_pages": 20}}
+
+
+def attended(run: Run, kernel: str, call: Drawn, arrays: dict[str, Any], pages: str) -> list[Any]:
+    cache = cache_of(run, call, PAGES[pages])
+    score = Score(mixed, **{name: run.put(array) for name, array in arrays.items()})
+    options = {"window": call.window, "sink": run.put(call.sink), "kernel": kernel, "executor": run.executor}
+    made = cache.attention(run.put(call.q), score=score, return_lse=True, counts=call.counts, **options)
+    return [run.get(x) for x in made]
+
+
+@on_kernels
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(
+    run: Run, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are within bounds of a call of the sequence, with equal bits alone, in another order and in pages."""
+    monkeypatch.setattr(one_by_one, "attention", None)  # what else would serve
+    call = drawn(KERNELS[kernel], LENGTHS)
+    arrays = arrays_of(len(LENGTHS), 4)
+    results = attended(run, kernel, call, arrays, "contiguous")
+    assert_is_scored_attention(run, call, arrays, *results)
+    for rows, pages in (([2, 0], "pages"), ([1], "contiguous")):
+        made = attended(run, kernel, call.of(rows), of_sequences(arrays, rows), pages)
+        assert same_bits(made, [x[rows] for x in results])
+
+
+ROWS = (("float16", 64), ("float16", 200), ("float8_e4m3fn", 64), ("float32", 24))
+OF_PARTS = [
+    *(pytest.param(CPU, *each) for each in ROWS[2:]), *(pytest.param(SIM, *each) for each in ROWS[1:3]),
+    *(pytest.param(GPU, *each, marks=pytest.mark.gpu) for each in ROWS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run, dtype, dim", OF_PARTS, ids=str)
+def test_parts_at_fixed_positions_make_chunks_and_tokens_equal(run: Run, dtype: Any, dim: int) -> None:
+    """Results have equal bits token by token and in chunks of up to 64 rows, which meet parts that tokens do not."""
+    made = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    for left in (132, 60):
+        results = chunked(run, made, dim, left, (190, 200))
+        for cuts in ((190, 191, 192, 193, 200), (190, 197, 200)):
+            assert same_bits(chunked(run, made, dim, left, cuts), results)

@@ -1,0 +1,137 @@
+"""Functions that Hopper's forward kernel hands q . k without the softmax scale, whose factors are joined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash.planning.spec import KernelSpec
+from cuflash.scores.products import of_products
+from cuflash.testing import Structure, assert_within_bounds
+from executors import GPU, SIM, Run, is_long, needs_compiler
+from test_scores import everything
+
+import cuflash
+from cuflash import Score, masks, scores
+
+SLOPES = np.array([0.5, -0.03], np.float32)
+FUNCTIONS = {
+    "alibi": scores.alibi(SLOPES),
+    "temperature": scores.temperature(np.array([0.5, -1.5], np.float32)),
+    "softcap": scores.softcap(3.0),
+    "fast": scores.softcap(3.0, fast=True),
+    "capped distances": scores.softcap(20.0) @ scores.alibi(SLOPES),
+    "distances of a cap": scores.alibi(SLOPES) @ scores.softcap(3.0),
+    "queries": Score(lambda s, b, h, i, j: 2 * s + 0.01 * i - np.tanh(s) * 0.5 + 0.02 * (j - i)),
+    "both": Score(lambda s, b, h, i, j, slope: -(s - slope[h] * (j - i)) + 0.125, slope=SLOPES),
+}
+
+
+def spec_of(library: Any, score: Any, **options: Any) -> KernelSpec:
+    """The forward kernel of a problem of float16."""
+    x = library.ShapeDtype((2, 300, 128), np.dtype(np.float16))
+    made = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": "sm90", "score": score} | options
+    spec: KernelSpec = library.plan(x, x, x, **made).plan.specs["forward"]
+    return spec
+
+
+def check_plans(library: Any) -> None:
+    """Factors are joined where they can neither overflow nor vanish, and where no array is read at a position."""
+
+    def takes(score: Any, **options: Any) -> bool:
+        return spec_of(library, score, **options).score_takes_products
+
+    softcap, table = library.scores.softcap, library.ShapeDtype((2, 300, 300), np.dtype(np.float16))
+    assert takes(library.scores.alibi(SLOPES))
+    assert takes(softcap(50.0))
+    assert takes(softcap(50.0), scale=2.0)
+    for scale in (0.0, -1.0, 2.0**-30, 2.0**30):
+        assert not takes(softcap(50.0), scale=scale)
+    assert not takes(softcap(1e30))
+    assert not takes(softcap(1e-30))
+    assert not takes(library.scores.bias(table))
+    assert not takes(library.Score(lambda s, b, h, i, j, x: s + x[h, i, 0], x=table))
+    assert not takes(None)
+
+
+def test_factors_are_joined_where_they_can_be() -> None:
+    check_plans(cuflash)
+
+
+SHARED = Score(lambda s, b, h, i, j: (lambda x: 0.5 * x - 0.25 * (x * x))(np.tanh(0.75 * s)) + 3 * (s * s))
+OPERATIONS: dict[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "abs": np.abs, "real": np.float64,
+    "tanh": np.tanh, "tanh_fast": np.tanh, "logistic": lambda x: 1 / (1 + np.exp2(x)),
+}  # fmt: skip
+
+
+def check_values(library: Any) -> None:
+    """Programs of products have the values of the functions that they are made of."""
+    made = import_module(f"{library.__name__}.scores.products").of_products
+    rng, scale = np.random.default_rng(0), 0.25
+    products, i, j = rng.standard_normal((2, 5, 7)), np.arange(5)[:, None], np.arange(7)
+    for name, score in {**FUNCTIONS, "shared": SHARED}.items():
+        program, is_unscaled = made(score.program)
+        for head in range(2):
+            given = {"s": products[head], "h": head, "i": i, "j": j, "scale": scale, "inverse_scale": 1 / scale}
+            found: list[Any] = []
+            for each in program.instructions:
+                args = [found[a] for a in each.args]
+                if each.op in ("const", "number"):
+                    found.append(each.value if each.op == "const" else score.numbers[each.value])
+                elif each.op == "load":
+                    found.append([*score.arrays.values()][each.value].astype(np.float64)[*args])
+                else:
+                    found.append(given[each.op] if each.op in given else OPERATIONS[each.op](*args))
+            expected = score(products[head] * scale, 0, head, i, j)
+            found_here = found[program.results[0]] * (scale if is_unscaled else 1)
+            np.testing.assert_allclose(found_here, expected, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_programs_of_products_have_the_values_of_functions() -> None:
+    check_values(cuflash)
+
+
+def test_a_score_costs_one_factor() -> None:
+    """ALiBi multiplies no score, a cap once before the exponential, whatever the softmax scale is."""
+    for name, count in (("alibi", 1), ("temperature", 1), ("softcap", 2)):
+        made = of_products(FUNCTIONS[name].program)
+        dependent = [False] * len(made.program.instructions)
+        products = 0
+        for n, each in enumerate(made.program.instructions):
+            dependent[n] = each.op in ("s", "i", "j") or any(dependent[a] for a in each.args)
+            products += each.op == "mul" and dependent[n]
+        assert products == count
+        assert made.is_unscaled == (name == "alibi")
+
+
+ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
+on_hopper = pytest.mark.parametrize(
+    "run", [pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler), ON_GPU], ids=str
+)  # fmt: skip
+
+
+def check_results(run: Run, names: tuple[str, ...], scales: tuple[float | None, ...] = (None,)) -> None:
+    """Results within their bounds, under a mask whose steps lie on both sides of the diagonal."""
+    structure = Structure(
+        num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=72, value_dim=72, dtype="float16",
+        mask=masks.SlidingWindow(150, 60, "bottom_right"),
+    )  # fmt: skip
+    for name in names:
+        for scale in scales:
+            example = run.rounded(structure.example().but(score=FUNCTIONS[name], scale=scale))
+            assert_within_bounds(example, **everything(run, example))
+
+
+@on_hopper
+def test_functions_of_products_are_within_their_bounds(run: Run) -> None:
+    check_results(run, tuple(FUNCTIONS) if is_long() or run.executor == "gpu" else ("alibi", "queries"))
+
+
+@on_hopper
+def test_other_scales_are_within_their_bounds(run: Run) -> None:
+    """Scales that are joined, and one that is not."""
+    check_results(run, ("alibi",), (0.5, -0.25) if run.executor == "gpu" or is_long() else (0.5,))

@@ -1,0 +1,233 @@
+"""Faults in score functions of KV caches, in parts at fixed positions, and in positions within packed sequences."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from cache_calls import NEW, cache_of, drawn, same_bits
+from cuflash import Score
+from cuflash.cache import one_by_one
+from executors import SIM
+from mutations.calls import refuses
+from mutations.planting import Edit
+from scored_caches import arrays_of, assert_is_scored_attention, chunked, mixed
+
+SIGNS = (AssertionError, ValueError, IndexError, KeyError)
+_ARRAYS = arrays_of(2, 4)
+_CALLS = {"auto": drawn(NEW | {"rows": 3, "heads": 4}, (193, 2))} | {
+    kernel: drawn(NEW | {"rows": 70, "heads": 4}, (193, 2)) for kernel in ("sm80", "sm90")
+}
+
+
+def _is_scored(kernel: str) -> None:
+    """Results of a kernel of caches are those of the function at positions of the cache."""
+    call, kept = _CALLS[kernel], one_by_one.attention
+    one_by_one.attention = None  # type: ignore[assignment]
+    try:
+        cache = cache_of(SIM, call, {"page_size": 16, "num_pages": 20})
+        results = cache.attention(call.q, score=Score(mixed, **_ARRAYS), scale=0.2, kernel=kernel, executor="sim",
+                                  return_lse=True)  # fmt: skip
+    finally:
+        one_by_one.attention = kept
+    assert_is_scored_attention(SIM, call, _ARRAYS, *results, scale=0.2)
+
+
+def decode_is_scored() -> None:
+    _is_scored("auto")
+
+
+def sm80_prefill_is_scored() -> None:
+    _is_scored("sm80")
+
+
+def sm90_prefill_is_scored() -> None:
+    _is_scored("sm90")
+
+
+def parts_are_at_fixed_positions() -> None:
+    """Results have the bits of those of a chunk, of which the first sees a part that the last does not."""
+    for left in (132, 60):
+        made = [chunked(SIM, np.dtype(np.float16), 64, left, cuts) for cuts in ((190, 200), (190, 197, 200))]
+        assert same_bits(*made)
+
+
+def host_scores_are_right(library: ModuleType) -> None:
+    """Results of each sequence are those of a call of its own, with positions of the cache, in parts too."""
+    rng, capacity = np.random.default_rng(0), 60
+    rows = rng.standard_normal((2, 3, 2, 50, 8), np.float32)
+    q = rng.standard_normal((3, 4, 5, 8), np.float32)
+    arrays = arrays_of(3, 4, capacity)
+    score = library.Score(mixed, **arrays)
+    made = []
+    for part_keys in (None, 64):
+        sizes = {"batch": 3, "num_kv_heads": 2, "head_dim": 8, "capacity": capacity, "dtype": np.float32}
+        cache = library.KVCache(**sizes, page_size=16, num_pages=12, part_keys=part_keys)
+        cache.append(*rows, counts=[50, 2, 33])
+        made.append(cache.attention(q, score=score, window=(20, 0)))
+        assert np.array_equal(cache.attention(q, softcap=2.0), cache.attention(q, softcap=np.float64(2.0)))
+    for b, length in enumerate((50, 2, 33)):
+        new = min(5, length)
+
+        def alone(s: Any, _: Any, h: Any, i: Any, j: Any, b: int = b, first: int = length - new, **held: Any) -> Any:
+            return mixed(s, b, h, i + first, j, **held)
+
+        held = arrays | {"slope": arrays["slope"][b]}
+        one = library.attention(
+            q[b, :, 5 - new :], *rows[:, b, :, :length], causal="bottom_right", window=(20, 0),
+            score=library.Score(lambda s, _, h, i, j, slope, of_query, of_key, near, alone=alone: alone(
+                s, 0, h, i, j, slope=slope, of_query=of_query, of_key=of_key, near=near), **held),
+        )  # fmt: skip
+        for each in made:
+            assert np.abs(each[b, :, 5 - new :] - one).max() < 1e-5
+    _chunks_are_tokens(library, rows, q)
+
+
+def _chunks_are_tokens(library: ModuleType, rows: Any, q: Any) -> None:
+    results = []
+    for cuts in ((0, 45, 50), (0, 45, 46, 48, 50)):
+        cache = library.KVCache(
+            batch=3, num_kv_heads=2, head_dim=8, capacity=60, dtype=np.float32, part_keys=64
+        )
+        for first, stop in zip(cuts, cuts[1:]):
+            cache.append(*rows[:, :, :, first:stop])
+            results += [cache.attention(q[:, :, first - 45 : stop - 45], causal=True)] if first else []
+    assert np.array_equal(results[0], np.concatenate(results[1:], axis=2))
+
+
+def steps_are_of_their_score(library: ModuleType) -> None:
+    """Calls have one step where their programs, numbers and layouts of arrays are equal."""
+    steps = import_module(f"{library.__name__}.cache.steps")
+    kept = steps.layout_key
+    steps.layout_key = lambda *arrays: tuple(array.shape for array in arrays)
+    try:
+        q, options = np.zeros((1, 2, 1, 8)), (True, None, None, "auto", "auto", "ieee")
+        scores = library.scores
+        made = [scores.softcap(3.0), scores.softcap(5.0), *(scores.temperature(np.ones(n)) for n in (2, 3)), None]
+        keys = [steps._decode_key(q, None, None, options, score) for score in made]
+        assert len(set(keys)) == len(keys) and None not in keys
+        assert keys[0] == steps._decode_key(q, None, None, options, scores.softcap(3.0))
+    finally:
+        steps.layout_key = kept
+
+
+def positions_restart(library: ModuleType) -> None:
+    x, offsets = np.random.default_rng(0).standard_normal((2, 9, 8)), [0, 4, 4, 9]
+    alibi = library.scores.alibi(np.array([0.5, 2.0]))
+    made = library.scores.within(library.scores.Score(lambda s, b, h, i, j: s * (i + 1.0) - j), offsets) @ alibi
+    o = library.attention(x, x, x, mask=library.masks.Sequences(offsets), score=made)
+    for rows in (slice(0, 4), slice(4, 9)):
+        function = library.scores.Score(lambda s, b, h, i, j: s * (i + 1.0) - j) @ alibi
+        assert np.abs(o[:, rows] - library.attention(x[:, rows], x[:, rows], x[:, rows], score=function)).max() < 1e-9
+
+
+def _cache(library: ModuleType, **options: Any) -> Any:
+    sizes = {"batch": 1, "num_kv_heads": 1, "head_dim": 4, "capacity": 40, "dtype": np.float32}
+    return library.KVCache(**sizes | options)
+
+
+def _over(library: ModuleType) -> Any:
+    pages = np.ones((2, 1, 16, 4), np.float32)
+    return library.KVCache.over(pages, pages, np.array([[0]]), [3])
+
+
+QUERY = np.ones((1, 1, 1, 4), np.float32)
+DECODE, WORK, ONE, PLACES = "sm80/decode.cuh", "attention/decode_work.cuh", "cache/one_by_one.py", "scores/places.py"
+FAULTS = {
+    decode_is_scored: {
+        "all heads of a group are its first": Edit(DECODE, "score_step", "heads.head + row.quotient", "heads.head"),
+        "queries stand at the start": Edit(
+            DECODE, "score_step", "of.length - of.count + row.remainder", "row.remainder"
+        ),
+        "keys count from the part's first": Edit(
+            DECODE, "decode", "score_step(s, params, of, heads, {start, stop}, score)",
+            "score_step(s, params, of, heads, {start - part.start, stop}, score)",
+        ),
+        "the scale is applied again": Edit(DECODE, "decode", "kHasScore ? 1.0 : params.softmax_scale",
+                                           "params.softmax_scale"),
+    },
+    sm80_prefill_is_scored: {
+        "queries count from the first new one": Edit("sm80/forward.cu", "score_step", "position(row)}", "row}"),
+    },
+    sm90_prefill_is_scored: {
+        "queries count from the first new one": Edit(
+            "sm90/tile_score.cuh", "TileScore.position", "position_(queries_.at(row))", "queries_.at(row)"
+        ),
+    },
+    parts_are_at_fixed_positions: {
+        "parts follow from the length": Edit(WORK, "part_of", "if constexpr (config::kPartKeys > 0)", "if (false)"),
+        "parts count from the first position": Edit(WORK, "part_of", "(first_part + number) * kKeys", "number * kKeys"),
+    },
+    host_scores_are_right: {
+        "queries stand at the start": Edit(
+            ONE, "attend_one_by_one", "own.length - own.new + part.queries.start", "part.queries.start"
+        ),
+        "keys stand at the start": Edit(
+            ONE, "attend_one_by_one", "[sequence, position, part.first]", "[sequence, position, 0]"
+        ),
+        "all sequences are the first": Edit(
+            ONE, "attend_one_by_one", "[sequence, position, part.first]", "[0, position, part.first]"
+        ),
+        "the batch's axis is read at its start": Edit(
+            PLACES, "_OfSequence.__getitem__", "0 if extent == 1 else self._sequence", "0"
+        ),
+        "queries of a chunk share a call": Edit(
+            ONE, "attend_one_by_one", "options.part_keys is not None and", "False and"
+        ),
+        "a query alone sees one key less": Edit(
+            ONE, "_parts", "min(length, position + right + 1)", "min(length, position + right)"
+        ),
+    },
+    steps_are_of_their_score: {
+        "numbers are those of the first call": Edit(
+            "cache/steps.py", "_decode_key", "(score.program, score.numbers)", "score.program"
+        ),
+        "any arrays are taken": Edit(
+            "cache/steps.py", "_decode_key", "_layout(*arrays) if arrays else _NOT_GIVEN", "_NOT_GIVEN"
+        ),
+    },
+    positions_restart: {
+        "positions go on": Edit(PLACES, "_behind", "position - np.maximum(start, 0)", "position"),
+        "a sequence's first row is the last of the one before": Edit(PLACES, "_starts", 'side="right"', 'side="left"'),
+    },
+    refuses(
+        lambda library: _cache(library).attention(QUERY, bias=np.ones((1, 1), np.float32)[:, :0]), "bias must broadcast"
+    ): {
+        "arrays are checked where keys are": Edit(
+            "cache/kv_cache.py", "KVCache._query_reasons", "if score is not None:", "if False:"
+        ),
+    },
+    refuses(
+        lambda library: _cache(library).attention(
+            QUERY, score=library.Score(lambda s, b, h, i, j, t: s + t[i], t=np.ones(1))
+        ),
+        "index 0 of t may be 0..39 and the axis has 1",
+    ): {
+        "queries have the positions of the new": Edit(
+            "cache/scoring.py", "ScoreKind.of", "problem.num_heads, problem.seqlen_kv,", "problem.num_heads, 1,"
+        ),
+    },
+    refuses(lambda library: _cache(library, part_keys=65), "part_keys must be a multiple of 64"): {
+        "parts are of any size": Edit("cache/arguments.py", "part_reasons", "and part_keys % PART_STEP == 0", ""),
+    },
+    refuses(lambda library: _cache(library, part_keys=64, capacity=8193), "has at most 128 parts"): {
+        "parts are too many": Edit("cache/arguments.py", "part_reasons", "> MOST_PARTS * part_keys", "> 2**40"),
+    },
+    refuses(_over, "v_pages must not overlap k_pages"): {
+        "one array is keys and values": Edit(
+            "cache/given_pages.py", "checked_pages", 'overlap_reasons("v_pages", v, {"k_pages": k})', "[]"
+        ),
+    },
+    refuses(
+        lambda library: library.kv_cache_bytes(
+            num_layers=1, num_kv_heads=1, head_dim=8, tokens=3, dtype="f4", page_size=24
+        ),
+        "page_size must be a multiple of 16",
+    ): {
+        "pages of any size are counted": Edit(
+            "study/calculators.py", "_bytes_of_token", "page_size_reasons(page_size)", "[]"
+        ),
+    },
+}  # fmt: skip

@@ -1,0 +1,55 @@
+"""Faults of functions that Hopper's forward kernel hands products instead of scores."""
+
+from __future__ import annotations
+
+from mutations.planting import Edit
+from mutations.score_product_guards import (
+    distances_are_right, factors_are_joined_where_they_can_be, values_are_those_of_functions,
+)  # fmt: skip
+
+SCORE, PRODUCTS = "sm90/tile_score.cuh", "scores/products.py"
+FAULTS = {
+    distances_are_right: {
+        "distances count from the first key of the step": Edit(
+            SCORE, "apply_to_each", "query(i) - block.start - Tile::first_column()", "query(i) - block.start"
+        ),
+        "keys of a step lie together": Edit(
+            SCORE, "apply_to_each", "T(Tile::column(j))", "T(j)"
+        ),
+        "the softmax scale is not among the factors": Edit(
+            SCORE, "find", "work.batch_head.head, softmax_scale)", "work.batch_head.head)"
+        ),
+        "products are scaled before too": Edit(
+            SCORE, "apply_to_each", "Score::kTakesProducts ? s.at(i, j) :", "false ? s.at(i, j) :"
+        ),
+        "exponents have no scale": Edit(
+            "attention/score.cuh", "exponent_scale", "&& !score::Function::kIsUnscaled", ""
+        ),
+    },
+    factors_are_joined_where_they_can_be: {
+        "negative scales are joined": Edit(
+            PRODUCTS, "can_take_products", "_LEAST_SCALE <= scale <= _GREATEST_SCALE",
+            "abs(scale) <= _GREATEST_SCALE",
+        ),
+        "numbers of any size are joined": Edit(
+            PRODUCTS, "can_take_products", "_LEAST_NUMBER <= abs(x) <= _GREATEST_NUMBER", "True"
+        ),
+        "arrays are read at positions": Edit(
+            PRODUCTS, "can_take_products", 'dependencies[n] & {"i", "j"}', "False"
+        ),
+    },
+    values_are_those_of_functions: {
+        "a value that others need loses its factors": Edit(
+            PRODUCTS, "_times", 'new.put("mul", "real", self.value(n), self._product(factors))', "self.value(n)"
+        ),
+        "sums are scaled twice": Edit(
+            PRODUCTS, "unscaled", "(self.unscaled(a) for a in args)", "(self.value(a) for a in args)"
+        ),
+        "tanh loses its factors": Edit(
+            PRODUCTS, "_times", "one = self._product(factors) if factors else new.const(1.0)", "one = new.const(1.0)"
+        ),
+        "a chain of factors loses one": Edit(
+            PRODUCTS, "_times", "factors = [*factors, self.value(of_tile[0])]", "factors = [self.value(of_tile[0])]"
+        ),
+    },
+}
