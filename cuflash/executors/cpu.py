@@ -272,10 +272,10 @@ class _HostCall:
                 self.dropout.dropped(self._row_places(tiles, steps)).apply_to_gradients(dp)
             if self.score is None:
                 _, ds = _score_gradient(shift, delta, s, dp)
-                self._mask_keys(tiles, steps, ds, 0)
             else:
                 mask = partial(self._mask_keys, tiles, steps, value=0)
-                _, ds = self.score.gradients(s, dp, shift, delta, self._row_places(tiles, steps), mask, adds=True)
+                _, ds = self.score.gradients(s, dp, shift, delta, self._row_places(tiles, steps), mask)
+            self._mask_keys(tiles, steps, ds, 0)
             dq = _added(dq, ds.swapaxes(-1, -2) @ k)
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
 
@@ -307,10 +307,9 @@ class _HostCall:
                     dropped.apply_to_gradients(dp)
                 if self.score is None:
                     p, ds = _score_gradient(shift, delta, s, dp)
-                    self._mask_queries(tiles, batch_heads, steps, p, ds)
                 else:
-                    mask = partial(self._mask_queries, tiles, batch_heads, steps)
-                    p, ds = self.score.gradients(s, dp, shift, delta, at, mask, adds=False)
+                    p, ds = self.score.gradients(s, dp, shift, delta, at)
+                self._mask_queries(tiles, batch_heads, steps, p, ds)
                 if dropped is not None:
                     dropped.apply(p)
                 dv, dk = _added(dv, p @ do), _added(dk, ds @ q)

@@ -16,7 +16,7 @@ from ..arrays import Array
 from ..scores.program import BlockKind, Instruction, Program, depends
 from ..scores.values import OPERATIONS, Operands, result
 
-_BLOCK = 1 << 15  # number of scores of a block; a level-2 cache holds several blocks of 128 KiB in float32
+_BLOCK = 1 << 17  # number of scores of a block; with fewer, NumPy's calls themselves take as long as the cache saves
 
 
 class Block(NamedTuple):

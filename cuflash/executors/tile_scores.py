@@ -69,37 +69,35 @@ class TileScores:
         lse: Array,
         delta: Array,
         at: tuple[Array, ...],
-        mask: Callable[[Array], None],
-        *,
-        adds: bool,
+        mask: Callable[[Array], None] | None = None,
     ) -> tuple[Array, Array]:
         """P and dS / softmax_scale from scores and dP; where P is 0, so is dS, whatever the derivative is.
+
+        Both are masked afterwards.
 
         Parameters
         ----------
         lse : array [tiles, queries]
             Of the final scores; inf for rows without a key.
-        mask : callable
-            Sets P of masked elements to 0.
-        adds : bool
-            Add to the gradients of captured arrays, too.
+        mask : callable, optional
+            Sets masked elements of an array to 0. If it is given, the gradients of captured arrays are added to, too.
         """
-        program = self.derivatives if adds else self.slopes
+        program = self.slopes if mask is None else self.derivatives
         f, slope, *by_loads = program.results
         loads = self.loads if by_loads else ()
         kept = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
         is_read_late = any(program.instructions[n].op == "s" for n in (slope, *by_loads))
-        is_seen = np.ones(s.shape, bool)
-        mask(is_seen.view(np.uint8))
+        is_seen: Array | None = None
+        if mask is not None and loads:
+            is_seen = np.ones(s.shape, bool)
+            mask(is_seen.view(np.uint8))
         for block in blocks(program, self.operands, s, at, kept):
             here, values = (block.tiles, block.keys), block.values
             p = np.empty_like(s[here]) if is_read_late else s[here]
             np.subtract(values[f], lse[block.tiles, None, :], out=p)
             np.exp(p, out=p)
             np.minimum(p, 1, out=p)
-            has_weight = np.not_equal(p, 0)
-            has_weight &= is_seen[here]
-            is_zero = None if has_weight.all() else ~has_weight
+            is_zero = _is_zero(p, None if is_seen is None else is_seen[here])
             ds = dp[here]
             ds -= delta[block.tiles, None, :]
             ds *= p
@@ -110,7 +108,8 @@ class TileScores:
             ds *= values[slope]
             _clear(p, is_zero)
             _clear(ds, is_zero)
-            s[here] = p
+            if is_read_late:
+                s[here] = p
         return s, dp
 
     def _add(self, program: Program, load: int, block: Block, b: Array, terms: Array) -> None:
@@ -124,6 +123,16 @@ class TileScores:
         terms = terms.sum(axis=axes, keepdims=True)
         flat = np.ravel_multi_index(np.broadcast_arrays(*place), total.shape) if place else 0
         np.add.at(total.reshape(-1), np.broadcast_to(flat, terms.shape).ravel(), terms.ravel())
+
+
+def _is_zero(p: Array, is_seen: Array | None) -> Array | None:
+    """Return where elements of P are 0 or not seen; None where that is nowhere."""
+    if is_seen is None and p.min() > 0:
+        return None
+    is_zero = np.equal(p, 0)
+    if is_seen is not None:
+        is_zero |= ~is_seen
+    return is_zero if is_zero.any() else None
 
 
 def _clear(x: Array, where: Array | None) -> None:

@@ -261,6 +261,12 @@ FAULTS = {
             TILES, "TileScores.gradients", 'instructions[n].op == "s" for n', 'instructions[n].op == "b" for n'
         ),
         "P is not masked": Edit(TILES, "TileScores.gradients", "mask(is_seen.view(np.uint8))", "pass"),
+        "a weight of 0 is no reason to look": Edit(TILES, "_is_zero", "p.min() > 0", "True"),
+        "masked weights count": Edit(TILES, "_is_zero", "is_zero |= ~is_seen", "pass"),
+        "masked queries count": Edit(
+            CPU, "_HostCall.backward_columns", "self._mask_queries(tiles, batch_heads, steps, p, ds)", "pass"
+        ),
+        "masked keys count": Edit(CPU, "_HostCall.backward_rows", "self._mask_keys(tiles, steps, ds, 0)", "pass"),
         "a slope of inf reaches what has no weight": Edit(TILES, "TileScores.gradients", "_clear(ds, is_zero)", "pass"),
         "a derivative of NaN reaches an array's gradient": Edit(
             TILES, "TileScores.gradients", "_clear(terms, is_zero)", "pass"
