@@ -97,7 +97,7 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
     """
     keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
     alike = Problem.of(keys, keys, values, scale=problem.softmax_scale)
-    alike = replace(alike, operands=problem.operands, score=problem.score)
+    alike = replace(alike, operands=problem.operands, score=problem.score, numbers=problem.numbers)
     if family == SM90:
         spec = sm90.forward_spec(alike, rounded_dims(alike), device, None, 0)
     else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_calls import NEW, Drawn, cache_of, drawn, same_bits
+from cache_calls import NEW, Drawn, assert_is_attention, cache_of, drawn, same_bits
 from cuflash import Score
 from cuflash.cache import one_by_one
 from executors import CPU, GPU, RUNS, SIM, Run
@@ -45,6 +46,27 @@ def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(
     for rows, pages in (([2, 0], "pages"), ([1], "contiguous")):
         made = attended(run, kernel, call.of(rows), of_sequences(arrays, rows), pages)
         assert same_bits(made, [x[rows] for x in results])
+
+
+def capped_distances(s: Any, b: Any, h: Any, i: Any, j: Any, first: int = 0) -> Any:
+    return 4 * np.tanh(s / 4) - np.abs(i + first - j) / 16
+
+
+@on_kernels
+def test_functions_of_products_have_positions_of_the_cache(run: Run) -> None:
+    """Hopper's kernel gives a function without arrays q . k, and one of distances alone counts keys from its own."""
+    call = drawn(KERNELS["sm90"], LENGTHS)
+    o, lse = cache_of(run, call, PAGES["pages"]).attention(
+        run.put(call.q), score=Score(capped_distances), window=call.window, sink=run.put(call.sink), kernel="sm90",
+        executor=run.executor, return_lse=True, counts=call.counts,
+    )  # fmt: skip
+    for b, length in enumerate(call.lengths):
+        count = call.q.shape[2] if call.counts is None else call.counts[b]
+        alone = Score(partial(capped_distances, first=max(0, length - count)))
+        assert_is_attention(
+            call.of([b]), run.get(o)[b : b + 1], run.get(lse)[b : b + 1],
+            lambda example, alone=alone: run.rounded(example.but(score=alone)),
+        )  # fmt: skip
 
 
 ROWS = (("float16", 64), ("float16", 200), ("float8_e4m3fn", 64), ("float32", 24))

@@ -55,6 +55,19 @@ def check_plans(library: Any) -> None:
     assert not takes(library.scores.bias(table))
     assert not takes(library.Score(lambda s, b, h, i, j, x: s + x[h, i, 0], x=table))
     assert not takes(None)
+    assert _takes_in_cache(library, 50.0)
+    assert not _takes_in_cache(library, 1e30)
+
+
+def _takes_in_cache(library: Any, cap: float) -> bool:
+    """Return whether the kernel of chunks of a KV cache gives a cap's function products."""
+    names = "planning.prefill", "cache.scoring", "planning.problem"
+    prefill, scoring, problem = (import_module(f"{library.__name__}.{name}") for name in names)
+    x = library.ShapeDtype((2, 1, 300, 128), np.dtype(np.float16))
+    kind = scoring.ScoreKind.of_score(library.scores.softcap(cap))
+    made = kind.of(problem.Problem.of(x, x, x))
+    spec: KernelSpec = prefill.prefill_spec(made, library.DeviceSpec.gpu("H100"), "sm90")
+    return spec.score_takes_products
 
 
 def test_factors_are_joined_where_they_can_be() -> None:

@@ -34,6 +34,9 @@ FAULTS = {
         "numbers of any size are joined": Edit(
             PRODUCTS, "can_take_products", "_LEAST_NUMBER <= abs(x) <= _GREATEST_NUMBER", "True"
         ),
+        "chunks of a cache join numbers of any size": Edit(
+            "planning/prefill.py", "prefill_spec", "score=problem.score, numbers=problem.numbers", "score=problem.score"
+        ),
         "arrays are read at positions": Edit(
             PRODUCTS, "can_take_products", 'dependencies[n] & {"i", "j"}', "False"
         ),
