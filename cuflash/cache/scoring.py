@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..arrays import Array, ShapeDtype
@@ -14,7 +13,8 @@ from ..planning.problem import Problem
 from ..planning.score_launches import array_name
 from ..planning.score_operands import captured_operands
 from ..plans import as_arrays
-from ..scores import Score, library
+from ..scores import Score
+from ..scores.composition import composition
 from ..scores.program import Program
 from .arguments import place_reasons
 
@@ -73,19 +73,12 @@ def score_of(score: Any, softcap: Any, bias: Any) -> Score | None:
     UnsupportedProblem
         One of them cannot be; all reasons at once.
     """
-    if score is bias is None:
-        return None if softcap is None else _capped(softcap) if type(softcap) is float else library.softcap(softcap)
-    made = library.composed(score, softcap, as_arrays({"bias": bias})["bias"])
-    assert made is not None
+    made = composition(score, softcap, bias, lambda given: as_arrays({"bias": given})["bias"])
+    if made is None or not made.arrays:
+        return made
     arrays = as_arrays(made.arrays)
     is_own = all(arrays[name] is array for name, array in made.arrays.items())
     return made if is_own else made.with_arrays(arrays)
-
-
-@lru_cache(maxsize=64)
-def _capped(cap: float) -> Score:
-    """A number's score function, traced once."""
-    return library.softcap(cap)
 
 
 def arrays_of(score: Score) -> dict[str, Array]:
