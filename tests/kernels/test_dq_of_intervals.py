@@ -14,7 +14,7 @@ import pytest
 from cuflash import masks
 from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import MOSTLY_FLOAT16, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
+from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
 from fused_dq import of_intervals
 from poison import call
 from test_sm90 import ALIGNED, GPU90, SIM90, FewBlocks, half, on_sm90, plan_of, with_fewest_tiles
@@ -69,7 +69,7 @@ def assert_all_right(
 
 
 @on_sm90
-@pytest.mark.parametrize(("name", "dtype", "use"), in_turn(STRUCTURES, MOSTLY_FLOAT16, USES))
+@pytest.mark.parametrize(("name", "dtype", "use"), in_turn(STRUCTURES, HALVES, USES))
 def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str, use: ArrivalUse) -> None:
     example = half(STRUCTURES[name], dtype)
     with of_intervals(ArrivalUse.NONE):

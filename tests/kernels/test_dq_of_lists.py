@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import MOSTLY_FLOAT16, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
+from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
 from fused_dq import of_lists
 from poison import call
 from test_sm90 import ALIGNED, GPU90, SIM90, FewBlocks, FewBlocksGpu, half, on_sm90, plan_of, with_fewest_tiles
@@ -132,7 +132,7 @@ def assert_all_right(example: Example, run: Run, machine: Any = None, margin: in
 
 
 @on_sm90
-@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, MOSTLY_FLOAT16))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, HALVES))
 def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> None:
     example = half(STRUCTURES[name], dtype)
     with of_lists(finishes=False):

@@ -11,7 +11,7 @@ import pytest
 from cuflash.planning.launches import DqSemaphoreOrder
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import MOSTLY_FLOAT16, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
+from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
 from fused_dq import KeyTile, finishing_order, on_few_processors, taken_order
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,7 +181,7 @@ def finished(example: Example, run: Run) -> int:
 
 
 @on_sm90
-@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, MOSTLY_FLOAT16))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, HALVES))
 def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> None:
     example = half(STRUCTURES[name], dtype)
     with on_few_processors(finishes=False):

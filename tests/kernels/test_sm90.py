@@ -28,7 +28,7 @@ from cuflash.testing import (
 )
 from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
 from executors import (
-    GPU, HALVES, MOSTLY_FLOAT16, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
+    GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
 )  # fmt: skip
 from fused_dq import of_lists, on_few_processors, plans_of_its_own
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
@@ -205,7 +205,7 @@ WIDE = {
 @on_sm90
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    in_turn([name for n, name in enumerate(WIDE) if is_long() or (n + n // 2) % 2], MOSTLY_FLOAT16),
+    in_turn([name for n, name in enumerate(WIDE) if is_long() or (n + n // 2) % 2], HALVES),
 )
 def test_every_width_is_within_its_bound(run: Run, name: str, dtype: str) -> None:
     example = half(WIDE[name], dtype)
@@ -307,7 +307,7 @@ GROWING = {
 
 
 @on_sm90
-@pytest.mark.parametrize(("name", "dtype"), in_turn(GROWING, MOSTLY_FLOAT16))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(GROWING, HALVES))
 def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> None:
     """Some queries of some warps have weights that are too large under the maxima of the steps before."""
     clean = half(GROWING[name], dtype)
@@ -505,7 +505,7 @@ def test_watched_kernels_count_every_lane_that_arrives(name: str, dims: tuple[in
 
 @on_sm90
 @pytest.mark.parametrize(
-    ("name", "dtype"), in_turn(["dense", "not aligned", "causal", "blocks of 100 x 88"], MOSTLY_FLOAT16)
+    ("name", "dtype"), in_turn(["dense", "not aligned", "causal", "blocks of 100 x 88"], HALVES)
 )
 def test_what_lies_past_a_length_never_matters(run: Run, name: str, dtype: str) -> None:
     structure = TILES[name]

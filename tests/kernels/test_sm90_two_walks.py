@@ -11,7 +11,7 @@ import pytest
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_exact_probes, assert_within_bounds
 from executors import (
-    HALVES, MOSTLY_FLOAT16, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
+    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
 )  # fmt: skip
 from poison import STRUCTURES, PoisonedGpu, call
 from test_sm90 import (
@@ -107,7 +107,7 @@ def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, nam
     in_turn(
         [(32, 32), (64, 64), (96, 80), (128, 128), (64, 128), (128, 40), (33, 7)],
         [None, masks.Causal("bottom_right"), masks.Causal("top_left")],
-        MOSTLY_FLOAT16,
+        HALVES,
     ),
     ids=str,
 )

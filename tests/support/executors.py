@@ -216,8 +216,6 @@ def is_long() -> bool:
     return settings.default.max_examples > 100
 
 
-# For `in_turn`: in a short run most tests share kernels of float16.
-MOSTLY_FLOAT16 = HALVES if is_long() else (*["float16"] * 3, "bfloat16")
 # A kernel of the simulator takes a second to build for every dtype, tile and room for dims: few of them, all dtypes.
 SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=4)
 GPU = Run("gpu", (("widest", 32),), most_examples=15)
