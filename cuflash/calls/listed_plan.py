@@ -83,7 +83,7 @@ class ListedPlan(Plan):
             self.guard.use(gpu.current_target().stream())
 
 
-# By layout: the plan that binds the launches, and the function that launches the kernels that list a mask's blocks.
+# Each layout has the plan that binds its launches, and the function that launches the kernels that list blocks.
 _shared_plans: dict[Hashable, tuple[Plan, Callable[[Any], Array]]] = {}
 
 

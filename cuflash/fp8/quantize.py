@@ -282,7 +282,7 @@ def quantize(
 
 
 def _unchecked(**fields: Any) -> Quantized:
-    """What `quantize` has made, whose scales need not be finite where a part holds NaN or an infinity."""
+    """Return a result of `quantize` unchecked: the scale of a part that holds NaN or an infinity is not finite."""
     made = object.__new__(Quantized)
     for name, value in {**fields, "_transposed": []}.items():
         object.__setattr__(made, name, value)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STAGED_MAP = np.dtype([("array", TENSOR_MAP_PARAM)])
 STAGED_BOX = (64, 64)
 _DTYPES = ("float16", "bfloat16")
-_PACKET = 8  # elements in 16 bytes, whole ones of which TMA copies
+_PACKET = 8  # TMA copies rows in multiples of 16 bytes, which are this many elements
 
 
 def staged_load(program: Program) -> int | None:

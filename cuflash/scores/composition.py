@@ -13,7 +13,7 @@ _MAX_KEPT = 256
 
 
 class _Kept(NamedTuple):
-    """What was composed, without arrays, and the names of these."""
+    """A composed score without its arrays, and the names of the arrays that a call has to give it."""
 
     score: Score
     names: tuple[str, ...]

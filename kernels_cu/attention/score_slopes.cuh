@@ -23,6 +23,7 @@ CUFLASH_DEVICE void make_pair(T& s, T& dp, const Score& score, const OfTile& of_
   const T df = p == 0 ? T(0) : score_gradient(p, dp, delta);
   s = p;
   dp = p == 0 ? T(0) : df * slopes.d0;
+  // With bins an addition of 0 costs less than a branch.
   if (adds && (Score::kNumBins > 0 || p != 0))
     score.add(of_tile, of_query, of_key, query, key, scaled, df, slopes, sums...);
 }

@@ -139,6 +139,7 @@ CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const
                                const attention::KvBlock& block, const Score& score, attention::PagesArgument pages) {
   using namespace attention;
   const Positions rows{work.first, work.last};
+  static_assert(!kPackGqa || !config::kIsPaged, "rows of several heads have no position in a cache");
   const QueryPosition position(pages, work.batch_head.batch_index);
   const auto query_of = [&](int i) {
     const int row = rows.at(row_of(s, i));

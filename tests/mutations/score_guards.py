@@ -240,7 +240,7 @@ def finished_programs_have_their_own_numbers(library):
 
 
 def compositions_are_right(library):
-    """What score=, softcap= and bias= make up is of the call's own arguments, also where it was composed before."""
+    """A composed score has the arguments of its own call, also if an earlier composition is used again."""
     composition = part(library, "scores.composition").composition
     given = library.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([2.0, 3.0]))
     others = library.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([4.0, 5.0]))
