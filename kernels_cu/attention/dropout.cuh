@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/feature_argument.cuh>
 #include <attention/score.cuh>
 #include <ptx/math.cuh>
 #include <tile/philox.cuh>
@@ -17,17 +18,8 @@ struct Dropout {
   float single_factor;  // the same as a float, since arithmetic of doubles waits for products of tensor cores
 };
 
-// The type of the argument in functions: kernels without dropout pass a constant in its place.
 struct NoDropout : Dropout {};
-template <bool HasDropout>
-struct DropoutArgumentIf {
-  using Type = const Dropout&;
-};
-template <>
-struct DropoutArgumentIf<false> {
-  using Type = NoDropout;
-};
-using DropoutArgument = DropoutArgumentIf<config::kHasDropout>::Type;
+using DropoutArgument = FeatureArgument<config::kHasDropout, Dropout, NoDropout>;
 constexpr NoDropout dropout{};
 
 using tile::philox4x32;

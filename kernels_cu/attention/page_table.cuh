@@ -1,5 +1,6 @@
 #pragma once
 #include <attention/block_iterator.cuh>
+#include <attention/feature_argument.cuh>
 
 // Keys and values that lie in the pages of a KV cache: which page holds a position. cuflash/planning/prefill.py has the
 // record as a NumPy dtype.
@@ -17,17 +18,8 @@ struct Pages {
   int32_t box_rows;  // rows of a page that one TMA copy loads
 };
 
-// The type of the argument in functions: kernels without pages pass a constant in its place.
 struct NoPages {};
-template <bool IsPaged>
-struct PagesArgumentIf {
-  using Type = const Pages&;
-};
-template <>
-struct PagesArgumentIf<false> {
-  using Type = NoPages;
-};
-using PagesArgument = PagesArgumentIf<config::kIsPaged>::Type;
+using PagesArgument = FeatureArgument<config::kIsPaged, Pages, NoPages>;
 constexpr NoPages pages{};
 
 // The queries of a sequence are its last positions.

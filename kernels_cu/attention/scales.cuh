@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/feature_argument.cuh>
 #include <attention/params.cuh>
 
 // Scales of operands of 8 bits: a kernel argument, in kernels whose specification is quantised.
@@ -10,17 +11,8 @@ struct Scales {
   int64_t q_rows, k_rows, v_rows;  // number of rows that share a scale
 };
 
-// The type of the argument in functions: kernels without scales pass a constant in its place.
 struct NoScales {};
-template <bool IsQuantized>
-struct ScalesArgumentIf {
-  using Type = const Scales&;
-};
-template <>
-struct ScalesArgumentIf<false> {
-  using Type = NoScales;
-};
-using ScalesArgument = ScalesArgumentIf<config::kIsQuantized>::Type;
+using ScalesArgument = FeatureArgument<config::kIsQuantized, Scales, NoScales>;
 constexpr NoScales scales{};
 
 }  // namespace cuflash::attention

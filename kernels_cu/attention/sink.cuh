@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/feature_argument.cuh>
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
 
@@ -14,17 +15,8 @@ struct Sink {
 };
 enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
 
-// The type of the sink argument in functions: kernels without a sink pass a constant in its place.
 struct NoSink {};
-template <bool HasSink>
-struct SinkArgumentIf {
-  using Type = const Sink&;
-};
-template <>
-struct SinkArgumentIf<false> {
-  using Type = NoSink;
-};
-using SinkArgument = SinkArgumentIf<config::kHasSink>::Type;
+using SinkArgument = FeatureArgument<config::kHasSink, Sink, NoSink>;
 constexpr NoSink sink{};
 
 // Return the sink of a head; -inf in kernels without a sink.

@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/feature_argument.cuh>
 #include <attention/score.cuh>
 #include <tile/pipeline.cuh>
 
@@ -23,17 +24,8 @@ CUFLASH_DEVICE constexpr int aligned_for_array(int end) {
 struct StagedMap {
   tile::TensorMapParam array;
 };
-// The type of the argument in functions: kernels that stage no array pass a constant in its place.
 struct NoStagedMap {};
-template <bool StagesArray>
-struct StagedMapArgumentIf {
-  using Type = const StagedMap&;
-};
-template <>
-struct StagedMapArgumentIf<false> {
-  using Type = NoStagedMap;
-};
-using StagedMapArgument = StagedMapArgumentIf<kStagesArray>::Type;
+using StagedMapArgument = attention::FeatureArgument<kStagesArray, StagedMap, NoStagedMap>;
 constexpr NoStagedMap staged_map{};
 
 // Return whether TMA can copy the array. Otherwise threads copy its elements.
