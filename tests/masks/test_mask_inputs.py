@@ -357,12 +357,12 @@ def check_limits(library):
         with pytest.raises(library.UnsupportedProblem, match="must be at most 1073741824; got 1073741825"):
             library.BlockIndex.from_mask(made.Band(), block=1 << 28, **shape._asdict())
     few, many, tall = ((extent, 1 << 16, length, 1) for extent, length in ((1 << 14, 1), (16385, 1), (1 << 14, 1000)))
-    assert planned(few, few).num_heads == 1 << 30
+    assert planned(few, few).problem.num_batch_heads == 1 << 30
     for shape in (many, tall):
         with pytest.raises(library.UnsupportedProblem, match="make at most 1073741824 tiles for simt_forward; got"):
             planned(shape, shape)
     host = {"device": library.DeviceSpec.host(), "kernel": "auto"}
-    assert planned(many, many, **host).num_heads == 16385 << 16
+    assert planned(many, many, **host).problem.num_batch_heads == 16385 << 16
 
 
 def test_what_int32_does_not_count_is_refused():
