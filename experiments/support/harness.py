@@ -57,6 +57,10 @@ class Timing(NamedTuple):
     spread_ms: float
     repeats: int
 
+    def over(self, calls: int) -> "Timing":
+        """Return the time of one of as many calls."""
+        return Timing(self.median_ms / calls, self.spread_ms / calls, self.repeats)
+
 
 @functools.cache
 def machine() -> Record:

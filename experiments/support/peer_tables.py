@@ -19,7 +19,8 @@ LEAD_PLOT = "peers_lead.png"
 LEAD_DTYPE, LEAD_HEAD_DIM = "bfloat16", "128"
 NAMES = {
     "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "sdpa_efficient": "PyTorch's memory-efficient attention",
-    "flash_attn": "FlashAttention-2", "flash_attn_4": "FlashAttention-4", "flex": "FlexAttention",
+    "flash_attn": "FlashAttention-2", "flash_attn_3": "FlashAttention-3", "flash_attn_4": "FlashAttention-4",
+    "flex": "FlexAttention",
 }  # fmt: skip
 Row = Mapping[str, Any]
 
@@ -109,7 +110,7 @@ def set_of(row: Row) -> tuple[str, str, str]:
 
 
 def versions(rows: Sequence[Row]) -> str:
-    names = ("torch", "cuda", "cudnn", "triton", "flash_attn", "flash_attn_4", "cupy")
+    names = ("torch", "cuda", "cudnn", "triton", "flash_attn", "flash_attn3_jax", "flash_attn_4", "cupy")
     built = (", ".join(f"{name} {row[name]}" for name in names if row.get(name)) for row in rows)
     return "; ".join(dict.fromkeys(built)) + "."
 

@@ -7,6 +7,9 @@ adds is host time, which the clock does not see. PyTorch is imported when asked 
 """
 
 import importlib.metadata
+import math
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -165,14 +168,27 @@ def _tokens_first(attend: Attend) -> Attend:
     return attended
 
 
+def flash_attn_3(wanted: Wanted) -> Attend:
+    """FlashAttention-3's own kernels for 128 dims, as the package flash-attn3-jax carries them; takes JAX's arrays."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the device's memory
+    import flash_attn3_jax
+
+    if wanted.blocks is not None:
+        raise Unavailable("takes no blocks")
+    return lambda q, k, v: flash_attn3_jax.flash_mha(q, k, v, is_causal=wanted.is_causal)
+
+
 PEERS: dict[str, Callable[[Wanted], Attend]] = {
-    peer.__name__: peer for peer in (sdpa_flash, sdpa_efficient, sdpa_cudnn, flex, flash_attn_2, flash_attn_4)
+    peer.__name__: peer
+    for peer in (sdpa_flash, sdpa_efficient, sdpa_cudnn, flex, flash_attn_2, flash_attn_3, flash_attn_4)
 }
 TOKENS_FIRST = {"sdpa_flash", "sdpa_efficient", "flash_attn_2", "flash_attn_4"}
 
 
 class Peer:
     """A peer's passes over arrays [batch, heads, seqlen, head_dim], which it copies into its own layout."""
+
+    num_calls = 1  # calls that one timed call makes
 
     def __init__(self, name: str, wanted: Wanted, q: Any, k: Any, v: Any) -> None:
         self._attend, self._is_tokens_first = PEERS[name](wanted), name in TOKENS_FIRST
@@ -201,6 +217,10 @@ class Peer:
 
         return backward
 
+    def timed(self, way: str, do: Any) -> Callable[[], object]:
+        """Return a function that makes `num_calls` calls of a pass."""
+        return self.forward if way == "forward" else self.backward(do)
+
     def replay(self, make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
         """A pass as a CUDA graph; `make` prepares it on the stream that is captured."""
         import torch
@@ -223,12 +243,86 @@ class Peer:
         return replayed
 
 
+class JaxPeer:
+    """The passes of a peer that takes JAX's arrays, [batch, seqlen, heads, head_dim], over PyTorch's tensors.
+
+    JAX's kernels run on a stream of its own, which the events of ours do not see. So a timed call queues `num_calls`
+    calls, as many as take `TIMED_S` seconds together, and waits for the last: beside them, what the first costs the
+    host and what waiting costs are little.
+    """
+
+    TIMED_S = 0.02
+
+    def __init__(self, name: str, wanted: Wanted, q: Any, k: Any, v: Any) -> None:
+        if q.shape[-1] != 128:
+            raise Unavailable("was built for 128 dims alone")
+        attend = PEERS[name](wanted)
+        import jax
+
+        self.num_calls = 1
+        self._attend = jax.jit(attend)
+        self._vjp = jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1])
+        self._pull = jax.jit(lambda pull, do: pull(do))
+        self._inputs = [self._of_jax(x) for x in (q, k, v)]
+
+    @staticmethod
+    def _of_jax(x: Any) -> Any:
+        import jax
+        import torch
+
+        given = x.transpose(1, 2).contiguous()
+        torch.cuda.synchronize()
+        return jax.block_until_ready(jax.dlpack.from_dlpack(given).copy())
+
+    @staticmethod
+    def _of_torch(x: Any) -> Any:
+        import jax
+        import torch
+
+        return torch.from_dlpack(jax.block_until_ready(x)).transpose(1, 2)
+
+    def forward(self) -> dict[str, Any]:
+        """Return o, by its name."""
+        return {"o": self._of_torch(self._attend(*self._inputs))}
+
+    def backward(self, do: Any) -> Callable[[], dict[str, Any]]:
+        """Return the backward pass alone, after a forward pass: a function of dq, dk, dv, by their names."""
+        call = self._backward(do)
+        return lambda: dict(zip(("dq", "dk", "dv"), map(self._of_torch, call()), strict=True))
+
+    def timed(self, way: str, do: Any) -> Callable[[], object]:
+        """Return a function that makes `num_calls` calls of a pass, and set `num_calls`."""
+        import jax
+        import torch
+
+        call = self._backward(do) if way == "backward" else lambda: self._attend(*self._inputs)
+        jax.block_until_ready(call())
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        self.num_calls = max(4, math.ceil(self.TIMED_S / (time.perf_counter() - start)))
+
+        def calls() -> object:
+            torch.cuda.synchronize()  # what is on PyTorch's stream ends first
+            return jax.block_until_ready([call() for _ in range(self.num_calls)][-1])
+
+        return calls
+
+    def _backward(self, do: Any) -> Callable[[], Any]:
+        pull, given = self._vjp(*self._inputs), self._of_jax(do)
+        return lambda: self._pull(pull, given)
+
+
+def peer_of(name: str, wanted: Wanted, q: Any, k: Any, v: Any) -> Peer | JaxPeer:
+    """Return the passes of a peer over PyTorch's tensors [batch, heads, seqlen, head_dim]."""
+    return (JaxPeer if name == "flash_attn_3" else Peer)(name, wanted, q, k, v)
+
+
 def versions() -> Record:
     """PyTorch and what it was built with, and the packages beside it; empty where there is none."""
     import torch
 
     found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    for package in ("triton", "flash-attn", "flash-attn-4"):
+    for package in ("triton", "flash-attn", "flash-attn-4", "flash-attn3-jax"):
         try:
             found[package.replace("-", "_")] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
