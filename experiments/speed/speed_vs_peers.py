@@ -16,7 +16,7 @@ float64 (spot_check.py): errors are shares of our kernels' bound, up to 2 for a 
 the methods take turns, each call between two events with the level-2 cache written over before it: medians, and the
 width of their middle half. The backward pass is timed alone. A method that takes less than 0.04 ms is timed again as a
 CUDA graph; `graphs` names it. FlashAttention-3's package takes JAX's arrays, on a stream that such events do not see:
-as many calls as take 5 ms are queued and waited for as one, after the other methods, and the time is divided; the
+as many calls as take 50 ms are queued and waited for as one, after the other methods, and the time is divided; the
 cache is written over before the first of them. ratio is the peer's time over ours. TFLOP/s count the paper's products,
 forward 2 and backward 5, half of them when causal, those of kept blocks when block-sparse. gemm_tflops is the rate of
 torch.matmul on 8192 x 8192 bfloat16 matrices in the same run.

@@ -251,7 +251,7 @@ class JaxPeer:
     host and what waiting costs are little.
     """
 
-    TIMED_S = 0.005
+    TIMED_S = 0.05
 
     def __init__(self, name: str, wanted: Wanted, q: Any, k: Any, v: Any) -> None:
         if q.shape[-1] != 128:

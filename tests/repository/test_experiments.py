@@ -1162,13 +1162,30 @@ def test_only_short_calls_are_timed_as_graphs(load, harness: ModuleType, monkeyp
         raise RuntimeError("cannot be captured")
 
     prepared = {name: lambda name=name: lambda: name for name in ms}
-    contenders = {"long": None, "short": SimpleNamespace(replay=lambda make: lambda: "fixed")}
-    contenders["fixed"] = SimpleNamespace(replay=refuse)
+    contenders = {"long": SimpleNamespace(num_calls=1)}
+    contenders["short"] = SimpleNamespace(num_calls=1, replay=lambda make: lambda: "fixed")
+    contenders["fixed"] = SimpleNamespace(num_calls=1, replay=refuse)
     notes: dict[str, str] = {}
     times, graphs = experiment.timed(prepared, contenders, notes, 30)
     assert graphs == {"short"} and notes == {"fixed": "cannot be captured"}
     assert {name: timing.median_ms for name, timing in times.items()} == {"long": 1.0, "short": 0.01, "fixed": 0.01}
     assert all(timing.repeats == 30 for timing in times.values())
+
+
+def test_calls_that_are_queued_together_are_timed_apart_and_divided(load, harness: ModuleType, monkeypatch) -> None:
+    experiment = load("speed_vs_peers")
+    turns = []
+
+    def timings(calls, *, repeats):
+        turns.append(list(calls))
+        return {name: harness.Timing(call(), 0.5, repeats) for name, call in calls.items()}
+
+    monkeypatch.setattr(experiment, "time_on_device", timings)
+    prepared = {name: lambda ms=ms: lambda: ms for name, ms in {"one": 1.0, "queued": 6.0, "two": 2.0}.items()}
+    contenders = {name: SimpleNamespace(num_calls=4 if name == "queued" else 1) for name in prepared}
+    times, graphs = experiment.timed(prepared, contenders, {}, 30)
+    assert times["queued"] == (1.5, 0.125, 30) and times["two"] == (2.0, 0.5, 30) and not graphs
+    assert turns[1:] == [["one", "two"], ["queued"]]
 
 
 def peer_rows(load, harness: ModuleType, **times: tuple[float | None, dict[str, float]]) -> list[dict]:
