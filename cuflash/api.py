@@ -22,14 +22,14 @@ from .layouts import is_foreign
 from .masks.at_each_call import at_each_call
 from .masks.one_array import MaskContents
 from .planning.device import DeviceSpec
-from .planning.dropout_launches import seed_array
+from .planning.dropout_launches import numbers_of, seed_array
 from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning.lookup import lookup, remember
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
     Window,
 )  # fmt: skip
-from .plans import Plan, Gradients, Pullback, BoundCall, as_arrays, layout_key
+from .plans import Plan, Gradients, Pullback, BoundCall, as_arrays, layout_key, with_numbers
 from .scores import Score
 
 _Operand: TypeAlias = AnyArray | Quantized
@@ -553,7 +553,9 @@ def run(
         ready, forward, lists_of = found
         if contents is not None:
             given[AT_CALL] = lists_of(*contents.arrays)
-        made = forward(*given.values(), *outs)
+        if options.dropout is not None:
+            ready = with_numbers(ready, numbers_of(options.dropout))
+        made = forward(*given.values(), *outs, numbers=ready.numbers)
         if made is not None:
             return ready, given, made[0], made[1] if len(made) > 1 else None
         given = {name: array for name, array in given.items() if name != AT_CALL}
@@ -602,7 +604,7 @@ def _first_call(
         if outs
         else ready.bind(given, pins=True, wants_lse=wants_lse)
     )
-    made = forward(*given.values(), *outs)
+    made = forward(*given.values(), *outs, numbers=ready.numbers)
     if made is None:  # an output may lie in the gaps of another array
         made = ready.forward(**given, out=out)
     return ready, made, (forward, lists_of)

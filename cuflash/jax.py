@@ -20,11 +20,11 @@ from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu
 from .layouts import kind_of, taken
-from .planning.dropout_launches import require_number
+from .planning.dropout_launches import numbers_of, require_number
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
-from .plans import Plan
+from .plans import Plan, with_numbers
 from .scores import Score
 
 _MAX_PLANS = 512
@@ -165,8 +165,9 @@ class _Call:
             found = _plans.get(key) if key is not None else None
         except TypeError:  # an option that cannot be hashed
             key = found = None
+        numbers = numbers_of(options.dropout)
         if found is not None:
-            return found
+            return with_numbers(found, numbers) if numbers else found
         if options.executor == "auto":
             options = options._replace(executor="gpu" if self._place == "gpu" else "cpu")
         made = api.planned(shapes["q"], shapes["k"], shapes["v"], options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -77,6 +77,8 @@ class Plan:
         "cpu", "gpu" or "sim".
     captured : dict of arrays by name
         Those of the score function, which calls use that are not given others in their place.
+    numbers : tuple of int
+        The seed and the offset of dropout, which each call hands to the kernels.
 
     Examples
     --------
@@ -91,6 +93,7 @@ class Plan:
     plan: KernelPlan
     executor: str = field(default="cpu")
     captured: Mapping[str, Array] = field(default_factory=dict, repr=False)
+    numbers: tuple[int, ...] = ()
     _bound_calls: dict[Hashable, BoundCall] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,7 +148,7 @@ class Plan:
                 key = key and (key, *operands)
             bound_call = self._bound_calls.get(key)
             if bound_call is not None and not checks.is_on():
-                o, lse = bound_call(q, k, v, *operands.values())
+                o, lse = bound_call(q, k, v, *operands.values(), numbers=self.numbers)
                 return o, lse
         out_o, out_lse = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
         name_o = "out" if out_lse is None else "out[0]"
@@ -154,7 +157,7 @@ class Plan:
         self.check_forward(given, name_o, out_o, out_lse)
         check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
         if out is None and key is not None and check is None and self.can_bind:
-            o, lse = self._cache_bound_call(key, self.bind(given))(*given.values())
+            o, lse = self._cache_bound_call(key, self.bind(given))(*given.values(), numbers=self.numbers)
             return o, lse
         problem, empty = self.plan.problem, _empty(given["q"], check)
         o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
@@ -163,7 +166,8 @@ class Plan:
             without_keys.forward(self.plan, {**given, "o": o, "lse": lse})
         else:
             given["q"], given["k"] = self._scaled(given["q"], given["k"])
-            EXECUTORS[self.executor].forward(self.plan, {**problem.keyed(given), "o": o, "lse": lse}, check)
+            arrays = {**problem.keyed(given), "o": o, "lse": lse}
+            EXECUTORS[self.executor].forward(self.plan, arrays, check, self.numbers)
             if self.executor == "gpu":
                 gpu.keep_for_capture(
                     self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None)
@@ -211,7 +215,7 @@ class Plan:
         Returns
         -------
         callable
-            Takes the arrays in that order and returns o and lse.
+            Takes the arrays in that order, and `numbers`, and returns o and lse.
 
         Examples
         --------
@@ -231,9 +235,9 @@ class Plan:
             return gpu.bind(plan, plan.kernels.forward, given, wanted, unwanted=unwanted, pins=pins)
         names, executor = (*given, "o", "lse"), EXECUTORS[self.executor]
 
-        def bound_call(*arrays: Array) -> tuple[Array, Array]:
+        def bound_call(*arrays: Array, numbers: Sequence[int] = ()) -> tuple[Array, Array]:
             made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
-            executor.forward(plan, dict(zip(names, (*arrays, *made))))
+            executor.forward(plan, dict(zip(names, (*arrays, *made))), numbers=numbers)
             return made
 
         return bound_call
@@ -255,8 +259,8 @@ class Plan:
         Returns
         -------
         callable
-            Takes the arrays in that order and returns o and lse; None, and nothing is done, where an array that is
-            written to may overlap another one.
+            Takes the arrays in that order, and `numbers`, and returns o and lse; None, and nothing is done, where an
+            array that is written to may overlap another one.
 
         Examples
         --------
@@ -278,7 +282,7 @@ class Plan:
         )
         spans, first_out = [reach(array) for array in (*given.values(), *outs.values())], len(given)
 
-        def call(*arrays: Array) -> Sequence[Array] | None:
+        def call(*arrays: Array, numbers: Sequence[int] = ()) -> Sequence[Array] | None:
             starts = [array.data.ptr for array in arrays]
             ends = [start + high for start, (_, high) in zip(starts, spans)]
             starts = [start + low for start, (low, _) in zip(starts, spans)]
@@ -286,7 +290,7 @@ class Plan:
                 for other in range(out):
                     if starts[out] < ends[other] and starts[other] < ends[out]:
                         return None
-            return (*arrays[first_out:], *bound(*arrays))
+            return (*arrays[first_out:], *bound(*arrays, numbers=numbers))
 
         return call
 
@@ -308,7 +312,7 @@ class Plan:
         Returns
         -------
         callable
-            Takes the arrays in that order and returns the gradients.
+            Takes the arrays in that order, and `numbers`, and returns the gradients.
 
         Examples
         --------
@@ -389,7 +393,7 @@ class Plan:
             key = key and (key, dlse is None, *operands)
         bound_call, problem = self._bound_calls.get(key), self.plan.problem
         if bound_call is not None and not checks.is_on():
-            return _gradients(problem, bound_call(*arrays))
+            return _gradients(problem, bound_call(*arrays, numbers=self.numbers))
         given = dict(zip(self._names_of_backward(dlse, operands), arrays))
         reasons = self._input_reasons(given, self.plan.problem.wrt)
         if reasons:
@@ -404,14 +408,14 @@ class Plan:
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
         if key is not None and check is None and not is_summed and self.executor == "gpu" and self.can_bind:
             bound_call = self._cache_bound_call(key, self.bind_backward(given_arrays, made))
-            return _gradients(problem, bound_call(*arrays))
+            return _gradients(problem, bound_call(*arrays, numbers=self.numbers))
         empty = _empty(given["q"], check)
         results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}
         if self.plan.is_empty:
             without_keys.backward(self.plan, given_arrays | results)
         else:
             given_arrays["q"], given_arrays["k"] = self._scaled(given_arrays["q"], given_arrays["k"])
-            EXECUTORS[self.executor].backward(self.plan, given_arrays | results, check)
+            EXECUTORS[self.executor].backward(self.plan, given_arrays | results, check, self.numbers)
         if check is not None:
             check.after(f"the {self.executor} executor", results)
         results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])
@@ -458,7 +462,7 @@ class Plan:
         lines = [f"executor   {self.executor}"]
         if self.plan.rule:
             lines.append(f"kernels    {self.plan.rule}")
-        return "\n".join([*lines, explain(self.plan, notes)])
+        return "\n".join([*lines, explain(self.plan, notes, self.numbers)])
 
     def compile(self) -> None:
         """Make everything ready that the first call would otherwise make, so that calls can be captured too.
@@ -661,6 +665,13 @@ class Pullback:
         gradients = self.ready.backward(do, self.q, self.k, self.v, self.o, self.lse, dlse, **self.operands)
         gpu.pin(self.ready.plan)
         return gradients
+
+
+def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:
+    """Return the plan of calls with other numbers, whose launches are the same."""
+    made = replace(ready, numbers=numbers)
+    object.__setattr__(made, "_bound_calls", ready._bound_calls)
+    return made
 
 
 _host_layout = attrgetter("shape", "strides", "dtype")

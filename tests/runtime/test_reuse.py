@@ -11,7 +11,9 @@ import pytest
 import cuflash
 from cuflash import api, masks
 from cuflash.calls import listed_plan
+from cuflash.compiler import nvrtc as compiling
 from cuflash.executors import gpu, workspaces
+from cuflash.planning import plan_cache
 from test_launch import DO, K, Q, V, Foreign, close
 from workspace_memory import memory, stream
 
@@ -122,6 +124,50 @@ def test_a_piece_is_large_enough_for_each_call_and_what_is_large_is_not_kept(mon
     for _ in range(2):
         huge.give_back(stream(), huge.take(stream()))
     assert [array.nbytes for array in made] == [300, 900, 1001, 1001]
+
+
+# Seeds and offsets of dropout.
+
+DROPOUTS = [cuflash.Dropout(0.4, *numbers) for numbers in ((3, 0), (3, 1), (2**64 - 1, 2**32 - 1))]
+
+
+@pytest.mark.parametrize("name", [None, "elements", "out"])
+def test_a_new_seed_or_offset_asks_nothing_again(cupy, monkeypatch, name):
+    """Calls plan, bind and compile once for all seeds and offsets, and pullbacks draw as their own calls did."""
+    mask = None if name != "elements" else DENSE[0]
+    arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
+    given = {"mask": None if mask is None else cupy.asarray(mask)}
+
+    def call(dropout):
+        out = cupy.empty(Q.shape, np.float32) if name == "out" else None
+        return cuflash.attention_vjp(*arrays, dropout=dropout, out=out, **given)
+
+    on_host = (cuflash.attention_vjp(Q, K, V, mask=mask, dropout=dropout) for dropout in DROPOUTS)
+    expected = [(o, *vjp(DO)) for o, vjp in on_host]
+    _, vjp = call(DROPOUTS[0])
+    vjp(do)
+    asks_nothing_again(monkeypatch)
+    monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
+    made = [call(dropout) for dropout in DROPOUTS]
+    for (o, vjp), (host_o, *gradients) in zip(reversed(made), reversed(expected)):
+        assert close(o, host_o) and all(map(close, vjp(do), gradients))
+
+
+@pytest.mark.parametrize("executor", ["cpu", "sim"])
+def test_a_new_seed_or_offset_is_no_new_plan_on_the_host(monkeypatch, executor):
+    monkeypatch.setattr(api, "_bound_calls", {})
+    plan_cache._cached_plan.cache_clear()
+    found = {cuflash.attention(Q, K, V, dropout=each, executor=executor).tobytes() for each in DROPOUTS}
+    assert len(found) == 3 and plan_cache._cached_plan.cache_info().misses == 1
+
+
+def test_plans_for_new_masks_and_seeds_share_launches(cupy, monkeypatch):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    expected = [cuflash.attention(Q, K, V, mask=DENSE[turn], dropout=each) for turn, each in enumerate(DROPOUTS)]
+    for turn, dropout in enumerate(DROPOUTS):
+        ready = cuflash.plan(*arrays, mask=cupy.asarray(DENSE[turn]), dropout=dropout)
+        assert close(ready.forward(*arrays)[0], expected[turn])
+        asks_nothing_again(monkeypatch)
 
 
 # Arrays of other libraries.
