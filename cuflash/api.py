@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
@@ -374,7 +375,10 @@ def plan(
     )  # fmt: skip
     listed = None
     if options.mask is not None and device is None and not checks.is_on():
-        listed = listed_plan(q, k, v, *with_one_score(options), planned)
+        asked, operands = with_one_score(options)
+        with suppress(UnsupportedProblem):  # `planned` says so, with all that is wrong beside
+            given, _, asked = with_known_arrays({"q": q, "k": k, "v": v, **operands}, (), asked)
+            listed = listed_plan(given, asked, planned)
     return listed or planned(q, k, v, options, device)
 
 

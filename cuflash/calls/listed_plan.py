@@ -88,24 +88,22 @@ class ListedPlan(Plan):
 _shared_plans: dict[Hashable, tuple[Plan, Callable[[Any], Array]]] = {}
 
 
-def listed_plan(
-    q: Any, k: Any, v: Any, options: Options, operands: Mapping[str, Any], planned: Callable[..., Plan]
-) -> ListedPlan | None:
+def listed_plan(given: Mapping[str, Any], options: Options, planned: Callable[..., Plan]) -> ListedPlan | None:
     """Return a plan with lists that kernels make, for a mask of one array or of sequences on the GPU; else None.
 
     Parameters
     ----------
-    q, k, v : arrays
-        Arrays, or their shapes and dtypes.
+    given : dict by name
+        q, k, v and further arrays of the call, NumPy's or CuPy's, or their shapes and dtypes.
     options : Options
         The arguments of the call, its score in one piece.
-    operands : dict of arrays by name
-        The arrays of the call beside q, k and v.
     planned : callable (q, k, v, options) -> Plan
         Plans a call of a layout that has no shared plan yet.
     """
     looked_up = lookup(options, _shared_plans, layout_key)
-    key = looked_up.key(layout_key(q, k, v, *operands.values()), *operands)
+    q, k, v, *_ = given.values()
+    operands = {name: array for name, array in given.items() if name not in ("q", "k", "v")}
+    key = looked_up.key(layout_key(*given.values()), *operands)
     contents = looked_up.contents
     if contents is None or key is None:
         return None

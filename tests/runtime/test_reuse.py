@@ -15,6 +15,7 @@ from cuflash.compiler import nvrtc as compiling
 from cuflash.executors import gpu, workspaces
 from cuflash.planning import plan_cache
 from test_launch import DO, K, Q, V, Foreign, close
+from refusals import reasons_of
 from workspace_memory import memory, stream
 
 RNG = np.random.default_rng(1)
@@ -216,10 +217,19 @@ def test_an_output_of_another_library_is_written_by_a_repeated_call(cupy, monkey
 # Plans for masks on the device.
 
 
+def test_a_plan_tells_all_that_is_wrong_with_arrays_of_other_libraries(cupy):
+    q, k, v = map(on_device, (Q, K, V))
+    options = {"mask": on_device(DENSE[0]), "kernel": "fast", "scale": "1"}
+    (kernel, scale) = sorted(reasons_of(cuflash.plan, q, k, v, **options))
+    assert kernel.startswith("kernel must be") and scale.startswith("scale must be")
+
+
+@pytest.mark.parametrize("library", ["cupy", "another"])
 @pytest.mark.parametrize("name", MASKS)
-def test_plans_for_new_masks_share_launches_and_read_each_mask_once(cupy, monkeypatch, name):
-    arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
-    made = [MASKS[name](cupy.asarray, turn) for turn in range(3)]
+def test_plans_for_new_masks_share_launches_and_read_each_mask_once(cupy, monkeypatch, name, library):
+    send = cupy.asarray if library == "cupy" else on_device
+    arrays, do = [send(array) for array in (Q, K, V)], send(DO)
+    made = [MASKS[name](send, turn) for turn in range(3)]
     expected = [results((Q, K, V), DO, MASKS[name](np.asarray, turn)) for turn in range(3)]
     plans = [cuflash.plan(*arrays, mask=made[0])]
     plans[0].backward(do, *arrays, *plans[0].forward(*arrays))
