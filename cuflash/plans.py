@@ -12,7 +12,7 @@ import numpy as np
 
 from .arrays import Array, ShapeDtype, accumulator_dtype, describe, is_array, namespace, no_array
 from .compiler import nvrtc
-from .errors import UnsupportedProblem, collecting
+from .errors import UnsupportedProblem
 from .executors import checks, cpu, gpu, sim, without_keys
 from .masks.base import Mask
 from .masks.content import held_arrays
@@ -299,6 +299,33 @@ class Plan:
         """The arrays of a backward pass by name, in the order in which it takes them."""
         return "do", "q", "k", "v", "o", "lse", *(() if dlse is None else ("dlse",)), *operands
 
+    def _arrays_of_backward(
+        self, arrays: tuple[Array, ...], dlse: Array | None, operands: Mapping[str, Array]
+    ) -> tuple[Hashable, tuple[Array, ...], dict[str, Array]]:
+        """The arrays of a backward pass as kernels take them, the key of their layouts, and the operands among them.
+
+        Parameters
+        ----------
+        arrays : tuple of arrays
+            do, q, k, v, o and lse.
+        dlse : array, optional
+        operands : dict of arrays by name
+            Those that a call gives in place of captured ones.
+        """
+        if dlse is not None:
+            arrays = *arrays, dlse
+        if self.captured:
+            operands = {**self.captured, **operands}
+        read = {}
+        if operands:
+            read = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
+            arrays = *arrays, *read.values()
+        key = layout_key(*arrays)
+        if key is None:
+            arrays = tuple(as_arrays(dict(zip(self._names_of_backward(dlse, read), arrays))).values())
+            key = layout_key(*arrays)
+        return (key and (key, dlse is None, *read) if read else key), arrays, read
+
     def bind_backward(self, given: Mapping[str, Array], results: Mapping[str, ShapeDtype]) -> BoundCall:
         """Return `backward` without its checks, on a GPU, for arrays of the same layout as these.
 
@@ -379,18 +406,7 @@ class Plan:
         >>> round(float(dv.sum()), 2)              # each of 2 x 16 queries hands 8 gradients of 1 to its keys
         256.0
         """
-        arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
-        if self.captured:
-            operands = {**self.captured, **operands}
-        operands = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
-        if operands:
-            arrays = *arrays, *operands.values()
-        key = layout_key(*arrays)
-        if key is None:
-            arrays = tuple(as_arrays(dict(zip(self._names_of_backward(dlse, operands), arrays))).values())
-            key = layout_key(*arrays)
-        if operands:
-            key = key and (key, dlse is None, *operands)
+        key, arrays, operands = self._arrays_of_backward((do, q, k, v, o, lse), dlse, operands)
         bound_call, problem = self._bound_calls.get(key), self.plan.problem
         if bound_call is not None and not checks.is_on():
             return _gradients(problem, bound_call(*arrays, numbers=self.numbers))
@@ -643,6 +659,8 @@ class Plan:
 class Pullback:
     """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
 
+    All arrays but the cotangents lie as the plan's own call had them, so that do alone tells which launches serve.
+
     Examples
     --------
     >>> import numpy as np, cuflash
@@ -662,8 +680,21 @@ class Pullback:
 
     def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
         """Gradients of sum(do * o) + sum(dlse * lse)."""
-        gradients = self.ready.backward(do, self.q, self.k, self.v, self.o, self.lse, dlse, **self.operands)
-        gpu.pin(self.ready.plan)
+        ready, kept, operands = self.ready, (self.q, self.k, self.v, self.o, self.lse), self.operands
+        layout = layout_key(do) if dlse is None and ready.executor == "gpu" else None
+        bound_call = ready._bound_calls.get((Pullback, layout))
+        if bound_call is not None and not checks.is_on():
+            if operands:
+                kept = *kept, *(array for name, array in operands.items() if not ready.plan.problem.is_of_forward(name))
+            gradients = _gradients(ready.plan.problem, bound_call(do, *kept, numbers=ready.numbers))
+        else:
+            gradients = ready.backward(do, *kept, dlse, **operands)
+            if layout is not None:
+                key, *_ = ready._arrays_of_backward((do, *kept), None, operands)
+                bound_call = ready._bound_calls.get(key)
+            if bound_call is not None:
+                ready._cache_bound_call((Pullback, layout), bound_call)
+        gpu.pin(ready.plan)
         return gradients
 
 
@@ -707,12 +738,14 @@ def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     arrays, reasons = dict(given), list[str]()
     for name, value in given.items():
-        with collecting(reasons):
+        try:
             if is_foreign(value):
                 arrays[name] = taken(name, value, gpu.namespace() if is_on_cuda(name, value) else np)
             elif is_array(value) and namespace(value).__name__ not in _NAMESPACES.values():
                 fix = "its todense() makes one" if hasattr(value, "todense") else "call this outside of what is traced"
                 reasons.append(f"{name} must be an array that DLPack gives away; got {kind_of(value)}: {fix}")
+        except UnsupportedProblem as error:
+            reasons.extend(error.reasons)
     if reasons:
         raise UnsupportedProblem(reasons)
     return arrays

@@ -50,6 +50,30 @@ def test_repeated_calls_allocate_their_results_alone(cupy):
     assert cupy.allocated == before + 3
 
 
+@pytest.mark.parametrize("bias", [None, K @ K.swapaxes(-1, -2)], ids=["plain", "bias"])
+def test_a_pullback_looks_at_each_cotangent(cupy, monkeypatch, bias):
+    """After a first one, cotangents that lie otherwise are taken, and wrong ones refused; those alike plan nothing."""
+    wrt = () if bias is None else ("bias",)
+    options = {"wrt": wrt, "sink": np.ones(2, np.float32)}
+    _, host_vjp = cuflash.attention_vjp(Q, K, V, bias=bias, **options)
+    options["sink"], there = cupy.asarray(options["sink"]), None if bias is None else cupy.asarray(bias)
+    pullbacks = [cuflash.attention_vjp(*map(cupy.asarray, (Q, K, V)), bias=there, **options)[1] for _ in range(2)]
+    turned = cupy.asarray(DO.swapaxes(-1, -2).copy()).swapaxes(-1, -2)
+    pullbacks[0](cupy.asarray(DO))
+    pullbacks[0](turned)
+    monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
+    for vjp in pullbacks:
+        for do, scale in ((cupy.asarray(DO), 1), (turned, 1), (cupy.asarray(2 * DO), 2)):
+            found, expected = vjp(do), host_vjp(scale * DO)
+            assert all(map(close, found, expected)) and all(close(found[name], expected[name]) for name in wrt)
+        for wrong, told in ((DO.astype(np.float64), "float64"), (DO[:1], "(1, 40, 16)")):
+            (reason,) = reasons_of(vjp, cupy.asarray(wrong))
+            assert reason.startswith("do must have shape") and told in reason
+    with cupy.cuda.Device(1):
+        reasons = reasons_of(pullbacks[0], cupy.asarray(DO))
+    assert any("q must be on the current device, 1" in reason for reason in reasons)
+
+
 def test_an_lse_that_nobody_wants_changes_nothing(cupy):
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     o, lse = cuflash.attention(*arrays, return_lse=True)
