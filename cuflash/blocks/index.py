@@ -18,6 +18,7 @@ from ..masks.arrays import Sparse, as_mask
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import mask_namespace, without_memos
+from ..masks.fields import with_cupy_arrays
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .carried import CarriedLists, Remembered
@@ -188,7 +189,7 @@ class BlockIndex:
         """
         reasons: list[str] = []
         with collecting(reasons):
-            given = as_mask(mask)
+            given = with_cupy_arrays(as_mask(mask))
         with collecting(reasons):
             sides = block_pair(block)
         with collecting(reasons):
@@ -225,7 +226,7 @@ class BlockIndex:
         >>> index.num_entries
         2
         """
-        pattern = BlockPattern(blocks, block)
+        pattern = with_cupy_arrays(BlockPattern(blocks, block))
         leading = (1, 1, *pattern.blocks.shape[:-2])
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), seqlen_q, seqlen_kv)
         if make_on_device is not None and is_array(pattern.blocks) and namespace(pattern.blocks).__name__ == "cupy":
