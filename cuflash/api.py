@@ -13,6 +13,7 @@ from .arrays import Array, ShapeDtype, flag_reasons, is_array
 from .calls.checked_plan import composed_score, planned as planned, require_plain
 from .calls.foreign import with_known_arrays
 from .calls.listed_plan import listed_plan, without_mask
+from .calls.pullback import Pullback
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .dropout import Dropout
@@ -30,7 +31,7 @@ from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
     Window,
 )  # fmt: skip
-from .plans import Plan, Gradients, Pullback, BoundCall, as_arrays, layout_key, with_numbers
+from .plans import Plan, Gradients, BoundCall, as_arrays, layout_key, with_numbers
 from .scores import Score
 
 _Operand: TypeAlias = AnyArray | Quantized

@@ -409,7 +409,7 @@ class Plan:
         key, arrays, operands = self._arrays_of_backward((do, q, k, v, o, lse), dlse, operands)
         bound_call, problem = self._bound_calls.get(key), self.plan.problem
         if bound_call is not None and not checks.is_on():
-            return _gradients(problem, bound_call(*arrays, numbers=self.numbers))
+            return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
         given = dict(zip(self._names_of_backward(dlse, operands), arrays))
         reasons = self._input_reasons(given, self.plan.problem.wrt)
         if reasons:
@@ -424,7 +424,7 @@ class Plan:
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
         if key is not None and check is None and not is_summed and self.executor == "gpu" and self.can_bind:
             bound_call = self._cache_bound_call(key, self.bind_backward(given_arrays, made))
-            return _gradients(problem, bound_call(*arrays, numbers=self.numbers))
+            return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
         empty = _empty(given["q"], check)
         results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}
         if self.plan.is_empty:
@@ -435,7 +435,8 @@ class Plan:
         if check is not None:
             check.after(f"the {self.executor} executor", results)
         results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])
-        return _gradients(problem, [_summed_to(results[name], each.shape, each.dtype) for name, each in wanted.items()])
+        found = [_summed_to(results[name], each.shape, each.dtype) for name, each in wanted.items()]
+        return named_gradients(problem, found)
 
     @property
     def workspace_bytes(self) -> int:
@@ -655,49 +656,6 @@ class Plan:
         return reasons
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Pullback:
-    """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
-
-    All arrays but the cotangents lie as the plan's own call had them, so that do alone tells which launches serve.
-
-    Examples
-    --------
-    >>> import numpy as np, cuflash
-    >>> q = k = v = np.ones((2, 16, 8), np.float32)
-    >>> o, vjp = cuflash.attention_vjp(q, k, v)
-    >>> vjp(o).dq.shape
-    (2, 16, 8)
-    """
-
-    ready: Plan
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    lse: Array
-    operands: Mapping[str, Array] = field(default_factory=dict)
-
-    def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
-        """Gradients of sum(do * o) + sum(dlse * lse)."""
-        ready, kept, operands = self.ready, (self.q, self.k, self.v, self.o, self.lse), self.operands
-        layout = layout_key(do) if dlse is None and ready.executor == "gpu" else None
-        bound_call = ready._bound_calls.get((Pullback, layout))
-        if bound_call is not None and not checks.is_on():
-            if operands:
-                kept = *kept, *(array for name, array in operands.items() if not ready.plan.problem.is_of_forward(name))
-            gradients = _gradients(ready.plan.problem, bound_call(do, *kept, numbers=ready.numbers))
-        else:
-            gradients = ready.backward(do, *kept, dlse, **operands)
-            if layout is not None:
-                key, *_ = ready._arrays_of_backward((do, *kept), None, operands)
-                bound_call = ready._bound_calls.get(key)
-            if bound_call is not None:
-                ready._cache_bound_call((Pullback, layout), bound_call)
-        gpu.pin(ready.plan)
-        return gradients
-
-
 def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:
     """Return the plan of calls with other numbers, whose launches are the same."""
     made = replace(ready, numbers=numbers)
@@ -792,7 +750,7 @@ def _empty(like: Array, check: checks.Check | None) -> Callable[..., Array]:
     return check.empty if check is not None else lambda name, shape, dtype: xp.empty(shape, dtype)
 
 
-def _gradients(problem: Problem, made: Sequence[Array]) -> Gradients:
+def named_gradients(problem: Problem, made: Sequence[Array]) -> Gradients:
     """Gradients in the order of `KernelPlan.gradients` by their names."""
     dq, dk, dv, *others = made
     return Gradients(dq, dk, dv, dict(zip(problem.wrt, others)))

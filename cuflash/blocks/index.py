@@ -14,6 +14,7 @@ import scipy.sparse
 
 from ..arrays import Array, is_array, namespace, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
+from ..layouts import is_differentiated
 from ..masks.arrays import Sparse, as_mask
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
@@ -226,7 +227,9 @@ class BlockIndex:
         >>> index.num_entries
         2
         """
-        pattern = with_cupy_arrays(BlockPattern(blocks, block))
+        pattern = BlockPattern(blocks, block)
+        if is_differentiated(pattern.blocks):
+            pattern = with_cupy_arrays(pattern)
         leading = (1, 1, *pattern.blocks.shape[:-2])
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), seqlen_q, seqlen_kv)
         if make_on_device is not None and is_array(pattern.blocks) and namespace(pattern.blocks).__name__ == "cupy":

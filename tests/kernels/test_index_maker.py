@@ -84,7 +84,8 @@ class Named(Foreign):
 
 @pytest.mark.parametrize("make", [Foreign, Named])
 def test_an_index_is_made_of_arrays_of_other_libraries(cupy, monkeypatch, make):
-    monkeypatch.setattr(mask_fields, "is_differentiated", lambda value: isinstance(value, Named))
+    for module in (mask_fields, indices):
+        monkeypatch.setattr(module, "is_differentiated", lambda value: isinstance(value, Named))
     shape, block = MaskShape((2,), 3, 37, 29), (8, 4)
     kept = blocks_of(shape, block, 3, 0)
     there = Named(kept) if make is Named else Foreign(kept, (2, 0))
