@@ -447,7 +447,7 @@ def precompile(
     ready = planned(q, k, v, options, device)
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
     if capability is None:
-        raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu has some"])
+        raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu('H100') is one"])
     if device is None:
         return nvrtc.precompile(map(checks.with_watchdog, specs), capability)
     return nvrtc.precompile(specs, nvrtc.architecture(next(iter(specs)), capability))

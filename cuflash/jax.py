@@ -108,7 +108,8 @@ def attention(
     TypeError
         An argument that has to be an array of JAX is none.
     UnsupportedProblem
-        Anything else that cannot be, all reasons at once, before any work; a tracer on a GPU, too.
+        The arguments are invalid or not supported, as a tracer on a GPU. It lists every reason; nothing has been
+        computed.
     RuntimeError
         The arrays are on a GPU and CuPy is missing.
 

@@ -724,8 +724,8 @@ def as_mask_of_arrays(mask: Any, executor: str) -> Any:
         if is_foreign(array) and is_on_cuda("mask", array) and executor != "gpu":
             raise UnsupportedProblem(
                 [
-                    f"mask's arrays must be where q is, all of them; got {kind_of(array)} on a CUDA device with q on "
-                    f"the host: copy them explicitly"
+                    f"mask's arrays must be where q is; got {kind_of(array)} on a CUDA device with q on the host: copy "
+                    f"them to the host, or q, k and v to the device"
                 ]
             )
         return as_arrays({"mask": array})["mask"]

@@ -121,8 +121,8 @@ def attention(
     TypeError
         An argument that has to be a tensor is none.
     UnsupportedProblem
-        Anything else that cannot be, all reasons at once, before any work: tensors that are sparse, quantised, nested,
-        on the meta device or traced, too.
+        The arguments are invalid or not supported, as tensors are that are sparse, quantised, nested, on the meta
+        device or traced. It lists every reason; nothing has been computed.
     RuntimeError
         The tensors are on a GPU and CuPy is missing, or the stream is captured before the same call was made once.
 
