@@ -173,14 +173,14 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
 }
 
 // Start to copy the elements of the staged array for a step into the slot of a consumer warpgroup, or copy them by
-// threads where TMA cannot. Called by a warp.
+// threads where TMA cannot, also in steps that do not start at a multiple of 16 bytes. Called by a warp.
 template <class Score>
 CUFLASH_DEVICE void load_array_step(const Score& score, const StagedMap& map, const attention::WorkTile& work,
                                     const attention::KvBlock& block, int stage, int consumer) {
   const SmemArray to = array_smem(stage, consumer);
   const tile::PipelineSlot& slot = array_slot(stage, consumer);
   const int first = work.first + 64 * consumer;
-  if (has_staged_map(map, score)) {
+  if (has_staged_map(map, score) && block.start % tile::kChunkOf<ptx::Half> == 0) {
     if (elect_one())
       tile::tma_load_boxes(tile::TmaBoxes(to), map.array, staged_coords(score, work.batch_head), first, slot.full, 0,
                            block.start);

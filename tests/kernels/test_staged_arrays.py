@@ -141,6 +141,18 @@ def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
     check_masks(run, everywhere if is_long() or run.executor == "gpu" else ("causal", "window"))
 
 
+def check_unaligned(run: Run) -> None:
+    """Steps start at keys 35 and 163, and the last one at 3: not where a copy of 16 bytes may start."""
+    for mask, seqlen_kv in ((masks.SlidingWindow(37, 200, "top_left"), 392), (masks.Lengths(kv=131), 136)):
+        example = run.rounded(problem(mask, seqlen_kv=seqlen_kv))
+        assert_within_bounds(example, **everything(run, example))
+
+
+@on_hopper
+def test_steps_may_start_between_multiples_of_16_bytes(run: Run) -> None:
+    check_unaligned(run)
+
+
 def check_schedules(schedules: list[Schedule]) -> None:
     """Warps run in any order and copies land late, with several tiles of queries of which the last one is short."""
     for schedule in schedules:

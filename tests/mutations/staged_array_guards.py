@@ -8,7 +8,7 @@ from types import ModuleType
 from cuflash.sim import Schedule, SimulationError
 from executors import SIM
 from test_staged_arrays import (
-    check_hidden, check_layouts, check_maps, check_masks, check_plans, check_schedules, check_zeros
+    check_hidden, check_layouts, check_maps, check_masks, check_plans, check_schedules, check_unaligned, check_zeros
 )  # fmt: skip
 from test_uniform_steps import check_bins, check_clipped, check_directions
 
@@ -18,6 +18,10 @@ _HOPPER = replace(SIM, kernel="sm90")
 
 def staged_results_are_right() -> None:
     check_masks(_HOPPER, ("window", "lengths"))
+
+
+def unaligned_steps_are_right() -> None:
+    check_unaligned(_HOPPER)
 
 
 def late_copies_are_waited_for() -> None:

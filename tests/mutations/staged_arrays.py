@@ -6,7 +6,7 @@ from mutations.planting import Edit
 from mutations.staged_array_guards import (
     arrays_are_staged_where_they_can_be, arrays_have_maps, hidden_elements_have_no_gradient, late_copies_are_waited_for,
     layouts_change_no_bit, monotone_integers_are_found, staged_results_are_right, tables_have_bins,
-    uniform_steps_are_right, zeros_are_planned,
+    unaligned_steps_are_right, uniform_steps_are_right, zeros_are_planned,
 )  # fmt: skip
 
 BINS = "tile/thread_bins.cuh"
@@ -34,6 +34,11 @@ FAULTS = {
             "array_smem(1 - stage, consumer_number())",
         ),
         "gradients read elements of other queries": Edit(WEIGHTS, "staged_words", "16 * k, 0)", "0, 0)"),
+    },
+    unaligned_steps_are_right: {
+        "TMA copies rows that start between packets": Edit(
+            PRODUCER, "load_array_step", "&& block.start % tile::kChunkOf<ptx::Half> == 0", ""
+        ),
     },
     late_copies_are_waited_for: {
         "elements are read before they are there": Edit(
