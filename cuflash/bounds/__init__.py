@@ -55,6 +55,9 @@ error, e_f, and its derivatives f' by the score and f_a by a captured array, wit
     e_dS  = |f'| e_dF + e_f' (|dF| + e_dF) + 2 ua |f'| (|dF| + e_dF)
     tol_da = sum (e_dF |f_a| + (|dF| + e_dF) e_fa) + (k(n) + 8) ua sum (|dF| + e_dF) (|f_a| + e_fa) + u |da| + w
 
+Where a batch entry or a head makes one term of an element, the array has the dtype of the products and f_a is f',
+kernels may add terms up that are rounded as dS is: up sum (|dF| + e_dF) (|f_a| + e_fa) + n wp more.
+
 A sink. It is one more column, of an exact score s and without a value. Kernels merge it with the finished row (o, L'),
 L' being the log-sum-exp without it: they weigh both by exp2 of differences from the larger of L' and s, so that its
 weight relative to those of the keys is off by the roundings of L', of a difference, and of exp2 twice::

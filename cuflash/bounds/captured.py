@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..planning.problem import Problem
+from ..planning.staged_array import gradient_in_parts
 from ..scores import Score
 from ..scores.program import Program
 from ..scores.roundoff import Arithmetic, LoadErrors, ScoreErrors, score_errors
@@ -18,16 +19,21 @@ from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, roundoff, unde
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A problem's score function with its arrays, and which of these have gradients."""
+    """A problem's score function with its arrays, and which of these have gradients.
+
+    That of the array `in_parts` may be rounded for each batch entry or head before these are added up.
+    """
 
     program: Program
     operands: Operands
     wrt: tuple[str, ...]
+    in_parts: str | None
 
     @classmethod
     def of(cls, score: Score, problem: Problem) -> Captured:
         arrays = host_arrays(dict(score.arrays))
-        return cls(score.program, Operands(score.numbers, arrays, problem.batch), problem.wrt)
+        operands = Operands(score.numbers, arrays, problem.batch)
+        return cls(score.program, operands, problem.wrt, gradient_in_parts(problem))
 
     def final(self, s: Array, e_s: Array, allowed: Array, model: Rounding) -> ScoreErrors:
         """Final scores and derivatives, with errors; all of it is 0 where the mask is False."""
@@ -46,12 +52,15 @@ class Captured:
         for number, array in enumerate(self.program.arrays):
             if array.name in self.wrt:
                 loads = [load for load in final.loads if load.array == number]
-                found[array.name] = _gradient_tolerance(self.operands.arrays[number], loads, df, e_df, model)
+                rounding = (model.up, model.wp) if array.name == self.in_parts else (0.0, 0.0)
+                found[array.name] = _gradient_tolerance(self.operands.arrays[number], loads, df, e_df, model, rounding)
         return found
 
 
-def _gradient_tolerance(array: Array, loads: list[LoadErrors], df: Array, e_df: Array, model: Rounding) -> Array:
-    """The bound on a captured array's gradient."""
+def _gradient_tolerance(
+    array: Array, loads: list[LoadErrors], df: Array, e_df: Array, model: Rounding, rounding: tuple[float, float]
+) -> Array:
+    """The bound on a captured array's gradient; `rounding` is a roundoff and an underflow of each of its terms."""
     exact, tolerance, masses, counts = np.zeros((4, array.size))
     for load in loads:
         flat = np.ravel_multi_index(np.broadcast_arrays(*load.place), array.shape) if load.place else 0
@@ -66,6 +75,7 @@ def _gradient_tolerance(array: Array, loads: list[LoadErrors], df: Array, e_df: 
     k = np.minimum(counts, 6 * np.sqrt(counts)) if model.probable else counts
     dtype = np.dtype(array.dtype)
     tolerance = tolerance + (k + 8) * model.ua * masses + roundoff(dtype) * np.abs(exact) + counts * model.wa
+    tolerance = tolerance + rounding[0] * masses + counts * rounding[1]
     bound = nan_to_inf(SECOND_ORDER * (tolerance + underflow(dtype)))
     bound = np.where(np.abs(exact) + bound > float(limits(dtype).max), np.inf, bound)
     return bound.reshape(array.shape)

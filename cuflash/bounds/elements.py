@@ -17,6 +17,7 @@ from ..fp8.cuts import Cuts
 from ..planning.dropout_launches import SEED
 from ..planning.options import Options
 from ..planning.problem import Problem, with_operands
+from ..planning.staged_array import gradient_in_parts
 from ..plans import Plan, as_mask_of_arrays
 from ..reference import allowed_of, expand_heads, with_heads
 from ..scores import library
@@ -223,7 +224,8 @@ def _bounds_of_plan(
     captured = dropout = None
     if problem.score is not None:
         held = [to_host(plan.captured[array.name]) for array in problem.score.arrays]
-        captured = Captured(problem.score, Operands(problem.numbers, held, problem.batch), problem.wrt)
+        operands = Operands(problem.numbers, held, problem.batch)
+        captured = Captured(problem.score, operands, problem.wrt, gradient_in_parts(problem))
     if problem.dropout is not None:
         seed, offset = plan.numbers
         dropout = Dropout(1 - 1 / problem.dropout.factor, plan.captured.get(SEED, seed), offset)

@@ -379,7 +379,7 @@ class Printer:
                 continue
             load = self.program.instructions[n]
             axes = self.program.num_leading_axes(load)
-            row = axes + len(load.args) - 2
+            row = axes + len(load.args) - 2 + (self._num_part_axes(load.value) if what == "gradient" else 0)
             strides = ", ".join(f"{what}_{load.value}_strides[{axis}]" for axis in (row, row + 1))
             element = _ELEMENTS[self.program.arrays[load.value].dtype]
             if what == "array":

@@ -5,7 +5,8 @@ are rounded in the order in which blocks come. In the repeatable form each kind 
 
 - ``own``: each element is read for one score, so one number is added to it.
 - ``parts``: the array is read at the query and the key, and shared over the batch or over heads. Each batch entry or
-  head adds to a part of its own, and a kernel adds the parts in their order.
+  head adds to a part of its own, and a kernel adds the parts in their order. Kernels that store a gradient from dS
+  (`planning.staged_array`) store parts, in the dtype of the products.
 - ``exact``: any other array. Sums are integers wide enough to need no rounding, and a kernel rounds them.
 """
 
@@ -73,7 +74,10 @@ def _kind(problem: Problem, name: str) -> str:
     return f"{PARTS} {shared}" if set(shared) <= {"b", "h"} else EXACT
 
 
-def with_captured_sums(backward: Pass, problem: Problem, gradients: Mapping[str, str], kinds: tuple[str, ...]) -> Pass:
+def with_captured_sums(
+    backward: Pass, problem: Problem, gradients: Mapping[str, str], kinds: tuple[str, ...], stored: str | None,
+    is_whole: bool,
+) -> Pass:  # fmt: skip
     """A backward pass whose kernels add to sums, between kernels that set these to 0 and that write each gradient.
 
     Parameters
@@ -82,30 +86,38 @@ def with_captured_sums(backward: Pass, problem: Problem, gradients: Mapping[str,
         By the name of a captured array, the name of its gradient among the arrays of the pass.
     kinds : tuple of str
         The kinds of their sums.
+    stored : str, optional
+        The gradient that kernels store, or whose parts they store.
+    is_whole : bool
+        They store all of it, so that nothing is set to 0 before.
     """
     before, after, workspaces = {}, {}, dict(backward.workspaces)
     features, zeroed = list(backward.features), list(backward.zeroed)
     for (name, gradient), kind in zip(gradients.items(), kinds):
+        needs_zeros = gradient != stored or not is_whole
         if kind == OWN:
-            zeroed.append(gradient)
+            zeroed += [gradient] * needs_zeros
             continue
         operand = problem.operand(name)
         assert operand is not None
         num_elements, sums = prod(operand.shape), sums_name(name)
-        workspace = workspaces[sums] = _workspace(problem, operand.shape, kind)
-        set_zero = _feature(f"zero.{sums}", ("", sums), workspace.nbytes // _WORD, 1, _SET_ZERO)
+        dtype = problem.dtype if gradient == stored else problem.accumulator
+        workspace = workspaces[sums] = _workspace(problem, operand.shape, kind, dtype)
+        if needs_zeros:
+            set_zero = _feature(f"zero.{sums}", ("", sums), workspace.nbytes // _WORD, 1, _SET_ZERO)
+            features.append(set_zero)
+            before[set_zero.name] = _launch(dtype, set_zero, reads=(), writes=(sums,))
         num_parts = prod(_extents_of_parts(problem, kind))
         finish = _feature(sums, (gradient, sums), num_elements, num_parts, _ROUND if kind == EXACT else _ADD_PARTS)
-        features += set_zero, finish
-        before[set_zero.name] = _launch(problem, set_zero, reads=(), writes=(sums,))
-        after[sums] = _launch(problem, finish, reads=(sums,), writes=(gradient,))
+        features.append(finish)
+        after[sums] = _launch(dtype, finish, reads=(sums,), writes=(gradient,))
     return Pass({**before, **backward.launches, **after}, workspaces, tuple(features), tuple(zeroed))
 
 
-def sums_spec(accumulator: np.dtype[Any]) -> KernelSpec:
-    """The kernel that writes a gradient from its sums; it reads neither operands nor tiles."""
+def sums_spec(dtype: np.dtype[Any]) -> KernelSpec:
+    """The kernel that writes a gradient from its sums, parts of a dtype; it reads neither operands nor tiles."""
     return KernelSpec(
-        family=SIMT, entry="captured_sums", dtype=accumulator, head_dim=32, value_dim=32, block_q=16, block_kv=16,
+        family=SIMT, entry="captured_sums", dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
         num_warps=_WARPS, min_blocks=1,
     )  # fmt: skip
 
@@ -115,11 +127,10 @@ def address_rank(rank: int, kind: str) -> int:
     return rank + (1 if kind == EXACT else len(axes_of_parts(kind)))
 
 
-def _workspace(problem: Problem, shape: tuple[int, ...], kind: str) -> Workspace:
-    accumulator = problem.accumulator
+def _workspace(problem: Problem, shape: tuple[int, ...], kind: str, dtype: np.dtype[Any]) -> Workspace:
     if kind == EXACT:
-        return Workspace((*shape, EXACT_WORDS[accumulator]), np.dtype(np.int64))
-    return Workspace((*_extents_of_parts(problem, kind), *shape), accumulator)
+        return Workspace((*shape, EXACT_WORDS[dtype]), np.dtype(np.int64))
+    return Workspace((*_extents_of_parts(problem, kind), *shape), dtype)
 
 
 def _extents_of_parts(problem: Problem, kind: str) -> tuple[int, ...]:
@@ -137,9 +148,9 @@ def _feature(name: str, arrays: tuple[str, str], num_elements: int, num_parts: i
     return Feature(name, record, numbers, tuple(filter(None, arrays)))
 
 
-def _launch(problem: Problem, feature: Feature, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
+def _launch(dtype: np.dtype[Any], feature: Feature, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
     blocks = -(-feature.values["num_elements"] // (32 * _WARPS * _ELEMENTS_OF_THREAD))
     return Launch(
-        spec=sums_spec(problem.accumulator), tiles=max(1, min(blocks, _MAX_BLOCKS)), shared_bytes=0, reads=reads,
+        spec=sums_spec(dtype), tiles=max(1, min(blocks, _MAX_BLOCKS)), shared_bytes=0, reads=reads,
         writes=writes, features=(feature.name,),
     )  # fmt: skip

@@ -51,7 +51,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     ============================================  ======
 
     All rows take score functions and dropout. Of the gradients that sm90 is then routed for, the sm80 family's kernels
-    make those above 128 columns, with `deterministic=True`, and of lists in blocks below 128 x 128.
+    make those above 128 columns, of lists in blocks below 128 x 128, and of any list with `deterministic=True`.
 
     sm90 is passed over where its tiles of 128 queries are fewer than multiprocessors, where sm80 is faster.
     """

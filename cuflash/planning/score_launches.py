@@ -115,11 +115,11 @@ def with_score(
     }
     made = _pass(kernels.backward, backward, _feature(slopes, wrt, problem, sums))
     gradients = {name: gradient_name(name) for name in wrt}
+    stored = stored_gradient(made)
     if deterministic:
-        made = with_captured_sums(made, problem, gradients, sums)
+        made = with_captured_sums(made, problem, gradients, sums, stored, is_whole)
     else:
-        stored = stored_gradient(made) if is_whole else None
-        made = replace(made, zeroed=tuple(each for each in gradients.values() if each != stored))
+        made = replace(made, zeroed=tuple(each for each in gradients.values() if each != stored or not is_whole))
     return replace(
         kernels, is_repeatable=is_repeatable, backward=made,
         forward=_pass(kernels.forward, forward, _feature(program, (), problem, ())),

@@ -49,6 +49,8 @@ class KernelSpec:
     counts_dq_arrivals : bool
         Without a list too, blocks count the tiles of keys that have come to a tile of queries: the first stores its
         part of dQ, and with `fuses_dq_epilogue` the last finishes it.
+    adds_dq_in_order : bool
+        Tiles of keys add to dQ in their order, so that it repeats bit for bit; the count is of those that are done.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged.
     pack_gqa : bool
@@ -82,7 +84,7 @@ class KernelSpec:
     score_is_staged : bool
         Producers put a step's elements of the array that `planning.staged_array` names into shared memory.
     score_is_stored : bool
-        The kernel stores the gradient of that array, which no other thread block adds to.
+        The kernel stores the gradient of that array, or its part of it, which no other thread block adds to.
     score_bins : int
         Elements of a table's row whose gradient has bins of each thread in shared memory, or 0.
     score_takes_products : bool
@@ -104,6 +106,7 @@ class KernelSpec:
     dq_atomic_width: int = 0
     fuses_dq_epilogue: bool = False
     counts_dq_arrivals: bool = False
+    adds_dq_in_order: bool = False
     is_split: bool = False
     pack_gqa: bool = False
     mma_rows: int = 0

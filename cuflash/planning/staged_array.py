@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..scores.program import Program, derived
-from .captured_sums import OWN, kinds_of_sums
+from .captured_sums import OWN, axes_of_parts, kinds_of_sums
 from .launches import TENSOR_MAP_PARAM
 
 if TYPE_CHECKING:
@@ -50,11 +50,22 @@ def can_stage(problem: Problem) -> bool:
     return operand.shape[-1] % _PACKET == 0
 
 
-def can_store_gradient(problem: Problem) -> bool:
+def gradient_in_parts(problem: Problem) -> str | None:
+    """The array whose gradient kernels may round for each batch entry or head before they add these up, if any."""
+    program = problem.score
+    if program is None or can_store_gradient(problem) or not can_store_gradient(problem, in_parts=True):
+        return None
+    load = staged_load(program)
+    assert load is not None
+    name: str = program.arrays[program.instructions[load].value].name
+    return name
+
+
+def can_store_gradient(problem: Problem, *, in_parts: bool = False) -> bool:
     """Return whether the gradient of the staged array is asked for and is dS, rounded as dQ's product takes it.
 
-    It is where each element is read for one score, the slope of the array is that of the score, and the array has the
-    dtype of the products.
+    It is where each element is read for one score, or with `in_parts` for one of each batch entry or head, the slope of
+    the array is that of the score, and the array has the dtype of the products.
     """
     program = problem.score
     if program is None or not can_stage(problem):
@@ -67,4 +78,5 @@ def can_store_gradient(problem: Problem) -> bool:
     if array.name not in problem.wrt or array.dtype != problem.dtype.name or sum(is_read) != 1:
         return False
     _, slope, slope_of_array = derived(program, (array.name,)).results
-    return slope == slope_of_array and kinds_of_sums(problem, (array.name,)) == (OWN,)
+    (kind,) = kinds_of_sums(problem, (array.name,))
+    return slope == slope_of_array and (kind == OWN or (in_parts and axes_of_parts(kind) != ""))

@@ -9,8 +9,8 @@ enum class SumsOperation : int64_t { kSetZero, kRound, kAddParts };
 // A kernel argument: the parameters of the kernel that prepares exact sums and writes a gradient from them.
 // cuflash/planning/captured_sums.py has the record as a NumPy dtype.
 struct CapturedSums {
-  config::Accumulator* gradient;  // [num_elements]
-  void* sums;                     // [num_elements] exact sums, [num_parts, num_elements] numbers, or words to set to 0
+  void* gradient;  // [num_elements] of Element for parts, else of Accumulator
+  void* sums;      // [num_elements] exact sums, [num_parts, num_elements] of Element, or words to set to 0
   int64_t num_elements, num_parts;
   SumsOperation operation;
 };

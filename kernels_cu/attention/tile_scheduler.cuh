@@ -240,9 +240,12 @@ template <class Listed = DynamicListed>
 CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
   return work_tile(params, key_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
 }
+// Return the tile of a number; with `last_first`, the last tile of a head has the lowest number.
 template <class Listed>
-CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number) {
-  return work_tile(params, key_axis<Listed>(params), height, number);
+CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number, bool last_first = false) {
+  TileAxis keys = key_axis<Listed>(params);
+  keys.is_last_longest = last_first;
+  return work_tile(params, keys, height, number);
 }
 
 // The order of tiles in kernels that finish dQ of the first heads themselves (sm90/dq_semaphore.cuh). A group of heads

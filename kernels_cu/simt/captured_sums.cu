@@ -3,6 +3,7 @@
 #include <attention/captured_sums.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/params.cuh>
+#include <tile/element.cuh>
 #include <tile/exact_sum.cuh>
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
@@ -16,13 +17,15 @@ simt_captured_sums(const __grid_constant__ cuflash::attention::Params params,
     if (captured.operation == SumsOperation::kSetZero) {
       static_cast<int*>(captured.sums)[n] = 0;
     } else if (captured.operation == SumsOperation::kRound) {
-      using Exact = tile::ExactSum<config::Accumulator>;
-      captured.gradient[n] = Exact::rounded(static_cast<const int64_t*>(captured.sums) + Exact::kNumWords * n);
+      using Exact = tile::ExactSum<Accumulator>;
+      static_cast<Accumulator*>(captured.gradient)[n] =
+          Exact::rounded(static_cast<const int64_t*>(captured.sums) + Exact::kNumWords * n);
     } else {
-      const auto* const parts = static_cast<const config::Accumulator*>(captured.sums);
-      config::Accumulator sum = 0;
-      for (int64_t part = 0; part < captured.num_parts; ++part) sum += parts[part * captured.num_elements + n];
-      captured.gradient[n] = sum;
+      const auto* const parts = static_cast<const Element*>(captured.sums);
+      Accumulator sum = 0;
+      for (int64_t part = 0; part < captured.num_parts; ++part)
+        sum += tile::to_accumulator(parts[part * captured.num_elements + n]);
+      tile::to_element(sum, static_cast<Element*>(captured.gradient)[n]);
     }
   }
 }

@@ -136,6 +136,10 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       if (starts_next_tile(flags)) {
         write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
         if (flags & StepMessage::kEndOfWork) return finish_sums(score, of_steps);
+        if constexpr (config::kAddsDqInOrder) {  // which tile comes next differs from call to call
+          finish_sums(score, of_steps);
+          of_steps = {};
+        }
         release_ds(part);
         dk.fill(0);
         dv.fill(0);

@@ -16,6 +16,10 @@ struct DqArrivals {
 };
 constexpr int kDqIsStored = 1 << 30, kArrivalIsDone = 1 << 16;
 
+// Sums of dQ that repeat bit for bit, without a list: of the tiles of keys that visit a tile of queries, the last one
+// along the sequence stores its part, and each of the others adds its own after its successor. Here the counter of a
+// tile of queries has the number of tiles that are done, and `expected` is the number of the tile that stores.
+
 // The part of one arrival, if the last tile that arrives finishes dQ.
 struct DqArrival {
   int before;  // number of tiles that arrived before
@@ -59,6 +63,12 @@ CUFLASH_DEVICE int num_visiting_key_tiles(const Params& params, const WorkTile& 
   const int lo = interval(params, work.batch_head, work.first).lo,
       hi = interval(params, work.batch_head, work.last - 1).hi;
   return lo < params.shape.seqlen_kv ? max((hi + Width - 1) / Width - lo / Width, 0) : 0;
+}
+
+// Return the number of the last tile of Width keys that visits a tile of queries, if any does.
+template <int Width>
+CUFLASH_DEVICE int last_visiting_key_tile(const Params& params, const WorkTile& work) {
+  return (interval(params, work.batch_head, work.last - 1).hi + Width - 1) / Width - 1;
 }
 
 // Reset the counter of a tile of queries, and store how many tiles will arrive. If none will, write dQ = 0. Called by

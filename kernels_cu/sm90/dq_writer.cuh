@@ -50,12 +50,30 @@ CUFLASH_DEVICE bool arrives_first(int* arrivals) {
   return num_before == 0;
 }
 
+// Sums in the order of the tiles of keys (kAddsDqInOrder). Return how many tiles store or add to the sums of a step's
+// queries before its own tile.
+CUFLASH_DEVICE int num_key_tiles_before(int stage) {
+  const SharedStorage& smem = shared();
+  return smem.queries[stage].stats.arrivals.expected - smem.works[smem.messages[stage].work].tile.first / kBlockKv;
+}
+// Wait until so many tiles are done with the sums of some queries. Return whether there are none. Called by a warp.
+CUFLASH_DEVICE bool awaits_turn(const int* num_done, int num_before) {
+  if (num_before > 0) tile::wait_at_least(num_done, num_before);
+  return num_before == 0;
+}
+// Signal that a step is done with its sums. Called by a warp.
+CUFLASH_DEVICE void signal_addition(int* num_done) {
+  tile::wait_bulk_copies();
+  tile::signal(num_done, 1);
+}
+
 // Run the dQ writer: for each step, wait until a consumer warpgroup has staged its part of dQ, add the part to the
 // sums, and release the buffer when the copy has read it. A step that finishes dQ instead loads the sums for the
 // consumers. Called by a warp.
 CUFLASH_DEVICE void dq_writer() {
   SharedStorage& smem = shared();
   int phase = 0;
+  int* unsignalled = nullptr;  // counter of the step before, whose additions are signalled once they are complete
   for (PipelineState state;; state = state.next()) {
     tile::wait_full(smem.q[state.stage], state.phase);
     const StepMessage& message = smem.messages[state.stage];
@@ -66,6 +84,7 @@ CUFLASH_DEVICE void dq_writer() {
     int* const arrivals = message.arrivals;
     attention::DqSemaphoreOp dq{};
     if (kFinishesDqInOrder && flags & StepMessage::kUsesDqSemaphore) dq = message.dq;
+    const int num_before = config::kAddsDqInOrder && !is_end ? num_key_tiles_before(state.stage) : 0;
     tile::arrive(smem.q[state.stage].empty);
     if (dq.awaited_bits_or_count != 0) attention::wait_dq_semaphore(dq, finishes);
     if (finishes) {  // the tile before has signalled that its copies are complete
@@ -79,16 +98,21 @@ CUFLASH_DEVICE void dq_writer() {
     }
     release_dq<1>(0, is_end);
     release_dq<0>(1, is_end);
+    if constexpr (config::kAddsDqInOrder) {
+      if (unsignalled != nullptr) signal_addition(unsignalled);
+      unsignalled = arrivals;
+    }
     if (is_end) return;
     // counted here, when no copy of an earlier step is pending
-    const bool is_first = kFirstArrivalStoresDq && arrives_first(arrivals);
+    const bool is_first = config::kAddsDqInOrder ? awaits_turn(arrivals, num_before)
+                                                 : kFirstArrivalStoresDq && arrives_first(arrivals);
 #pragma unroll
     for (int part = 0; part < kNumConsumers; ++part) {
       ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);
       store_dq_sum(sum, part, is_first || (kFinishesDqInOrder && flags & StepMessage::kStoresDq));
     }
     if (dq.stored != 0 || dq.is_done) attention::signal_dq_semaphore(dq);
-    if (is_first) {
+    if (is_first && !config::kAddsDqInOrder) {
       tile::wait_bulk_copies();
       tile::signal(arrivals, attention::kDqIsStored);
     }

@@ -61,13 +61,14 @@ CUFLASH_DEVICE bool advance_tile(const attention::Params& params, int work_slot)
   if (threadIdx.x == 0) {  // a comparison takes fewer registers than elect.sync
     const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
     int number;
-    if constexpr (kFinishesDqInOrder) number = attention::next_tile_number_in_order(params, num_tiles);
+    if constexpr (kTakesTilesInOrder) number = attention::next_tile_number_in_order(params, num_tiles);
     else number = smem.has_tile ? attention::next_tile_number(params, num_tiles) : attention::first_tile_number();
     smem.has_tile = number < num_tiles;
     if (smem.has_tile)
       smem.works[ptx::opaque(work_slot)].tile = kFinishesDqInOrder
                                               ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
-                                              : attention::key_tile_at<Listed>(params, kBlockKv, number);
+                                              : attention::key_tile_at<Listed>(params, kBlockKv, number,
+                                                                               config::kAddsDqInOrder);
   }
   __syncwarp();
   return smem.has_tile;

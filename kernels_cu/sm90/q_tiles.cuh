@@ -34,6 +34,10 @@ constexpr int kProducerThreads = kIsWide ? kWarpgroupThreads : kWarpgroupThreads
 // Blocks finish dQ of bands in the order of the tiles of keys (sm90/dq_semaphore.cuh); with a list, the tile that
 // arrives last does (sm90/dq_arrivals.cuh).
 constexpr bool kFinishesDqInOrder = config::kFusesDqEpilogue && !config::kIsListed && !config::kCountsDqArrivals;
+// Tiles of keys wait for others of the same head that are taken before them.
+constexpr bool kTakesTilesInOrder = kFinishesDqInOrder || config::kAddsDqInOrder;
+static_assert(!config::kAddsDqInOrder || (config::kCountsDqArrivals && !config::kIsListed && !config::kFusesDqEpilogue),
+              "without a list, by the count of tiles that are done");
 static_assert(!kIsWide || kMakesDq, "without in-kernel dQ, all of dK and dV must fit in registers");
 static_assert(!config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ that is finished must be staged");
 // Up to 128 columns, P is not clamped to 1 unless some lse is large.

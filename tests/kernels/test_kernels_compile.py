@@ -175,11 +175,15 @@ def of_scores(name: str) -> set[KernelSpec]:
         {"score": scores.relative_position(table, bidirectional=True), "wrt": "table"},
         {"bias": ShapeDtype((heads, 5000, 5000), BFLOAT16), "wrt": "bias"},
     ]  # fmt: skip
-    for dim, options in product((64, 128), changes):
+    shared = {"bias": ShapeDtype((5000, 5000), BFLOAT16), "wrt": "bias"}
+    for dim, options, repeats in product((64, 128), [*changes, shared], (False, True)):
         x = ShapeDtype((heads, 5000, dim), BFLOAT16)
         kernel = "sm90" if device.compute_capability == (9, 0) else "sm80"
-        planned = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device, **options).plan.specs
+        planned = cuflash.plan(
+            x, x, x, kernel=kernel, executor="gpu", device=device, deterministic=repeats, **options
+        ).plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
+        specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry == "captured_sums"}
     return specs | of_scored_caches(name, changes)
 
 

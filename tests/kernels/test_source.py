@@ -41,6 +41,7 @@ CHANGED = {
     "dq_atomic_width": 4,
     "fuses_dq_epilogue": True,
     "counts_dq_arrivals": True,
+    "adds_dq_in_order": True,
     "is_ordered": True,
     "mma_rows": 8,
     "is_split": True,

@@ -387,7 +387,7 @@ FAULTS = {
         ),
         "blocks have their first tiles by their own numbers": Edit(
             "sm90/q_producer.cuh", "advance_tile",
-            "if constexpr (kFinishesDqInOrder) number = attention::next_tile_number_in_order",
+            "if constexpr (kTakesTilesInOrder) number = attention::next_tile_number_in_order",
             "if (false) number = attention::next_tile_number_in_order",
         ),
         "the last places' sums are not set to 0": Edit(

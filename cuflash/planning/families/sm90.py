@@ -38,7 +38,7 @@ from .family import (
     rounded_dims,
 )
 from .sm80 import Sm80
-from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted_arrivals
+from .sm90_dq import adding_in_order, dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted_arrivals
 
 ROWS = 64  # queries that a warpgroup multiplies at a time
 LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made for the kernels
@@ -82,7 +82,7 @@ class Sm90(Family):
     """Kernels for compute capability 9.0 alone.
 
     Where their backward tiles do not fit, the sm80 family's kernels serve; with a score function or under dropout also
-    beyond 128 columns and where dQ has a kernel of its own.
+    beyond 128 columns and for lists whose dQ has a kernel of its own.
     """
 
     name = SM90
@@ -122,14 +122,17 @@ class Sm90(Family):
         """The kernels by entry; `num_keys` is how many keys a query sees on average, or None where they may be few."""
         dims = rounded_dims(problem)
         forward = forward_spec(problem, dims, device, largest, num_keys or 0)
-        backward = backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
         changes_weights = problem.score is not None or problem.dropout is not None
+        if deterministic and changes_weights and largest is None and max(dims) <= 128:
+            backward = adding_in_order(backward_specs(problem.dtype, dims, None, deterministic=False))
+        else:
+            backward = backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
         if not backward or (changes_weights and not _takes_changed_weights(backward["backward"])):
             backward = _SM80.specs(problem, device, largest, deterministic=deterministic)
         elif can_stage(problem) and backward["backward"].block_q == ROWS:
             backward["backward"] = replace(
                 backward["backward"], num_stages=_STAGES, score_is_staged=True,
-                score_is_stored=can_store_gradient(problem),
+                score_is_stored=can_store_gradient(problem, in_parts=deterministic),
             )  # fmt: skip
         elif num_bins(problem) and not deterministic:
             backward["backward"] = _with_bins(backward["backward"], num_bins(problem), device)
@@ -164,7 +167,7 @@ class Sm90(Family):
             backward_pass = sink_backward(backward_pass, problem, chosen["backward_statistics"])
         return Kernels(
             forward=sink_forward(forward_pass, problem, "forward"), backward=backward_pass, order=order,
-            is_repeatable="backward_rows" in chosen,
+            is_repeatable="backward_rows" in chosen or backward.adds_dq_in_order,
         )  # fmt: skip
 
     def _with_fused_dq(
@@ -178,7 +181,7 @@ class Sm90(Family):
         """The kernels and the order of tiles with the decision whether blocks that add to dQ also finish it."""
         backward = specs["backward"]
         num_heads = problem.mask_shape.num_batch * problem.num_kv_heads
-        if 0 in (num_heads, problem.seqlen_q, problem.seqlen_kv):
+        if backward.adds_dq_in_order or 0 in (num_heads, problem.seqlen_q, problem.seqlen_kv):
             return specs, order
         if isinstance(work, ListedWork):
             if not fuses_dq_epilogue_of_list(problem, work, backward):
@@ -288,6 +291,7 @@ def _ordered(specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSp
         return specs
     divides = {
         entry: spec.name in ("sm90_forward", "sm90_backward", "sm90_backward_wide")
+        and not spec.adds_dq_in_order
         and (work.block_q % spec.block_q if entry == "forward" else work.block_kv % spec.block_kv) == 0
         for entry, spec in specs.items()
     }

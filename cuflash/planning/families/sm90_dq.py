@@ -5,6 +5,7 @@ The device's side is kernels_cu/sm90/dq_semaphore.cuh, and for lists kernels_cu/
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
 
@@ -85,6 +86,11 @@ def with_counted_arrivals(problem: Problem, work: IntervalWork, specs: dict[str,
         for entry in ("backward_statistics", "backward", "convert_dq")
     }
     return {entry: spec for entry, spec in (specs | counting).items() if entry != "convert_dq" or not finishes}
+
+
+def adding_in_order(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
+    """The kernels of the backward pass where tiles of keys add to dQ in their order, so that every result repeats."""
+    return {entry: replace(spec, counts_dq_arrivals=True, adds_dq_in_order=True) for entry, spec in specs.items()}
 
 
 class ArrivalUse(Enum):

@@ -1,0 +1,81 @@
+"""Faults in gradients to which tiles of keys add in their order, and in parts of a shared array's gradient."""
+
+from __future__ import annotations
+
+from mutations.dq_in_order_guards import (
+    parts_are_planned, parts_are_printed, roundings_of_parts_are_counted, stored_parts_are_right,
+    sums_of_arrays_end_with_a_tile, sums_of_dq_are_in_order,
+)  # fmt: skip
+from mutations.planting import Edit
+
+WRITER, PRODUCER, SUMS = "sm90/dq_writer.cuh", "sm90/q_producer.cuh", "planning/captured_sums.py"
+FAULTS = {
+    sums_of_dq_are_in_order: {
+        "a tile adds before its turn": Edit(
+            WRITER, "awaits_turn", "if (num_before > 0) tile::wait_at_least(num_done, num_before);", ""
+        ),
+        "the first tile adds too": Edit(WRITER, "awaits_turn", "return num_before == 0;", "return false;"),
+        "every tile stores": Edit(WRITER, "awaits_turn", "return num_before == 0;", "return true;"),
+        "a step is signalled before its additions are complete": Edit(
+            WRITER, "signal_addition", "tile::wait_bulk_copies();", ""
+        ),
+        "the last step of a block is not signalled": Edit(
+            WRITER, "dq_writer",
+            "if (unsignalled != nullptr) signal_addition(unsignalled);",
+            "if (unsignalled != nullptr && !is_end) signal_addition(unsignalled);",
+        ),
+        "a step's own sums are signalled before they are there": Edit(
+            WRITER, "dq_writer",
+            "if (unsignalled != nullptr) signal_addition(unsignalled); unsignalled = arrivals;",
+            "if (!is_end) signal_addition(arrivals);",
+        ),
+        "tiles are counted from the first one": Edit(
+            WRITER, "num_key_tiles_before",
+            "smem.queries[stage].stats.arrivals.expected - smem.works[smem.messages[stage].work].tile.first / kBlockKv",
+            "smem.works[smem.messages[stage].work].tile.first / kBlockKv",
+        ),
+        "tiles are taken from the first one": Edit(
+            PRODUCER, "advance_tile", "number, config::kAddsDqInOrder)", "number, false)"
+        ),
+        "nobody is the last visitor": Edit(
+            "sm90/backward_statistics.cu", "sm90_backward_statistics",
+            "if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);", ";",
+        ),
+        "the last visitor is one too far": Edit(
+            "sm90/dq_arrivals.cuh", "last_visiting_key_tile", "/ Width - 1;", "/ Width;"
+        ),
+    },
+    sums_of_arrays_end_with_a_tile: {
+        "sums go on with a block's next tile": Edit(
+            "sm90/backward.cu", "consume", "finish_sums(score, of_steps); of_steps = {};", ""
+        ),
+        "a tile's sums are added again": Edit("sm90/backward.cu", "consume", "of_steps = {};", ""),
+    },
+    stored_parts_are_right: {
+        "the last part is left out": Edit(
+            "simt/captured_sums.cu", "simt_captured_sums", "part < captured.num_parts", "part < captured.num_parts - 1"
+        ),
+    },
+    parts_are_printed: {
+        "every head has the first part": Edit(
+            "compiler/score_text.py", "_of_levels",
+            'terms = (f"{axis} * gradient_{n}_strides[{at}]" for at, axis in enumerate(axes_of_parts(self._kind(n))))',
+            'terms = ("0",)',
+        ),
+    },
+    parts_are_planned: {
+        "parts are as wide as sums": Edit(
+            SUMS, "with_captured_sums",
+            "problem.dtype if gradient == stored else problem.accumulator", "problem.accumulator",
+        ),
+        "hidden elements have what was there": Edit(
+            SUMS, "with_captured_sums", "gradient != stored or not is_whole", "gradient != stored"
+        ),
+        "the default form stores parts": Edit(
+            "planning/families/sm90.py", "Sm90.specs", "in_parts=deterministic", "in_parts=True"
+        ),
+    },
+    roundings_of_parts_are_counted: {
+        "parts are exact": Edit("bounds/captured.py", "_gradient_tolerance", "rounding[0] * masses +", ""),
+    },
+}
