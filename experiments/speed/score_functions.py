@@ -7,8 +7,9 @@ Needs an NVIDIA GPU and CuPy; PyTorch for the peer. Before a case is timed, its 
 problem, by the same family of kernels, must be within their error bounds. Times are of the device's part of `attention`
 and of a `vjp`, called on CuPy arrays in turn with plain attention, with the level-2 cache written over before each
 call. TFLOP/s count the products of plain attention. of_plain is the time of plain attention over the case's; ratio is
-the peer's time over ours. FlexAttention's tanh is exact, its backward pass gives the gradient of a captured array where
-the case asks for one, and it has no sink.
+the peer's time over ours. All heads share one bias in the cases of that name; gradients of the repeatable one have
+deterministic=True, which plain attention beside it and FlexAttention have not. FlexAttention's tanh is exact, its
+backward pass gives the gradient of a captured array where the case asks for one, and it has no sink.
 
 Found:  a sink costs nothing that can be measured, and a bias with its gradient costs the most; docs/scores.md has the
 table.
@@ -37,7 +38,8 @@ class Config:
     """Configuration; the defaults are those of the published run."""
 
     scores: tuple[str, ...] = (
-        "alibi", "temperature", "softcap", "softcap_fast", "bias", "relative_position", "sink"
+        "alibi", "temperature", "softcap", "softcap_fast", "bias", "shared_bias", "shared_bias_repeatable",
+        "relative_position", "sink",
     )  # fmt: skip
     masks: tuple[str, ...] = ("full", "causal")
     seqlen: int = 8192
@@ -61,6 +63,7 @@ class Case:
     options: Callable[[dict[str, Any]], dict[str, Any]]
     wrt: tuple[str, ...] = ()
     flex: Callable[[dict[str, Any]], Callable[..., Any]] | None = None
+    deterministic: bool = False
 
 
 def _slopes(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
@@ -74,6 +77,14 @@ def _factors(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
 def _biases(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
     one = np.random.default_rng(1).standard_normal((seqlen, seqlen), np.float32).astype(ml_dtypes.bfloat16)
     return {"bias": np.stack([np.roll(one, head, axis=0) for head in range(num_heads)])}
+
+
+def _shared_biases(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
+    return {"bias": _biases(1, seqlen)["bias"][0]}
+
+
+def _flex_shared_bias(arrays: dict[str, Any]) -> Callable[..., Any]:
+    return lambda s, b, h, i, j: s + arrays["bias"][i, j]
 
 
 def _tables(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
@@ -120,6 +131,10 @@ CASES = {
         _biases, lambda arrays: {"bias": arrays["bias"]}, ("bias",),
         lambda arrays: lambda s, b, h, i, j: s + arrays["bias"][h, i, j],
     ),
+    "shared_bias": Case(_shared_biases, lambda arrays: {"bias": arrays["bias"]}, ("bias",), _flex_shared_bias),
+    "shared_bias_repeatable": Case(
+        _shared_biases, lambda arrays: {"bias": arrays["bias"]}, ("bias",), _flex_shared_bias, deterministic=True
+    ),
     "relative_position": Case(
         _tables,
         lambda arrays: {"score": scores.relative_position(arrays["table"], MAX_DISTANCE, bidirectional=True)},
@@ -148,8 +163,9 @@ def check(case: Case, causal: bool, head_dim: int, kernel: str) -> None:
     (q, k, v, do), arrays = inputs(4, 400, head_dim), case.arrays(4, 400)
     device = {name: cupy.asarray(array) for name, array in arrays.items()}
     o, vjp = cuflash.attention_vjp(
-        *map(cupy.asarray, (q, k, v)), causal=causal, wrt=case.wrt, kernel=kernel, **case.options(device)
-    )
+        *map(cupy.asarray, (q, k, v)), causal=causal, wrt=case.wrt, kernel=kernel, deterministic=case.deterministic,
+        **case.options(device),
+    )  # fmt: skip
     gradients = vjp(cupy.asarray(do))
     score, sink = scores.bias(arrays["bias"]) if "bias" in arrays else None, arrays.get("sink")
     options = case.options(arrays)
@@ -209,11 +225,12 @@ def measured(config: Config, name: str, mask: str) -> Iterator[Record]:
     *operands, do = map(cupy.asarray, inputs(config.num_heads, config.seqlen, config.head_dim))
     arrays = {key: cupy.asarray(x) for key, x in case.arrays(config.num_heads, config.seqlen).items()}
     options = case.options(arrays)
-    plan = cuflash.plan(*operands, causal=causal, wrt=case.wrt, **options)
+    asked = {"causal": causal, "wrt": case.wrt, "deterministic": case.deterministic}
+    plan = cuflash.plan(*operands, **asked, **options)
     assert plan.plan.family is not None and plan.plan.kernels is not None
     check(case, causal, config.head_dim, plan.plan.family.name)
     _, plain_vjp = cuflash.attention_vjp(*operands, causal=causal)
-    _, vjp = cuflash.attention_vjp(*operands, causal=causal, wrt=case.wrt, **options)
+    _, vjp = cuflash.attention_vjp(*operands, **asked, **options)
     calls: dict[str, dict[str, Callable[[], object]]] = {
         "forward": {
             "plain": lambda: cuflash.attention(*operands, causal=causal),
