@@ -16,7 +16,7 @@ from cuflash.executors import sim as executor
 from cuflash.planning.plan import KernelPlan
 from cuflash.sim import Schedule
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import GPU, SIM, Run, hostile_schedules, in_turn, needs_compiler
+from executors import GPU, SIM, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
 from test_scores import everything
 from test_sm90 import FewBlocks
 
@@ -128,6 +128,18 @@ def test_the_default_form_differs_in_the_sums_alone() -> None:
     ours, default = found_of(HOPPER, example), found_of(replace(HOPPER, deterministic=False), example)
     assert not plan_of(example, deterministic=False).kernels.is_repeatable
     assert all(ours[each].tobytes() == default[each].tobytes() for each in ("o", "lse", "dk", "dv"))
+
+
+on_hopper = pytest.mark.parametrize(
+    "run", [pytest.param(HOPPER, marks=needs_compiler), pytest.param(ON_GPU, marks=pytest.mark.gpu(9, 0))], ids=str
+)
+
+
+@holds_for_examples(
+    on_hopper, longest=500, tile=128, most_rows=1200, most_scores=1 << 17, widest=128, max_leaves=2, has_dropout=True
+)  # fmt: skip
+def test_drawn_masks_are_within_their_bounds(run: Run, example: Example) -> None:
+    assert_within_bounds(example, **run.everything(example))
 
 
 @pytest.mark.gpu(9, 0)
