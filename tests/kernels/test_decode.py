@@ -19,7 +19,7 @@ from cuflash.executors import gpu
 from cuflash.executors.sim import Simulator
 from cuflash.planning.decoding import decode_reasons, num_parts
 from cuflash.planning.problem import Problem
-from executors import RUNS, SIM, Run, hostile_schedules
+from executors import RUNS, SIM, Run, blocks_together, hostile_schedules
 
 import cuflash
 
@@ -56,6 +56,15 @@ def test_every_schedule_gives_the_same_bits(kind: str) -> None:
     results = attended(SIM, call, device=device)[:2]
     for schedule in hostile_schedules(kind):
         assert same_bits(attended(SIM, call, device=device, target=Simulator(schedule))[:2], results)
+
+
+@pytest.mark.parametrize("kind", ["many parts", "a full tile"])
+def test_blocks_that_run_together_give_the_same_bits(kind: str) -> None:
+    """Parts are written by some blocks and merged by others at the same time, without a race between them."""
+    call, device = drawn(KINDS[kind], (300, 130)), KINDS[kind]["device"]
+    results = attended(SIM, call, device=device)[:2]
+    for target in blocks_together(kind):
+        assert same_bits(attended(SIM, call, device=device, target=target)[:2], results)
 
 
 @on_kernels

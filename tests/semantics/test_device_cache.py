@@ -17,7 +17,7 @@ from cuflash import KVCache, UnsupportedProblem
 from cuflash.executors.sim import Simulator
 from cuflash.planning.appending import append_plan
 from cuflash.planning.decoding import CacheLayout
-from executors import RUNS, Run, hostile_schedules
+from executors import RUNS, Run, blocks_together, hostile_schedules
 
 on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 RNG = np.random.default_rng(0)
@@ -48,6 +48,16 @@ def test_every_schedule_appends_alike() -> None:
     for schedule in hostile_schedules("append"):
         rows, k, v, lengths, _ = appended(RUNS[1].values[0], np.float16, (8, 8), None, target=Simulator(schedule))
         pages, wanted = expected(rows, [5] * 4)
+        assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
+
+
+def test_blocks_that_run_together_append_alike() -> None:
+    """The last of a sequence's blocks to read its length sets the new one, without a race between them."""
+    for target in blocks_together("append"):
+        rows, k, v, lengths, _ = appended(
+            RUNS[1].values[0], np.float32, (256, 256), (26, 10, 1, 4), num_rows=26, target=target
+        )
+        pages, wanted = expected(rows, (26, 10, 1, 4))
         assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
 
 
