@@ -219,3 +219,12 @@ def shortage_reason(name: str, shortage: Shortage, num_pages: int) -> str:
         f"{name} must fit the free pages; got {stop - length} rows for sequence {sequence}, which need {more}, and of "
         f"{num_pages} there are {shortage.free} free: truncate or reset sequences, or make the cache with more pages"
     )
+
+
+def not_served(q: Array, kernel: Any) -> str:
+    """The reason against a call that no kernel serves on a cache that is counted on the device."""
+    return (
+        "q must be what the cache's kernels serve in a cache that is counted on the device: float16 or bfloat16, "
+        f"head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90'; got {q.shape} of {q.dtype}, "
+        f"kernel {describe(kernel)}"
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace
+from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
 from ..executors.bound_launch import launch_once
 from ..executors.decoding import bound_decode, target_of
@@ -20,15 +20,15 @@ from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
 from ..scores import Score
 from .arguments import (
-    PAGE_SIZE, capacity_reason, checked_window, dtype_of, numbers, option_reasons, out_reasons, overlap_reasons,
-    page_reasons, part_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
+    PAGE_SIZE, capacity_reason, checked_window, dtype_of, not_served, numbers, option_reasons, out_reasons,
+    overlap_reasons, page_reasons, part_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
-from .on_device import OnDevice, device_reasons, is_on_device
+from .on_device import OnDevice, capture_reasons, device_reasons, is_on_device
 from .one_by_one import OwnRows, attend_one_by_one
 from .paged_rows import PagedRows
-from .pages import Growth, OwnPages, PagePool, growths
+from .pages import Growth, OwnPages, PagePool, growths, length_faults
 from .prefill import prefill_plan_of
 from .scoring import ScoreKind, arrays_of, fit_reasons, score_of
 
@@ -276,7 +276,7 @@ class KVCache:
         -------
         k : array [num_kv_heads, length, head_dim]
             A view if the rows lie next to each other in one page, else a copy. Rows of 8 bits are multiplied by their
-            scales, in float32.
+            scales, in float32. If the device counts rows, its length is waited for.
         v : array [num_kv_heads, length, value_dim]
             As k.
 
@@ -284,6 +284,8 @@ class KVCache:
         ------
         UnsupportedProblem
             The cache has no such sequence.
+        RuntimeError
+            The device has counted rows of the sequence that have no page.
 
         Examples
         --------
@@ -296,7 +298,10 @@ class KVCache:
         reasons = sequence_reasons("sequence", sequence, len(self._lengths))
         if reasons:
             raise UnsupportedProblem(reasons)
-        return self._arrays.gather(self._pages.tables[sequence], 0, self._lengths[sequence])
+        length, table = self._lengths_now()[sequence], self._pages.tables[sequence]
+        if faults := length_faults(self._pages, sequence, length, self._capacity):
+            raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
+        return self._arrays.gather(table, 0, length)
 
     @property
     def capacity(self) -> int:
@@ -474,7 +479,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         self._lengths = kept
 
     def reset(self, rows: Any = None) -> None:
-        """Empty some sequences, or all of them.
+        """Empty some sequences, or all of them; their pages are free, those that were reserved too.
+
+        If the device counts rows, `reserve` gives emptied sequences pages again, before anything is appended to them.
 
         Parameters
         ----------
@@ -484,7 +491,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         Raises
         ------
         UnsupportedProblem
-            There is no such sequence; all reasons at once.
+            There is no such sequence; all reasons at once. Or a stream is being captured, and the cache has pages that
+            are counted on the device.
         """
         batch = len(self._lengths)
         if rows is None:
@@ -494,6 +502,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         elif not isinstance(rows, (list, tuple)):
             raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
         reasons = [reason for row in rows for reason in sequence_reasons("rows", row, batch)]
+        reasons += capture_reasons("reset", self._pages) if self._is_counted_on_device else []
         if reasons:
             raise UnsupportedProblem(reasons)
         for row in rows:
@@ -501,6 +510,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             self._lengths[row] = 0
             if self._device is not None and self._is_counted_on_device:
                 self._device.lengths[row] = 0
+        if self._is_counted_on_device:
+            self._put()  # now, since a graph that is replayed next sends nothing
 
     def fork(self, source: int, target: int) -> None:
         """Let a sequence hold what another holds, in place of what it held.
@@ -545,9 +556,15 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         Raises
         ------
         UnsupportedProblem
-            They exceed the capacity, or too few pages are free; all reasons at once, before any is taken.
+            They exceed the capacity, or too few pages are free; all reasons at once, before any is taken. Or a stream
+            is being captured, and the cache has pages that are counted on the device.
         """
-        self._make_room("lengths", numbers("lengths", lengths, len(self._lengths)))
+        stops = numbers("lengths", lengths, len(self._lengths))
+        if self._is_counted_on_device and (reasons := capture_reasons("reserve", self._pages)):
+            raise UnsupportedProblem(reasons)
+        self._make_room("lengths", stops)
+        if self._is_counted_on_device:
+            self._put()  # now, since a graph that is replayed next sends nothing
 
     def check(self) -> None:
         """Prove that lengths, tables and counts of pages agree, and that nothing was left out; waits for a device.
@@ -557,15 +574,15 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         RuntimeError
             They do not; each contradiction is named.
         """
-        faults = self._pages.faults()
-        if self._device is not None:
-            faults += self._device.faults()
-        size = self._pages.page_size
-        for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables)):
-            if not 0 <= length <= min(len(table) * size, self._capacity):
-                faults.append(f"sequence {sequence} has {length} positions and {len(table)} pages of {size}")
+        faults = self._pages.faults() + ([] if self._device is None else self._device.faults())
+        for sequence, length in enumerate(self._lengths_now()):
+            faults += length_faults(self._pages, sequence, length, self._capacity)
         if faults:
             raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
+
+    def _lengths_now(self) -> list[int]:
+        """Positions of each sequence. The call waits for the device if it counts them."""
+        return list(map(int, to_host(self.lengths))) if self._is_counted_on_device else self._lengths
 
     # Attention
 
@@ -668,7 +685,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if plan is not None:
             self._decode(plan, arrays, None if counts is None else news, out, asked, scored)
         elif self._is_counted_on_device:
-            raise UnsupportedProblem([_not_served(q, kernel)])
+            raise UnsupportedProblem([not_served(q, kernel)])
         else:
             own_rows = [OwnRows(*each) for each in zip(self._pages.tables, self._lengths, news)]
             attend_one_by_one(self._arrays, own_rows, arrays, limits, causal, options, scored, self._capacity)
@@ -767,12 +784,3 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
     def _grow(self, growth: Growth) -> None:
         for copy in self._pages.grow(growth):
             self._arrays.copy(copy)
-
-
-def _not_served(q: Array, kernel: Any) -> str:
-    """The reason against a call that no kernel serves on a cache that is counted on the device."""
-    return (
-        "q must be what the cache's kernels serve in a cache that is counted on the device: float16 or bfloat16, "
-        f"head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90'; got {q.shape} of {q.dtype}, "
-        f"kernel {describe(kernel)}"
-    )

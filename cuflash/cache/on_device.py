@@ -166,6 +166,13 @@ def is_capturing() -> bool:
     return bool(gpu.namespace().cuda.get_current_stream().is_capturing())
 
 
+def capture_reasons(what: str, pages: OwnPages | PagePool) -> list[str]:
+    """Why pages, if there are any, do not change hands while CuPy's current stream is being captured."""
+    if not isinstance(pages, PagePool) or not is_capturing():
+        return []
+    return [f"{what} must come before or after a stream capture: a replay takes no pages and gives none back"]
+
+
 def is_on_device(value: Any) -> bool:
     """Tell whether a value is an array that lies on a device."""
     return is_array(value) and not isinstance(value, np.ndarray)

@@ -207,3 +207,15 @@ class PagePool:
         if not self._references[page]:
             del self._references[page]
             self._free.append(page)
+
+
+def length_faults(pages: OwnPages | PagePool, sequence: int, length: int, capacity: int) -> list[str]:
+    """Why a sequence cannot have so many positions, as a sentence, if it cannot.
+
+    >>> length_faults(OwnPages(2, 40), 1, 41, 40)
+    ['sequence 1 has 41 positions and 1 pages of 40']
+    """
+    held, size = len(pages.tables[sequence]), pages.page_size
+    if 0 <= length <= min(held * size, capacity):
+        return []
+    return [f"sequence {sequence} has {length} positions and {held} pages of {size}"]

@@ -12,8 +12,9 @@ own: above 1, the row is faster than all of them.
 Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 and of 16 in random order, and
 `KVCache.append`; those of 8 bits are on caches of float8_e4m3fn, whose bytes include the scales. Beside them stand,
 each where it can be imported, PyTorch's scaled_dot_product_attention with FlashAttention-2 and with cuDNN, the
-package flash_attn, and FlashInfer on pages of 16. Last rows have the host's time of `append` and `attention` outside
-of a graph, on CuPy's arrays and on PyTorch's tensors.
+packages of FlashAttention-2, -3 and -4, and FlashInfer on pages of 16. Last rows have the host's time of `append` and
+`attention` outside of a graph, on CuPy's arrays and on PyTorch's tensors. A plot of GB/s, over the sizes, lies beside
+the CSV.
 
 Found:  long caches are read at nearly the rate of the GPU's memory, by cuflash and by the fastest other libraries;
 docs/kv_cache.md has the table.
@@ -25,7 +26,8 @@ import csv
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +35,8 @@ import cuflash
 import ml_dtypes
 import numpy as np
 from command_line import Parser, check_writable
-from harness import machine, why_no_gpu
+from harness import atomic_path, machine, why_no_gpu
+from matplotlib.figure import Figure
 
 SIZES = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (32, 4096), (64, 8192))
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -185,14 +188,22 @@ def cases_of_torch(batch: int, keys: int) -> Iterator[Case]:
 
         yield Case(f"PyTorch, {name}", "attention, contiguous", attends, captured_by_torch)
 
-    def by_flash_attn() -> Callable[[], Any]:
-        from flash_attn import flash_attn_with_kvcache
+    for package in ("flash_attn", "flash_attn_interface"):
 
+        def by_kvcache(package: str = package) -> Callable[[], Any]:
+            attend = import_module(package).flash_attn_with_kvcache
+            k, v = (x.transpose(1, 2).contiguous() for x in pair())
+            lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+            return lambda: attend(q.transpose(1, 2), k, v, cache_seqlens=lengths)
+
+        yield Case(package, "attention, contiguous", by_kvcache, captured_by_torch)
+
+    def by_flash_attn_4() -> Callable[[], Any]:
+        attend = import_module("flash_attn.cute").flash_attn_func
         k, v = (x.transpose(1, 2).contiguous() for x in pair())
-        lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
-        return lambda: flash_attn_with_kvcache(q.transpose(1, 2), k, v, cache_seqlens=lengths)
+        return lambda: attend(q.transpose(1, 2), k, v)
 
-    yield Case("flash_attn", "attention, contiguous", by_flash_attn, captured_by_torch)
+    yield Case("flash_attn.cute", "attention, contiguous", by_flash_attn_4, captured_by_torch)
 
     def by_flashinfer() -> Callable[[], Any]:
         import flashinfer
@@ -353,6 +364,31 @@ def main() -> None:
         rows.append({"library": "cuflash", "operation": operation, "batch": 1, "keys": 1, **found})
         print(*rows[-1].values())
     write(chosen.csv, rows)
+    with atomic_path(chosen.csv.with_suffix(".png")) as partial:
+        plot(rows).savefig(partial, dpi=150)
+
+
+def plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """GB/s of attention to 16-bit caches: a group of bars for each size, a bar for each library and layout."""
+    rates = {
+        (f"{row['library']}, {row['operation'].split(', ', 1)[1]}", f"{row['batch']} x {row['keys']}"): row["gb_per_s"]
+        for row in rows
+        if row["gb_per_s"] and "8 bits" not in row["operation"]
+    }
+    kinds, sizes = (list(dict.fromkeys(each)) for each in (zip(*rates) if rates else ((), ())))
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    ours = iter(("black", "dimgrey", "silver"))
+    for place, kind in enumerate(kinds):
+        at = [number + place / (len(kinds) + 1) for number, size in enumerate(sizes) if (kind, size) in rates]
+        heights = [float(rates[kind, size]) for size in sizes if (kind, size) in rates]
+        color = next(ours) if kind.startswith("cuflash") else f"C{place}"
+        axes.bar(at, heights, 1 / (len(kinds) + 1), label=kind, color=color, align="edge")
+    axes.set_xticks([number + 0.4 for number in range(len(sizes))], sizes)
+    axes.set(xlabel="sequences x keys of each", ylabel="GB/s")
+    if kinds:
+        axes.legend(fontsize="x-small")
+    return figure
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from cache_calls import (
     FEW, KINDS, LENGTHS, NEW, assert_bits_are_of_own_sequences, assert_is_attention,
-    assert_numbers_out_of_range_lead_nowhere, assert_rows_may_be_fewer, attended, cache_of, drawn, same_bits,
+    assert_numbers_out_of_range_lead_nowhere, assert_rows_may_be_fewer, attended, cache_of, drawn, paged, same_bits,
 )  # fmt: skip
-from cuflash import DeviceSpec, UnsupportedProblem
+from cuflash import DeviceSpec, UnsupportedProblem, sim
 from cuflash.cache import one_by_one as calls_of_sequences
 from cuflash.executors import gpu
 from cuflash.executors.sim import Simulator
-from cuflash.planning.decoding import decode_reasons, num_parts
+from cuflash.planning.decoding import decode_reasons, decode_spec, num_parts
 from cuflash.planning.problem import Problem
-from executors import RUNS, SIM, Run, hostile_schedules
+from executors import RUNS, SIM, Run, blocks_together, hostile_schedules
 
 import cuflash
 
@@ -56,6 +56,34 @@ def test_every_schedule_gives_the_same_bits(kind: str) -> None:
     results = attended(SIM, call, device=device)[:2]
     for schedule in hostile_schedules(kind):
         assert same_bits(attended(SIM, call, device=device, target=Simulator(schedule))[:2], results)
+
+
+@on_kernels
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["16 bits", "8 bits"])
+def test_parts_of_many_steps_have_the_same_bits_for_any_number_of_stages(run: Run, is_quantized: bool) -> None:
+    """The number of stages follows from that of blocks. Steps use them in turn, many times, also if copies are late."""
+    device = replace(DeviceSpec.gpu("H100"), num_processors=2)
+    call = drawn(NEW, (1200, 1190, 1153), 1200)
+    attend = partial(attended, run, device=device, is_quantized=is_quantized)
+    specs = [decode_spec(Problem.of(call.q[:n], call.k[:n], call.v[:n]), device) for n in (1, 2, 3)]
+    assert [spec.num_stages for spec in specs] == [4, 3, 2]
+    o, lse, faults = attend(call)
+    assert not faults
+    if not is_quantized:
+        assert_is_attention(call, o, lse, run.rounded)
+        assert same_bits(attend(call, paged(call, 16, 0))[:2], (o, lse))
+    late = None if run.is_on_device else Simulator(sim.Schedule(seed=1, order="random", copies="late"))
+    for rows in ([0], [2], [1, 0], [2, 0, 1]):
+        assert same_bits(attend(call.of(rows), target=late)[:2], [x[rows] for x in (o, lse)])
+
+
+@pytest.mark.parametrize("kind", ["many parts", "a full tile"])
+def test_blocks_that_run_together_give_the_same_bits(kind: str) -> None:
+    """Parts are written by some blocks and merged by others at the same time, without a race between them."""
+    call, device = drawn(KINDS[kind], (300, 130)), KINDS[kind]["device"]
+    results = attended(SIM, call, device=device)[:2]
+    for target in blocks_together(kind):
+        assert same_bits(attended(SIM, call, device=device, target=target)[:2], results)
 
 
 @on_kernels

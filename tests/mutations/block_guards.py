@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from cache_calls import KINDS, appended, attended, drawn, expected, same_bits
 from cuflash.executors import sim as executor
 from cuflash.testing import Structure, assert_within_bounds
 from cuflash.executors.sim import Simulator
@@ -41,3 +43,20 @@ def sums_of_blocks_are_right() -> None:
         assert_within_bounds(example, **run.everything(example))
         probe = Probe("float32", MASKS["lengths"])
         probe.check(probe.found(run, WRT))
+
+
+def parts_are_merged_after_they_are_written() -> None:
+    """The last block to arrive merges the parts of all, with the bits of blocks that run one after another."""
+    call, device = drawn(KINDS["many parts"], (300, 130)), KINDS["many parts"]["device"]
+    machine = Simulator(sim.Schedule(order="random", copies="random", resident_blocks=3), "blocks")
+    results = attended(SIM, call, device=device, target=machine)[:2]
+    assert same_bits(results, attended(SIM, call, device=device)[:2])
+
+
+def lengths_are_set_after_they_are_read() -> None:
+    """The last block of a sequence to read its length sets the new one."""
+    machine = Simulator(sim.Schedule(order="random", resident_blocks=3), "blocks")
+    counts = (26, 10, 1, 4)
+    rows, k, v, lengths, _ = appended(SIM, np.float32, (256, 256), counts, num_rows=26, target=machine)
+    pages, wanted = expected(rows, counts)
+    assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted

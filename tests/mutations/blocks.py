@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mutations.block_guards import gradients_in_turns_are_right, sums_of_blocks_are_right
+from mutations.block_guards import (
+    gradients_in_turns_are_right, lengths_are_set_after_they_are_read, parts_are_merged_after_they_are_written,
+    sums_of_blocks_are_right,
+)  # fmt: skip
 from mutations.planting import Edit
 
 FAULTS = {
@@ -39,6 +42,30 @@ FAULTS = {
         "warps add to sums of all blocks by loads and stores": Edit(
             "tile/global_sum.cuh", "add_of_warp",
             "if (ptx::lane() == 0) add(address, x);", "if (ptx::lane() == 0) *address += x;",
+        ),
+    },
+    parts_are_merged_after_they_are_written: {
+        "a part is counted before others see it": Edit(
+            "sm80/decode_epilogue.cuh", "arrives_last", "__threadfence(); is_last =", "is_last ="
+        ),
+        "parts are read before it is known that all are written": Edit(
+            "sm80/decode_epilogue.cuh", "arrives_last", "== num_parts - 1; __threadfence();", "== num_parts - 1;"
+        ),
+        "a part is counted before all warps have written theirs": Edit(
+            "sm80/decode_epilogue.cuh", "arrives_last",
+            "__syncthreads(); if (threadIdx.x == 0)", "if (threadIdx.x == 0)",
+        ),
+        "each part sets the count of parts back": Edit(
+            "sm80/decode.cuh", "decode", "if (!arrives_last(arrivals, part.num_parts)) return;",
+            "if (!arrives_last(arrivals, part.num_parts)) { if (threadIdx.x == 0) *arrivals = 0; return; }",
+        ),
+    },
+    lengths_are_set_after_they_are_read: {
+        "a block that has read the length is counted without a fence": Edit(
+            "attention/append_work.cuh", "set_length", "__threadfence(); if (ptx::fetch_add", "if (ptx::fetch_add"
+        ),
+        "the length is set without a fence": Edit(
+            "attention/append_work.cuh", "set_length", "return; __threadfence();", "return;"
         ),
     },
 }  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mutations.decode_guards import append_is_right, decode_is_right, pages_out_of_range_are_counted
+from mutations.decode_guards import (
+    append_is_right, decode_is_right, pages_out_of_range_are_counted, steps_use_stages_in_turn,
+)  # fmt: skip
 from mutations.planting import Edit
 
 FAULTS = {
@@ -71,6 +73,15 @@ FAULTS = {
         ),
         "a sink is left out of o": Edit(
             "sm80/decode_epilogue.cuh", "finish_row", "factor *= merge_sink(", "merge_sink("
+        ),
+    },
+    steps_use_stages_in_turn: {
+        "a step is copied to the stage of the next one": Edit(
+            "sm80/decode.cuh", "decode", "free_stage = stage;", "free_stage = stage + 1 == kNumStages ? 0 : stage + 1;"
+        ),
+        "the last stage is left out": Edit(
+            "sm80/decode.cuh", "decode", "stage = stage + 1 == kNumStages ? 0 : stage + 1;",
+            "stage = stage + 1 == kNumStages - 1 ? 0 : stage + 1;",
         ),
     },
     pages_out_of_range_are_counted: {

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from cache_calls import NEW, appended, assert_is_attention, attended, drawn, expected, paged, same_bits
-from cuflash import sim
+from cuflash import DeviceSpec, sim
 from cuflash.executors.sim import Simulator
 from executors import SIM
 
@@ -25,6 +25,15 @@ def decode_is_right() -> None:
         assert same_bits(attended(SIM, call, target=target)[:2], (o, lse))
     alone = attended(SIM, call.of([0]))
     assert same_bits(alone[:2], (o[:1], lse[:1]))
+
+
+def steps_use_stages_in_turn() -> None:
+    """Parts of many steps are within bounds, with equal bits in two, three and four stages."""
+    call, device = drawn(NEW, (700, 690, 641), 700), replace(DeviceSpec.gpu("H100"), num_processors=2)
+    o, lse, _ = attended(SIM, call, device=device, target=_HOSTILE[0])
+    assert_is_attention(call, o, lse, SIM.rounded)
+    for rows in ([0], [1, 0]):
+        assert same_bits(attended(SIM, call.of(rows), device=device)[:2], [x[rows] for x in (o, lse)])
 
 
 def pages_out_of_range_are_counted() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 from cache_machine import KINDS, walk
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
+from mutations.python_guards import part
 
 SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)
 K = np.ones((2, 1, 3, 4), np.float32)
@@ -85,6 +87,50 @@ def contradictions_are_told(library: ModuleType) -> None:
             assert "the cache contradicts itself" in str(error)
         else:
             raise AssertionError(f"{harm.__name__} is not seen")
+
+
+class Device:
+    """Stands for the arrays of a cache on a device, and keeps the page tables that it is sent."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths, self.tables = np.array(lengths, np.int32), list[list[list[int]]]()
+
+    def put(self, lengths: list[int] | None, pages: Any) -> None:
+        assert lengths is None
+        self.tables.append([list(table) for table in pages.tables])
+
+    def faults(self) -> list[str]:
+        return []
+
+
+def a_device_has_lengths_and_pages(library: ModuleType) -> None:
+    """Rows are as many as a device has counted, and it has the pages of a cache whenever they change."""
+    cache, module = filled(library, page_size=16, num_pages=4), part(library, "cache.on_device")
+    cache._device = device = Device([5, 2])
+    cache._is_counted_on_device = True
+    assert [cache.rows(sequence)[0].shape[1] for sequence in (0, 1)] == [5, 2]
+    cache.check()
+    device.lengths[1] = 17
+    for call in (cache.check, lambda: cache.rows(1)):
+        try:
+            call()
+        except RuntimeError as error:
+            assert "sequence 1 has 17 positions and 1 pages of 16" in str(error)
+        else:
+            raise AssertionError("rows without a page are not told of")
+    with patch.object(module, "is_capturing", lambda: False):
+        cache.reset([1])
+        assert device.tables[-1] == [[0], []] and device.lengths.tolist() == [5, 0]
+        cache.reserve([20, 16])
+        assert device.tables[-1] == [[0, 1], [2]]
+    with patch.object(module, "is_capturing", lambda: True):
+        for change in (lambda: cache.reset([0]), lambda: cache.reserve([40, 16])):
+            try:
+                change()
+            except library.UnsupportedProblem:
+                assert cache.num_free_pages == 1
+            else:
+                raise AssertionError("pages change hands inside a capture")
 
 
 def over(library: ModuleType, table: Any, lengths: list[int]) -> Any:
@@ -185,10 +231,32 @@ FAULTS = {
         "pages are lost": Edit(PAGES, "PagePool._drop", "self._free.append(page)", "pass"),
     },
     contradictions_are_told: {
-        "lengths are not proved": Edit(FILE, "KVCache.check", "if not 0 <= length <=", "if False and 0 <= length <="),
+        "lengths are not proved": Edit(
+            PAGES, "length_faults", "if 0 <= length <=", "if True or 0 <= length <="
+        ),
         "counts are not proved": Edit(PAGES, "PagePool.faults", "if named[page] != count]", "if False]"),
         "lost pages are not missed": Edit(PAGES, "PagePool.faults", "!= self._num_owned:", "> self._num_owned:"),
         "a page may be free and in use": Edit(PAGES, "PagePool.faults", "if page in named]", "if False]"),
+    },
+    a_device_has_lengths_and_pages: {
+        "rows are those that the host has counted": Edit(
+            FILE, "KVCache._lengths_now", "if self._is_counted_on_device", "if False"
+        ),
+        "rows without a page are returned": Edit(
+            FILE, "KVCache.rows",
+            "if faults := length_faults(self._pages, sequence, length, self._capacity):", "if False:"
+        ),
+        "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "self._put()", "pass"),
+        "a device has no pages that were reserved": Edit(FILE, "KVCache.reserve", "self._put()", "pass"),
+        "a reset is captured": Edit(
+            FILE, "KVCache.reset", 'capture_reasons("reset", self._pages)', "[]"
+        ),
+        "a reservation is captured": Edit(
+            FILE, "KVCache.reserve", 'capture_reasons("reserve", self._pages)', "[]"
+        ),
+        "a device keeps the length of what is reset": Edit(
+            FILE, "KVCache.reset", "self._device.lengths[row] = 0", "pass"
+        ),
     },
     refuses(lambda library: filled(library).append(*np.ones((2, 2, 1, 38, 4), np.float32)), "need 41 positions"): {
         "sequences grow beyond the capacity": Edit(

@@ -1,4 +1,4 @@
-"""Counts, tables and messages of packed.py and chunked_prefill.py, also where there is no GPU."""
+"""Counts, tables, plots and messages of packed.py, chunked_prefill.py and decode.py, also where there is no GPU."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ def test_a_row_tells_the_ratio_to_the_fastest_other_library(load: Any) -> None:
     text = tables.packed([shown, shown | {"case": "chunks"}, shown | {"ms": ""}])
     assert "| short | forward | cuflash | 1 |" in text and text.count("cuflash") == 1 and "commit abcdef0" in text
     assert tables.prefill([shown, shown | {"case": "chunks"}]).count("cuflash") == 1
+
+
+def test_a_plot_of_decoding_has_a_bar_for_each_rate_of_16_bits(load: Any) -> None:
+    decode, harness = load("decode"), load("harness")
+    rows = harness.read_csv(harness.RESULTS / "decode.csv")
+    (axes,) = decode.plot(rows).axes
+    wanted = [
+        float(row["gb_per_s"]) for row in rows if row["gb_per_s"] and not row["operation"].startswith("attention, 8")
+    ]
+    assert sorted(bar.get_height() for bar in axes.patches) == sorted(wanted) and wanted
+    sizes = [label.get_text() for label in axes.get_xticklabels()]
+    assert sizes == list(dict.fromkeys(f"{row['batch']} x {row['keys']}" for row in rows if row["gb_per_s"]))
+    assert not decode.plot([]).axes[0].patches
 
 
 @pytest.mark.parametrize("name", ["packed", "chunked_prefill"])

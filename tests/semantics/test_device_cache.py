@@ -17,7 +17,7 @@ from cuflash import KVCache, UnsupportedProblem
 from cuflash.executors.sim import Simulator
 from cuflash.planning.appending import append_plan
 from cuflash.planning.decoding import CacheLayout
-from executors import RUNS, Run, hostile_schedules
+from executors import RUNS, Run, blocks_together, hostile_schedules
 
 on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 RNG = np.random.default_rng(0)
@@ -48,6 +48,16 @@ def test_every_schedule_appends_alike() -> None:
     for schedule in hostile_schedules("append"):
         rows, k, v, lengths, _ = appended(RUNS[1].values[0], np.float16, (8, 8), None, target=Simulator(schedule))
         pages, wanted = expected(rows, [5] * 4)
+        assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
+
+
+def test_blocks_that_run_together_append_alike() -> None:
+    """The last of a sequence's blocks to read its length sets the new one, without a race between them."""
+    for target in blocks_together("append"):
+        rows, k, v, lengths, _ = appended(
+            RUNS[1].values[0], np.float32, (256, 256), (26, 10, 1, 4), num_rows=26, target=target
+        )
+        pages, wanted = expected(rows, (26, 10, 1, 4))
         assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
 
 
@@ -262,6 +272,73 @@ def test_forked_pages_are_copied_before_the_device_writes_to_them(xp: Any) -> No
     cache.append(k, k, counts=[0, 1, 0])
     pages = cache.k.get()
     assert np.array_equal(pages[2, :, :4], pages[1, :, :4]) and not np.array_equal(pages[2, :, 4], pages[1, :, 4])
+
+
+def normal(*shape: int) -> Any:
+    return RNG.standard_normal(shape).astype(np.float16)
+
+
+@pytest.mark.parametrize("pages", PAGED)
+def test_rows_are_those_that_the_device_has_counted(xp: Any, pages: str) -> None:
+    cache = KVCache(**SIZES | {"capacity": 32}, **PAGED[pages], xp=xp)
+    cache.reserve([16, 16, 32])
+    cache.count_on_device()
+    k, v = normal(2, 3, HEADS, 15, 64)
+    cache.append(xp.asarray(k), xp.asarray(v), counts=xp.asarray(np.array([15, 0, 4], np.int32)))
+    for sequence, length in enumerate([15, 0, 4]):
+        for rows, given in zip(cache.rows(sequence), (k, v)):
+            assert np.array_equal(rows.get(), given[sequence, :, :length])
+    cache.check()
+    cache.append(xp.asarray(k[:, :, :3]), xp.asarray(v[:, :, :3]))
+    if pages == "pages":
+        for call in (lambda: cache.rows(0), cache.check):
+            with pytest.raises(RuntimeError, match="sequence 0 has 18 positions and 1 pages of 16"):
+                call()
+    assert np.array_equal(cache.rows(2)[1].get(), np.concatenate([v[2, :, :4], v[2, :, :3]], axis=1))
+
+
+@pytest.mark.parametrize("pages", PAGED)
+def test_a_graph_goes_on_after_a_reset_with_the_pages_that_sequences_have_by_then(xp: Any, pages: str) -> None:
+    """Pages that a reset frees are neither read nor written by later replays, until `reserve` has given them out."""
+    few = {"page_size": 16, "num_pages": 4} if pages == "pages" else {}
+    cache = KVCache(**SIZES | {"capacity": 48}, **few, xp=xp)
+    cache.append(*map(xp.asarray, normal(2, 3, HEADS, 15, 64)))
+    cache.count_on_device()
+    q, k, v = (xp.asarray(normal(3, heads, 1, 64)) for heads in (4, HEADS, HEADS))
+    cache.append(k, v)
+    cache.attention(q)
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        cache.append(k, v)
+        results = cache.attention(q, return_lse=True)
+        if pages == "pages":
+            for change in (lambda: cache.reset([0]), lambda: cache.reserve([48, 0, 0])):
+                assert "must come before or after a stream capture" in refused(change)
+        graph = stream.end_capture()
+        assert cache.lengths.get().tolist() == [16, 16, 16]
+        cache.reset([0, 2])
+        before = cache.k.get()
+        if pages == "pages":
+            assert cache.num_free_pages == 3
+            graph.launch(stream)
+            stream.synchronize()
+            assert np.array_equal(cache.k.get().view(np.uint16), before.view(np.uint16))
+            with pytest.raises(RuntimeError, match="sequence 0 has 1 positions and 0 pages of 16"):
+                cache.check()
+            cache.reset([0, 2])
+        cache.reserve([16, 32, 16])
+        for _ in range(2):
+            graph.launch(stream)
+        stream.synchronize()
+        assert cache.lengths.get().tolist() == ([2, 19, 2] if pages == "pages" else [2, 18, 2])
+        rows = [cache.rows(sequence) for sequence in (0, 2)]
+    assert all(np.array_equal(x.get(), y.get()[b].repeat(2, axis=1)) for b, two in zip((0, 2), rows)
+               for x, y in zip(two, (k, v)))  # fmt: skip
+    alone = KVCache(**SIZES | {"capacity": 48, "batch": 1}, **PAGED[pages], xp=xp)
+    alone.append(rows[0][0][None], rows[0][1][None])
+    assert same([result[:1] for result in results], [x.get() for x in alone.attention(q[:1], return_lse=True)])
 
 
 def refused(call: Any) -> str:

@@ -53,9 +53,9 @@ class Drawn:
         return replace(self, q=q, k=k, v=v, lengths=[self.lengths[b] for b in rows], counts=counts)
 
 
-def drawn(kind: dict[str, Any], lengths: Sequence[int] = LENGTHS) -> Drawn:
+def drawn(kind: dict[str, Any], lengths: Sequence[int] = LENGTHS, capacity: int = CAPACITY) -> Drawn:
     rng, batch, dim = np.random.default_rng(0), len(lengths), kind["dim"]
-    shapes = (kind["heads"], kind["rows"], dim), (2, CAPACITY, dim), (2, CAPACITY, dim)
+    shapes = (kind["heads"], kind["rows"], dim), (2, capacity, dim), (2, capacity, dim)
     q, k, v = (rng.standard_normal((batch, *shape)).astype(kind["dtype"]) for shape in shapes)
     sink = rng.standard_normal(kind["heads"]).astype(np.float32) if kind["sink"] else None
     return Drawn(q, k, v, sink, lengths, kind["window"])
@@ -75,7 +75,7 @@ def hidden(call: Drawn) -> tuple[Any, Any]:
 def paged(call: Drawn, page_size: int, seed: int) -> tuple[Any, Any, Any]:
     """Keys and values in pages that lie in any order; what the call may not read holds NaN, and the table junk."""
     rng, batch = np.random.default_rng(seed), len(call.lengths)
-    max_pages = -(-CAPACITY // page_size)
+    max_pages = -(-call.k.shape[2] // page_size)
     table = rng.permutation(batch * max_pages + 3)[: batch * max_pages].reshape(batch, max_pages).astype(np.int32)
     arrays = []
     for rows in hidden(call):
@@ -107,7 +107,7 @@ def attended(
     if is_quantized:
         (k, k_scale), (v, v_scale) = quantized_rows(k), quantized_rows(v)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
-    layout = CacheLayout(CAPACITY, k.shape[2], k.shape[0], 1 if table is None else table.shape[1])
+    layout = CacheLayout(call.k.shape[2], k.shape[2], k.shape[0], 1 if table is None else table.shape[1])
     problem = Problem.of(call.q, call.k, call.v)
     sink = {} if call.sink is None else {"sink": call.sink}
     problem = with_operands(problem, sink)
