@@ -13,7 +13,8 @@ and `ratio` is the time of `peer` over ours: cuDNN in 8 bits where it runs, our 
 `prepare_ms` is the time of `quantize` for q, k and v, with the transposition of v, and `prepare_share` its share of
 our time. TFLOP/s count two products of the scores that the mask keeps.
 
-Found:  results/fp8_steps.log has what was measured on the way.
+Found:  on an H100, with 128 columns, 8 bits are 1.07 to 1.13 times as fast as our own bfloat16, and cuDNN's 8 bits 1.08
+to 1.18 times as fast as ours. results/fp8_steps.log has what was tried, and why.
 
 Cost: Minutes of a GPU.
 """

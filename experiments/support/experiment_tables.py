@@ -198,6 +198,7 @@ def fp8_error(rows: list[Row]) -> str:
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "fp8-speed": ("fp8", fp8_speed),
     "fp8-error": ("fp8_error", fp8_error),
+    "fp8-error-gpu": ("fp8_error_gpu", fp8_error),
     "selector-shootout": ("selector_shootout", shootout),
     "selectors-unbeaten": ("selector_shootout", unbeaten),
     "selector-shootout-gpu": ("selector_shootout_gpu", shootout),

@@ -922,6 +922,31 @@ def test_the_simulator_and_the_gpu_are_each_within_the_bound(load) -> None:
     assert all(record["probes_same_bits"] for record in records if record["kernel"] == "simt")
 
 
+def check_errors_of_8_bits(load, **where: bool) -> None:
+    """Errors are within their bounds, and the kernel's are not the host's, as it rounds the weights too."""
+    experiment = load("fp8_error")
+    few = {"head_dims": (64,), "heads": 1, "seqlens": (256,), "queries": 128, "bounded": 32}
+    of_kernel, of_host = (list(experiment.run(experiment.Config(**few, **flags))) for flags in (where, {}))
+    cases = [(row["distribution"], row["per"], row["rotated"]) for row in of_host]
+    assert len(cases) == 14 and cases == [(row["distribution"], row["per"], row["rotated"]) for row in of_kernel]
+    for kernel, host in zip(of_kernel, of_host):
+        assert kernel["queries"] == host["queries"] == 128
+        if kernel["per"]:
+            assert 0 < kernel["share"] < 1 and 0 < host["share"] < 1
+            assert kernel["rmse"] != host["rmse"]
+    assert len(experiment.table(of_kernel).rows) == 7
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
+def test_errors_of_8_bits_are_within_their_bounds(load) -> None:
+    check_errors_of_8_bits(load, sim=True)
+
+
+@pytest.mark.gpu
+def test_errors_of_8_bits_are_within_their_bounds_on_a_gpu(load) -> None:
+    check_errors_of_8_bits(load, gpu=True)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
 def test_the_simulator_is_timed_and_runs_under_every_schedule(load) -> None:
     experiment = load("simulator_speed")
