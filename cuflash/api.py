@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
@@ -12,6 +13,7 @@ from .arrays import Array, ShapeDtype, flag_reasons, is_array
 from .calls.checked_plan import composed_score, planned as planned, require_plain
 from .calls.foreign import with_known_arrays
 from .calls.listed_plan import listed_plan, without_mask
+from .calls.pullback import Pullback
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .dropout import Dropout
@@ -22,14 +24,14 @@ from .layouts import is_foreign
 from .masks.at_each_call import at_each_call
 from .masks.one_array import MaskContents
 from .planning.device import DeviceSpec
-from .planning.dropout_launches import seed_array
+from .planning.dropout_launches import numbers_of, seed_array
 from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning.lookup import lookup, remember
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
     Window,
 )  # fmt: skip
-from .plans import Plan, Gradients, Pullback, BoundCall, as_arrays, layout_key
+from .plans import Plan, Gradients, BoundCall, as_arrays, layout_key, with_numbers
 from .scores import Score
 
 _Operand: TypeAlias = AnyArray | Quantized
@@ -374,7 +376,10 @@ def plan(
     )  # fmt: skip
     listed = None
     if options.mask is not None and device is None and not checks.is_on():
-        listed = listed_plan(q, k, v, *with_one_score(options), planned)
+        asked, operands = with_one_score(options)
+        with suppress(UnsupportedProblem):  # `planned` says so, with all that is wrong beside
+            given, _, asked = with_known_arrays({"q": q, "k": k, "v": v, **operands}, (), asked)
+            listed = listed_plan(given, asked, planned)
     return listed or planned(q, k, v, options, device)
 
 
@@ -442,7 +447,7 @@ def precompile(
     ready = planned(q, k, v, options, device)
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
     if capability is None:
-        raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu has some"])
+        raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu('H100') is one"])
     if device is None:
         return nvrtc.precompile(map(checks.with_watchdog, specs), capability)
     return nvrtc.precompile(specs, nvrtc.architecture(next(iter(specs)), capability))
@@ -553,7 +558,9 @@ def run(
         ready, forward, lists_of = found
         if contents is not None:
             given[AT_CALL] = lists_of(*contents.arrays)
-        made = forward(*given.values(), *outs)
+        if options.dropout is not None:
+            ready = with_numbers(ready, numbers_of(options.dropout))
+        made = forward(*given.values(), *outs, numbers=ready.numbers)
         if made is not None:
             return ready, given, made[0], made[1] if len(made) > 1 else None
         given = {name: array for name, array in given.items() if name != AT_CALL}
@@ -602,7 +609,7 @@ def _first_call(
         if outs
         else ready.bind(given, pins=True, wants_lse=wants_lse)
     )
-    made = forward(*given.values(), *outs)
+    made = forward(*given.values(), *outs, numbers=ready.numbers)
     if made is None:  # an output may lie in the gaps of another array
         made = ready.forward(**given, out=out)
     return ready, made, (forward, lists_of)

@@ -20,14 +20,14 @@ from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu
 from .layouts import kind_of, taken
-from .planning.dropout_launches import require_number
+from .planning.dropout_launches import numbers_of, require_number
+from .planning.lookup import lookup, remember
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
-from .plans import Plan
+from .plans import Plan, layout_key, with_numbers
 from .scores import Score
 
-_MAX_PLANS = 512
 _plans: dict[Hashable, Plan] = {}
 
 
@@ -108,7 +108,8 @@ def attention(
     TypeError
         An argument that has to be an array of JAX is none.
     UnsupportedProblem
-        Anything else that cannot be, all reasons at once, before any work; a tracer on a GPU, too.
+        The arguments are invalid or not supported, as a tracer on a GPU. It lists every reason; nothing has been
+        computed.
     RuntimeError
         The arrays are on a GPU and CuPy is missing.
 
@@ -155,25 +156,37 @@ class _Call:
         bias = None if options.bias is None else _shape_of(options.bias)  # no part of a score where one is wrong
         self.names, self._place = names, place
         self._options = options._replace(score=score, bias=bias, sink=None)
+        self._made: dict[Hashable, Plan] = {}
 
     def planned(self, wrt: tuple[str, ...], arrays: Iterable[jax.Array]) -> Plan:
-        """The plan with gradients of the operands that `wrt` names; calls of equal shapes and options look it up."""
+        """The plan with gradients of the operands that `wrt` names, made once for the call.
+
+        Calls of equal shapes and options look it up. An index on the host keeps the plans of its calls.
+        """
         shapes = dict(zip(self.names, map(_shape_of, arrays)))
-        options = self._options._replace(wrt=wrt, sink=shapes.get("sink"))
-        key = None if checks.is_on() else options.key((self._place, *shapes.values()), *self.names)
+        of_call = wrt, *shapes.values()
+        if of_call not in self._made:
+            options = self._options._replace(wrt=wrt, sink=shapes.get("sink"))
+            self._made[of_call] = self._found_or_planned(shapes, options)
+        return self._made[of_call]
+
+    def _found_or_planned(self, shapes: dict[str, ShapeDtype], options: Options) -> Plan:
+        plans, asked, contents = lookup(options, _plans, layout_key)
+        key = None
+        if contents is None and not checks.is_on():
+            key = asked.key((self._place, *shapes.values()), *self.names)
         try:
-            found = _plans.get(key) if key is not None else None
+            found = plans.get(key)
         except TypeError:  # an option that cannot be hashed
             key = found = None
         if found is not None:
-            return found
+            numbers = numbers_of(options.dropout)
+            return with_numbers(found, numbers) if numbers else found
         if options.executor == "auto":
             options = options._replace(executor="gpu" if self._place == "gpu" else "cpu")
         made = api.planned(shapes["q"], shapes["k"], shapes["v"], options)
         if key is not None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = made
+            remember(plans, key, made)
         return made
 
 

@@ -222,7 +222,10 @@ def taken_on_cuda(name: str, value: Any) -> Array:
 
 
 def _is_bfloat16(value: Any) -> bool:
-    return str(getattr(value, "dtype", "")).removeprefix("torch.") == "bfloat16"
+    dtype = getattr(value, "dtype", "")
+    if isinstance(dtype, np.dtype):  # whose name takes long to make
+        return bool(dtype == BFLOAT16)
+    return str(dtype).removeprefix("torch.") == "bfloat16"
 
 
 def _bfloat16(value: Any, xp: Any) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from .arrays import Array, ShapeDtype, accumulator_dtype, describe, is_array, namespace, no_array
 from .compiler import nvrtc
-from .errors import UnsupportedProblem, collecting
+from .errors import UnsupportedProblem
 from .executors import checks, cpu, gpu, sim, without_keys
 from .masks.base import Mask
 from .masks.content import held_arrays
@@ -77,6 +77,8 @@ class Plan:
         "cpu", "gpu" or "sim".
     captured : dict of arrays by name
         Those of the score function, which calls use that are not given others in their place.
+    numbers : tuple of int
+        The seed and the offset of dropout, which each call hands to the kernels.
 
     Examples
     --------
@@ -91,6 +93,7 @@ class Plan:
     plan: KernelPlan
     executor: str = field(default="cpu")
     captured: Mapping[str, Array] = field(default_factory=dict, repr=False)
+    numbers: tuple[int, ...] = ()
     _bound_calls: dict[Hashable, BoundCall] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,7 +148,7 @@ class Plan:
                 key = key and (key, *operands)
             bound_call = self._bound_calls.get(key)
             if bound_call is not None and not checks.is_on():
-                o, lse = bound_call(q, k, v, *operands.values())
+                o, lse = bound_call(q, k, v, *operands.values(), numbers=self.numbers)
                 return o, lse
         out_o, out_lse = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
         name_o = "out" if out_lse is None else "out[0]"
@@ -154,7 +157,7 @@ class Plan:
         self.check_forward(given, name_o, out_o, out_lse)
         check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
         if out is None and key is not None and check is None and self.can_bind:
-            o, lse = self._cache_bound_call(key, self.bind(given))(*given.values())
+            o, lse = self._cache_bound_call(key, self.bind(given))(*given.values(), numbers=self.numbers)
             return o, lse
         problem, empty = self.plan.problem, _empty(given["q"], check)
         o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
@@ -163,7 +166,8 @@ class Plan:
             without_keys.forward(self.plan, {**given, "o": o, "lse": lse})
         else:
             given["q"], given["k"] = self._scaled(given["q"], given["k"])
-            EXECUTORS[self.executor].forward(self.plan, {**problem.keyed(given), "o": o, "lse": lse}, check)
+            arrays = {**problem.keyed(given), "o": o, "lse": lse}
+            EXECUTORS[self.executor].forward(self.plan, arrays, check, self.numbers)
             if self.executor == "gpu":
                 gpu.keep_for_capture(
                     self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None)
@@ -211,7 +215,7 @@ class Plan:
         Returns
         -------
         callable
-            Takes the arrays in that order and returns o and lse.
+            Takes the arrays in that order, and `numbers`, and returns o and lse.
 
         Examples
         --------
@@ -231,9 +235,9 @@ class Plan:
             return gpu.bind(plan, plan.kernels.forward, given, wanted, unwanted=unwanted, pins=pins)
         names, executor = (*given, "o", "lse"), EXECUTORS[self.executor]
 
-        def bound_call(*arrays: Array) -> tuple[Array, Array]:
+        def bound_call(*arrays: Array, numbers: Sequence[int] = ()) -> tuple[Array, Array]:
             made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
-            executor.forward(plan, dict(zip(names, (*arrays, *made))))
+            executor.forward(plan, dict(zip(names, (*arrays, *made))), numbers=numbers)
             return made
 
         return bound_call
@@ -255,8 +259,8 @@ class Plan:
         Returns
         -------
         callable
-            Takes the arrays in that order and returns o and lse; None, and nothing is done, where an array that is
-            written to may overlap another one.
+            Takes the arrays in that order, and `numbers`, and returns o and lse; None, and nothing is done, where an
+            array that is written to may overlap another one.
 
         Examples
         --------
@@ -278,7 +282,7 @@ class Plan:
         )
         spans, first_out = [reach(array) for array in (*given.values(), *outs.values())], len(given)
 
-        def call(*arrays: Array) -> Sequence[Array] | None:
+        def call(*arrays: Array, numbers: Sequence[int] = ()) -> Sequence[Array] | None:
             starts = [array.data.ptr for array in arrays]
             ends = [start + high for start, (_, high) in zip(starts, spans)]
             starts = [start + low for start, (low, _) in zip(starts, spans)]
@@ -286,7 +290,7 @@ class Plan:
                 for other in range(out):
                     if starts[out] < ends[other] and starts[other] < ends[out]:
                         return None
-            return (*arrays[first_out:], *bound(*arrays))
+            return (*arrays[first_out:], *bound(*arrays, numbers=numbers))
 
         return call
 
@@ -294,6 +298,33 @@ class Plan:
     def _names_of_backward(dlse: Array | None, operands: Iterable[str]) -> tuple[str, ...]:
         """The arrays of a backward pass by name, in the order in which it takes them."""
         return "do", "q", "k", "v", "o", "lse", *(() if dlse is None else ("dlse",)), *operands
+
+    def _arrays_of_backward(
+        self, arrays: tuple[Array, ...], dlse: Array | None, operands: Mapping[str, Array]
+    ) -> tuple[Hashable, tuple[Array, ...], dict[str, Array]]:
+        """The arrays of a backward pass as kernels take them, the key of their layouts, and the operands among them.
+
+        Parameters
+        ----------
+        arrays : tuple of arrays
+            do, q, k, v, o and lse.
+        dlse : array, optional
+        operands : dict of arrays by name
+            Those that a call gives in place of captured ones.
+        """
+        if dlse is not None:
+            arrays = *arrays, dlse
+        if self.captured:
+            operands = {**self.captured, **operands}
+        read = {}
+        if operands:
+            read = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
+            arrays = *arrays, *read.values()
+        key = layout_key(*arrays)
+        if key is None:
+            arrays = tuple(as_arrays(dict(zip(self._names_of_backward(dlse, read), arrays))).values())
+            key = layout_key(*arrays)
+        return (key and (key, dlse is None, *read) if read else key), arrays, read
 
     def bind_backward(self, given: Mapping[str, Array], results: Mapping[str, ShapeDtype]) -> BoundCall:
         """Return `backward` without its checks, on a GPU, for arrays of the same layout as these.
@@ -308,7 +339,7 @@ class Plan:
         Returns
         -------
         callable
-            Takes the arrays in that order and returns the gradients.
+            Takes the arrays in that order, and `numbers`, and returns the gradients.
 
         Examples
         --------
@@ -375,21 +406,10 @@ class Plan:
         >>> round(float(dv.sum()), 2)              # each of 2 x 16 queries hands 8 gradients of 1 to its keys
         256.0
         """
-        arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
-        if self.captured:
-            operands = {**self.captured, **operands}
-        operands = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
-        if operands:
-            arrays = *arrays, *operands.values()
-        key = layout_key(*arrays)
-        if key is None:
-            arrays = tuple(as_arrays(dict(zip(self._names_of_backward(dlse, operands), arrays))).values())
-            key = layout_key(*arrays)
-        if operands:
-            key = key and (key, dlse is None, *operands)
+        key, arrays, operands = self._arrays_of_backward((do, q, k, v, o, lse), dlse, operands)
         bound_call, problem = self._bound_calls.get(key), self.plan.problem
         if bound_call is not None and not checks.is_on():
-            return _gradients(problem, bound_call(*arrays))
+            return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
         given = dict(zip(self._names_of_backward(dlse, operands), arrays))
         reasons = self._input_reasons(given, self.plan.problem.wrt)
         if reasons:
@@ -404,18 +424,19 @@ class Plan:
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
         if key is not None and check is None and not is_summed and self.executor == "gpu" and self.can_bind:
             bound_call = self._cache_bound_call(key, self.bind_backward(given_arrays, made))
-            return _gradients(problem, bound_call(*arrays))
+            return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
         empty = _empty(given["q"], check)
         results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}
         if self.plan.is_empty:
             without_keys.backward(self.plan, given_arrays | results)
         else:
             given_arrays["q"], given_arrays["k"] = self._scaled(given_arrays["q"], given_arrays["k"])
-            EXECUTORS[self.executor].backward(self.plan, given_arrays | results, check)
+            EXECUTORS[self.executor].backward(self.plan, given_arrays | results, check, self.numbers)
         if check is not None:
             check.after(f"the {self.executor} executor", results)
         results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])
-        return _gradients(problem, [_summed_to(results[name], each.shape, each.dtype) for name, each in wanted.items()])
+        found = [_summed_to(results[name], each.shape, each.dtype) for name, each in wanted.items()]
+        return named_gradients(problem, found)
 
     @property
     def workspace_bytes(self) -> int:
@@ -458,7 +479,7 @@ class Plan:
         lines = [f"executor   {self.executor}"]
         if self.plan.rule:
             lines.append(f"kernels    {self.plan.rule}")
-        return "\n".join([*lines, explain(self.plan, notes)])
+        return "\n".join([*lines, explain(self.plan, notes, self.numbers)])
 
     def compile(self) -> None:
         """Make everything ready that the first call would otherwise make, so that calls can be captured too.
@@ -635,32 +656,11 @@ class Plan:
         return reasons
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Pullback:
-    """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
-
-    Examples
-    --------
-    >>> import numpy as np, cuflash
-    >>> q = k = v = np.ones((2, 16, 8), np.float32)
-    >>> o, vjp = cuflash.attention_vjp(q, k, v)
-    >>> vjp(o).dq.shape
-    (2, 16, 8)
-    """
-
-    ready: Plan
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    lse: Array
-    operands: Mapping[str, Array] = field(default_factory=dict)
-
-    def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
-        """Gradients of sum(do * o) + sum(dlse * lse)."""
-        gradients = self.ready.backward(do, self.q, self.k, self.v, self.o, self.lse, dlse, **self.operands)
-        gpu.pin(self.ready.plan)
-        return gradients
+def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:
+    """Return the plan of calls with other numbers, whose launches are the same."""
+    made = replace(ready, numbers=numbers)
+    object.__setattr__(made, "_bound_calls", ready._bound_calls)
+    return made
 
 
 _host_layout = attrgetter("shape", "strides", "dtype")
@@ -696,12 +696,14 @@ def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     arrays, reasons = dict(given), list[str]()
     for name, value in given.items():
-        with collecting(reasons):
+        try:
             if is_foreign(value):
                 arrays[name] = taken(name, value, gpu.namespace() if is_on_cuda(name, value) else np)
             elif is_array(value) and namespace(value).__name__ not in _NAMESPACES.values():
                 fix = "its todense() makes one" if hasattr(value, "todense") else "call this outside of what is traced"
                 reasons.append(f"{name} must be an array that DLPack gives away; got {kind_of(value)}: {fix}")
+        except UnsupportedProblem as error:
+            reasons.extend(error.reasons)
     if reasons:
         raise UnsupportedProblem(reasons)
     return arrays
@@ -722,8 +724,8 @@ def as_mask_of_arrays(mask: Any, executor: str) -> Any:
         if is_foreign(array) and is_on_cuda("mask", array) and executor != "gpu":
             raise UnsupportedProblem(
                 [
-                    f"mask's arrays must be where q is, all of them; got {kind_of(array)} on a CUDA device with q on "
-                    f"the host: copy them explicitly"
+                    f"mask's arrays must be where q is; got {kind_of(array)} on a CUDA device with q on the host: copy "
+                    f"them to the host, or q, k and v to the device"
                 ]
             )
         return as_arrays({"mask": array})["mask"]
@@ -748,7 +750,7 @@ def _empty(like: Array, check: checks.Check | None) -> Callable[..., Array]:
     return check.empty if check is not None else lambda name, shape, dtype: xp.empty(shape, dtype)
 
 
-def _gradients(problem: Problem, made: Sequence[Array]) -> Gradients:
+def named_gradients(problem: Problem, made: Sequence[Array]) -> Gradients:
     """Gradients in the order of `KernelPlan.gradients` by their names."""
     dq, dk, dv, *others = made
     return Gradients(dq, dk, dv, dict(zip(problem.wrt, others)))

@@ -23,7 +23,7 @@ from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .layouts import dtype_of, is_tensor, taken, tensor_reasons
 from .masks.at_each_call import at_each_call
-from .planning.dropout_launches import require_number
+from .planning.dropout_launches import numbers_of, require_number
 from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning.lookup import Lookup, lookup, remember
 from .planning.options import (
@@ -121,8 +121,8 @@ def attention(
     TypeError
         An argument that has to be a tensor is none.
     UnsupportedProblem
-        Anything else that cannot be, all reasons at once, before any work: tensors that are sparse, quantised, nested,
-        on the meta device or traced, too.
+        The arguments are invalid or not supported, as tensors are that are sparse, quantised, nested, on the meta
+        device or traced. It lists every reason; nothing has been computed.
     RuntimeError
         The tensors are on a GPU and CuPy is missing, or the stream is captured before the same call was made once.
 
@@ -178,8 +178,10 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
             call = key = None
         if call is None:
             call = _first(calls, key, given, outs, options, key is not None and contents is not None, wants_lse)
-        if contents is not None and isinstance(call, _OnGpu) and call.lists_of is not None:
-            call = _WithLists(call, call.lists_of(*contents.arrays))
+        if isinstance(call, _OnGpu) and (contents is not None or options.dropout is not None):
+            lists_of = call.lists_of
+            lists = () if contents is None or lists_of is None else (lists_of(*contents.arrays),)
+            call = _WithContents(call, lists, numbers_of(options.dropout))
         if has_graph:
             o, lse = _Attention.apply(call, outs, *given.values())
         else:
@@ -307,15 +309,19 @@ class _OnGpu:
         )
         self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
 
-    def forward(self, outs: _Outs, *tensors: Tensor, lists: Sequence[Tensor] = ()) -> Sequence[Any]:
+    def forward(
+        self, outs: _Outs, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
+    ) -> Sequence[Any]:
         """o and lse; None for an lse that is not wanted."""
         if self._is_given:
-            made = self._forward(*tensors, *(each for each in outs if each is not None), *lists)
-            return _returned(outs, made)
-        made = self._forward(*tensors, *lists)
+            written = (each for each in outs if each is not None)
+            return _returned(outs, self._forward(*tensors, *written, *lists, numbers=numbers))
+        made = self._forward(*tensors, *lists, numbers=numbers)
         return made if self._makes_lse else (made[0], None)
 
-    def backward(self, has_dlse: bool, *tensors: Tensor, lists: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+    def backward(
+        self, has_dlse: bool, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
+    ) -> Sequence[Tensor]:
         first = 6 + has_dlse
         tensors = *tensors[:first], *(tensors[first + place] for place, _ in self._read)
         key = has_dlse, torch_gpu.layout_key(*tensors)
@@ -324,7 +330,7 @@ class _OnGpu:
             bound = self._bound_backward(has_dlse, tensors)
             if len(self._backward) < _MAX_BOUND_CALLS:
                 self._backward[key] = bound
-        return bound(*tensors, *lists)
+        return bound(*tensors, *lists, numbers=numbers)
 
     def _bound_backward(self, has_dlse: bool, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         plan = self._ready.plan
@@ -340,25 +346,27 @@ class _OnGpu:
         if wanted == made:
             return bound
         summed = [(result.shape, TORCH_DTYPES[result.dtype]) for result in wanted.values()]
-        return lambda *tensors: [
-            gradient.sum_to_size(shape).to(dtype) for gradient, (shape, dtype) in zip(bound(*tensors), summed)
+        return lambda *tensors, numbers: [
+            gradient.sum_to_size(shape).to(dtype)
+            for gradient, (shape, dtype) in zip(bound(*tensors, numbers=numbers), summed)
         ]
 
 
-class _WithLists(NamedTuple):
-    """A call on a GPU with the lists of its mask, which both passes read."""
+class _WithContents(NamedTuple):
+    """A call on a GPU with what both passes read beside tensors: the lists of its mask, dropout's seed and offset."""
 
     call: _OnGpu
-    lists: Tensor
+    lists: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
 
     def forward(self, outs: _Outs, *tensors: Tensor) -> Sequence[Tensor]:
-        return self.call.forward(outs, *tensors, lists=(self.lists,))
+        return self.call.forward(outs, *tensors, lists=self.lists, numbers=self.numbers)
 
     def backward(self, has_dlse: bool, *tensors: Tensor) -> Sequence[Tensor]:
-        return self.call.backward(has_dlse, *tensors, lists=(self.lists,))
+        return self.call.backward(has_dlse, *tensors, lists=self.lists, numbers=self.numbers)
 
 
-_Call = _OnGpu | _ByArrays | _WithLists
+_Call = _OnGpu | _ByArrays | _WithContents
 _bound_calls: dict[Hashable, _OnGpu] = {}
 
 

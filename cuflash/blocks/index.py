@@ -14,10 +14,12 @@ import scipy.sparse
 
 from ..arrays import Array, is_array, namespace, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
+from ..layouts import is_differentiated
 from ..masks.arrays import Sparse, as_mask
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import mask_namespace, without_memos
+from ..masks.fields import with_cupy_arrays
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .carried import CarriedLists, Remembered
@@ -188,7 +190,7 @@ class BlockIndex:
         """
         reasons: list[str] = []
         with collecting(reasons):
-            given = as_mask(mask)
+            given = with_cupy_arrays(as_mask(mask))
         with collecting(reasons):
             sides = block_pair(block)
         with collecting(reasons):
@@ -226,6 +228,8 @@ class BlockIndex:
         2
         """
         pattern = BlockPattern(blocks, block)
+        if is_differentiated(pattern.blocks):
+            pattern = with_cupy_arrays(pattern)
         leading = (1, 1, *pattern.blocks.shape[:-2])
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), seqlen_q, seqlen_kv)
         if make_on_device is not None and is_array(pattern.blocks) and namespace(pattern.blocks).__name__ == "cupy":

@@ -495,9 +495,11 @@ def _location_reasons(mask: Mask, where: Namespace | None) -> list[str]:
         return []
     names = " and ".join(sorted(space.__name__ for space in present))
     q = "" if where is None else f" with q of {where.__name__}"
+    to_host = "cupy.asnumpy" if "cupy" in names else "numpy.asarray"
+    convert = "cupy.asarray" if where is not None and where.__name__ == "cupy" else to_host
     return [
-        f"mask's arrays must be where q is, all of them; got arrays of {names}{q}: copy them explicitly, "
-        f"or make a BlockIndex of the whole mask once"
+        f"mask's arrays must be where q is; got arrays of {names}{q}: copy them once, as mask.to({convert}) does, or "
+        f"make a BlockIndex of the whole mask"
     ]
 
 

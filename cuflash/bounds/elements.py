@@ -225,8 +225,8 @@ def _bounds_of_plan(
         held = [to_host(plan.captured[array.name]) for array in problem.score.arrays]
         captured = Captured(problem.score, Operands(problem.numbers, held, problem.batch), problem.wrt)
     if problem.dropout is not None:
-        seed = plan.captured.get(SEED, problem.dropout.seed)
-        dropout = Dropout(1 - 1 / problem.dropout.factor, seed, problem.dropout.offset)
+        seed, offset = plan.numbers
+        dropout = Dropout(1 - 1 / problem.dropout.factor, plan.captured.get(SEED, seed), offset)
     weights = Weights.of(dropout, problem)
     return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured, weights, None)
 

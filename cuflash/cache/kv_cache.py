@@ -629,7 +629,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         TypeError
             q is no array.
         UnsupportedProblem
-            Anything else that cannot be, all reasons at once, before any work.
+            The arguments are invalid or not supported. It lists every reason; nothing has been computed.
         """
         asked = causal, window, scale, kernel, executor, precision
         scored, reasons = None, list[str]()

@@ -17,7 +17,7 @@ from ..layouts import device_number, is_differentiated
 from ..masks.base import Mask
 from ..masks.content import held_arrays
 from ..planning.device import DeviceSpec
-from ..planning.dropout_launches import seed_array
+from ..planning.dropout_launches import numbers_of, seed_array
 from ..planning.families import SM90
 from ..planning.options import Options
 from ..planning.plan_cache import plan_for
@@ -102,7 +102,8 @@ def planned(
         if reasons:
             raise UnsupportedProblem(reasons)
     made = plan_for(problem, resolved, target, kernel if where != "cpu" else None, bool(options.deterministic))
-    return Plan(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
+    held = {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)}
+    return Plan(made, where, held, numbers_of(options.dropout))
 
 
 def composed_score(options: Options) -> Score | None:

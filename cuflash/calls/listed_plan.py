@@ -15,6 +15,7 @@ from ..blocks.index_mask import IndexGrid
 from ..executors import gpu
 from ..masks.at_each_call import at_each_call
 from ..masks.base import Band
+from ..planning.dropout_launches import numbers_of
 from ..planning.interval_kernels import IntervalsAtCall
 from ..planning.list_kernels import AT_CALL, WorkAtCall, list_results
 from ..planning.lookup import lookup, remember
@@ -41,7 +42,7 @@ class ListedPlan(Plan):
     guard: Any = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, shared: Plan, lists: Array, captured: dict[str, Array]) -> ListedPlan:
+    def of(cls, shared: Plan, lists: Array, captured: dict[str, Array], numbers: tuple[int, ...]) -> ListedPlan:
         """Return the plan of a mask with these lists, or row intervals; `shared` is the plan of its layout."""
         work = shared.plan.work
         assert isinstance(work, WorkAtCall)
@@ -51,7 +52,7 @@ class ListedPlan(Plan):
             found = list_results(lists, work.source, tuple(_OF_INDEX.values()))
             index: BlockIndex = replace(work.index, **{name: found[of_list] for name, of_list in _OF_INDEX.items()})
             plan = replace(shared.plan, mask=IndexGrid(index), work=replace(work, index=index))
-        made = cls(plan, shared.executor, {**captured, AT_CALL: lists}, shared)
+        made = cls(plan, shared.executor, {**captured, AT_CALL: lists}, numbers, shared)
         object.__setattr__(made, "_bound_calls", shared._bound_calls)
         object.__setattr__(made, "guard", gpu.current_target().guarded(made, {AT_CALL: lists}))
         return made
@@ -87,24 +88,22 @@ class ListedPlan(Plan):
 _shared_plans: dict[Hashable, tuple[Plan, Callable[[Any], Array]]] = {}
 
 
-def listed_plan(
-    q: Any, k: Any, v: Any, options: Options, operands: Mapping[str, Any], planned: Callable[..., Plan]
-) -> ListedPlan | None:
+def listed_plan(given: Mapping[str, Any], options: Options, planned: Callable[..., Plan]) -> ListedPlan | None:
     """Return a plan with lists that kernels make, for a mask of one array or of sequences on the GPU; else None.
 
     Parameters
     ----------
-    q, k, v : arrays
-        Arrays, or their shapes and dtypes.
+    given : dict by name
+        q, k, v and further arrays of the call, NumPy's or CuPy's, or their shapes and dtypes.
     options : Options
         The arguments of the call, its score in one piece.
-    operands : dict of arrays by name
-        The arrays of the call beside q, k and v.
     planned : callable (q, k, v, options) -> Plan
         Plans a call of a layout that has no shared plan yet.
     """
     looked_up = lookup(options, _shared_plans, layout_key)
-    key = looked_up.key(layout_key(q, k, v, *operands.values()), *operands)
+    q, k, v, *_ = given.values()
+    operands = {name: array for name, array in given.items() if name not in ("q", "k", "v")}
+    key = looked_up.key(layout_key(*given.values()), *operands)
     contents = looked_up.contents
     if contents is None or key is None:
         return None
@@ -122,7 +121,7 @@ def listed_plan(
         remember(looked_up.calls, key, found)
     shared, lists_of = found
     captured = {name: array for name, array in operands.items() if name != "sink"}
-    return ListedPlan.of(shared, lists_of(*contents.arrays), captured)
+    return ListedPlan.of(shared, lists_of(*contents.arrays), captured, numbers_of(options.dropout))
 
 
 def without_mask(ready: Plan) -> Plan:

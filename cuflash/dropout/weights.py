@@ -34,23 +34,21 @@ _MASK = (1 << 32) - 1
 
 
 class Draws(NamedTuple):
-    """All that the numbers of a call depend on but an array that holds the seed.
+    """What a plan depends on: all of a dropout but its seed and its offset, which each call hands to the kernels.
 
-    >>> Draws(64, 3, 0).factor
+    >>> Draws(64).factor
     1.3333333333333333
 
     Attributes
     ----------
     threshold : int
         A weight is dropped where its number is below it.
-    seed : int, optional
-        None where an array holds the seed.
-    offset : int
+    reads_seed : bool
+        Whether kernels read the seed from an array.
     """
 
     threshold: int
-    seed: int | None
-    offset: int
+    reads_seed: bool = False
 
     @property
     def factor(self) -> float:
@@ -117,8 +115,7 @@ class Dropout:
         object.__setattr__(self, "offset", int(self.offset))
         if is_int(self.seed):
             object.__setattr__(self, "seed", int(self.seed))
-        seed = self.seed if isinstance(self.seed, int) else None
-        object.__setattr__(self, "_draws", Draws(round(self.p * LEVELS), seed, self.offset))
+        object.__setattr__(self, "_draws", Draws(round(self.p * LEVELS), not isinstance(self.seed, int)))
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Dropout) else NotImplemented
@@ -129,7 +126,7 @@ class Dropout:
     @property
     def _key(self) -> tuple[Any, ...]:
         """Equal of equal dropouts; an array equals itself alone."""
-        return self.draws, None if self.array is None else id(self.array)
+        return self.draws, self.numbers, None if self.array is None else id(self.array)
 
     @property
     def array(self) -> Any:
@@ -144,14 +141,25 @@ class Dropout:
 
     @property
     def draws(self) -> Draws:
-        """All that the weights dropped depend on but an array that holds the seed.
+        """What a plan depends on: calls that differ in seed and offset alone share one.
 
         Examples
         --------
         >>> Dropout(0.5, seed=3).draws
-        Draws(threshold=128, seed=3, offset=0)
+        Draws(threshold=128, reads_seed=False)
         """
         return self._draws
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The seed and the offset, which a call hands to kernels; 0 for a seed that an array holds.
+
+        Examples
+        --------
+        >>> Dropout(0.5, seed=3, offset=1).numbers
+        (3, 1)
+        """
+        return self.seed if isinstance(self.seed, int) else 0, self.offset
 
     def keep(
         self, shape: Sequence[int], queries: Array | None = None, keys: Array | None = None
@@ -198,7 +206,7 @@ class Dropout:
             raise UnsupportedProblem(reasons)
         i, j = (np.arange(length) if given is None else to_host(given) for given, length in lengths.values())
         seed = self.seed if isinstance(self.seed, int) else seed_of(self.seed)
-        found = kept(self.draws, seed, np.arange(math.prod(leading)), i, j)
+        found = kept(self.draws, (seed, self.offset), np.arange(math.prod(leading)), i, j)
         return found.reshape(*leading, len(i), len(j))
 
 
@@ -208,11 +216,13 @@ def seed_of(array: Array) -> int:
     return int(to_host(host)) % (1 << 64)
 
 
-def kept(draws: Draws, seed: int, heads: Array, i: Array, j: Array) -> Array:
+def kept(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j: Array) -> Array:
     """Return which weights are kept, bool [heads, queries, keys].
 
     Parameters
     ----------
+    numbers : pair of int
+        The seed and the offset.
     heads, i, j : int arrays of one axis
         Numbers of heads over all batch entries, queries, and keys.
     """
@@ -220,7 +230,8 @@ def kept(draws: Draws, seed: int, heads: Array, i: Array, j: Array) -> Array:
     rows, row_of = np.unique(4 * (i // 16) + i % 8 // 2, return_inverse=True)
     columns, column_of = np.unique(4 * (j // 16) + j % 8 // 2, return_inverse=True)
     leading = heads.astype(np.uint64)[:, None, None] & np.uint64(_MASK)
-    words = philox4x32(seed, (rows[:, None], columns, leading, np.uint64(draws.offset)))
+    seed, offset = numbers
+    words = philox4x32(seed, (rows[:, None], columns, leading, np.uint64(offset)))
     bits = (4 * (i % 2) + 2 * (i // 8 % 2))[:, None] + 8 * (j % 2) + j // 8 % 2
     halves = (word >> np.uint64(shift) & np.uint64(0xFFFF) for word in words for shift in (0, 16))
     is_kept: Array = np.uint64(0xFFFF)

@@ -10,10 +10,19 @@ import numpy as np
 
 
 class Place(NamedTuple):
-    """The word of a buffer that holds an address, given by its number among those of a call, plus an offset."""
+    """The word of a buffer that holds what a call gives, an address or a number, plus an offset.
+
+    Attributes
+    ----------
+    word : int
+    offset : int
+        Bytes to add to an address; to a number of four bytes, the other half of its word.
+    number : int
+        The place of the address or the number among those of a call.
+    """
 
     word: int
-    offset: int  # in bytes
+    offset: int
     number: int
 
 

@@ -30,13 +30,17 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 
-def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
+def forward(
+    plan: KernelPlan, arrays: Mapping[str, Array], check: object = None, numbers: Sequence[int] = ()
+) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    call = _HostCall.of(plan, **arrays)
+    call = _HostCall.of(plan, numbers, **arrays)
     run(call.tiling, (call.forward_rows, _batches(call.tiling, call.row_tiles())))
 
 
-def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
+def backward(
+    plan: KernelPlan, arrays: Mapping[str, Array], check: object = None, numbers: Sequence[int] = ()
+) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and dsink
     [*batch, heads] and gradients of a score function's arrays if they are among the arrays."""
     lse = arrays["lse"]
@@ -46,7 +50,7 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
         in_unit = lse * LOG2_E if plan.problem.score is None else lse
         shift = np.where(empty, np.inf, in_unit).astype(plan.problem.accumulator, copy=False)
     derived = {"shift": shift, "delta": np.empty_like(shift), "empty": empty if empty.any() else None}
-    call = _HostCall.of(plan, **arrays, **derived)
+    call = _HostCall.of(plan, numbers, **arrays, **derived)
     rows = call.backward_rows, _batches(call.tiling, call.row_tiles())
     columns = call.backward_columns, _batches(call.tiling, call.column_tiles())
     if call.score is not None and call.score.adds_gradients:
@@ -117,7 +121,7 @@ class _HostCall:
     dropout: TileDropout | None = None
 
     @classmethod
-    def of(cls, plan: KernelPlan, **arrays: Array | None) -> _HostCall:
+    def of(cls, plan: KernelPlan, numbers: Sequence[int] = (), **arrays: Array | None) -> _HostCall:
         problem, batch = plan.problem, plan.problem.batch
         broadcast = {}
         score = None if problem.score is None else TileScores.of(problem, arrays)
@@ -136,7 +140,7 @@ class _HostCall:
         mantissa, exponent = math.frexp(wide(problem.scaling.scale * unit))
         lift = max(exponent, 0)
         factors = math.ldexp(mantissa, exponent - lift), 2.0**lift
-        dropout = None if problem.dropout is None else TileDropout.of(problem, arrays.get(SEED))
+        dropout = None if problem.dropout is None else TileDropout.of(problem, numbers, arrays.get(SEED))
         return cls(plan, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors, score, dropout)
 
     @property

@@ -399,7 +399,7 @@ def bind(
     Returns
     -------
     callable
-        Takes arrays in the order of `given`, and returns new results.
+        Takes arrays in the order of `given`, and the `numbers` of the features of the pass, and returns new results.
 
     Raises
     ------
@@ -415,7 +415,7 @@ def bind(
         machine.current_stream, machine.address, machine.layout, machine.keep_captured
     )  # fmt: skip
 
-    def call(*arrays: Array) -> list[Array]:
+    def call(*arrays: Array, numbers: Sequence[int] = ()) -> list[Array]:
         addresses = list(map(address, arrays))
         if reduce(or_, addresses) & any_bits and any(map(and_, addresses, item_bits)):
             raise UnsupportedProblem(
@@ -425,10 +425,10 @@ def bind(
         is_capturing = stream.is_capturing()
         made = [make() for make in makers]
         if bound.sets_zeros:
-            workspaces = bound([*arrays, *made], stream)
+            workspaces = bound([*arrays, *made], stream, numbers=numbers)
         else:
             addresses += map(address, made)
-            workspaces = bound.launch(addresses, stream)
+            workspaces = bound.launch(addresses, stream, numbers)
         if is_capturing:
             keep_captured(plan, [*made, *workspaces], pins)
         return made
@@ -527,22 +527,28 @@ def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = Non
     return carried_lists(plan, machine) if work.is_carried else list_maker(plan, work.source, machine)
 
 
-def run_pass(plan: KernelPlan, kernels: Pass, arrays: Mapping[str, Array], check: checks.Check | None) -> None:
+def run_pass(
+    plan: KernelPlan, kernels: Pass, arrays: Mapping[str, Array], check: checks.Check | None, numbers: Sequence[int]
+) -> None:
     """Run a pass once on operands and results by name; a capture keeps its workspaces."""
     _compile_in_parallel(kernels)
-    keep_for_capture(plan, *run(plan, kernels, _GPU, arrays, check))
+    keep_for_capture(plan, *run(plan, kernels, _GPU, arrays, check, numbers))
 
 
-def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None) -> None:
+def forward(
+    plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None, numbers: Sequence[int] = ()
+) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
     assert plan.kernels is not None
-    run_pass(plan, plan.kernels.forward, arrays, check)
+    run_pass(plan, plan.kernels.forward, arrays, check, numbers)
 
 
-def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None) -> None:
+def backward(
+    plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None, numbers: Sequence[int] = ()
+) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
     assert plan.kernels is not None
-    run_pass(plan, plan.kernels.backward, arrays, check)
+    run_pass(plan, plan.kernels.backward, arrays, check, numbers)
     keep_for_capture(plan, *(arrays[name] for name in plan.gradients))
 
 

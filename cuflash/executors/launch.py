@@ -122,23 +122,28 @@ class BoundPass:
             for number, (launch, grid) in enumerate(self.launches)
         ]
 
-    def __call__(self, arrays: Sequence[Array], stream: Any, check: Check | None = None) -> list[Array]:
+    def __call__(
+        self, arrays: Sequence[Array], stream: Any, check: Check | None = None, numbers: Sequence[int] = ()
+    ) -> list[Array]:
         """Launch the kernels on arrays in the order of the views; returns what holds the workspaces, for a capture."""
         for i in self._zeroed:
             self._target.set_zero(arrays[i])
         addresses = list(map(self._target.address, arrays))
-        return self.launch(addresses, stream) if check is None else self._checked(arrays, addresses, stream, check)
+        if check is None:
+            return self.launch(addresses, stream, numbers)
+        return self._checked(arrays, addresses, stream, check, numbers)
 
     @property
     def sets_zeros(self) -> bool:
         """Return whether results must be set to zero before the kernels, which `launch` does not do."""
         return bool(self._zeroed)
 
-    def launch(self, addresses: list[int], stream: Any) -> list[Array]:
+    def launch(self, addresses: list[int], stream: Any, numbers: Sequence[int] = ()) -> list[Array]:
         """Launch the kernels on arrays at these addresses; returns what holds the workspaces, for a capture."""
         taken = self._workspaces.take(stream)
         self._lists.use(stream)
         addresses += taken.addresses
+        addresses += numbers
         buffers = [arguments.take(addresses) for arguments in self._arguments]
         for number, _, start in self._launchers:
             for buffer in buffers:
@@ -148,11 +153,13 @@ class BoundPass:
         self._workspaces.give_back(stream, taken)
         return taken.arrays
 
-    def _checked(self, arrays: Sequence[Array], addresses: list[int], stream: Any, check: Check) -> list[Array]:
+    def _checked(
+        self, arrays: Sequence[Array], addresses: list[int], stream: Any, check: Check, numbers: Sequence[int]
+    ) -> list[Array]:
         """Launch the kernels one by one, wait for each, and check the arrays that it wrote."""
         taken = self._checked_workspaces(check)
         self._lists.use(stream)
-        buffers = [arguments.take(addresses + taken.addresses) for arguments in self._arguments]
+        buffers = [arguments.take([*addresses, *taken.addresses, *numbers]) for arguments in self._arguments]
         named = dict(zip(self._names, [*arrays, *taken.arrays]))
         for number, launch, start in self._launchers:
             for buffer in buffers:
@@ -191,8 +198,9 @@ def run(
     target: LaunchTarget,
     arrays: Mapping[str, Array],
     check: Check | None = None,
+    numbers: Sequence[int] = (),
 ) -> list[Array]:
     """Launch a pass once on operands and results by name; returns what holds its workspaces."""
     views = tuple(View.of(name, array) for name, array in arrays.items())
     bound = BoundPass(plan, kernels, views, target)
-    return bound(list(arrays.values()), target.stream(), check)
+    return bound(list(arrays.values()), target.stream(), check, numbers)

@@ -189,6 +189,8 @@ class ParamsTemplate:
             places += (Place(offset, start, names.index(AT_CALL)) for offset, start in at_call)
             for name, (_, *others) in of_features.items():  # arrays that several features take
                 places += (Place(offset, 0, names.index(name)) for offset in others)
+            given = enumerate(_number_offsets(self.features), len(self.views))
+            places += (Place(offset, int(words[offset]), number) for number, offset in given)
             made.append(Arguments(words, taken, places))
         return made
 
@@ -250,6 +252,19 @@ def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, list[int]]:
         for name, (kind, offset, *_) in feature.dtype.fields.items():
             if kind == MATRICES or name in feature.tables:
                 found.setdefault(name, []).append(start + offset // 8)
+        start += feature.dtype.itemsize // 8
+    return found
+
+
+def _number_offsets(features: tuple[Feature, ...]) -> list[int]:
+    """The words of the numbers that a call gives in the records of features."""
+    found, start = [], _ALL_WORDS
+    for feature in features:
+        assert feature.dtype.fields is not None
+        for name in feature.numbers:
+            first = feature.dtype.fields[name][1]
+            assert first % 8 == 0, f"{name} is the second half of a word, to which its number cannot be added"
+            found.append(start + first // 8)
         start += feature.dtype.itemsize // 8
     return found
 

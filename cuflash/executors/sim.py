@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -100,13 +100,17 @@ def _kernel(spec: KernelSpec, sanitize: sim.Sanitizer) -> sim.Kernel:
 _SIMULATOR = Simulator()
 
 
-def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: Check | None = None) -> None:
+def forward(
+    plan: KernelPlan, arrays: Mapping[str, Array], check: Check | None = None, numbers: Sequence[int] = ()
+) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
     assert plan.kernels is not None
-    run(plan, plan.kernels.forward, _SIMULATOR, arrays, check)
+    run(plan, plan.kernels.forward, _SIMULATOR, arrays, check, numbers)
 
 
-def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: Check | None = None) -> None:
+def backward(
+    plan: KernelPlan, arrays: Mapping[str, Array], check: Check | None = None, numbers: Sequence[int] = ()
+) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
     assert plan.kernels is not None
-    run(plan, plan.kernels.backward, _SIMULATOR, arrays, check)
+    run(plan, plan.kernels.backward, _SIMULATOR, arrays, check, numbers)

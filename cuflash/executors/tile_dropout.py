@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,22 +36,22 @@ class TileDropout:
     Attributes
     ----------
     draws : Draws
-    seed : int
+    numbers : pair of int
+        The seed and the offset.
     num_heads : int
         Query heads of a batch entry.
     """
 
     draws: Draws
-    seed: int
+    numbers: tuple[int, int]
     num_heads: int
 
     @classmethod
-    def of(cls, problem: Problem, array: Array | None) -> TileDropout:
-        """Make the dropout of a problem's tiles; the seed comes from an array if the problem has one."""
-        draws = problem.dropout
+    def of(cls, problem: Problem, numbers: Sequence[int], array: Array | None) -> TileDropout:
+        """Make the dropout of a problem's tiles, by a seed and an offset; an array may hold the seed."""
+        draws, (seed, offset) = problem.dropout, numbers
         assert draws is not None
-        seed = seed_of(array) if draws.seed is None else draws.seed
-        return cls(draws, seed, problem.num_heads)
+        return cls(draws, (seed_of(array) if draws.reads_seed else seed, offset), problem.num_heads)
 
     def dropped(self, at: tuple[Array, ...]) -> Dropped:
         """Return the weights that are dropped, from b, h, i and j of tiles as `tile_scores.coordinates` has them."""
@@ -58,11 +59,11 @@ class TileDropout:
         heads = (b * self.num_heads + h)[:, 0, 0]
         rows, columns = i[:, 0, :], j[:, :, 0]
         if len(rows) == len(columns) == 1:
-            found = kept(self.draws, self.seed, heads, rows[0], columns[0])
+            found = kept(self.draws, self.numbers, heads, rows[0], columns[0])
         else:
             shape = len(heads), rows.shape[-1], columns.shape[-1]
             rows, columns = (np.broadcast_to(x, (len(heads), x.shape[-1])) for x in (rows, columns))
             found = np.empty(shape, bool)
             for number, head in enumerate(heads):
-                (found[number],) = kept(self.draws, self.seed, head[None], rows[number], columns[number])
+                (found[number],) = kept(self.draws, self.numbers, head[None], rows[number], columns[number])
         return Dropped(~found.swapaxes(-1, -2), self.draws.factor)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..arrays import describe, is_array, is_int, is_integer_dtype, whole_number
 from ..errors import UnsupportedProblem, collecting
-from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
+from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
+from .content import held_arrays
+
+_Mask = TypeVar("_Mask", bound=Mask)
 
 
 def take_arrays(mask: Mask, names: dict[str, str]) -> None:
@@ -30,6 +33,22 @@ def take_arrays(mask: Mask, names: dict[str, str]) -> None:
                 object.__setattr__(mask, field, taken_on_cuda(name, value))
     if reasons:
         raise UnsupportedProblem(reasons)
+
+
+def with_cupy_arrays(mask: _Mask) -> _Mask:
+    """A mask whose arrays of JAX on CUDA devices are CuPy's, where they lie: who makes an index writes to arrays.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An array cannot be taken.
+    """
+
+    def take(array: Any) -> Any:
+        is_taken = is_differentiated(array) and is_on_cuda("mask", array)
+        return taken_on_cuda("mask", array) if is_taken else array
+
+    return mask.to(take) if any(map(is_differentiated, held_arrays(mask))) else mask
 
 
 def convert_sides(mask: Mask, meaning: str) -> None:

@@ -16,6 +16,7 @@ from .operands import Operand
 
 NAME = "dropout"  # the feature's name
 SEED = "dropout_seed"  # the operand's name
+NUMBERS = ("seed", "offset")  # fields that each call gives anew, as `Dropout.numbers` has them
 DROPOUT = np.dtype(
     [
         ("seed", np.uint64),
@@ -32,7 +33,7 @@ _DRAWING = ("softmax", "forward", "gradient_scores", "backward", "backward_wide"
 
 
 def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
-    """Resolve `dropout=` for a problem: None where no weight is dropped, and the array that holds the seed.
+    """Resolve `dropout=` for a problem: None where no weight is dropped, and the operand that holds the seed.
 
     Raises
     ------
@@ -58,6 +59,11 @@ def seed_array(dropout: Any) -> dict[str, Any]:
     """The array that holds the seed under the name of its operand, where the dropout of a call has one."""
     is_read = isinstance(dropout, Dropout) and dropout.draws.threshold and dropout.array is not None
     return {SEED: dropout.array} if is_read else {}
+
+
+def numbers_of(dropout: Dropout | None) -> tuple[int, ...]:
+    """The numbers that a call with a dropout hands to kernels, in the order of `NUMBERS`; none if it drops nothing."""
+    return dropout.numbers if dropout is not None and dropout.draws.threshold else ()
 
 
 def require_number(dropout: Any) -> None:
@@ -86,17 +92,16 @@ def _pass(made: Pass, draws: Draws) -> Pass:
         for role, launch in made.launches.items()
     }
     values = {
-        "seed": draws.seed or 0, "offset": draws.offset,
         "either": [0 if draws.threshold >> bit & 1 else (1 << 32) - 1 for bit in range(8)],
         "factor": draws.factor, "single_factor": draws.factor,
     }  # fmt: skip
-    feature = Feature(NAME, DROPOUT, values, _tables(draws))
+    feature = Feature(NAME, DROPOUT, values, _tables(draws), numbers=NUMBERS)
     return replace(made, launches=launches, features=(*made.features, feature))
 
 
 def _drawing(launch: Launch, draws: Draws) -> Launch:
     return replace(
-        launch, spec=replace(launch.spec, has_dropout=True, reads_dropout_seed=draws.seed is None),
+        launch, spec=replace(launch.spec, has_dropout=True, reads_dropout_seed=draws.reads_seed),
         reads=(*launch.reads, *_tables(draws)), features=(*launch.features, NAME),
     )  # fmt: skip
 
@@ -106,4 +111,4 @@ def _no_dropout(value: Any) -> str:
 
 
 def _tables(draws: Draws) -> tuple[str, ...]:
-    return () if draws.seed is not None else (SEED,)
+    return (SEED,) if draws.reads_seed else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..blocks.work_list import ListedWork, WorkList
 from ..dropout import LEVELS, Draws
@@ -16,8 +16,17 @@ from .captured_sums import OWN, kinds_of_sums
 from .score_launches import captured_wrt
 
 
-def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
-    """Describe a plan's decisions and their reasons; `notes`, by entry, add sentences about some kernels."""
+def explain(plan: KernelPlan, notes: Mapping[str, str], numbers: Sequence[int] = ()) -> str:
+    """Describe a plan's decisions and their reasons.
+
+    Parameters
+    ----------
+    plan : KernelPlan
+    notes : dict of str by entry
+        Sentences to add about some kernels.
+    numbers : sequence of int
+        The seed and the offset of the plan's dropout, if it has one.
+    """
     problem, device, kernels = plan.problem, plan.device, plan.kernels
     heads = f"{problem.num_heads} heads"
     if problem.num_heads != problem.num_kv_heads:
@@ -35,7 +44,7 @@ def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
     if problem.score is not None:
         lines.append(f"score      {_described_score(problem.score)}")
     if problem.dropout is not None:
-        lines.append(f"dropout    {_described_dropout(problem.dropout)}")
+        lines.append(f"dropout    {_described_dropout(problem.dropout, *numbers)}")
     if plan.tiling is not None:
         lines.append(f"tile       {plan.tiling.block_q} queries x {plan.tiling.block_kv} keys")
     if kernels is not None:
@@ -59,9 +68,9 @@ def _described_score(program: Program) -> str:
     return told
 
 
-def _described_dropout(draws: Draws) -> str:
-    seed = "a seed from an array" if draws.seed is None else f"seed {draws.seed}"
-    return f"p {draws.threshold / LEVELS:.6g}, {seed}, offset {draws.offset}"
+def _described_dropout(draws: Draws, seed: int, offset: int) -> str:
+    told = "a seed from an array" if draws.reads_seed else f"seed {seed}"
+    return f"p {draws.threshold / LEVELS:.6g}, {told}, offset {offset}"
 
 
 def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:

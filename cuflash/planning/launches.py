@@ -73,6 +73,8 @@ class Feature:
     boxes : dict of (array, (rows, columns)) by field
         Fields of the type of a tensor map, with the table that it copies boxes of. Leading axes of the table beyond
         three have no map.
+    numbers : tuple of str
+        Fields whose numbers each call gives, after the arrays: eight bytes, or the first four of eight.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Feature:
     values: Mapping[str, Any] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
     boxes: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

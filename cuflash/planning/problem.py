@@ -104,7 +104,7 @@ class Problem:
         TypeError
             An argument is not an array of a known kind.
         UnsupportedProblem
-            Anything else that cannot be, all reasons at once.
+            The arguments are invalid or not supported. It lists every reason.
         """
         arguments = {"q": q, "k": k, "v": v}
         for name, array in arguments.items():
@@ -266,7 +266,7 @@ def _rank_reasons(arguments: dict[str, Array]) -> list[str]:
     ]
     if not reasons and len({array.ndim > 2 for array in arguments.values()}) > 1:
         ranks = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arguments.items())
-        reasons.append(f"either all of q, k, v have a heads axis or none has; got {ranks}: add it with x[None]")
+        reasons.append(f"q, k and v must all have an axis of heads, or none of them; got {ranks}: x[None] adds one")
     return reasons
 
 

@@ -7,7 +7,7 @@ import csv
 import io
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -76,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("archive", help="an .npz file with q, k and v, [..., heads, tokens, dim] or [tokens, dim]")
     parser.add_argument("--names", nargs=3, default=["q", "k", "v"], metavar=("Q", "K", "V"), help="keys of arrays")
     parser.add_argument("--patterns", nargs="+", default=[*PATTERNS], help=f"of {', '.join(PATTERNS)}; all by default")
-    parser.add_argument("--blocks", nargs="+", type=int, default=[64], help="sides of square blocks in tokens")
+    parser.add_argument("--blocks", nargs="+", type=_one(int), default=[64], help="sides of square blocks in tokens")
     parser.add_argument(
-        "--densities", nargs="+", type=float, default=[0.125, 0.25, 0.5], help="at most so many blocks of all"
+        "--densities", nargs="+", type=_one(float), default=[0.125, 0.25, 0.5], help="at most so many blocks of all"
     )
     parser.add_argument("--causal", action="store_true", help="queries attend no later keys")
     parser.add_argument("--scale", type=float, help="of the scores; 1 / sqrt(dim) by default")
@@ -87,12 +87,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _one(kind: type[float]) -> Callable[[str], float]:
+    """Return a function that makes one number of a list of an argument's text."""
+
+    def parse(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"takes {kind.__name__}s with spaces between; got {text!r}") from None
+
+    return parse
+
+
 def _check(given: argparse.Namespace) -> None:
     """Refuse options that no study can have, and leave lists without repetitions, densities increasing."""
     given.patterns, given.blocks = list(dict.fromkeys(given.patterns)), list(dict.fromkeys(given.blocks))
     given.densities = sorted(set(given.densities))
     reasons = [
-        f"--patterns must be of {', '.join(PATTERNS)}; got {name}" for name in given.patterns if name not in PATTERNS
+        f"--patterns must be of {', '.join(PATTERNS)}, with spaces between; got {name}"
+        for name in given.patterns
+        if name not in PATTERNS
     ]
     reasons += [f"--blocks must be positive; got {block}" for block in given.blocks if block < 1]
     reasons += [f"--densities must lie in (0, 1]; got {limit:g}" for limit in given.densities if not 0 < limit <= 1]

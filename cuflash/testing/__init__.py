@@ -31,6 +31,14 @@ assertion and to `GRADIENT_PROPERTIES`, both together to `PAIR_PROPERTIES`.
 The kit needs Hypothesis (in a clone, ``pip install '.[testing]'``) and runs under any test runner.
 """
 
+from importlib.util import find_spec
+
+if find_spec("hypothesis") is None:
+    raise ModuleNotFoundError(
+        "cuflash.testing needs Hypothesis: pip install '.[testing]' in a clone of cuflash, or pip install hypothesis",
+        name="hypothesis",
+    )
+
 from . import assertions, non_finite, oracle, properties, strategies
 from .assertions import (
     Example,

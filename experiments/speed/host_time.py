@@ -8,12 +8,15 @@ It needs an NVIDIA GPU and CuPy; PyTorch's and JAX's rows are left out, with a l
 its GPU is missing. A row is the median over the calls of a case, in microseconds, from before a call until it returns;
 the device is waited for between calls, outside of what is timed, so that its queue never holds the host up. Calls take
 their inputs in turn from 64 places in memory. Where each call has a new mask, making it is timed apart, as `mask_us`.
-An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed beside.
+An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed beside. Hosts change their clock from one
+minute to the next, so empty launches are timed between the calls of each case too: `launch_us` is their median, by
+which the times of two rows are compared.
 
 Rows of `cupy` are calls of `cuflash.attention` and others on CuPy's arrays. Rows of `torch` and `jax` are the same
 calls on tensors and arrays of these libraries, which DLPack hands over; `cuflash.torch` and `cuflash.jax` are the
-functions of these modules. A vjp's time is that of the backward pass alone; `out=` is `attention` with it. A selector
-chooses a quarter of the blocks of a causal call, and makes their index.
+functions of these modules. A vjp's time is that of the backward pass alone; `out=` is `attention` with it, and
+`dropout` is `attention` with a new offset in each call. A selector chooses a quarter of the blocks of a causal call,
+and makes their index.
 
 Found:  a warm call on CuPy's arrays keeps the host for some tens of microseconds; docs/performance.md has the table.
 
@@ -29,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +44,9 @@ from cuflash.selectors import Budget
 from harness import why_no_gpu
 
 PLACES = 64
+LAUNCH_EACH = 8  # calls of a case between two empty launches
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 4, 64, 64
-OPERATIONS = ("attention", "grouped heads", "out=", "attention_vjp", "vjp", "plan.forward", "plan.backward")
+OPERATIONS = ("attention", "grouped heads", "out=", "dropout", "attention_vjp", "vjp", "plan.forward", "plan.backward")
 SELECTORS = ("selectors.pooled", "selectors.antidiagonal", "selectors.random")
 MASKS = (
     "none", "causal", "same BlockIndex", "new BlockIndex", "new BlockIndex on the device", "new bool array",
@@ -49,8 +54,8 @@ MASKS = (
 )  # fmt: skip
 LIBRARIES = ("cupy", "torch", "cuflash.torch", "jax", "cuflash.jax")
 COLUMNS = (
-    "library", "operation", "mask", "tokens", "us", "low_us", "high_us", "mask_us", "calls", "heads", "head_dim",
-    "dtype", "gpu", "cupy", "torch", "jax", "cuflash", "commit", "date",
+    "library", "operation", "mask", "tokens", "us", "low_us", "high_us", "launch_us", "mask_us", "calls", "heads",
+    "head_dim", "dtype", "gpu", "cupy", "torch", "jax", "cuflash", "commit", "date",
 )  # fmt: skip
 
 
@@ -98,6 +103,11 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
             library, "out=", lambda turn, mask: (*inputs.places[turn][:3], mask, inputs.outs[turn]),
             lambda q, k, v, mask, out: attention(q, k, v, mask, out=out),
         )  # fmt: skip
+    offsets = count()
+    yield Case(
+        library, "dropout", lambda turn, mask: (*inputs.places[turn][:3], cuflash.Dropout(0.1, 0, next(offsets))),
+        lambda q, k, v, dropout: attention(q, k, v, None, dropout=dropout), takes_mask=False,
+    )  # fmt: skip
     yield Case(
         library, "attention_vjp", lambda turn, mask: (*inputs.places[turn][:3], mask),
         lambda q, k, v, mask: cuflash.attention_vjp(q, k, v, mask=mask),
@@ -134,15 +144,21 @@ def cases_of_torch(inputs: Inputs) -> Iterator[Case]:
     attention = cuflash.torch.attention
     leaves = [tuple(tensor.detach().requires_grad_() for tensor in place[:3]) for place in inputs.places]
 
-    def forward(q: Any, k: Any, v: Any, mask: Any, out: Any = None) -> Any:
+    def forward(q: Any, k: Any, v: Any, mask: Any, out: Any = None, dropout: Any = None) -> Any:
         with torch.no_grad():
-            return attention(q, k, v, mask=mask, out=out)
+            return attention(q, k, v, mask=mask, out=out, dropout=dropout)
 
     yield Case("cuflash.torch", "attention", lambda turn, mask: (*inputs.places[turn][:3], mask), forward)
     yield Case("cuflash.torch", "grouped heads", lambda turn, mask: (*inputs.narrow[turn], mask), forward)
     yield Case(
         "cuflash.torch", "out=", lambda turn, mask: (*inputs.places[turn][:3], mask, inputs.outs[turn]), forward
     )
+    offsets = count()
+    yield Case(
+        "cuflash.torch", "dropout",
+        lambda turn, mask: (*inputs.places[turn][:3], None, None, cuflash.Dropout(0.1, 0, next(offsets))), forward,
+        takes_mask=False,
+    )  # fmt: skip
     yield Case(
         "cuflash.torch", "attention_vjp", lambda turn, mask: (*leaves[turn], mask),
         lambda q, k, v, mask: attention(q, k, v, mask=mask),
@@ -199,11 +215,11 @@ def cases_of_jax(inputs: Inputs) -> Iterator[Case]:
     yield Case("cuflash.jax", "vjp", pulled, lambda vjp, do: vjp(do))
 
 
-def case_of_an_empty_launch() -> Case:
+def empty_launch() -> Callable[..., Any]:
+    """Return a function that launches a kernel that does nothing."""
     import cupy
 
-    kernel = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
-    return Case("an empty launch of CuPy", "launch", lambda turn, mask: ((1,), (32,), ()), kernel)
+    return partial(cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing"), (1,), (32,), ())
 
 
 def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callable[[int], Any]]:
@@ -230,12 +246,22 @@ def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callab
 
 
 def timed(
-    case: Case, mask_of: Callable[[int], Any], wait: Callable[[], None], calls: int, budget_s: float
+    case: Case,
+    mask_of: Callable[[int], Any],
+    wait: Callable[[], None],
+    launch: Callable[[], Any],
+    calls: int,
+    budget_s: float,
 ) -> dict[str, Any]:
-    """Microseconds of a case: median, and the middle half; of making a mask, the median."""
-    spent, made = [], []
+    """Microseconds of a case: median, and the middle half; the medians of empty launches and of making a mask."""
+    spent, made, launches = [], [], []
     started = time.perf_counter()
     for turn in range(-5, calls):
+        if turn % LAUNCH_EACH == 0:
+            wait()
+            begin = time.perf_counter()
+            launch()
+            launches.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         mask = mask_of(turn)
         made.append(time.perf_counter() - begin)
@@ -253,7 +279,8 @@ def timed(
     low, median, high = np.percentile(spent, (25, 50, 75)) * 1e6
     return {
         "us": f"{median:.2f}", "low_us": f"{low:.2f}", "high_us": f"{high:.2f}",
-        "mask_us": f"{statistics.median(made) * 1e6:.2f}", "calls": len(spent),
+        "launch_us": f"{statistics.median(launches) * 1e6:.2f}", "mask_us": f"{statistics.median(made) * 1e6:.2f}",
+        "calls": len(spent),
     }  # fmt: skip
 
 
@@ -331,7 +358,7 @@ def main() -> None:
 
     import cupy
 
-    wait, common = cupy.cuda.runtime.deviceSynchronize, versions()
+    wait, launch, common = cupy.cuda.runtime.deviceSynchronize, empty_launch(), versions()
     common |= {"heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float16"}
     plan = [(tokens, name, send) for tokens in chosen.tokens for name, send in senders(chosen.libraries).items()]
     deadline = time.perf_counter() + chosen.budget_s
@@ -341,7 +368,7 @@ def main() -> None:
 
         def row(case: Case, mask: str, mask_of: Callable[[int], Any], tokens: int, budget_s: float) -> None:
             try:
-                found = timed(case, mask_of, wait, chosen.calls, budget_s)
+                found = timed(case, mask_of, wait, launch, chosen.calls, budget_s)
             except (cuflash.UnsupportedProblem, TypeError) as error:
                 print(f"{case.library}, {case.operation}, {mask}: {error}")
                 return
@@ -350,7 +377,8 @@ def main() -> None:
             file.flush()
             print(*named.values(), found["us"], "us", flush=True)
 
-        row(case_of_an_empty_launch(), "none", lambda turn: None, 0, min(2.0, chosen.budget_s / 20))
+        alone = Case("an empty launch of CuPy", "launch", lambda turn, mask: (), launch)
+        row(alone, "none", lambda turn: None, 0, min(2.0, chosen.budget_s / 20))
         for number, (tokens, name, send) in enumerate(plan):
             made = makers_of_masks(tokens, send)
             every = [

@@ -325,7 +325,7 @@ def main(
             with atomic_path(written[1]) as partial:
                 plot(records).savefig(partial, dpi=150)
     except KeyboardInterrupt:
-        sys.exit("interrupted: what was not yet written whole is as it was before")
+        sys.exit("interrupted: files that were not finished are as they were before")
     except cuflash.UnsupportedProblem as error:
         sys.exit(f"{source.stem}: {' '.join(str(error).split())}")
     print("wrote", *(os.path.relpath(path) for path in written))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import cupy_machine
 import device_double as device
 import numpy as np
 import pytest
+from foreign import Foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash import BlockIndex, masks
+from cuflash.blocks import index as indices
 from cuflash.executors import gpu, index_maker
 from cuflash.executors.index_maker import index_of
+from cuflash.masks import fields as mask_fields
+from cuflash.masks.content import held_arrays
 from cuflash.masks.shape import MaskShape
 
 CLOSED = [masks.Band(), masks.Causal("bottom_right"), masks.Band(-9, 4)]
@@ -64,6 +69,44 @@ def check_indices(machine, seed, seqlen_q, seqlen_kv, block, mask, heads):
 
 def test_kernels_make_the_index_of_chosen_blocks(cupy):
     check_indices(cupy)
+
+
+class Named(Foreign):
+    """An array that names its namespace and cannot be written to, as JAX's."""
+
+    def __init__(self, host):
+        super().__init__(host, (2, 0))
+        self.shape, self.dtype, self.ndim = host.shape, host.dtype, host.ndim
+
+    def __array_namespace__(self):
+        return SimpleNamespace(__name__="named")
+
+
+@pytest.mark.parametrize("make", [Foreign, Named])
+def test_an_index_is_made_of_arrays_of_other_libraries(cupy, monkeypatch, make):
+    for module in (mask_fields, indices):
+        monkeypatch.setattr(module, "is_differentiated", lambda value: isinstance(value, Named))
+    shape, block = MaskShape((2,), 3, 37, 29), (8, 4)
+    kept = blocks_of(shape, block, 3, 0)
+    there = Named(kept) if make is Named else Foreign(kept, (2, 0))
+    assert_same(BlockIndex.from_blocks(there, 37, 29, block), expected_of(kept, masks.Band(), shape, block))
+
+
+@pytest.mark.parametrize("make", [Foreign, Named])
+def test_an_index_of_a_mask_is_computed_by_arrays_of_cupy(cupy, monkeypatch, make):
+    monkeypatch.setattr(mask_fields, "is_differentiated", lambda value: isinstance(value, Named))
+    dense = np.random.default_rng(0).random((37, 29)) < 0.3
+    given = masks.Dense(Named(dense) if make is Named else Foreign(dense, (2, 0))) & masks.Causal("top_left")
+    seen = []
+
+    def classified(mask, *sides):
+        seen.extend(map(type, held_arrays(mask)))
+        raise LookupError("the stand-in has no array operations")
+
+    monkeypatch.setattr(indices, "classify_grid", classified)
+    with pytest.raises(LookupError):
+        BlockIndex.from_mask(given, 37, 29, (8, 4))
+    assert seen == [cupy_machine.Ndarray]
 
 
 def test_later_calls_of_one_layout_launch_four_kernels_and_bind_nothing(cupy, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutations.dropout_guards import (
     bounds_are_sharp,
     calls_are_told_apart,
+    calls_hand_over_their_numbers,
     hopper_gradients_are_right,
     naive_is_right,
     simt_is_right,
@@ -55,12 +56,34 @@ FAULTS = {
         ),
         "the backward pass alone needs the seed": Edit(
             "planning/dropout_launches.py", "dropout_of", "return dropout.draws, (Operand(SEED, (), dtype),)",
-            "return dropout.draws._replace(seed=0), ()",
+            "return dropout.draws._replace(reads_seed=False), ()",
         ),
     },
     calls_are_told_apart: {
         "calls do not differ by what they draw": Edit(
             "planning/options.py", "Options.key", "scale, program, draws, wrt,", "scale, program, wrt,"
+        ),
+        "a repeated call draws by the first one's seed and offset": Edit(
+            "api.py", "run", "if options.dropout is not None:", "if False:"
+        ),
+        "a planned call has no seed": Edit(
+            "planning/dropout_launches.py", "numbers_of", "return dropout.numbers if", "return (0, 0) if"
+        ),
+    },
+    calls_hand_over_their_numbers: {
+        "an offset clears the other half of its word": Edit(
+            "executors/params.py", "ParamsTemplate.with_lists", "Place(offset, int(words[offset]), number)",
+            "Place(offset, 0, number)",
+        ),
+        "seed and offset change places": Edit(
+            "planning/dropout_launches.py", None, 'NUMBERS = ("seed", "offset")', 'NUMBERS = ("offset", "seed")'
+        ),
+        "kernels draw by no seed": Edit(
+            "executors/launch.py", "BoundPass.launch", "addresses += numbers", "addresses += [0 for _ in numbers]"
+        ),
+        "gradients draw by another seed": Edit(
+            "plans.py", "Plan.backward", "given_arrays | results, check, self.numbers)",
+            "given_arrays | results, check, (self.numbers[0] + 1, 0))",
         ),
     },
     simt_is_right: {

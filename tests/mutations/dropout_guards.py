@@ -8,10 +8,12 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from cuflash.compiler import source as sources
 from cuflash.dropout import Dropout
 from cuflash.masks import BlockPattern, Sequences
 from cuflash.testing import Structure, assert_within_bounds
 from executors import check_simulated
+from mutations.python_guards import part
 
 from cuflash import sim
 
@@ -68,6 +70,18 @@ def calls_are_told_apart(library: ModuleType) -> None:
     dropouts = None, library.Dropout(0.5, 1), library.Dropout(0.5, 2), library.Dropout(0.5, 1, 1)
     found = {library.attention(q, q, q, dropout=dropout).tobytes() for _ in range(2) for dropout in dropouts}
     assert len(found) == 4
+
+
+def calls_hand_over_their_numbers(library: ModuleType) -> None:
+    """Kernels drop what the installed library's host function drops, for a threshold whose lowest bit is 0."""
+    example = SHORT.example()
+    part(library, "compiler.source").KERNELS = sources.KERNELS  # which no copy of the library has
+    ours, theirs = library.Dropout(0.4, SEED, 5), example.but(dropout=Dropout(0.4, SEED, 5))
+    (o, lse), vjp = library.attention_vjp(
+        example.q, example.k, example.v, dropout=ours, executor="sim", kernel="simt", return_lse=True
+    )
+    found = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(example.do, example.dlse))))
+    assert_within_bounds(theirs, **found)
 
 
 def simt_is_right() -> None:

@@ -63,7 +63,7 @@ FAULTS = {
         ),
         "zeros that JAX leaves out are ones": Edit("jax.py", "_backward", "jax.numpy.zeros(", "jax.numpy.ones("),
         "plans do not differ by what gradients are asked of": Edit(
-            "jax.py", "_Call.planned", "else options.key(", "else options._replace(wrt=()).key(",
+            "jax.py", "_Call._found_or_planned", "asked.key(", "asked._replace(wrt=()).key(",
         ),
     },
     writing_is_told: {

@@ -18,7 +18,7 @@ FAULTS = {
             "calls/checked_plan.py", "planned", "mask = mask.remembered.mask", "pass"
         ),
         "a call that is remembered holds its plan": Edit(
-            "plans.py", "Plan.bind", "executor.forward(plan, dict(zip(names, (*arrays, *made))))",
+            "plans.py", "Plan.bind", "executor.forward(plan, dict(zip(names, (*arrays, *made))), numbers=numbers)",
             "EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))",
         ),
     },

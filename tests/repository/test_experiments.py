@@ -11,6 +11,7 @@ import signal
 import subprocess
 import struct
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -1571,3 +1572,17 @@ def test_tables_of_calls_show_every_row_with_its_commit(load, name: str) -> None
         column = "us" if name == "decode" else "ms"
         for row, line in zip(values, shown):
             assert f"| {float(row[column]):.3g} |" in line
+
+
+def test_empty_launches_are_timed_between_the_calls_of_a_case(load) -> None:
+    """Each eighth call comes after a launch, for which the device is waited for, and which is no part of the case."""
+    experiment, log = load("host_time"), []
+    case = experiment.Case("cupy", "attention", lambda turn, mask: (turn, mask), lambda *given: log.append("call"))
+    found = experiment.timed(
+        case, lambda turn: None, lambda: log.append("wait"), lambda: log.append("launch") or time.sleep(0.002), 16, 60.0
+    )  # fmt: skip
+    assert found.keys() <= set(experiment.COLUMNS) and found["calls"] == 16
+    assert log.count("launch") == 2 and log.count("call") == 21
+    around = [log[at - 1 : at + 3] for at, each in enumerate(log) if each == "launch"]
+    assert around == [["wait", "launch", "wait", "call"]] * 2
+    assert float(found["launch_us"]) >= 2000 > float(found["us"])

@@ -129,6 +129,21 @@ def test_calls_of_equal_shapes_and_options_plan_once(monkeypatch):
     assert attention(q[:, :, :7], k, v).shape == (2, 4, 7, 16)
 
 
+@pytest.mark.parametrize(("kind", "most"), [("index", 1), ("array", 3)])
+def test_a_call_plans_once_and_an_index_keeps_its_plans(monkeypatch, kind, most):
+    kept = RNG.random((20, 20)) < 0.6
+    index, planned, plans = BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4), api.planned, []
+    monkeypatch.setattr(api, "planned", lambda *args, **options: plans.append(args) or planned(*args, **options))
+    for _ in range(2):
+        found = attention(*given(), mask=index if kind == "index" else kept)
+    o, vjp = jax.vjp(partial(attention, mask=index if kind == "index" else kept), *given())
+    expected, host_vjp = cuflash.attention_vjp(Q, K, V, mask=kept)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    pairs = zip(vjp(jnp.asarray(DO)), host_vjp(DO))
+    assert all(np.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in pairs)
+    assert (np.asarray(o) == np.asarray(found)).all() and len(plans) == most + 1
+
+
 # Wrong arguments.
 
 
@@ -234,3 +249,25 @@ def test_arrays_on_a_gpu_are_taken_and_given_without_a_copy(dtype):
     with jax.default_device(device):
         reasons = reasons_of(jax.jit(lambda q: call(q, q, q)), q)
     assert reasons[0].startswith("q must hold data where attention runs on a GPU; got a tracer")
+
+
+@pytest.mark.gpu
+def test_masks_and_indices_are_made_of_arrays_on_a_gpu():
+    try:
+        (device, *_) = jax.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"JAX finds no GPU: {error}")
+    q, k, v = (jax.device_put(jnp.asarray(array), device) for array in (Q, K, V))
+    seqlen_q, seqlen_kv = Q.shape[-2], K.shape[-2]
+    kept = np.random.default_rng(0).random((-(-seqlen_q // 8), -(-seqlen_kv // 8))) < 0.6
+    there = jax.device_put(jnp.asarray(kept), device)
+    whole = BlockIndex.from_blocks(kept, seqlen_q, seqlen_kv, 8)
+    made = BlockIndex.from_blocks(there, seqlen_q, seqlen_kv, 8)
+    both = masks.BlockPattern(there, 8) & masks.Causal("top_left")
+    listed = BlockIndex.from_mask(both, seqlen_q, seqlen_kv, 8)
+    expected = cuflash.attention(Q, K, V, mask=whole)
+    for mask in (made, masks.BlockPattern(there, 8)):
+        assert abs(np.asarray(attention(q, k, v, mask=mask)) - expected).max() < 1e-3
+        assert abs(cuflash.attention(q, k, v, mask=mask).get() - expected).max() < 1e-3
+    expected = cuflash.attention(Q, K, V, mask=whole, causal="top_left")
+    assert abs(cuflash.attention(q, k, v, mask=listed).get() - expected).max() < 1e-3

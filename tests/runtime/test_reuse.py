@@ -11,8 +11,11 @@ import pytest
 import cuflash
 from cuflash import api, masks
 from cuflash.calls import listed_plan
+from cuflash.compiler import nvrtc as compiling
 from cuflash.executors import gpu, workspaces
+from cuflash.planning import plan_cache
 from test_launch import DO, K, Q, V, Foreign, close
+from refusals import reasons_of
 from workspace_memory import memory, stream
 
 RNG = np.random.default_rng(1)
@@ -45,6 +48,30 @@ def test_repeated_calls_allocate_their_results_alone(cupy):
     before = cupy.allocated
     vjp(do)
     assert cupy.allocated == before + 3
+
+
+@pytest.mark.parametrize("bias", [None, K @ K.swapaxes(-1, -2)], ids=["plain", "bias"])
+def test_a_pullback_looks_at_each_cotangent(cupy, monkeypatch, bias):
+    """After a first one, cotangents that lie otherwise are taken, and wrong ones refused; those alike plan nothing."""
+    wrt = () if bias is None else ("bias",)
+    options = {"wrt": wrt, "sink": np.ones(2, np.float32)}
+    _, host_vjp = cuflash.attention_vjp(Q, K, V, bias=bias, **options)
+    options["sink"], there = cupy.asarray(options["sink"]), None if bias is None else cupy.asarray(bias)
+    pullbacks = [cuflash.attention_vjp(*map(cupy.asarray, (Q, K, V)), bias=there, **options)[1] for _ in range(2)]
+    turned = cupy.asarray(DO.swapaxes(-1, -2).copy()).swapaxes(-1, -2)
+    pullbacks[0](cupy.asarray(DO))
+    pullbacks[0](turned)
+    monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
+    for vjp in pullbacks:
+        for do, scale in ((cupy.asarray(DO), 1), (turned, 1), (cupy.asarray(2 * DO), 2)):
+            found, expected = vjp(do), host_vjp(scale * DO)
+            assert all(map(close, found, expected)) and all(close(found[name], expected[name]) for name in wrt)
+        for wrong, told in ((DO.astype(np.float64), "float64"), (DO[:1], "(1, 40, 16)")):
+            (reason,) = reasons_of(vjp, cupy.asarray(wrong))
+            assert reason.startswith("do must have shape") and told in reason
+    with cupy.cuda.Device(1):
+        reasons = reasons_of(pullbacks[0], cupy.asarray(DO))
+    assert any("q must be on the current device, 1" in reason for reason in reasons)
 
 
 def test_an_lse_that_nobody_wants_changes_nothing(cupy):
@@ -124,6 +151,50 @@ def test_a_piece_is_large_enough_for_each_call_and_what_is_large_is_not_kept(mon
     assert [array.nbytes for array in made] == [300, 900, 1001, 1001]
 
 
+# Seeds and offsets of dropout.
+
+DROPOUTS = [cuflash.Dropout(0.4, *numbers) for numbers in ((3, 0), (3, 1), (2**64 - 1, 2**32 - 1))]
+
+
+@pytest.mark.parametrize("name", [None, "elements", "out"])
+def test_a_new_seed_or_offset_asks_nothing_again(cupy, monkeypatch, name):
+    """Calls plan, bind and compile once for all seeds and offsets, and pullbacks draw as their own calls did."""
+    mask = None if name != "elements" else DENSE[0]
+    arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
+    given = {"mask": None if mask is None else cupy.asarray(mask)}
+
+    def call(dropout):
+        out = cupy.empty(Q.shape, np.float32) if name == "out" else None
+        return cuflash.attention_vjp(*arrays, dropout=dropout, out=out, **given)
+
+    on_host = (cuflash.attention_vjp(Q, K, V, mask=mask, dropout=dropout) for dropout in DROPOUTS)
+    expected = [(o, *vjp(DO)) for o, vjp in on_host]
+    _, vjp = call(DROPOUTS[0])
+    vjp(do)
+    asks_nothing_again(monkeypatch)
+    monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
+    made = [call(dropout) for dropout in DROPOUTS]
+    for (o, vjp), (host_o, *gradients) in zip(reversed(made), reversed(expected)):
+        assert close(o, host_o) and all(map(close, vjp(do), gradients))
+
+
+@pytest.mark.parametrize("executor", ["cpu", "sim"])
+def test_a_new_seed_or_offset_is_no_new_plan_on_the_host(monkeypatch, executor):
+    monkeypatch.setattr(api, "_bound_calls", {})
+    plan_cache._cached_plan.cache_clear()
+    found = {cuflash.attention(Q, K, V, dropout=each, executor=executor).tobytes() for each in DROPOUTS}
+    assert len(found) == 3 and plan_cache._cached_plan.cache_info().misses == 1
+
+
+def test_plans_for_new_masks_and_seeds_share_launches(cupy, monkeypatch):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    expected = [cuflash.attention(Q, K, V, mask=DENSE[turn], dropout=each) for turn, each in enumerate(DROPOUTS)]
+    for turn, dropout in enumerate(DROPOUTS):
+        ready = cuflash.plan(*arrays, mask=cupy.asarray(DENSE[turn]), dropout=dropout)
+        assert close(ready.forward(*arrays)[0], expected[turn])
+        asks_nothing_again(monkeypatch)
+
+
 # Arrays of other libraries.
 
 
@@ -170,10 +241,19 @@ def test_an_output_of_another_library_is_written_by_a_repeated_call(cupy, monkey
 # Plans for masks on the device.
 
 
+def test_a_plan_tells_all_that_is_wrong_with_arrays_of_other_libraries(cupy):
+    q, k, v = map(on_device, (Q, K, V))
+    options = {"mask": on_device(DENSE[0]), "kernel": "fast", "scale": "1"}
+    (kernel, scale) = sorted(reasons_of(cuflash.plan, q, k, v, **options))
+    assert kernel.startswith("kernel must be") and scale.startswith("scale must be")
+
+
+@pytest.mark.parametrize("library", ["cupy", "another"])
 @pytest.mark.parametrize("name", MASKS)
-def test_plans_for_new_masks_share_launches_and_read_each_mask_once(cupy, monkeypatch, name):
-    arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
-    made = [MASKS[name](cupy.asarray, turn) for turn in range(3)]
+def test_plans_for_new_masks_share_launches_and_read_each_mask_once(cupy, monkeypatch, name, library):
+    send = cupy.asarray if library == "cupy" else on_device
+    arrays, do = [send(array) for array in (Q, K, V)], send(DO)
+    made = [MASKS[name](send, turn) for turn in range(3)]
     expected = [results((Q, K, V), DO, MASKS[name](np.asarray, turn)) for turn in range(3)]
     plans = [cuflash.plan(*arrays, mask=made[0])]
     plans[0].backward(do, *arrays, *plans[0].forward(*arrays))

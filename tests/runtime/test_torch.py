@@ -450,6 +450,29 @@ def test_a_repeated_call_asks_nothing_again(machines, monkeypatch):
     assert (torch.autograd.grad(attention(*given, mask=LISTED), given, DO)[0] == dq).all()
 
 
+@pytest.mark.parametrize("mask", [None, LISTED, KEPT], ids=["dense", "lists", "elements"])
+@pytest.mark.parametrize("has_out", [False, True])
+def test_a_new_seed_or_offset_of_dropout_asks_nothing_again(machines, monkeypatch, mask, has_out):
+    """Graphs that are walked back in any order draw as their own calls did."""
+    dropouts = [cuflash.Dropout(0.4, *numbers) for numbers in ((3, 0), (3, 1), (2**64 - 1, 2**32 - 1))]
+    inputs = leaves(Q, K, V)
+    on_host = [attention(*inputs, mask=mask, dropout=each) for each in dropouts]
+    expected = [(o, *torch.autograd.grad(o, inputs, DO)) for o in on_host]
+    given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    there = mask if mask is not KEPT else on_device(KEPT)
+
+    def call(dropout):
+        out = on_device(torch.empty(Q.shape)) if has_out else None
+        return attention(*given, mask=there, dropout=dropout, out=out)
+
+    torch.autograd.grad(call(dropouts[0]), given, DO)
+    monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
+    made = [call(each) for each in dropouts]
+    for o, (host_o, *theirs) in zip(reversed(made), reversed(expected)):
+        assert close(o, host_o) and all(map(close, torch.autograd.grad(o, given, DO), theirs))
+
+
 def test_both_passes_run_on_the_stream_that_pytorch_has_current(machines):
     cupy, pytorch = machines
     given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]

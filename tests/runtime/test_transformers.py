@@ -127,7 +127,23 @@ def test_caps_and_sinks_of_other_models_are_taken(calls: Any, kind: str) -> None
     assert calls and all(given[option] is not None for _, _, given in calls)
 
 
-def test_dropout_is_refused() -> None:
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_dropout_is_drawn_from_pytorch_s_generator(calls: Any, checkpoints: bool) -> None:
+    """Equal states of the generator give equal steps, also where layers are computed again for their gradients."""
     model = llama(attention_dropout=0.5).train()
-    with pytest.raises(NotImplementedError, match="exact attention takes no dropout: set attention_dropout=0.0"):
-        trained(model, "exact")
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(trained(model, "exact"))
+    assert all(torch.equal(mine, again) for mine, again in zip(found[0], found[1]))
+    assert not torch.equal(found[0][1], found[2][1])
+    drawn = [given["dropout"] for _, _, given in calls]
+    assert len({each.seed for each in drawn}) == 4 and {each.p for each in drawn} == {0.5}
+    assert len(drawn) == (12 if checkpoints else 6)
+    model.gradient_checkpointing_disable()
+    torch.manual_seed(0)
+    for mine, whole in zip(found[0], trained(model, "exact")):
+        torch.testing.assert_close(mine, whole)
+    assert all(torch.equal(x, y) for x, y in zip(trained(model.eval(), "exact"), trained(llama(), "exact")))

@@ -28,7 +28,7 @@ def reasons_of(*arrays, **options):
     "arrays, words",
     [
         ((Q[0, 0, 0], Q, Q), ["q must have shape", "(8,)"]),
-        ((Q[0, 0], Q, Q), ["either all of q, k, v have a heads axis", "q (10, 8)"]),
+        ((Q[0, 0], Q, Q), ["q, k and v must all have an axis of heads, or none of them", "q (10, 8)"]),
         ((Q, Q[:, :3], Q[:, :3]), ["q's 4 heads must be a multiple of k's 3"]),
         ((Q, Q[:, :0], Q[:, :0]), ["q's 4 heads must be a multiple of k's 0"]),
         ((Q, Q, Q[:, :2]), ["v must have k's 4 heads", "(2, 2, 10, 8)"]),

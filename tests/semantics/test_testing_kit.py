@@ -3,6 +3,8 @@
 import functools
 import inspect
 import re
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -412,3 +414,9 @@ def test_every_check_of_the_module_is_in_one_list_and_names_its_source():
     listed = [*testing.FORWARD_PROPERTIES, *testing.GRADIENT_PROPERTIES, *testing.PAIR_PROPERTIES]
     assert sorted(check.__name__ for check in listed) == sorted(checks)
     assert all(re.search(r"\(\d+(, \d+)*\)$", inspect.getdoc(check)) for check in listed)
+
+
+def test_the_kit_names_what_installs_hypothesis():
+    code = "import sys; sys.modules['hypothesis'] = None; import cuflash.testing"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.splitlines()[-1]
+    assert told.startswith("ModuleNotFoundError: cuflash.testing needs Hypothesis: pip install '.[testing]' in a clone")

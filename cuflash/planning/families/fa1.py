@@ -66,7 +66,7 @@ class FlashAttention1(Family):
         ]
         if problem.score is not None:
             reasons.append("kernel='fa1' must be given no score, softcap or bias; got one: use kernel='auto'")
-        if problem.dropout is not None and problem.dropout.seed is not None:  # else its seed is an operand
+        if problem.dropout is not None and not problem.dropout.reads_seed:  # else its seed is an operand
             reasons.append("kernel='fa1' must be given no dropout; got one: use kernel='auto'")
         return reasons + super().reasons(problem, device)
 

@@ -1,0 +1,53 @@
+"""The function that pulls gradients back through one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..arrays import Array
+from ..executors import checks, gpu
+from ..plans import Gradients, Plan, layout_key, named_gradients
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pullback:
+    """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
+
+    All arrays but the cotangents lie as the plan's own call had them, so that do alone tells which launches serve.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((2, 16, 8), np.float32)
+    >>> o, vjp = cuflash.attention_vjp(q, k, v)
+    >>> vjp(o).dq.shape
+    (2, 16, 8)
+    """
+
+    ready: Plan
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array
+    operands: Mapping[str, Array] = field(default_factory=dict)
+
+    def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
+        """Gradients of sum(do * o) + sum(dlse * lse)."""
+        ready, kept, operands = self.ready, (self.q, self.k, self.v, self.o, self.lse), self.operands
+        layout = layout_key(do) if dlse is None and ready.executor == "gpu" else None
+        bound_call = ready._bound_calls.get((Pullback, layout))
+        if bound_call is not None and not checks.is_on():
+            if operands:
+                kept = *kept, *(array for name, array in operands.items() if not ready.plan.problem.is_of_forward(name))
+            gradients = named_gradients(ready.plan.problem, bound_call(do, *kept, numbers=ready.numbers))
+        else:
+            gradients = ready.backward(do, *kept, dlse, **operands)
+            if layout is not None:
+                key, *_ = ready._arrays_of_backward((do, *kept), None, operands)
+                bound_call = ready._bound_calls.get(key)
+            if bound_call is not None:
+                ready._cache_bound_call((Pullback, layout), bound_call)
+        gpu.pin(ready.plan)
+        return gradients
