@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import BFLOAT16, Array, as_dtype, describe, is_array, is_int, is_number, namespace, no_array
 from ..errors import UnsupportedProblem, collecting
+from ..planning.problem import MAX_HEAD_DIM
 from ..plans import as_arrays
 from . import e4m3, on_device
 from .rotation import Rotation
@@ -234,7 +235,7 @@ def quantize(
     Notes
     -----
     The scale of a part is max |x| / largest, 1 if all of it is 0. A part that holds NaN or an infinity is NaN. NumPy's
-    and CuPy's arrays give the same bits.
+    and CuPy's arrays give the same bits, but for numbers below 2^-126 in magnitude, which count as 0 on a GPU.
 
     FlashAttention-3, arXiv 2407.08608, section 3.3, quantises in blocks and rotates.
 
@@ -317,14 +318,14 @@ def _parts_and_scale(x: Array, per: str, block: int, largest: Any) -> tuple[Arra
 def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
     reasons = []
     if not isinstance(per, str) or per not in PARTS:
-        reasons.append(f"per must be {', '.join(map(repr, PARTS))}; got {describe(per)}")
+        reasons.append(f"per must be one of {', '.join(map(repr, PARTS))}; got {describe(per)}: 'block' is the default")
     if not is_int(block) or block < 16 or block % 16:
         reasons.append(f"block must be a multiple of 16, at least 16; got {describe(block)}: 128 is one")
     if rotation is not None and not isinstance(rotation, Rotation):
         reasons.append(f"rotate must be a Rotation or None; got {describe(rotation)}: Rotation(head_dim) makes one")
     elif rotation is not None and x.ndim and x.shape[-1] != rotation.head_dim:
-        reasons.append(
-            f"rotate must have the rows' length, {x.shape[-1]}; got {rotation}: Rotation({x.shape[-1]}) fits, "
-            f"for a power of two"
-        )
+        columns = x.shape[-1]
+        fits = 0 < columns <= MAX_HEAD_DIM and not columns & (columns - 1)
+        fix = f"Rotation({columns}) fits" if fits else "no rotation has it, so give None"
+        reasons.append(f"rotate must have the rows' length, {columns}; got {rotation}: {fix}")
     return reasons

@@ -9,10 +9,10 @@ at the same weights and see the same text; only attention differs: `naive`, arra
 weights; `exact`, cuflash's; `sink_local` and `butterfly`, block-sparse patterns; and `wrong_key`, exact attention in
 which every sixteenth key is that of the token before it. Over the first `compared_steps` steps each loss may differ
 from naive's by sqrt(eps) of it, so that half of the digits survive. `wrong_key` ends at the first step that breaks
-this, which shows that the bound sees such a fault. Tokens per second are of the median step. Peak memory is what the
-gradients of one step take beside the weights: the most bytes of NumPy's arrays, or the bytes that CuPy's pool took
-from the device. The longest context is the largest power of two whose gradients, of one sequence, fit in
-`budget_mib`. The held-out loss is of pieces that no step saw, in nats a character.
+this, which shows that the bound sees such a fault. Tokens per second are of the median step; on the host BLAS has one
+thread. Peak memory is what the gradients of one step take beside the weights: the most bytes of NumPy's arrays, or the
+bytes that CuPy's pool took from the device. The longest context is the largest power of two whose gradients, of one
+sequence, fit in `budget_mib`. The held-out loss is of pieces that no step saw, in nats a character.
 
 `--long` times whole steps, gradients and Adam, of 12 layers of width 768 with 12 heads of 64 in float16, with a
 vocabulary of characters. FlashAttention's paper (arXiv 2205.14135, table 2) trains GPT-2 small on 8 A100 at 1k tokens
@@ -44,7 +44,7 @@ import matplotlib.pyplot as plt
 import model
 import numpy as np
 from device_memory import peak_on_device
-from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
+from harness import Record, check_names, gpu_versions, main, one_thread, track, why_no_gpu
 from rich.console import Group
 from rich.table import Table
 from training import ALPHABET, CHECKPOINTS, Recipe, Training, attentions, block_indices, density, library_text, pieces
@@ -244,7 +244,8 @@ def timed_steps(run: Training, text: Any, attend: model.Attend, xp: Any) -> Iter
 def run(config: Config) -> Iterator[Record]:
     """Run the host's part, or one of the parts for a GPU."""
     if not (config.gpu or config.long):
-        yield from run_training(config, np)
+        with one_thread():
+            yield from run_training(config, np)
         return
     if reason := why_no_gpu():
         sys.exit(f"train_language_model --{'gpu' if config.gpu else 'long'} trains on a GPU: {reason}")

@@ -176,7 +176,7 @@ class Training:
             np.savez(file, losses=np.array(self.losses), seconds=np.array(self.seconds), **arrays)
 
     def forget(self, folder: Path) -> None:
-        """Remove the checkpoint of a run whose results are written, so that the next call trains anew."""
+        """Remove the checkpoint of a run that has ended, so that the next call trains anew."""
         (folder / f"{self.recipe.key}.npz").unlink(missing_ok=True)
 
     @property

@@ -1,19 +1,22 @@
 """What do 8 bits cost, and how much of it do blocks and rotations give back?
 
-    python -m experiments fp8_error                    # minutes
+    python -m experiments fp8_error                                    # minutes
     python -m experiments fp8_error --seqlens 512
+    python -m experiments fp8_error --gpu                              # the kernel, on a GPU of compute capability 9.0
+    python -m experiments fp8_error --sim --queries 256                # the kernel on the simulator
 
-Attention of q, k and v quantised to e4m3 in every way, on the cpu executor, against the specification in float64 on the
-operands as they were drawn, float16: root mean squares of the error of o. The operands are those of FlashAttention-3
-(arXiv 2407.08608, section 4.3), N(0, 1) + N(0, 100) Bernoulli(0.001), and plain N(0, 1). The cpu executor rounds
-nothing else to 8 bits: the weights, which kernels round too, are float32 here. `share` is the largest error over the
-bound, quantization_bound and error_bound together, on the first head and as many queries as `bounded`.
+Attention of q, k and v quantised to e4m3 in every way against the specification in float64 on the operands as they were
+drawn, float16: root mean squares of the error of o. The operands are those of FlashAttention-3 (arXiv 2407.08608,
+section 4.3), N(0, 1) + N(0, 100) Bernoulli(0.001), and plain N(0, 1). The cpu executor rounds nothing else to 8 bits.
+Kernels round the weights too, and tensor cores cut sums: their errors are in files of their own. `queries` is how many
+queries of each head are computed, 0 for all. `share` is the largest error over the bound, quantization_bound and
+error_bound together, on the first head and as many queries as `bounded`.
 
 Expect: with outliers a rotation of q and k halves the error of one scale for a tensor; without outliers all are alike.
 Found:  so it is, at 128 columns, and at 64 in part, and more in long sequences: the more scores there are, the more
         weight goes to keys whose outliers meet a query's. The table is in docs/fp8.md.
 
-Cost: Minutes on two cores.
+Cost: Minutes on two cores; --gpu half a minute of a GPU, and as long on the host for the exact results.
 """
 
 import itertools
@@ -22,9 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuflash
+import ml_dtypes
 import numpy as np
 from cuflash import reference
-from harness import Record, main, track
+from harness import Record, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 
 DISTRIBUTIONS = ("normal", "outliers")
@@ -40,8 +44,20 @@ class Config:
     seqlens: tuple[int, ...] = (2048, 8192)
     bounded: int = 64
     seed: int = 0
+    gpu: bool = False
+    sim: bool = False
+    queries: int = 0
+
+    @property
+    def executor(self) -> str:
+        """What computes."""
+        return "gpu" if self.gpu else "sim" if self.sim else "cpu"
 
     def __post_init__(self) -> None:
+        if self.gpu and self.sim:
+            raise ValueError("gpu and sim are two runs: choose one of them")
+        if any(dim & (dim - 1) or dim > (256 if self.executor == "cpu" else 128) for dim in self.head_dims):
+            raise ValueError("head_dims must be powers of two, at most 256, and at most 128 for kernels")
         if min(self.heads, self.bounded, *self.seqlens, *self.head_dims) < 1:
             raise ValueError("head_dims, heads, seqlens and bounded must be positive")
 
@@ -58,35 +74,54 @@ def rms(x: Any) -> float:
     return float(np.sqrt(np.mean(np.square(x))))
 
 
-def share_of_bound(q: Any, k: Any, v: Any, x8: tuple[Any, Any, Any], exact: Any, rows: int) -> float:
+def on_host(x: Any) -> Any:
+    """A result in float64, from where it was computed."""
+    return (x if isinstance(x, np.ndarray) else x.get()).astype(np.float64)
+
+
+def quantized(x: tuple[Any, ...], per: str, rotation: cuflash.Rotation | None) -> list[cuflash.Quantized]:
+    """q, k and v in 8 bits, where they are."""
+    return [cuflash.quantize(each, per=per, rotate=by) for each, by in zip(x, (rotation, rotation, None))]
+
+
+def share_of_bound(x: tuple[Any, ...], per: str, rotation: Any, send: Any, exact: Any, config: Config) -> float:
     """The largest error of the first head's first queries over its bound."""
-    few = q[:1, :rows], k[:1], v[:1]
-    few8 = [cuflash.quantize(x, per=each.per, rotate=each.rotation) for x, each in zip(few, x8)]
-    bound = cuflash.quantization_bound(*few, *few8).o + cuflash.error_bound(*few8).o
-    return float((np.abs(cuflash.attention(*few8) - exact[:1, :rows]) / bound).max())
+    few = x[0][:1, : config.bounded], x[1][:1], x[2][:1]
+    few8 = quantized(few, per, rotation)
+    product_dtype = None if config.executor == "cpu" else ml_dtypes.float8_e4m3fn
+    bound = cuflash.quantization_bound(*few, *few8).o + cuflash.error_bound(*few8, product_dtype=product_dtype).o
+    there = quantized(tuple(map(send, few)), per, rotation)
+    found = on_host(cuflash.attention(*there, executor=config.executor))
+    return float((np.abs(found - exact[:1, : config.bounded]) / bound).max())
 
 
 def run(config: Config) -> Iterator[Record]:
     """One record for each distribution, head_dim, length and method."""
+    send: Any = np.asarray
+    if config.gpu:
+        if reason := why_no_gpu():
+            raise SystemExit(f"fp8_error --gpu runs on a GPU: {reason}")
+        import cupy
+
+        send = cupy.asarray
     cases = list(itertools.product(DISTRIBUTIONS, config.head_dims, config.seqlens))
     for distribution, head_dim, seqlen in track(cases, "operands"):
         rng = np.random.default_rng(config.seed)
         q, k, v = (draw(rng, (config.heads, seqlen, head_dim), distribution) for _ in range(3))
+        q = q[:, : config.queries or None]
         exact = reference.attention(*(x.astype(np.float64) for x in (q, k, v)))[0]
         row = {"distribution": distribution, "head_dim": head_dim, "seqlen": seqlen, "heads": config.heads}
-        plain = rms(cuflash.attention(q, k, v).astype(np.float64) - exact)
+        row |= {"executor": config.executor, "queries": q.shape[1], **(gpu_versions() if config.gpu else {})}
+        there = send(q), send(k), send(v)
+        plain = rms(on_host(cuflash.attention(*there, executor=config.executor)) - exact)
         yield row | {"per": "", "rotated": "", "rmse": plain, "ratio": None, "share": None}
         worst = None
         for per, rotates in itertools.product(PARTS, (False, True)):
             rotation = cuflash.Rotation(head_dim) if rotates else None
-            x8 = (
-                cuflash.quantize(q, per=per, rotate=rotation),
-                cuflash.quantize(k, per=per, rotate=rotation),
-                cuflash.quantize(v, per=per),
-            )
-            error = rms(cuflash.attention(*x8) - exact)
+            o = on_host(cuflash.attention(*quantized(there, per, rotation), executor=config.executor))
+            error = rms(o - exact)
             worst = error if worst is None else worst
-            share = share_of_bound(q, k, v, x8, exact, config.bounded)
+            share = share_of_bound((q, k, v), per, rotation, send, exact, config)
             found = {"per": per, "rotated": rotates, "rmse": error, "ratio": worst / error, "share": share}
             yield row | found
 
@@ -114,5 +149,11 @@ def table(records: list[Record]) -> Table:
     return made
 
 
+# Columns that distinguish the rows of a GPU.
+ROW = ("gpu", "distribution", "head_dim", "seqlen", "per", "rotated")
+
 if __name__ == "__main__":
-    main(Config, run, table)
+    main(
+        Config, run, table, replacing=lambda config: ROW if config.gpu else (),
+        name=lambda config: "fp8_error" + "_gpu" * config.gpu + "_sim" * config.sim,
+    )  # fmt: skip

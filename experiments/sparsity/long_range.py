@@ -1,6 +1,6 @@
 """Which patterns let a model learn what only two far ends of a sequence decide together?
 
-    python -m experiments long_range           # 64 tokens on the host, in under a minute
+    python -m experiments long_range           # 64 tokens on the host, on one thread, in under a minute
     python -m experiments long_range --gpu     # 4096 and 16384 tokens on a GPU
 
 The task is in one dimension what Pathfinder is in two (Long Range Arena, arXiv 2011.04006; its 16k tokens, Path-X,
@@ -9,15 +9,17 @@ of two colours, and two marked ends, one in the second eighth and one in the las
 the one end the path that stops at the other? Colours of the ends are equal in half of the sequences and independent
 of all dashes, so that one end alone tells nothing: a model without a way between them is right in one half.
 
-The model has two layers of attention and perceptrons (model.py), no positions, and reads its answer at the second
-end. In two steps `exact` attention, `bigbird` (a window, global and random blocks) and `strided` (a window and every
-so many blocks) connect any two tokens. `window` reaches two windows far; in `sink_local`, where all see the first
-block too, that block itself sees a window, which ends before the first end. Lengths double while a model is trained,
-from 64 on, with patterns of 16 blocks or more. Each pattern is trained on `seeds`, and judged on sequences that it did
-not see, each with either colour of the first end: without a way to it, exactly half of the answers are right.
+The model has two layers of attention with two heads, and of perceptrons (model.py), no positions, and reads its answer
+at the second end. In two steps `exact` attention, `bigbird` (a window, global and random blocks) and `strided` (a
+window and every so many blocks) connect any two tokens. `window` reaches two windows far; in `sink_local`, where all
+see the first block too, that block itself sees a window, which ends before the first end. Lengths double while a model
+is trained, from 64 on, with patterns of 16 blocks or more. Each pattern is trained on `seeds`, and judged on sequences
+that it did not see, each with either colour of the first end: without a way to it, exactly half of the answers are
+right.
 
 Expect: every pattern with a way in two steps above 90 %, the two without one at 50 %.
-Found:  at 64 tokens exact attention and bigbird answer 99.8 % right or more, a window exactly half.
+Found:  at 64 tokens exact attention and bigbird answer 98 % right or more with each of three seeds, a window exactly
+half.
 
 Cost: Under a minute on two cores; --gpu two minutes of a GPU.
 """
@@ -37,13 +39,13 @@ import numpy as np
 from cuflash import masks, patterns
 from cuflash.compiler import nvrtc
 from cuflash.executors import gpu
-from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
+from harness import Record, check_names, gpu_versions, main, one_thread, track, why_no_gpu
 from rich.table import Table
 
 NAMES = ("exact", "bigbird", "strided", "window", "sink_local")
 COLOURS = 2
 BLANK, DASH, START, GOAL, VOCABULARY = 0, 1, 1 + COLOURS, 1 + 2 * COLOURS, 1 + 3 * COLOURS
-LAYERS, WIDTH, DASHES = 2, 32, 16
+LAYERS, HEADS, WIDTH, DASHES = 2, 2, 32, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +57,16 @@ class Config:
     seqlens: tuple[int, ...] = (64,)
     block: int = 4
     batch: int = 16
-    steps: int = 300
+    steps: int = 200
     tests: int = 512
     gpu_names: tuple[str, ...] = NAMES
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = (0, 1, 2)
     gpu_seqlens: tuple[int, ...] = (4096, 16384)
     gpu_block: int = 128
     gpu_tokens: int = 32768
     gpu_steps: int = 300
     gpu_steps_more: int = 20
-    rate: float = 3e-3
+    rate: float = 6e-3
     gpu_tests: int = 256
     gpu_seeds: tuple[int, ...] = (0, 1, 2)
 
@@ -191,7 +193,7 @@ def specs_of(config: Config, device: cuflash.DeviceSpec) -> set[Any]:
     """The kernels of all stages and patterns on a GPU."""
     found = set()
     for name, (length, block, _) in itertools.product(config.gpu_names, stages(config)):
-        x = cuflash.ShapeDtype((config.gpu_tokens // length, 1, length, WIDTH), np.dtype(np.float32))
+        x = cuflash.ShapeDtype((config.gpu_tokens // length, HEADS, length, WIDTH // HEADS), np.dtype(np.float32))
         index = index_of(name, length, block)
         ready = cuflash.plan(x, x, x, mask=index, precision="tf32", device=device, executor="gpu")
         found |= set(ready.plan.specs.values())
@@ -220,8 +222,8 @@ def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
     asked = config.gpu_seqlens if config.gpu else config.seqlens
     tests = config.gpu_tests if config.gpu else config.tests
     shape = model.Config(
-        vocabulary=VOCABULARY, context=max(asked), num_layers=LAYERS, num_heads=1, num_kv_heads=1, head_dim=WIDTH,
-        width=WIDTH,
+        vocabulary=VOCABULARY, context=max(asked), num_layers=LAYERS, num_heads=HEADS, num_kv_heads=HEADS,
+        head_dim=WIDTH // HEADS, width=WIDTH,
     )  # fmt: skip
     made = model.parameters(shape, seed)
     positions = xp.zeros_like(xp.asarray(made.pop("positions")))  # which stay 0
@@ -262,9 +264,10 @@ def run(config: Config) -> Iterator[Record]:
         device = gpu.current_device()
         nvrtc.precompile(specs_of(config, device), device.compute_capability)
     versions = gpu_versions() if config.gpu else {}
-    for seed, name in track(config.cases, "seeds and patterns"):
-        for row in learned(config, name, seed, xp):
-            yield row | versions
+    with one_thread():
+        for seed, name in track(config.cases, "seeds and patterns"):
+            for row in learned(config, name, seed, xp):
+                yield row | versions
 
 
 def table(records: list[Record]) -> Table:

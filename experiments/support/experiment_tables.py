@@ -195,9 +195,18 @@ def fp8_error(rows: list[Row]) -> str:
     return markdown(["quantised with", *header], lines)
 
 
+def exponentials(rows: list[Row]) -> str:
+    """Exponentials of a multiprocessor in a cycle."""
+    header = ["instruction", "results at once", "results in a cycle"]
+    lines = [[f"`{row['instruction']}`", row["results_at_once"], number(row, "per_cycle", ".1f")] for row in rows]
+    return markdown(header, lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "fp8-speed": ("fp8", fp8_speed),
     "fp8-error": ("fp8_error", fp8_error),
+    "fp8-error-gpu": ("fp8_error_gpu", fp8_error),
+    "exponential-rate": ("exponential_rate", exponentials),
     "selector-shootout": ("selector_shootout", shootout),
     "selectors-unbeaten": ("selector_shootout", unbeaten),
     "selector-shootout-gpu": ("selector_shootout_gpu", shootout),

@@ -30,6 +30,7 @@ import cuflash
 import numpy as np
 import scipy
 from command_line import Parser, check_values, check_writable
+from threadpoolctl import threadpool_limits
 
 try:
     import matplotlib
@@ -156,6 +157,13 @@ def time_on_device(calls: Mapping[str, Callable[[], object]], *, repeats: int, w
         name: _timing([cupy.cuda.get_elapsed_time(start, stop) / 1e3 for start, stop in pairs])
         for name, pairs in events.items()
     }
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """BLAS on one thread: where matrices are small, further ones gain nothing, and wait long on a busy machine."""
+    with threadpool_limits(1, "blas"):
+        yield
 
 
 def why_no_gpu() -> str | None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import struct
 import sys
 import time
 import warnings
@@ -921,6 +922,55 @@ def test_the_simulator_and_the_gpu_are_each_within_the_bound(load) -> None:
     assert all(record[name] <= 2 for record in records for name in experiment.OUTPUTS)
     assert all(record["probes_pass"] for record in records)
     assert all(record["probes_same_bits"] for record in records if record["kernel"] == "simt")
+
+
+def check_errors_of_8_bits(load, **where: bool) -> None:
+    """Errors are within their bounds, and the kernel's are not the host's, as it rounds the weights too."""
+    experiment = load("fp8_error")
+    few = {"head_dims": (64,), "heads": 1, "seqlens": (256,), "queries": 128, "bounded": 32}
+    of_kernel, of_host = (list(experiment.run(experiment.Config(**few, **flags))) for flags in (where, {}))
+    cases = [(row["distribution"], row["per"], row["rotated"]) for row in of_host]
+    assert len(cases) == 14 and cases == [(row["distribution"], row["per"], row["rotated"]) for row in of_kernel]
+    for kernel, host in zip(of_kernel, of_host):
+        assert kernel["queries"] == host["queries"] == 128
+        if kernel["per"]:
+            assert 0 < kernel["share"] < 1 and 0 < host["share"] < 1
+            assert kernel["rmse"] != host["rmse"]
+    assert len(experiment.table(of_kernel).rows) == 7
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
+def test_errors_of_8_bits_are_within_their_bounds(load) -> None:
+    check_errors_of_8_bits(load, sim=True)
+
+
+def test_exponentials_are_compiled_and_counted(load) -> None:
+    """A thread makes eight exponentials a round, of four rounds and of one; each packed pair takes the unit twice."""
+    core = pytest.importorskip("cuda.core", reason="NVRTC is missing: pip install '.[cuda13]'")
+    experiment, cubin = load("exponential_rate"), load("cubin")
+    for instruction, (_, at_once) in experiment.INSTRUCTIONS.items():
+        options = core.ProgramOptions(arch="sm_90")
+        (kernel,) = cubin.functions(
+            bytes(core.Program(experiment.source(instruction), "c++", options=options).compile("cubin").code)
+        ).values()
+        opcodes = [low & 0xFFF for low, _ in struct.iter_unpack("<QQ", kernel["instructions"])]
+        assert opcodes.count(0x308) == (4 + 1) * experiment.CHAINS * at_once  # MUFU
+        assert experiment.per_cycle(instruction, 100, np.array([51200, 51200, 90000])) == 16 * at_once
+    with pytest.raises(ValueError, match="no tanh in instructions; there are"):
+        experiment.Config(instructions=("tanh",))
+
+
+@pytest.mark.gpu
+def test_exponentials_are_timed_on_a_gpu(load) -> None:
+    experiment = load("exponential_rate")
+    rows = list(experiment.run(experiment.Config(rounds=64, repeats=1)))
+    assert [row["instruction"] for row in rows] == list(experiment.INSTRUCTIONS)
+    assert all(0 < row["per_cycle"] < 64 for row in rows) and len(experiment.table(rows).rows) == 3
+
+
+@pytest.mark.gpu
+def test_errors_of_8_bits_are_within_their_bounds_on_a_gpu(load) -> None:
+    check_errors_of_8_bits(load, gpu=True)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")

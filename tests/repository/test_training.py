@@ -134,6 +134,21 @@ def test_losses_agree_but_with_a_wrong_key_and_every_attention_has_its_row(load,
     assert experiment.plot(rows).axes and experiment.table(rows).renderables
 
 
+def test_small_trainings_multiply_on_one_thread(load) -> None:
+    """The number of BLAS's threads is one inside, and as before afterwards."""
+    from threadpoolctl import threadpool_info
+
+    harness = load("harness")
+
+    def numbers() -> set[int]:
+        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+    before = numbers()
+    with harness.one_thread():
+        assert numbers() == {1}
+    assert numbers() == before
+
+
 def test_memory_above_a_limit_does_not_fit(load) -> None:
     peak = load("train_language_model").peak_bytes
     taken = peak(np, lambda: np.ones(1 << 20))
@@ -198,7 +213,7 @@ def test_the_task_is_trained_and_judged_in_stages(load) -> None:
     config = task.Config(gpu=True, gpu_seqlens=(4096,), gpu_steps=7, gpu_steps_more=3)
     longer = [(128, 8, 3), (256, 16, 3), (512, 32, 3), (1024, 64, 3), (2048, 128, 3), (4096, 128, 3)]
     assert task.stages(config) == [(64, 4, 7), *longer]
-    config = task.Config(seqlens=(32, 64), block=2, batch=4, steps=2, tests=6, names=("exact", "window"))
+    config = task.Config(seqlens=(32, 64), block=2, batch=4, steps=2, tests=6, names=("exact", "window"), seeds=(0,))
     rows = list(task.run(config))
     cases = [(row["pattern"], row["seqlen"], row["steps"]) for row in rows]
     assert cases == [(name, seqlen, steps) for name in config.names for seqlen, steps in ((32, 2), (64, 4))]

@@ -219,7 +219,12 @@ REFUSED = {
     ),
     "a rotation of another length": (
         lambda: cuflash.quantize(X, rotate=Rotation(32), largest=0, per="row", block=20),
-        ["rotate must have the rows' length, 64", "largest must be", "per must be 'block'", "block must be a multiple"],
+        ["rotate must have the rows' length, 64; got Rotation(head_dim=32, seed=0): Rotation(64) fits",
+         "largest must be", "per must be one of 'block', 'head', 'tensor'", "block must be a multiple"],
+    ),
+    "a rotation of a length that none has": (
+        lambda: cuflash.quantize(X[..., :48], rotate=Rotation(32)),
+        ["rotate must have the rows' length, 48; got Rotation(head_dim=32, seed=0): no rotation has it"],
     ),
     "other sources": (
         lambda: cuflash.quantize(np.zeros(3), dtype="float8_e5m2"),

@@ -1,0 +1,114 @@
+"""How many exponentials does a multiprocessor make in a cycle, one by one and in packed pairs of 16 bits?
+
+    python -m experiments exponential_rate
+
+Weights of attention in 8 bits keep 4 significant bits of an exponential, and PTX has `ex2.approx` for two numbers of 16
+bits in one register. If that made two results in the time of one, such weights would cost half. A row is an
+instruction: one thread block on each multiprocessor, whose threads each make `rounds` times eight exponentials in
+independent chains. `per_cycle` is their number over the cycles of the multiprocessor's clock, from the beginning of
+the first thread to the end of the last: the median over the multiprocessors, and of `repeats` launches the best.
+
+Needs an NVIDIA GPU of compute capability 9.0 or newer, and CuPy.
+
+Expect: 16 results in a cycle of each instruction, which is what roofline counts with: packed ones save nothing.
+Found:  NVRTC 13.0 makes two instructions of the unit for exponentials from each packed one (results/fp8_steps.log). No
+rate was published yet.
+
+Cost: Seconds of a GPU.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from harness import Record, gpu_versions, main, track, why_no_gpu
+from rich.table import Table
+
+OLDEST = (9, 0)  # compute capability: older ones have no bf16x2
+CHAINS, THREADS = 8, 1024
+# Instructions, with the numbers that each makes at once.
+INSTRUCTIONS = {
+    "ex2.approx.ftz.f32": ("{.reg .f32 y; mov.b32 y, %0; ex2.approx.ftz.f32 y, y; mov.b32 %0, y;}", 1),
+    "ex2.approx.f16x2": ("ex2.approx.f16x2 %0, %0;", 2),
+    "ex2.approx.ftz.bf16x2": ("ex2.approx.ftz.bf16x2 %0, %0;", 2),
+}
+SOURCE = """
+extern "C" __global__ void __launch_bounds__(%(threads)d)
+exponentials(long long* cycles, unsigned* results, int rounds) {
+  __shared__ long long first, last;
+  if (threadIdx.x == 0) first = 0x7fffffffffffffffll, last = 0;
+  unsigned x[%(chains)d];
+  for (int j = 0; j < %(chains)d; ++j) x[j] = threadIdx.x + j;
+  __syncthreads();
+  const long long begin = clock64();
+#pragma unroll 4
+  for (int i = 0; i < rounds; ++i)
+#pragma unroll
+    for (int j = 0; j < %(chains)d; ++j) asm volatile("%(instruction)s" : "+r"(x[j]));
+  const long long end = clock64();
+  atomicMin(&first, begin);
+  atomicMax(&last, end);
+  unsigned sum = 0;
+  for (int j = 0; j < %(chains)d; ++j) sum += x[j];
+  results[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) cycles[blockIdx.x] = last - first;
+}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Instructions to time."""
+
+    instructions: tuple[str, ...] = tuple(INSTRUCTIONS)
+    rounds: int = 4096
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.instructions) - set(INSTRUCTIONS):
+            raise ValueError(f"no {', '.join(sorted(unknown))} in instructions; there are {', '.join(INSTRUCTIONS)}")
+
+
+def source(instruction: str) -> str:
+    """The text of the kernel that makes an instruction's exponentials."""
+    return SOURCE % {"threads": THREADS, "chains": CHAINS, "instruction": INSTRUCTIONS[instruction][0]}
+
+
+def per_cycle(instruction: str, rounds: int, cycles: np.ndarray) -> float:
+    """Results of a multiprocessor in a cycle, from the cycles that each took."""
+    return THREADS * CHAINS * rounds * INSTRUCTIONS[instruction][1] / float(np.median(cycles))
+
+
+def run(config: Config) -> Iterator[Record]:
+    """Yield a row for each instruction."""
+    if reason := why_no_gpu():
+        raise SystemExit(f"exponential_rate times instructions on a GPU: {reason}")
+    import cupy
+
+    device = cupy.cuda.Device()
+    number = int(device.compute_capability)
+    if divmod(number, 10) < OLDEST:
+        raise SystemExit(f"exponential_rate needs compute capability 9.0 or newer; got {number / 10}")
+    blocks = device.attributes["MultiProcessorCount"]
+    cycles, results = cupy.empty(blocks, np.int64), cupy.empty(blocks * THREADS, np.uint32)
+    for instruction in track(config.instructions, "instructions"):
+        kernel = cupy.RawKernel(source(instruction), "exponentials")
+        rates = []
+        for _ in range(config.repeats + 1):  # the first launch is not counted
+            kernel((blocks,), (THREADS,), (cycles, results, np.int32(config.rounds)))
+            rates.append(per_cycle(instruction, config.rounds, cycles.get()))
+        row = {"instruction": instruction, "results_at_once": INSTRUCTIONS[instruction][1]}
+        yield row | {"per_cycle": max(rates[1:]), "repeats": config.repeats, **gpu_versions()}
+
+
+def table(records: list[Record]) -> Table:
+    """A line for each instruction."""
+    made = Table("instruction", "results at once", "results in a cycle")
+    for row in records:
+        made.add_row(row["instruction"], str(row["results_at_once"]), f"{row['per_cycle']:.2f}")
+    return made
+
+
+if __name__ == "__main__":
+    main(Config, run, table)
