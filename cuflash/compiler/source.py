@@ -64,12 +64,12 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
-    if spec.family == "lists":
-        return f"// {spec}\n{types}{constants(spec)}{entry}{list_assertions(included, host=host)}"
-    features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
-    made = assertions({*included, *features}, host=host)
-    layout = f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{made}'
-    return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
+    layout = list_assertions(included, host=host)
+    if "attention/params.cuh" in included:
+        features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
+        made = assertions({*included, *features}, host=host)
+        layout += f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{made}'
+    return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout}"
 
 
 def _score(spec: KernelSpec, included: set[str], host: bool) -> str:

@@ -15,7 +15,8 @@ from cuflash.planning.launches import Pass
 from cuflash.planning import plan_cache
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
-from cuflash.planning.families.sm90 import backward_specs, boxes, shared_bytes
+from cuflash.planning.families.sm90 import backward_specs
+from cuflash.planning.families.sm90_storage import boxes, shared_bytes
 from cuflash.planning.spec import KernelSpec
 from cuflash.executors.tensor_map import BoxedArray, simulated, template
 from cuflash.testing import (

@@ -25,8 +25,10 @@ from ..tile_order import heads_per_wave, listed_heads, listed_kv_heads
 from . import SM80
 from .family import (
     BACKWARD_INPUTS,
+    DIMS,
     FORWARD_INPUTS,
     STATISTICS_INPUTS,
+    WIDEST_CHUNK,
     Family,
     key_tiles,
     list_block_of,
@@ -90,6 +92,8 @@ _TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
     "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
 }
 _MMA_SIDE = 16  # rows and columns of a product
+MASS_CHUNK = 64  # columns of a chunk, where rows of the kernel of block masses come in chunks
+_MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and keys of the narrowest block of masses
 # Most accumulators of a thread of the gradients, by precision, where flat blocks of a list, or rows of 32 or 96, leave
 # fewer warps than the tables have: threads with more spilled up to 5750 bytes each.
 _MAX_ACCUMULATORS = {"ieee": 208, "tf32": 192, "tf32x3": 128}
@@ -249,6 +253,29 @@ class Sm80(Family):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         return shared_bytes(spec)
+
+    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
+        return self.resident_blocks(spec, device) if spec.entry == "block_mass" else None
+
+    def mass_spec(
+        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
+    ) -> KernelSpec | None:
+        """The kernel, or None where it does not serve the elements, the chip or such narrow blocks of keys.
+
+        Rows of q that fit shared memory twice stay there; longer ones come in chunks, as those of k do.
+        """
+        if problem.dtype not in self.dtypes or block_kv < _LEAST_MASS_KEYS:
+            return None
+        if device.compute_capability is None or device.compute_capability < self.oldest:
+            return None
+        splits_head_dim = problem.head_dim > WIDEST_CHUNK
+        spec = KernelSpec(
+            family=self.name, entry="block_mass", dtype=problem.dtype, value_dim=DIMS[0], block_q=_MASS_QUERIES,
+            head_dim=MASS_CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim),
+            block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2, is_listed=is_listed,
+            splits_head_dim=splits_head_dim,
+        )  # fmt: skip
+        return spec if shared_bytes(spec) <= device.tile_memory_bytes else None
 
 
 def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_size: int) -> KernelSpec:

@@ -23,7 +23,8 @@ from ..spec import KernelSpec
 from ..tile_order import forward_order
 from . import SM90
 from .family import FORWARD_INPUTS, Family, list_block_of, query_tiles
-from .sm90 import LIST_BLOCK, ROWS, storage_bytes
+from .sm90 import LIST_BLOCK
+from .sm90_storage import ROWS, storage_bytes
 
 _ROOMS = (64, 128)  # columns that kernels are compiled for
 _KEYS = 128  # keys of a step
@@ -127,7 +128,7 @@ class Sm90Fp8(Family):
         launch = Launch(
             spec=spec, tiles=problem.num_heads * query_tiles(problem, work, spec.block_q),
             shared_bytes=self.shared_bytes(spec), reads=(*FORWARD_INPUTS, *SCALE_ARRAYS),
-            writes=("o", "lse", "tile_counter"), max_blocks=self.resident_blocks(spec, device), boxes=boxes(spec),
+            writes=("o", "lse", "tile_counter"), max_blocks=self.max_blocks(spec, device), boxes=self.boxes(spec),
         )  # fmt: skip
         counter = Workspace((2 + 2 * problem.num_batch_heads,), np.dtype(np.int32), True)
         forward = sink_forward(Pass({"forward": launch}, {"tile_counter": counter}), problem, "forward")
@@ -142,6 +143,12 @@ class Sm90Fp8(Family):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         return shared_bytes(spec)
+
+    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
+        return self.resident_blocks(spec, device)
+
+    def boxes(self, spec: KernelSpec) -> Mapping[str, tuple[int, int]]:
+        return boxes(spec)
 
 
 def shared_bytes(spec: KernelSpec) -> int:
