@@ -91,7 +91,7 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
     """The family's kernel for a problem.
 
     Its tile is that of one head of many queries, whatever the problem has of them: results of a sequence have the same
-    bits whoever else is in the batch, and however many rows the longest sequence has.
+    bits whatever else is in the batch, and however many rows the longest sequence has.
     """
     keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
     alike = Problem.of(keys, keys, values, scale=problem.softmax_scale)

@@ -79,8 +79,8 @@ struct HeadWork : ArrayCoords<kStagesArray> {
   attention::DqSchedule dq;
 };
 
-// What consumers do with dQ of a step: pass it to the dQ writer, finish it alone, or finish it with the sums of other
-// tiles.
+// How a step's dQ is finished: the dQ writer adds it to sums (kNot), or consumers finish it, alone (kAlone) or with the
+// sums of other tiles (kWithSums).
 enum class DqFinish : int { kNot, kAlone, kWithSums };
 
 // The number of steps in flight between producer and copy warps, and one more that the producer prepares.
@@ -104,7 +104,7 @@ CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
 }
 
-// The step's elements of a captured array, behind all else; they come and go with the step's Q.
+// The step's elements of a captured array, behind all else; they are loaded and released with the step's Q.
 using SmemArray = StagedArray<kStagesArray ? kBlockQ : 64, kStagesArray ? kBlockKv : 64>;
 CUFLASH_DEVICE SmemArray array_smem(int stage) {
   return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) + stage * SmemArray::kBytes};

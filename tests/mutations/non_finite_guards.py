@@ -17,7 +17,7 @@ from test_non_finite import (
 )  # fmt: skip
 from test_sm90 import with_fewest_tiles
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 
 
 class Passes:

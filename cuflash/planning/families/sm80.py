@@ -417,7 +417,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     both = spec.head_dim + spec.value_dim
     queries, keys, scores = spec.block_q * both, spec.block_kv * both, spec.block_q * spec.block_kv
     state_bytes = _WORK_TILE + _VISIT_RANGE + _SCALE
-    if spec.entry == "forward":  # o leaves by way of q's room
+    if spec.entry == "forward":  # o is staged in the tile of q
         elements = spec.block_q * max(spec.head_dim, spec.value_dim) + keys
         return spec.dtype.itemsize * elements + 2 * _POINTER + state_bytes + _FLAG
     if spec.entry == "backward_rows":

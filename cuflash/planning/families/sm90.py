@@ -325,8 +325,16 @@ def _mean_visible_keys(work: WorkList, problem: Problem) -> float | None:
 def forward_spec(
     problem: Problem, dims: tuple[int, int], device: DeviceSpec, largest: tuple[int, int] | None, num_keys: float
 ) -> KernelSpec:
-    """The forward kernel for a problem in rooms for dims (head_dim, value_dim), with tiles that divide `largest`, if
-    given, for queries that see so many keys on average.
+    """The forward kernel for a problem.
+
+    Parameters
+    ----------
+    dims : (head_dim, value_dim)
+        What the kernel is compiled for.
+    largest : (block_q, block_kv), optional
+        Blocks of a list, which tiles divide.
+    num_keys : float
+        How many keys a query sees on average.
     """
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
@@ -388,8 +396,9 @@ def _is_large(program: Program, is_staged: bool) -> bool:
 def backward_specs(
     dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
 ) -> dict[str, KernelSpec]:
-    """The backward kernels by entry, of rooms for dims or wider ones; none where dims are wider, or a list's blocks
-    smaller, than their tiles.
+    """The backward kernels by entry, compiled for dims or wider ones.
+
+    There are none where dims are wider, or a list's blocks smaller, than their tiles.
 
     The two warpgroups of consumers share dQ of a tile of queries: 64 rows each, or of 64 rows whole panels of columns.
     Beyond 128 columns a tile has as many keys as dK and dV leave registers for, or of a list's blocks an even part.

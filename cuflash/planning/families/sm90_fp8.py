@@ -26,7 +26,7 @@ from .family import FORWARD_INPUTS, Family, list_block_of, query_tiles
 from .sm90 import LIST_BLOCK
 from .sm90_storage import ROWS, storage_bytes
 
-_ROOMS = (64, 128)  # columns that kernels are compiled for
+_DIMS = (64, 128)  # columns that kernels are compiled for
 _KEYS = 128  # keys of a step
 _MIN_KEYS = 64
 _STAGES = 4
@@ -56,9 +56,9 @@ class Sm90Fp8(Family):
             if value is not None
         ]
         for name, columns in (("q", problem.head_dim), ("v", problem.value_dim)):
-            if columns > _ROOMS[-1]:
+            if columns > _DIMS[-1]:
                 reasons.append(
-                    f"{name} must have at most {_ROOMS[-1]} columns with precision='fp8' on a GPU, as registers hold "
+                    f"{name} must have at most {_DIMS[-1]} columns with precision='fp8' on a GPU, as registers hold "
                     f"two accumulators of as many; got {columns}: use executor='cpu', or give dequantized()"
                 )
         rows = problem.rows_per_scale
@@ -89,7 +89,7 @@ class Sm90Fp8(Family):
     ) -> dict[str, KernelSpec]:
         rows = problem.rows_per_scale
         assert rows is not None
-        head_dim, value_dim = (next(x for x in _ROOMS if x >= dim) for dim in (problem.head_dim, problem.value_dim))
+        head_dim, value_dim = (next(x for x in _DIMS if x >= dim) for dim in (problem.head_dim, problem.value_dim))
         block_q = 2 * ROWS if problem.seqlen_q > ROWS else ROWS
         keys = [rows.k, rows.v]
         if largest is not None:

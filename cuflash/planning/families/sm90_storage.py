@@ -58,8 +58,8 @@ def shared_bytes(spec: KernelSpec) -> int:
 
 def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:
     """Shared memory of a staged array and its slots, for all stages: StagedArray of sm90/staged_array.cuh."""
-    rooms = spec.num_stages * (2 * spec.block_q * spec.block_kv + slot)
-    return (rooms + -storage % _ARRAY_ALIGNMENT) * spec.score_is_staged
+    slots = spec.num_stages * (2 * spec.block_q * spec.block_kv + slot)
+    return (slots + -storage % _ARRAY_ALIGNMENT) * spec.score_is_staged
 
 
 def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> int:
