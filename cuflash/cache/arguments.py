@@ -42,7 +42,7 @@ def page_size_reasons(page_size: Any) -> list[str]:
 
 
 def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
-    """Why a cache cannot have such pages."""
+    """Why a cache cannot have so many pages of this size."""
     reasons = page_size_reasons(page_size)
     if num_pages is None:
         return [*reasons, "num_pages must be given with page_size: batch * capacity / page_size holds everything"]
