@@ -34,7 +34,15 @@ def family_of(spec: KernelSpec) -> Family | Lists:
     """
     if spec.family == _LISTS.name:
         return _LISTS
+    if spec.family == SM90 and spec.is_quantized:
+        return _FP8
     return FAMILIES[_OTHER_FAMILIES.get(spec.family, spec.family)]
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a thread block of a kernel that a family of attention launches."""
+    family = family_of(spec)
+    return 0 if isinstance(family, Lists) else family.shared_bytes(spec)
 
 
 def named(kernel: str, problem: Problem) -> Family:

@@ -152,6 +152,7 @@ CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::B
                    QTile{kQOffset}, dq);
   }
 }
+constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
 }  // namespace cuflash
 

@@ -146,6 +146,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
                                 ptx::log_accurate(is_empty ? 1 : row.row_sum));
   }
 }
+constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
 }  // namespace cuflash
 

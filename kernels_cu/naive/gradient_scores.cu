@@ -6,6 +6,12 @@
 #include <attention/score_slopes.cuh>
 #include <naive/products.cuh>
 
+namespace cuflash {
+
+constexpr int kSharedBytes = kBytesOf<DoTile, VTile>;
+
+}  // namespace cuflash
+
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {

@@ -212,6 +212,7 @@ CUFLASH_DEVICE void add_dv_overlapped(WarpDv& dv, Scores& s, OTile do_smem, floa
     }
   });
 }
+constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
 }  // namespace cuflash
 

@@ -40,6 +40,7 @@ CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState
   tile::load_async<kThreads, false>(VTile{kVOffset + stage * VTile::kBytes},
                                     rows(state.v, params.v, shape.value_dim, block.start, block.stop));
 }
+constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
 }  // namespace cuflash
 

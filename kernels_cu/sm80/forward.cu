@@ -208,6 +208,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockSt
   const auto all = matrix<Element>(params.o, batch_head, batch_head.head, length, params.shape.value_dim);
   tile::store<kThreads>(all.rows(work.first, work.last), o_smem);
 }
+constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
 }  // namespace cuflash
 

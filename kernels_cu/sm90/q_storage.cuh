@@ -100,6 +100,7 @@ struct SharedStorage {
   DqFinish dq_finish;  // of the present step, if the last tile that arrives finishes dQ
   uint64_t dq_sum_loaded;  // sums of dQ have arrived in the staging buffer
 };
+constexpr int kStorageEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
 }
@@ -107,7 +108,7 @@ CUFLASH_DEVICE SharedStorage& shared() {
 // The step's elements of a captured array, behind all else; they are loaded and released with the step's Q.
 using SmemArray = StagedArray<kStagesArray ? kBlockQ : 64, kStagesArray ? kBlockKv : 64>;
 CUFLASH_DEVICE SmemArray array_smem(int stage) {
-  return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) + stage * SmemArray::kBytes};
+  return {aligned_for_array(kStorageEnd) + stage * SmemArray::kBytes};
 }
 
 // The bins in which a consumer warp adds up the gradient of a short table, behind all else: kNumBins for each lane. A
@@ -115,8 +116,12 @@ CUFLASH_DEVICE SmemArray array_smem(int stage) {
 static_assert(!kStagesArray || score::Function::kNumBins == 0, "both would start at one address");
 CUFLASH_DEVICE score::Function::Number* bins_of_warp() {
   const int warp = (ptx::thread_index() - kWarpgroupThreads) / 32;
-  return reinterpret_cast<score::Function::Number*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset +
-                                                    sizeof(SharedStorage)) + warp * 32 * score::Function::kNumBins;
+  return reinterpret_cast<score::Function::Number*>(ptx::dynamic_shared<unsigned char>() + kStorageEnd) +
+      warp * 32 * score::Function::kNumBins;
 }
+
+constexpr int kSharedBytes = kStagesArray ? aligned_for_array(kStorageEnd) + kNumStages * SmemArray::kBytes
+    : kStorageEnd + (kThreads - kWarpgroupThreads) * score::Function::kNumBins *
+        static_cast<int>(sizeof(score::Function::Number));
 
 }  // namespace cuflash

@@ -157,7 +157,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
     storage = storage_bytes(spec, _Q_STAGES)
     scales = 20 * spec.num_stages + 12
-    end = operands + storage + -storage % 16 + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
+    end = operands + storage + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
     return end + -end % 1024 + (2 * spec.block_q * spec.value_dim if spec.dtype.itemsize == 2 else 0)
 
 

@@ -9,7 +9,7 @@ ROWS = 64  # queries that a warpgroup multiplies at a time
 NO_PRODUCTS = ("backward_statistics", "convert_dq")  # entries of kernels that copy no tiles and multiply nothing
 _NUM_TILE_INFOS = 4  # tiles in flight
 # Sizes of messages and barriers, in bytes.
-_SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
+_SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 140, 12, 20, 4, 8
 _ARRAY_ALIGNMENT = 1024  # of a staged array's slots, whose rows are permuted by bits of their addresses
 _KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
 _COORDS = 12  # more bytes of a tile's message if dO is loaded too
@@ -70,7 +70,8 @@ def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> in
     if spec.entry == "forward" and spec.num_warps == 4 * (2 + groups):  # a warpgroup that draws
         words = spec.block_q * 2 * -(-spec.block_kv // 64)
         storage += _KEPT_STAGES * (_SLOT + 4 * words)
-    return storage + (_MESSAGE + _FLAGS * groups) * stages + _OTHER
+    storage += (_MESSAGE + _FLAGS * groups) * stages + _OTHER
+    return storage + -storage % 16
 
 
 def query_stats_words(spec: KernelSpec) -> int:
