@@ -28,7 +28,7 @@ from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.fp8.quantize import SOURCES
 from cuflash.planning.appending import append_spec
-from cuflash.planning.decoding import decode_shared_bytes, decode_spec
+from cuflash.planning.decoding import decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
@@ -216,7 +216,7 @@ def of_caches(name: str) -> set[KernelSpec]:
         if not FAMILIES["sm80"].reasons(problem, device):
             for is_quantized in (False, True):
                 spec = decode_spec(problem, device, is_quantized=is_quantized)
-                assert decode_shared_bytes(spec) <= device.tile_memory_bytes
+                assert FAMILIES["sm80"].shared_bytes(spec) <= device.tile_memory_bytes
                 specs |= {spec, replace(spec, has_sink=True)}
         for family in PREFILL_FAMILIES:
             if not FAMILIES[family].reasons(problem, device):

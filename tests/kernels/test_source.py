@@ -16,6 +16,7 @@ from cuflash import CompileError, DeviceSpec, ShapeDtype, sim
 from cuflash.compiler import params_layout as records
 from cuflash.compiler import nvrtc as compiling
 from cuflash.compiler import source as room
+from cuflash.planning.decoding import decode_spec
 from cuflash.planning.families.sm80 import combine_spec
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.problem import Problem
@@ -209,7 +210,7 @@ def test_nvrtc_and_gcc_are_asked_the_same() -> None:
 
 
 def launched() -> list[KernelSpec]:
-    """A problem's kernels of every family, with those of 8-bit numbers, of split keys and of block masses."""
+    """A problem's kernels of every family, with those of 8-bit numbers, split keys, caches and block masses."""
     chip, found = DeviceSpec.gpu("H100"), []
     for dtype in (np.float16, np.float32, np.float64):
         problem = Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(dtype))] * 3)
@@ -221,6 +222,8 @@ def launched() -> list[KernelSpec]:
     found += FAMILIES["sm90"].specs(half, chip).values()
     found += [mass_kernel(half, DeviceSpec.gpu(name), 64, is_listed=False) for name in ("T4", "A100", "H100")]
     found.append(combine_spec(FAMILIES["sm80"].specs(half, chip)["forward"]))
+    few = Problem.of(ShapeDtype((1, 4, 2, 64), np.dtype(np.float16)), *[ShapeDtype((1, 4, 300, 64), half.dtype)] * 2)
+    found += [decode_spec(few, chip, is_quantized=is_quantized) for is_quantized in (False, True)]
     rows = RowsPerScale(128, 128, 128)
     quantized = replace(Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(np.float16))] * 3), rows_per_scale=rows)
     return list(dict.fromkeys([*found, *Sm90Fp8().specs(quantized, chip).values()]))

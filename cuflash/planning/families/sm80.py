@@ -92,6 +92,7 @@ _TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
     "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
 }
 _MMA_SIDE = 16  # rows and columns of a product
+MOST_PARTS = 128  # of the keys of a sequence in decode kernels, kMostParts
 MASS_CHUNK = 64  # columns of a chunk, where rows of the kernel of block masses come in chunks
 _MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and keys of the narrowest block of masses
 # Most accumulators of a thread of the gradients, by precision, where flat blocks of a list, or rows of 32 or 96, leave
@@ -432,6 +433,10 @@ def shared_bytes(spec: KernelSpec) -> int:
         state_bytes = 4 * (spec.block_q + 1) + _WORK_TILE + _VISIT_RANGE + spec.num_stages * _CHUNK
         state_bytes += -state_bytes % _POINTER + 2 * _MATRIX
         return spec.dtype.itemsize * rows * spec.head_dim + state_bytes
+    if spec.entry in ("decode", "decode_e4m3"):  # queries, and keys and values of all stages; then weights of parts
+        row = both + 2 * _SCALE if spec.entry == "decode_e4m3" else both * spec.dtype.itemsize
+        tiles = spec.block_q * spec.head_dim * spec.dtype.itemsize + spec.num_stages * spec.block_kv * row
+        return max(tiles, (2 * MOST_PARTS + 1) * spec.block_q * 4)
     if spec.entry == "combine":  # sums of its groups of threads
         return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
     return spec.dtype.itemsize * spec.block_q * spec.head_dim if spec.entry == "convert_dq" else 0
