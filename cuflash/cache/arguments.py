@@ -15,7 +15,8 @@ from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
 from ..layouts import device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
-from ..planning.decoding import MOST_PARTS, PART_STEP
+from ..planning.decoding import PART_STEP
+from ..planning.families.sm80 import MOST_PARTS
 from ..planning.problem import MAX_HEAD_DIM
 from .pages import Growth, Shortage
 
@@ -42,7 +43,7 @@ def page_size_reasons(page_size: Any) -> list[str]:
 
 
 def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
-    """Why a cache cannot have such pages."""
+    """Why a cache cannot have so many pages of this size."""
     reasons = page_size_reasons(page_size)
     if num_pages is None:
         return [*reasons, "num_pages must be given with page_size: batch * capacity / page_size holds everything"]

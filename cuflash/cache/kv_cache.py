@@ -742,7 +742,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         launch_once(bind, plan, arrays | tables, target_of("sim"))
 
     def _count_reasons(self, counts: Any, rows: Array) -> list[str]:
-        """Why counts are none of such rows, of which each sequence has all where the shape is wrong."""
+        """Why counts cannot say how many of the given rows are each sequence's; a wrong shape allows any count."""
         if self._device is not None and is_on_device(counts):
             return device_reasons("counts", counts, len(self._lengths), self._k)
         reasons: list[str] = []

@@ -9,7 +9,8 @@ from ..errors import UnsupportedProblem
 from ..executors.prefill import boxed_array
 from ..planning.decoding import MOST_ROWS, CacheLayout
 from ..planning.device import DeviceSpec
-from ..planning.prefill import PREFILL_FAMILIES, PrefillPlan, prefill_plan, prefill_reasons
+from ..planning.prefill import PrefillPlan, prefill_plan, prefill_reasons
+from ..planning.routing import PREFILL_FAMILIES
 from .decoding import DecodeOptions, device_of, has_layout, shapes_of, problem_of
 
 _KERNELS = ("auto", *PREFILL_FAMILIES)  # names of families that may be asked for

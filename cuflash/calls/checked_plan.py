@@ -18,11 +18,10 @@ from ..masks.base import Mask
 from ..masks.content import held_arrays
 from ..planning.device import DeviceSpec
 from ..planning.dropout_launches import numbers_of, seed_array
-from ..planning.families import SM90
 from ..planning.options import Options
 from ..planning.plan_cache import plan_for
 from ..planning.problem import precision_reasons, problem_of, with_operands
-from ..planning.routing import FAMILIES, named, routed
+from ..planning.routing import EIGHT_BITS, FAMILIES, named, routed
 from ..planning.scales import RowsPerScale
 from ..plans import EXECUTORS, Plan, as_arrays, as_mask_of_arrays
 from ..scores import Score
@@ -67,8 +66,8 @@ def planned(
             problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
     if problem is not None and rows is not None:
         problem = replace(problem, precision=fp8.PRECISION, rows_per_scale=rows)
-        if isinstance(kernel, str) and kernel in FAMILIES and kernel != SM90:
-            reasons.append(f"kernel must be 'auto' or {SM90!r} for 8-bit q, k and v; got {kernel!r}")
+        if isinstance(kernel, str) and kernel in FAMILIES and kernel != EIGHT_BITS:
+            reasons.append(f"kernel must be 'auto' or {EIGHT_BITS!r} for 8-bit q, k and v; got {kernel!r}")
         if precision != "ieee":
             told = f"precision must be 'ieee' or 'fp8' for Quantized q, k and v; got {precision!r}"
             reasons.append(f"{told}: leave it out")

@@ -201,7 +201,7 @@ def is_loaded(spec: KernelSpec, compute_capability: tuple[int, int], shared_byte
 
 
 def compiled(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled | None:
-    """Return the resources of a kernel that this process compiled for such a chip; None if it compiled none."""
+    """Return the resources of a kernel as this process compiled it for a compute capability; None if it did not."""
     name = architecture(spec, compute_capability)
     found = [
         compiled_kernel for (each, chip, _), compiled_kernel in list(_compiled.items()) if (each, chip) == (spec, name)

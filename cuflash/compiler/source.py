@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import BFLOAT16
+from ..planning.routing import shared_bytes
 from ..planning.spec import KernelSpec
 from . import score_text
 from .params_layout import assertions, list_assertions
@@ -32,6 +33,7 @@ _FEATURES = {
     "is_quantized": "cuflash::attention::Scales scales",
 }  # fmt: skip
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
+_SHARED_BYTES = re.compile(r"\bconstexpr int kSharedBytes =")
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
 _OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|naive|fa1|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
@@ -64,12 +66,19 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
-    if spec.family == "lists":
-        return f"// {spec}\n{types}{constants(spec)}{entry}{list_assertions(included, host=host)}"
-    features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
-    made = assertions({*included, *features}, host=host)
-    layout = f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{made}'
-    return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
+    layout = list_assertions(included, host=host)
+    if "attention/params.cuh" in included:
+        features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
+        made = assertions({*included, *features}, host=host)
+        layout += f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{made}'
+    if _SHARED_BYTES.search(entry):  # the kernel's own count
+        layout += f'#line 1 "cuflash/planning/families: shared_bytes()"\n{_shared_assertion(shared_bytes(spec))}'
+    return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout}"
+
+
+def _shared_assertion(nbytes: int) -> str:
+    """C++ that stops a compiler where a kernel lays out more or less shared memory than its launches ask for."""
+    return f'static_assert(cuflash::kSharedBytes == {nbytes}, "launches ask for {nbytes} bytes of shared memory");\n'
 
 
 def _score(spec: KernelSpec, included: set[str], host: bool) -> str:

@@ -31,7 +31,7 @@ class Printer(Protocol):
 
 
 class UniformText:
-    """Structures and members of the function that kernels use for such tiles.
+    """Structures and members of the function that kernels use for uniform tiles, whose scores read the same elements.
 
     ``is_uniform`` says whether a tile is one, ``of_uniform`` finds the values, and further forms of ``value``, ``add``
     and ``flush`` take them.

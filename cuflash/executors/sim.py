@@ -41,7 +41,7 @@ class Simulator:
     ----------
     schedule : sim.Schedule
         In which order threads run and copies arrive.
-    sanitize : "", "address", "undefined" or "thread"
+    sanitize : "", "address", "undefined", "thread" or "blocks"
         As in `sim.build`.
     time_limit : float
         Seconds for each launch.

@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..blocks.work_list import ListedWork, WorkList
-from ..errors import UnsupportedProblem
 from .device import DeviceSpec
-from .families import SIMT, SM80, SM90, sm80, sm90
-from .families.family import DIMS, Family
-from .families.simt import shared_bytes as simt_shared_bytes
+from .families.sm80 import MASS_CHUNK
 from .launches import MATRICES, Feature, Kernels, Launch, Pass, TileOrder, Workspace
 from .problem import Problem
+from .routing import FAMILIES, mass_kernel
 from .score_launches import with_score
-from .spec import KernelSpec
 
 MASS_GRID = np.dtype(
     [
@@ -25,74 +22,12 @@ MASS_GRID = np.dtype(
     ],
     align=True,
 )  # fmt: skip
-_WIDEST_CHUNK = 128  # columns of head_dim that shared memory holds at a time
-# On tensor cores: columns of a chunk where rows come in chunks, queries of a tile, and keys of the narrowest block.
-_CHUNK, _QUERIES, _LEAST_KEYS = 64, 128, 8
-_FAMILIES: dict[str, Family] = {SM80: sm80.Sm80(), SM90: sm90.Sm90()}
-_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # sides of a tile, by accumulator
 
 
 def mass_shape(problem: Problem, block: tuple[int, int]) -> tuple[int, ...]:
     """(*batch, num_heads, num_q_blocks, num_kv_blocks), without the heads for 2-D arguments."""
     grid = -(-problem.seqlen_q // block[0]), -(-problem.seqlen_kv // block[1])
     return (*problem.lse_shape()[:-1], *grid)
-
-
-def mass_spec(problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool) -> KernelSpec:
-    """The kernel of tensor cores where that serves elements, chip and blocks of keys, else the one of multiply-adds.
-
-    Raises
-    ------
-    UnsupportedProblem
-        No tile fits a multiprocessor.
-    """
-    capability = device.compute_capability or (0, 0)
-    if problem.dtype in sm80.Sm80.dtypes and capability >= sm80.Sm80.oldest and block_kv >= _LEAST_KEYS:
-        spec = _tensor_core_spec(problem, is_listed, is_hopper=capability[0] == 9)
-        if _FAMILIES[spec.family].shared_bytes(spec) <= device.tile_memory_bytes:
-            return spec
-    return _multiply_add_spec(problem, device)
-
-
-def _tensor_core_spec(problem: Problem, is_listed: bool, *, is_hopper: bool) -> KernelSpec:
-    """Rows of q that fit shared memory twice stay there; longer ones come in chunks, as those of k do.
-
-    On Hopper a warp beside those that multiply copies, and two thread blocks share a multiprocessor unless rows
-    come in chunks.
-    """
-    splits_head_dim = problem.head_dim > _WIDEST_CHUNK
-    dim = _CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim)
-    spec = KernelSpec(
-        family=SM80, entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0], block_q=_QUERIES,
-        block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2, is_listed=is_listed,
-        splits_head_dim=splits_head_dim,
-    )  # fmt: skip
-    if not is_hopper:
-        return spec
-    stages, blocks = (6, 1) if splits_head_dim else (2, 2)
-    return replace(spec, family=SM90, num_warps=9, min_blocks=blocks, num_stages=stages)
-
-
-def _multiply_add_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
-    """The kernel with the widest chunks of head_dim that fit a multiprocessor twice, or else once."""
-    side = _SIDES[problem.accumulator]
-    needed = next((dim for dim in DIMS if dim >= problem.head_dim), _WIDEST_CHUNK)
-    specs = [
-        KernelSpec(
-            family=SIMT, entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0],
-            block_q=side, block_kv=side,
-        )
-        for dim in reversed(DIMS)
-        if dim <= min(needed, _WIDEST_CHUNK)
-    ]  # fmt: skip
-    for available in (device.tile_memory_bytes // 2, device.tile_memory_bytes):
-        for spec in specs:
-            if simt_shared_bytes(spec) <= available:
-                return spec
-    raise UnsupportedProblem(
-        [f"{device.name} must have {simt_shared_bytes(specs[-1])} bytes of shared memory a block; it has "
-         f"{device.tile_memory_bytes}: use a narrower dtype"]
-    )  # fmt: skip
 
 
 def mass_kernels(
@@ -109,25 +44,25 @@ def mass_kernels(
     Rows of q are groups of `turned_columns`, of which the last comes first, unless that is 0; `takes_turned_columns`
     says whether the kernel takes them.
     """
-    spec = mass_spec(problem, device, block[1], is_listed=isinstance(work, ListedWork))
+    spec = mass_kernel(problem, device, block[1], is_listed=isinstance(work, ListedWork))
+    family = FAMILIES[spec.family]
     tiles = problem.num_heads * -(-problem.seqlen_q // _queries_of_thread_block(block[0], spec.block_q))
     launch = Launch(
         spec=spec,
         tiles=tiles,
-        shared_bytes=_shared_bytes(spec),
+        shared_bytes=family.shared_bytes(spec),
         reads=("q", "k", "lse") if has_lse else ("q", "k"),
         writes=("mass",) if has_lse else ("mass", "lse"),
+        max_blocks=family.max_blocks(spec, device),
+        boxes=family.boxes(spec),
         features=("mass",),
     )
     numbers: dict[str, Any] = {"block_q": block[0], "block_kv": block[1], "has_lse": has_lse,
                                "turned_columns": turned_columns}  # fmt: skip
     workspaces: dict[str, Workspace] = {}
     tables: tuple[str, ...] = ()
-    if spec.family != SIMT:
-        most = _FAMILIES[spec.family].resident_blocks(spec, device)
-        boxes = sm90.boxes(spec) if spec.family == SM90 else {}
-        counted = (*launch.writes, "row_masses", "tile_counter")
-        launch = replace(launch, max_blocks=most, boxes=boxes, writes=counted)
+    if launch.max_blocks is not None:
+        launch = replace(launch, writes=(*launch.writes, "row_masses", "tile_counter"))
         rows = launch.grid(problem.mask_shape.num_batch) * -(-problem.seqlen_kv // block[1]) * spec.block_q
         workspaces, tables = {"row_masses": Workspace((rows,), np.dtype(np.float32))}, ("row_masses",)
         workspaces["tile_counter"] = Workspace((1,), np.dtype(np.int32), is_zeroed=True)
@@ -140,11 +75,7 @@ def mass_kernels(
 
 def takes_turned_columns(problem: Problem, device: DeviceSpec, block_kv: int, columns: int) -> bool:
     """Return whether the kernel takes rows of q in reversed groups of columns: chunks must lie in one group."""
-    return mass_spec(problem, device, block_kv, is_listed=False).splits_head_dim and columns % _CHUNK == 0
-
-
-def _shared_bytes(spec: KernelSpec) -> int:
-    return simt_shared_bytes(spec) if spec.family == SIMT else _FAMILIES[spec.family].shared_bytes(spec)
+    return mass_kernel(problem, device, block_kv, is_listed=False).splits_head_dim and columns % MASS_CHUNK == 0
 
 
 def _queries_of_thread_block(block_q: int, tile_rows: int) -> int:

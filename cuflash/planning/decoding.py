@@ -12,9 +12,10 @@ from .cache_scales import CACHE_SCALES
 from .device import DeviceSpec
 from .families import SM80
 from .families.family import FORWARD_INPUTS
+from .families.sm80 import MOST_PARTS
 from .launches import MATRICES, Feature, Launch, Workspace
 from .problem import Problem
-from .routing import FAMILIES
+from .routing import FAMILIES, shared_bytes
 from .score_launches import with_score_argument
 from .spec import KernelSpec
 
@@ -40,7 +41,6 @@ DECODE = np.dtype(
     align=True,
 )
 MOST_ROWS = 64  # rows of a tile: query heads of a group times new tokens
-MOST_PARTS = 128  # as kMostParts
 PART_STEP = 64  # keys: parts at fixed positions start at multiples of every tile's keys
 _DIMS = (64, 128, 256)
 _CHUNK = 16  # bytes that one instruction copies
@@ -80,7 +80,6 @@ _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
 _STAGES_OF_MANY_BLOCKS = 2  # more blocks on a multiprocessor then: one starts while another ends
 _STAGES_OF_TWO_BLOCKS = 3  # a multiprocessor has shared memory for two of them
 _E4M3_STAGES = 2  # stages of a cache of 8-bit numbers for each of these, which takes as many bytes
-_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -193,7 +192,7 @@ def decode_plan(
         "arrivals": Workspace(heads, np.dtype(np.int32), is_zeroed=True),
     }
     launch = Launch(
-        spec=spec, tiles=problem.num_kv_heads * max_parts, shared_bytes=decode_shared_bytes(spec),
+        spec=spec, tiles=problem.num_kv_heads * max_parts, shared_bytes=shared_bytes(spec),
         reads=(*FORWARD_INPUTS, *(CACHE_SCALES.names or ()) * is_quantized, "table", "lengths", "counts",
                *(operand.name for operand in problem.operands if not operand.is_captured)),
         writes=("o", "lse", "num_faults", *workspaces),
@@ -246,7 +245,7 @@ def decode_spec(
             has_sink=problem.operand("sink") is not None, part_keys=part_keys or 0,
         )  # fmt: skip
         largest = spec if part_keys is None else replace(spec, block_q=MOST_ROWS)
-        if decode_shared_bytes(largest) <= device.tile_memory_bytes:
+        if shared_bytes(largest) <= device.tile_memory_bytes:
             break
     return spec
 
@@ -256,11 +255,3 @@ def _min_blocks(widest: int, num_warps: int, num_stages: int) -> int:
     if widest > 128 or num_warps > 8 or num_stages > _STAGES_OF_TWO_BLOCKS:
         return 1
     return 3 if num_warps == 4 and num_stages == _STAGES_OF_MANY_BLOCKS else 2
-
-
-def decode_shared_bytes(spec: KernelSpec) -> int:
-    """Shared memory of a thread block: its queries, and keys and values of all stages; then weights of parts."""
-    columns = spec.head_dim + spec.value_dim
-    row = columns + 2 * _SCALE_BYTES if spec.entry == "decode_e4m3" else columns * spec.dtype.itemsize
-    tiles = spec.block_q * spec.head_dim * spec.dtype.itemsize + spec.num_stages * spec.block_kv * row
-    return max(tiles, (2 * MOST_PARTS + 1) * spec.block_q * np.dtype(np.float32).itemsize)

@@ -12,8 +12,7 @@ import numpy as np
 from ..arrays import ShapeDtype
 from .decoding import CacheLayout, chunked_dim_reasons
 from .device import DeviceSpec
-from .families import SM80, SM90, sm90
-from .families.family import FORWARD_INPUTS, rounded_dims
+from .families.family import FORWARD_INPUTS
 from .launches import MATRICES, Feature, Launch, Workspace
 from .problem import Problem
 from .routing import FAMILIES
@@ -38,7 +37,6 @@ QUERY_INTERVALS = np.dtype(
     ],
     align=True,
 )
-PREFILL_FAMILIES = (SM90, SM80)  # the first that serves a call is taken
 # The kernel that makes intervals: its warps, rows of one head that a warp writes, and most blocks for a sequence.
 _WARPS, _ROWS_OF_WARP, _MOST_BLOCKS = 8, 16, 64
 _ROWS_OF_ONE_PAGE = 64
@@ -93,15 +91,12 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
     """The family's kernel for a problem.
 
     Its tile is that of one head of many queries, whatever the problem has of them: results of a sequence have the same
-    bits whoever else is in the batch, and however many rows the longest sequence has.
+    bits whatever else is in the batch, and however many rows the longest sequence has.
     """
     keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
     alike = Problem.of(keys, keys, values, scale=problem.softmax_scale)
     alike = replace(alike, operands=problem.operands, score=problem.score, numbers=problem.numbers)
-    if family == SM90:
-        spec = sm90.forward_spec(alike, rounded_dims(alike), device, None, 0)
-    else:
-        spec = FAMILIES[family].specs(alike, device)["forward"]
+    spec = FAMILIES[family].specs(alike, device)["forward"]
     # No elements of an array are staged: rows of Q stand elsewhere among its rows.
     return replace(spec, is_paged=True, has_sink=problem.operand("sink") is not None, score_is_staged=False)
 
@@ -124,7 +119,7 @@ def prefill_plan(
     problem : Problem
         Of q [batch, num_heads, new tokens, head_dim], and of keys and values [batch, num_kv_heads, capacity, ...].
     family : str
-        One of `PREFILL_FAMILIES`.
+        One of `routing.PREFILL_FAMILIES`.
     left, right : int, optional
         Keys before and after a query's own position that it sees; None is unlimited.
     """
@@ -134,19 +129,19 @@ def prefill_plan(
     blocks = min(_MOST_BLOCKS, -(-rows * problem.num_heads // (_WARPS * _ROWS_OF_WARP)))
     number = np.dtype(np.int32)
     workspaces = {"lo": Workspace((batch, rows), number), "hi": Workspace((batch, rows), number)}
-    if family == SM90:
+    owner = FAMILIES[family]
+    max_blocks = owner.max_blocks(spec, device)
+    if max_blocks is not None:
         workspaces["tile_counter"] = Workspace((1,), number)
     of_cache = ("lengths", "counts", *(operand.name for operand in problem.operands if not operand.is_captured))
     intervals = Launch(
         spec=first, tiles=blocks, shared_bytes=0, reads=of_cache, writes=("o", "lse", "num_faults", *workspaces)
     )
-    owner = FAMILIES[family]
     launch = Launch(
         spec=spec, tiles=problem.num_heads * -(-rows // spec.block_q), shared_bytes=owner.shared_bytes(spec),
         reads=(*FORWARD_INPUTS, "table", *of_cache, *workspaces),
-        writes=("o", "lse", "num_faults"), features=("pages",),
-        max_blocks=owner.resident_blocks(spec, device) if family == SM90 else None,
-        boxes=_boxes(spec, layout) if family == SM90 else {},
+        writes=("o", "lse", "num_faults"), features=("pages",), max_blocks=max_blocks,
+        boxes=_page_boxes(owner.boxes(spec), _box_rows(spec, layout)),
     )  # fmt: skip
     launch, score = with_score_argument(launch, problem)
     pages = {
@@ -172,8 +167,6 @@ def _box_rows(spec: KernelSpec, layout: CacheLayout) -> int:
     return gcd(spec.block_kv, _ROWS_OF_ONE_PAGE if layout.max_pages == 1 else layout.page_size)
 
 
-def _boxes(spec: KernelSpec, layout: CacheLayout) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the boxes of tensor maps; those of keys and values have the rows of `_box_rows`."""
-    rows = _box_rows(spec, layout)
-    found = sm90.boxes(spec)
-    return found | {name: (rows, found[name][1]) for name in ("k", "v")}
+def _page_boxes(boxes: Mapping[str, tuple[int, int]], rows: int) -> dict[str, tuple[int, int]]:
+    """The boxes of tensor maps, but those of keys and values with so many rows."""
+    return {name: (rows if name in ("k", "v") else box[0], box[1]) for name, box in boxes.items()}

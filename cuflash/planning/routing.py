@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
-from .families import SIMT, SM80, SM90, sm90
+from .families import SIMT, SM80, SM90
 from .families.fa1 import FlashAttention1
 from .families.family import Family
 from .families.lists import Lists
 from .families.naive import Naive
 from .families.simt import Simt
 from .families.sm80 import Sm80
+from .families.sm90 import Sm90
 from .families.sm90_fp8 import Sm90Fp8
+from .families.sm90_storage import ROWS
 from .problem import Problem
 from .spec import KernelSpec
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive(), FlashAttention1())
-}
+FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), Sm90(), Naive(), FlashAttention1())}
+PREFILL_FAMILIES = (SM90, SM80)  # of their forward kernels, the first that serves a call attends to pages of a cache
+EIGHT_BITS = SM90  # what kernel= may call the family of numbers of 8 bits, beside "auto"
+_MASS_FAMILIES = (SM90, SM80, SIMT)  # the first with a kernel of block masses for a call makes them
 _OTHER_FAMILIES = {"cache": SIMT, "fp8": SM90}  # folders whose kernels run where those of a family do
 _LISTS = Lists()
 _FP8 = Sm90Fp8()
@@ -31,7 +34,15 @@ def family_of(spec: KernelSpec) -> Family | Lists:
     """
     if spec.family == _LISTS.name:
         return _LISTS
+    if spec.family == SM90 and spec.is_quantized:
+        return _FP8
     return FAMILIES[_OTHER_FAMILIES.get(spec.family, spec.family)]
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a thread block of a kernel that a family of attention launches."""
+    family = family_of(spec)
+    return 0 if isinstance(family, Lists) else family.shared_bytes(spec)
 
 
 def named(kernel: str, problem: Problem) -> Family:
@@ -68,6 +79,18 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     return FAMILIES[SIMT], "it serves every dtype, mask and chip"
 
 
+def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool) -> KernelSpec:
+    """The kernel that sums softmax weights over blocks of so many keys.
+
+    Raises
+    ------
+    UnsupportedProblem
+        No tile fits a multiprocessor.
+    """
+    specs = (FAMILIES[name].mass_spec(problem, device, block_kv, is_listed=is_listed) for name in _MASS_FAMILIES)
+    return next(spec for spec in specs if spec is not None)
+
+
 def rerouted(family: Family, work: WorkList) -> tuple[Family, str] | None:
     """The family that kernel="auto" takes instead once the list is known, and why; None where the first one stays.
 
@@ -75,6 +98,6 @@ def rerouted(family: Family, work: WorkList) -> tuple[Family, str] | None:
     """
     if family.name != SM90 or not isinstance(work, ListedWork):
         return None
-    if work.block_q % sm90.ROWS == 0 and work.block_kv % sm90.ROWS == 0:
+    if work.block_q % ROWS == 0 and work.block_kv % ROWS == 0:
         return None
     return FAMILIES[SM80], "16-bit elements on tensor cores, in blocks that are not made of 64 x 64"

@@ -29,7 +29,7 @@ class KernelSpec:
     dtype : numpy.dtype
         Of q, k and v.
     head_dim, value_dim : int
-        What the kernel has room for: the problem's own, rounded up.
+        What the kernel is compiled for: the problem's own, rounded up.
     block_q, block_kv : int
         Queries and keys of a tile.
     num_warps : int

@@ -25,10 +25,10 @@ _PACKET = 8  # TMA copies rows in multiples of 16 bytes, which are this many ele
 
 
 def staged_load(program: Program) -> int | None:
-    """The instruction that reads the array, or None if no array can be staged.
+    """The instruction that reads the array to stage, or None if no array can be staged.
 
     The last two indices are the query and the key, and the others do not depend on them. A program that reads several
-    such arrays, or one in several ways, stages none.
+    arrays so, or one in several ways, stages none.
     """
     found = []
     for n, load in enumerate(program.instructions):
@@ -41,7 +41,7 @@ def staged_load(program: Program) -> int | None:
 
 
 def can_stage(problem: Problem) -> bool:
-    """Return whether the problem's score function reads such an array, whose rows are whole packets of copies."""
+    """Return whether the problem's score function reads an array that can be staged: rows are whole packets."""
     if problem.score is None or (load := staged_load(problem.score)) is None:
         return False
     array = problem.score.arrays[problem.score.instructions[load].value]

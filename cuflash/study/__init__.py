@@ -1,1 +1,1 @@
-"""What a sparse mask keeps, which block patterns keep most, what binds a kernel, and how many bytes a call takes."""
+"""Studies of calls: the mass that a sparse mask keeps, surveys of block patterns, rooflines of kernels, and memory."""

@@ -15,11 +15,11 @@ from ..arrays import ShapeDtype, as_dtype, describe, is_number
 from ..blocks.work_list import ListedWork
 from ..errors import UnsupportedProblem
 from ..planning.device import DeviceSpec
-from ..planning.families import FA1, SM80, SM90
 from ..planning.launches import Launch, Pass
 from ..planning.options import Causality
 from ..planning.peaks import Peaks
 from ..planning.plan import KernelPlan
+from ..planning.routing import FAMILIES
 from ..plans import Plan
 from ..scores.program import Program, depends
 
@@ -301,7 +301,8 @@ def _product_rate(plan: KernelPlan, launch: Launch, peaks: Peaks) -> float:
         return peaks.tensor_tf32 / (3 if spec.precision == "tf32x3" else 1)
     if dtype == np.float64:
         return peaks.tensor_64 if spec.mma_rows else peaks.flops_64
-    return peaks.tensor_16 if spec.family in (SM80, SM90, FA1) else peaks.flops_32
+    # Tensor cores multiply 16-bit elements, so that their kernels round weights to 16 bits first.
+    return peaks.tensor_16 if FAMILIES[spec.family].rounds_weights else peaks.flops_32
 
 
 def _operations(program: Program) -> tuple[int, int]:

@@ -58,7 +58,6 @@ from cuflash.testing import Structure
 from cuflash.planning.families import sm90
 from cuflash.arrays import as_dtype
 from cuflash.planning.appending import append_spec
-from cuflash.planning.block_mass import mass_spec
 from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
@@ -71,7 +70,7 @@ from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from cuflash.planning.scales import RowsPerScale
 from cuflash.planning.spec import KernelSpec
-from cuflash.planning.routing import FAMILIES
+from cuflash.planning.routing import FAMILIES, mass_kernel
 from harness import FOLDERS, Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 from sim_against_gpu import LAYOUTS, masked, to_device
@@ -413,7 +412,7 @@ def run_caches() -> int:
 def specs_of_masses(device: DeviceSpec) -> set[KernelSpec]:
     """The kernels of block masses that these calls launch."""
     arrays = (cuflash.ShapeDtype((2, 90, 64), dtype) for dtype in MASS_DTYPES)
-    return {mass_spec(Problem.of(x, x, x), device, 24, is_listed=False) for x in arrays}
+    return {mass_kernel(Problem.of(x, x, x), device, 24, is_listed=False) for x in arrays}
 
 
 def run_masses() -> int:

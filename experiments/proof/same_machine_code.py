@@ -481,7 +481,23 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was compared and every difference")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=cores, help=f"compilers at a time, default {cores}")
-    return parser.parse_args(argv)
+    asked = parser.parse_args(argv)
+    for pair in asked.renamed:
+        if not re.fullmatch(r"\w+=\w+", pair):
+            parser.error(f"--renamed must be old and new names, as is_packed=pack_gqa; got {pair!r}")
+    if asked.workers < 1:
+        parser.error(f"--workers must be at least 1; got {asked.workers}")
+    return asked
+
+
+def _nothing_chosen(kernels: Sequence[Kernel]) -> str:
+    """Return what to choose instead, where no kernel is asked for."""
+    families = sorted({kernel.name.partition("_")[0] for kernel in kernels})
+    architectures = sorted({kernel.architecture for kernel in kernels})
+    return (
+        "--families, --kernels and --architectures must name some kernel that both trees have; none has these: "
+        f"families are {', '.join(families)}; architectures are {', '.join(architectures)}"
+    )
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -512,7 +528,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         if asked.quick:
             chosen = sorted(quick(chosen))
         if not chosen and not alone:
-            raise SystemExit("no kernel has these families and architectures")
+            raise SystemExit(_nothing_chosen(sorted(numbers[0].keys() & numbers[1].keys())))
         numbered = [[side[kernel] for kernel in chosen] for side in numbers]
         before, after = pool.map(given_for, roots, texts, numbered)
         found = [*alone, *compared(chosen, before, after, asked.cache, asked.workers)]

@@ -44,7 +44,8 @@ from cuflash.errors import CompileError
 from cuflash.plans import Plan
 from cuflash.planning.plan import KernelPlan
 from cuflash.planning.spec import KernelSpec
-from cuflash.planning.families import simt, sm80, sm90
+from cuflash.planning.families import simt, sm80
+from cuflash.planning.families.sm90_storage import ROWS
 from cuflash.planning.routing import family_of
 from harness import Record, check_names, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from rich.table import Table
@@ -64,7 +65,7 @@ class Tried(NamedTuple):
 
 def filled_forward(spec: KernelSpec) -> float:
     """S, P of half as many registers, and O, of what a warpgroup has."""
-    registers = {1: 200 if spec.min_blocks > 1 else 255, 2: 224, 3: 160}[spec.block_q // sm90.ROWS]
+    registers = {1: 200 if spec.min_blocks > 1 else 255, 2: 224, 3: 160}[spec.block_q // ROWS]
     return (spec.block_kv * 3 / 4 + spec.value_dim / 2) / registers
 
 
@@ -218,8 +219,8 @@ def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator
     for block_q in tried.blocks_q:
         shape = replace(base, block_q=block_q, num_stages=tried.stages[0])
         if base.entry == "forward":  # registers move between warpgroups: other numbers of blocks would wait for ever
-            shape = replace(shape, num_warps=4 * (1 + block_q // sm90.ROWS))
-        for min_blocks in (2, 1) if base.entry == "forward" and block_q == sm90.ROWS else (1,):
+            shape = replace(shape, num_warps=4 * (1 + block_q // ROWS))
+        for min_blocks in (2, 1) if base.entry == "forward" and block_q == ROWS else (1,):
             every = (replace(shape, block_kv=block_kv, min_blocks=min_blocks) for block_kv in tried.blocks_kv)
             found = [spec for spec in every if finds_room(spec, device)]
             yield from found[:widths]
@@ -238,7 +239,7 @@ def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
 def is_shared_evenly(spec: KernelSpec) -> bool:
     """Return whether the threads of a block have equal parts of all that they multiply."""
     if spec.family == "sm90":  # of dQ a warpgroup makes 64 rows, or of 64 rows half the columns, in whole panels
-        return spec.entry != "backward" or spec.block_q * spec.head_dim % (2 * 64 * sm90.ROWS) == 0
+        return spec.entry != "backward" or spec.block_q * spec.head_dim % (2 * 64 * ROWS) == 0
     if spec.family == "simt":
         rows, step = simt.rows_and_step(spec)
         return rows % 16 == 0 and (spec.entry != "backward" or step % 16 == 0)

@@ -21,7 +21,7 @@ def committed(rows: Iterable[Row]) -> list[Row]:
 
 
 def of_one_commit(rows: Sequence[Row], line: str) -> Sequence[Row]:
-    """These rows, which make one line of a table.
+    """Return the rows of one line of a table as they are, if all are of one commit.
 
     Raises
     ------

@@ -17,6 +17,10 @@ using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
 using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
 using PTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
 
+// Bytes of several tiles in shared memory.
+template <class... Tiles>
+constexpr int kBytesOf = static_cast<int>(sizeof(Accumulator)) * (Tiles::kElements + ...);
+
 // Number of neighbouring columns that a thread sums.
 constexpr int kRun = tile::Vector<Accumulator>::kLength;
 

@@ -60,8 +60,8 @@ class KeySums {
   // Return whether a step that has begun ends with the block of keys, or before it.
   CUFLASH_DEVICE bool holds(const attention::KvBlock& block) const { return block.stop <= stop_; }
 
-  // Turn the scores of such a step into weights under the old maxima, and add the weights up. Return false, with the
-  // scores lost, if maxima must be updated.
+  // Turn the scores of a step that lies in one block of keys into weights under the old maxima, and add the weights up.
+  // Return false, with the scores lost, if maxima must be updated.
   CUFLASH_DEVICE bool try_add_with_stale_max(Scores& s) { return softmax.try_exp_with_stale_max(s, scale_log2_); }
 
   // Turn the scores of a step that has begun into weights, and add them up.
@@ -123,7 +123,7 @@ class KeySums {
     }
   }
 
-  // Add the weights of such a step if no eight columns of the tile lie in two blocks.
+  // Add the weights of a step that lies in several blocks, none of which ends within eight columns of the tile.
   CUFLASH_DEVICE void add_eights(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; j += 2) {

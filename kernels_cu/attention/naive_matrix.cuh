@@ -33,7 +33,7 @@ CUFLASH_DEVICE bool is_visited_key(const Params& params, const BatchHead& batch_
   KvBlock block;
   if (key >= keys.last || !find_block(params, batch_head, queries, keys, block)) return false;
   if (block.kind == BlockKind::kFull) return true;
-  if (block.kind == BlockKind::kInterval)
+  if (block.kind == BlockKind::kInterval)  // neither bound ever decreases from one query to the next
     return interval(params, batch_head, queries.first).lo <= key &&
         key < interval(params, batch_head, queries.last - 1).hi;
   for (int query = queries.first; query < queries.last; ++query)
@@ -59,6 +59,7 @@ CUFLASH_DEVICE bool is_visiting_query(const Params& params, const BatchHead& bat
 // Return the number of tiles of `width` columns in a matrix.
 CUFLASH_DEVICE int num_column_tiles(int num_columns, int width) { return (num_columns + width - 1) / width; }
 
+// Return a tile of `width` columns by its number.
 CUFLASH_DEVICE Range column_tile(int num_columns, int width, int number) {
   return {number * width, min(number * width + width, num_columns)};
 }

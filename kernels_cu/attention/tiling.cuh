@@ -27,6 +27,7 @@ struct Tiling {
   }
 };
 
+// Return the tiles of the queries of one head; below, of the keys.
 CUFLASH_DEVICE Tiling query_tiling(const Params& params, int height) {
   return {params.shape.seqlen_q, params.work.row_pointers != nullptr ? params.work.block_q : height, height};
 }

@@ -82,7 +82,7 @@ CUFLASH_DEVICE void add_queries(const attention::Params& params, const attention
     tile::gemm_nt(dp, do_smem, v_smem);
     score_gradients<false>(s, dp, softmax_scale_log2, row_statistics<Scores>(lse, delta));
   } else {
-    mask_turn(s, params, keys, queries, masked_score());
+    mask_iteration(s, params, keys, queries, masked_score());
     clear_empty_rows(do_smem, lse);
     tile::gemm_nt(dp, do_smem, v_smem);
     score_gradients<true>(s, dp, softmax_scale_log2, row_statistics<Scores>(lse, delta));
@@ -152,6 +152,7 @@ CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::B
                    QTile{kQOffset}, dq);
   }
 }
+constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
 }  // namespace cuflash
 

@@ -47,25 +47,25 @@ CUFLASH_DEVICE TurnFactors update_softmax(Scores& s, Statistics (&rows)[Scores::
   const auto finite = [](float x) { return x == ptx::negative_infinity<float>() ? 0 : x; };
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
-    float turn_max = ptx::negative_infinity<float>(), turn_sum = 0;
+    float tile_max = ptx::negative_infinity<float>(), tile_sum = 0;
 #pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j) turn_max = fmaxf(turn_max, s.at(i, j));
-    turn_max = tile::quad_max(turn_max);
-    const float shift = finite(turn_max);
+    for (int j = 0; j < Scores::kColumns; ++j) tile_max = fmaxf(tile_max, s.at(i, j));
+    tile_max = tile::quad_max(tile_max);
+    const float shift = finite(tile_max);
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; ++j) {
       s.at(i, j) = ptx::exp2_approx((s.at(i, j) - shift) * softmax_scale_log2);
-      turn_sum += s.at(i, j);
+      tile_sum += s.at(i, j);
     }
-    turn_sum = tile::quad_sum(turn_sum);
-    factors.is_skipped[i] = turn_max == ptx::negative_infinity<float>() && turn_sum == 0;  // a sum may be NaN
-    const float row_max = fmaxf(rows[i].row_max, turn_max);
+    tile_sum = tile::quad_sum(tile_sum);
+    factors.is_skipped[i] = tile_max == ptx::negative_infinity<float>() && tile_sum == 0;  // a sum may be NaN
+    const float row_max = fmaxf(rows[i].row_max, tile_max);
     const float old_sum = ptx::exp2_approx((rows[i].row_max - finite(row_max)) * softmax_scale_log2) * rows[i].row_sum;
-    const float turn_factor = ptx::exp2_approx((shift - finite(row_max)) * softmax_scale_log2);
-    const float row_sum = old_sum + turn_factor * turn_sum;
+    const float tile_factor = ptx::exp2_approx((shift - finite(row_max)) * softmax_scale_log2);
+    const float row_sum = old_sum + tile_factor * tile_sum;
     if (factors.is_skipped[i]) continue;
     factors.old_o[i] = old_sum * ptx::reciprocal_approx(row_sum);
-    factors.new_o[i] = turn_factor * ptx::reciprocal_approx(row_sum);
+    factors.new_o[i] = tile_factor * ptx::reciprocal_approx(row_sum);
     rows[i] = {row_max, row_sum};
   }
   return factors;
@@ -96,7 +96,7 @@ CUFLASH_DEVICE void add_keys(const attention::Params& params, const attention::R
   Scores s;
   tile::gemm_nt(s, q_smem, k_smem);
   if (Softmax::needs_negation(params.shape.softmax_scale)) Softmax::negate(s, params.shape.softmax_scale);
-  if (!fills_tiles(keys, queries)) mask_turn(s, params, keys, queries, ptx::negative_infinity<float>());
+  if (!fills_tiles(keys, queries)) mask_iteration(s, params, keys, queries, ptx::negative_infinity<float>());
   const TurnFactors factors = update_softmax(s, rows, softmax_scale_log2);
   Output o, added;
   sums.load(o);
@@ -146,6 +146,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
                                 ptx::log_accurate(is_empty ? 1 : row.row_sum));
   }
 }
+constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
 }  // namespace cuflash
 

@@ -72,8 +72,8 @@ CUFLASH_DEVICE bool fills_tiles(const attention::WorkTile& keys, const attention
 
 // Set the scores that the mask hides in an inner iteration to a value.
 template <class Scores>
-CUFLASH_DEVICE void mask_turn(Scores& s, const attention::Params& params, const attention::WorkTile& keys,
-                              const attention::KvBlock& queries, float value) {
+CUFLASH_DEVICE void mask_iteration(Scores& s, const attention::Params& params, const attention::WorkTile& keys,
+                                   const attention::KvBlock& queries, float value) {
   attention::mask_scores<config::kIsListed>(s, params, {keys.batch_head, queries.start, queries.stop},
                                             {keys.first, keys.last, queries.kind, queries.entry}, value);
 }

@@ -11,6 +11,7 @@ namespace cuflash {
 static_assert(kHeadDim == kValueDim, "dk and dv are made of tiles of one width");
 using WeightTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;  // dS or P
 using RowTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;  // tile of Q or dO
+constexpr int kSharedBytes = kBytesOf<WeightTile, RowTile> + kBlockQ * static_cast<int>(sizeof(int));
 
 }  // namespace cuflash
 

@@ -1,9 +1,11 @@
 // Backward of standard attention: dq = dS k softmax_scale. One block makes one tile of dq, from all keys.
-#include <attention/config_simt.cuh>
-#include <attention/naive_matrix.cuh>
-#include <attention/score_gradient.cuh>
-#include <ptx/shared.cuh>
-#include <tile/gemm_simt.cuh>
+#include <naive/products.cuh>
+
+namespace cuflash {
+
+constexpr int kSharedBytes = kBytesOf<PTile, KTile> + kBlockKv * static_cast<int>(sizeof(int));
+
+}  // namespace cuflash
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -23,24 +25,9 @@ naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params
                                  shape.head_dim)
                      .columns(columns.first, columns.last);
 
-  const PTile ds_smem{ptx::dynamic_shared<Accumulator>()};
-  const KTile k_smem{ds_smem.data + PTile::kElements};
-  int* const is_row_valid = reinterpret_cast<int*>(k_smem.data + KTile::kElements);
   tile::RegisterTile<Accumulator, kBlockQ, kHeadDim, kRun> dq;
   dq.fill(0);
-  const Tiling key_tiles = key_tiling(params, kBlockKv);
-  for (int number = 0; number < key_tiles.num_tiles(); ++number) {
-    const Range keys = key_tiles.tile(number);
-    if (keys.is_empty()) continue;
-    __syncthreads();  // dS and K of the last tile are read
-    for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads)
-      is_row_valid[row] = is_visited_key(params, batch_head, rows_of(work), keys, keys.first + row);
-    tile::load(ds_smem, ds.columns(keys.first, keys.last));
-    __syncthreads();  // it is known which keys are visited
-    tile::load(k_smem, k.rows(keys.first, keys.last), [&](int row) { return is_row_valid[row] != 0; });
-    __syncthreads();  // dS and K have arrived
-    tile::gemm_add_nn(dq, ds_smem, k_smem);
-  }
+  add_weighted_rows<kHeadDim>(dq, params, work, ds, k);
   dq.scale(shape.softmax_scale);
   store_gradient_columns<Element>(params.dq, work, batch_head.head, shape.seqlen_q, shape.head_dim, columns.first, dq);
 }

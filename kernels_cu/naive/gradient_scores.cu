@@ -1,13 +1,16 @@
 // Backward of standard attention: P = exp2(S - lse) in S's place, and dS = P (dP - delta) beside it, where dP = do v^T
 // and delta = rowsum(do o) - dlse. One block makes one tile of both, and delta of its rows again.
-#include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
 #include <attention/mask_simt.cuh>
-#include <attention/naive_matrix.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/score_slopes.cuh>
-#include <ptx/shared.cuh>
-#include <tile/gemm_simt.cuh>
+#include <naive/products.cuh>
+
+namespace cuflash {
+
+constexpr int kSharedBytes = kBytesOf<DoTile, VTile>;
+
+}  // namespace cuflash
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -29,18 +32,9 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
                                  shape.value_dim)
                      .rows(keys.first, keys.last);
 
-  const DoTile do_smem{ptx::dynamic_shared<Accumulator>()};
-  const VTile v_smem{do_smem.data + DoTile::kElements};
   tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s, dp;
   dp.fill(0);
-  for (int first = 0; first < shape.value_dim; first += kValueDim) {
-    const int last = min(first + kValueDim, shape.value_dim);
-    __syncthreads();  // the last columns are read
-    tile::load(do_smem, d_o.columns(first, last));
-    tile::load(v_smem, v.columns(first, last));
-    __syncthreads();  // the columns have arrived
-    tile::gemm_add_nt(dp, do_smem, v_smem);
-  }
+  add_product_of_rows<kValueDim>(dp, d_o, v);
 
   const auto p = rows(matrix<Accumulator>(params.naive.scores, batch_head, batch_head.head, shape.seqlen_q,
                                           shape.seqlen_kv))

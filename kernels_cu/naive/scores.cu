@@ -1,13 +1,16 @@
 // Standard attention, first of three kernels: S = q k^T softmax_scale log2(e), a whole matrix in global memory, -inf
 // where the mask hides a score. The factor log2(e) allows exp2 later. One block computes one tile of S, whatever the
 // mask.
-#include <attention/config_simt.cuh>
 #include <attention/mask_simt.cuh>
-#include <attention/naive_matrix.cuh>
 #include <attention/score.cuh>
 #include <attention/softmax_simt.cuh>
-#include <ptx/shared.cuh>
-#include <tile/gemm_simt.cuh>
+#include <naive/products.cuh>
+
+namespace cuflash {
+
+constexpr int kSharedBytes = kBytesOf<QTile, KTile>;
+
+}  // namespace cuflash
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -26,18 +29,9 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
                                  shape.head_dim)
                      .rows(keys.first, keys.last);
 
-  const QTile q_smem{ptx::dynamic_shared<Accumulator>()};
-  const KTile k_smem{q_smem.data + QTile::kElements};
   tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s;
   s.fill(0);
-  for (int first = 0; first < shape.head_dim; first += kHeadDim) {
-    const int last = min(first + kHeadDim, shape.head_dim);
-    __syncthreads();  // the last columns are read
-    tile::load(q_smem, q.columns(first, last));
-    tile::load(k_smem, k.columns(first, last));
-    __syncthreads();  // the columns have arrived
-    tile::gemm_add_nt(s, q_smem, k_smem);
-  }
+  add_product_of_rows<kHeadDim>(s, q, k);
   // With a score function the matrix keeps q k^T, from which the backward pass computes P and slopes.
   constexpr bool kScales = !kHasScore, kApplies = kHasScore && !score::Function::kIsDerived;
   if constexpr (kScales) s.scale(shape.softmax_scale * kLog2E);

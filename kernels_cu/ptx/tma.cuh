@@ -13,7 +13,7 @@ namespace cuflash::ptx {
 // An opaque record that cuTensorMapEncodeTiled makes. It is passed only as a __grid_constant__ parameter.
 struct alignas(64) TensorMap { uint64_t words[16]; };
 
-// How long the level-2 cache keeps the data that a copy reads.
+// Tells the level-2 cache how long to keep the data that a copy reads.
 enum class Cache : uint64_t {
   kNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000
 };

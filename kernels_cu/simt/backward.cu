@@ -29,6 +29,7 @@ using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kBlockQ + kPtPad
 // Q, dO and dQ share one tile, one after the other; behind each row are lse and delta of its query.
 template <int Columns>
 using SharedSlot = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
+constexpr int kSharedBytes = kBytesOf<KRows, VRows, PtTile, SharedSlot<kHeadDim>>;
 
 }  // namespace cuflash
 

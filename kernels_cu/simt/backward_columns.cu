@@ -13,6 +13,7 @@ namespace cuflash {
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
 // Steps of a product that are unrolled; 3 % slower than four, and compiled in 2/3
 constexpr int kUnroll = tile::kMmaRows > 0 ? 4 : 1;
+constexpr int kSharedBytes = kBytesOf<KTile, VTile, QTile, DoTile, PtTile>;
 
 }  // namespace cuflash
 

@@ -8,6 +8,12 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
+namespace cuflash {
+
+constexpr int kSharedBytes = kBytesOf<QTile, DoTile, KTile, VTile, PTile>;
+
+}  // namespace cuflash
+
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;

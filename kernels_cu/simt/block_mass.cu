@@ -37,6 +37,7 @@ CUFLASH_DEVICE void step_scores(Scores& s, Accumulator* smem, const attention::P
   else s.scale(static_cast<Accumulator>(params.shape.softmax_scale * kLog2E));
   mask_scores(s, params, work, block);
 }
+constexpr int kSharedBytes = kBytesOf<QTile, KTile, PTile>;
 
 }  // namespace cuflash
 

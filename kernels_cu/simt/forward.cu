@@ -14,6 +14,7 @@ namespace cuflash {
 
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 using KvTile = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
+constexpr int kSharedBytes = kBytesOf<QTile, KvTile, PTile>;
 
 }  // namespace cuflash
 

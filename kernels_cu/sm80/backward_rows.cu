@@ -6,6 +6,7 @@
 #include <attention/fragment_slopes.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
+#include <sm80/block_state.cuh>
 
 namespace cuflash {
 
@@ -20,16 +21,6 @@ constexpr OTile do_smem{QTile::kBytes};
 constexpr int kKOffset = do_smem.start + OTile::kBytes;  // the stages of K, followed by the stages of V
 constexpr int kVOffset = kKOffset + kNumStages * KTile::kBytes;
 constexpr int kStateOffset = kVOffset + kNumStages * VTile::kBytes;
-
-// State of a thread block that lies in shared memory, so that registers are left for accumulators.
-struct BlockState {
-  Element* k;
-  Element* v;
-  attention::WorkTile work;
-  attention::VisitRange visit_range;
-  float softmax_scale_log2;
-  bool rows_fill_tiles;  // rows of K and V have as many columns as their tiles
-};
 
 CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState& state,
                                const attention::KvBlock& block, int stage) {
@@ -49,6 +40,7 @@ CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState
   tile::load_async<kThreads, false>(VTile{kVOffset + stage * VTile::kBytes},
                                     rows(state.v, params.v, shape.value_dim, block.start, block.stop));
 }
+constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
 }  // namespace cuflash
 

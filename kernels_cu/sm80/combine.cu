@@ -24,6 +24,7 @@ static_assert(kValueDim % kWidth == 0, "a group's threads share the columns even
 CUFLASH_DEVICE float weight(float lse, float max_lse) {
   return ptx::exp2_accurate((lse - max_lse) * static_cast<float>(attention::kLog2E));
 }
+constexpr int kSharedBytes = kGroups * kValueDim * static_cast<int>(sizeof(float));
 
 }  // namespace cuflash
 

@@ -2,6 +2,12 @@
 // block converts one tile of queries; its warps hold the sums in the accumulator layout of the warps that added them.
 #include <attention/epilogue_mma.cuh>
 
+namespace cuflash {
+
+constexpr int kSharedBytes = QTile::kBytes;
+
+}  // namespace cuflash
+
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
 sm80_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;

@@ -24,6 +24,7 @@ struct PlainStage {
   static CUFLASH_DEVICE int column(const Output& o, int j) { return o.first_column() + o.column(j); }
   static CUFLASH_DEVICE void store_row(float* to, const Output& o, int i) { tile::store_row(to, o, i); }
 };
+constexpr int kSharedBytes = kBytesOfDecode<PlainStage>;
 
 }  // namespace cuflash
 

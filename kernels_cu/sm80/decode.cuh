@@ -38,8 +38,7 @@ template <class Stage, class Score>
 CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, attention::SinkArgument sink,
                            const Score& score) {
   using namespace attention;
-  constexpr int kSharedFloats = (QTile::kBytes + kNumStages * Stage::kBytes) / 4;
-  static_assert(kMergeFloats <= kSharedFloats, "there is room for what is merged");
+  static_assert(4 * kMergeFloats <= kBytesOfStages<Stage>, "there is room for what is merged");
   const DivMod by_part = divmod(blockIdx.x, params.max_parts), by_head = divmod(by_part.quotient, params.cache.num_kv_heads);
   const int number = by_head.quotient, kv_head = by_head.remainder;
   const Sequence of = sequence(params, number);

@@ -37,6 +37,13 @@ constexpr int kStatsFloats = 2 * kKeyGroups * kBlockQ;
 constexpr int kMergeFloats = kStatsFloats + kKeyGroups / 2 * kRowGroups * kFloatsOfWarp;
 constexpr int kMostParts = 128;
 constexpr int kPartsFloats = (2 * kMostParts + 1) * kBlockQ;
+
+// Bytes of queries, keys and values, or of the weights of parts if those are more.
+template <class Stage>
+constexpr int kBytesOfStages = QTile::kBytes + kNumStages * Stage::kBytes;
+template <class Stage>
+constexpr int kBytesOfDecode = kBytesOfStages<Stage> > 4 * kPartsFloats ? kBytesOfStages<Stage> : 4 * kPartsFloats;
+
 CUFLASH_DEVICE float* merge_room() { return ptx::dynamic_shared<float>(); }
 
 }  // namespace cuflash

@@ -9,6 +9,7 @@
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <ptx/cp_async.cuh>
+#include <sm80/block_state.cuh>
 
 namespace cuflash {
 
@@ -25,16 +26,6 @@ constexpr OTile o_smem{0};  // takes the place of Q, once Q is read
 constexpr KTile k_smem{QTile::kBytes > OTile::kBytes ? QTile::kBytes : OTile::kBytes};
 constexpr VTile v_smem{k_smem.start + KTile::kBytes};
 constexpr int kStateOffset = v_smem.start + VTile::kBytes;
-
-// State of a thread block that lies in shared memory, so that registers are left for accumulators.
-struct BlockState {
-  Element* k;
-  Element* v;
-  attention::WorkTile work;
-  attention::VisitRange visit_range;
-  float softmax_scale_log2;
-  bool rows_fill_tiles;  // rows of K and V have as many columns as their tiles
-};
 
 // Return the tile of a thread block, which other blocks may share.
 CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, attention::NoPages) {
@@ -217,6 +208,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockSt
   const auto all = matrix<Element>(params.o, batch_head, batch_head.head, length, params.shape.value_dim);
   tile::store<kThreads>(all.rows(work.first, work.last), o_smem);
 }
+constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
 }  // namespace cuflash
 

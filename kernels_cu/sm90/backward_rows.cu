@@ -138,6 +138,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params) {
     write_gradient(params.dq, tile_info.work, tile_info.work.batch_head.head, params.shape.head_dim, dq);
   }
 }
+constexpr int kSharedBytes = kArraysEnd;
 
 }  // namespace cuflash
 

@@ -62,6 +62,7 @@ struct GradientPart {
     if constexpr (kSharesLastPanel) tile::start_gemm_add_tt(last_panel, Columns(left, kLast),
                                                             Keys(right, part * kBlockKv / kNumConsumers));
   }
+  // Keep accesses to the sums on their side of this line. Called after the wait for their products.
   CUFLASH_DEVICE void fence_registers() {
     each(0, [](auto& sums, int, int) { ptx::fence_registers(tile::accumulators(sums)); });
   }

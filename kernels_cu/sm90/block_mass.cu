@@ -30,6 +30,7 @@ struct SharedStorage {
   StepMessage messages[kNumStages];
   MassTile tile;
 };
+constexpr int kSharedBytes = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
 }

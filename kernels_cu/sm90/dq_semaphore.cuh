@@ -16,7 +16,7 @@ struct DqSemaphore {
   int done;  // number of tiles that have added or stored all their sums
 };
 
-// What a step of a tile waits for before it adds to sums or loads them, and what it signals afterwards.
+// The wait of a step before it adds to sums or loads them, and its signal afterwards.
 struct DqSemaphoreOp {
   DqSemaphore* semaphore;
   int awaited_bits_or_count;  // bits of `stored`, or a count of `done`; 0 if the step does not wait

@@ -363,6 +363,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, const attention::Te
   else consume_with_two_q_stages(params, maps, group, sink, function, dropout, pages);
   if (group == 1) ping_pong_wait();  // takes the last signal, for which no other warpgroup waits
 }
+constexpr int kSharedBytes = kArraysEnd;
 
 }  // namespace cuflash
 

@@ -41,5 +41,6 @@ CUFLASH_DEVICE ThreadState& thread_state() {
 }
 constexpr int kThreadStatesEnd = kThreadStatesOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadState));
 constexpr int kSmemOOffset = (kThreadStatesEnd + 1023) / 1024 * 1024;
+constexpr int kSharedBytes = kSmemOOffset + (kStoresOByTma ? kBlockQ * kValueDim * static_cast<int>(sizeof(Element)) : 0);
 
 }  // namespace cuflash

@@ -108,6 +108,7 @@ struct SharedStorage : KeptRing<kHasDrawers> {
   float softmax_scale_log2;  // in shared memory, to save registers of consumers
   float softmax_scale;  // for kernels with a score function
 };
+constexpr int kStorageEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
 }
@@ -116,12 +117,15 @@ CUFLASH_DEVICE SharedStorage& shared() {
 // consumer warpgroup have a slot of their own, so that it is filled again as soon as this warpgroup has read it.
 using SmemArray = StagedArray<64, kStagesArray ? kBlockKv : 64>;
 CUFLASH_DEVICE SmemArray array_smem(int stage, int consumer) {
-  return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) +
-          (stage * kNumConsumers + consumer) * SmemArray::kBytes};
+  return {aligned_for_array(kStorageEnd) + (stage * kNumConsumers + consumer) * SmemArray::kBytes};
 }
 CUFLASH_DEVICE tile::PipelineSlot& array_slot(int stage, int consumer) {
   return array_smem(kNumStages, 0).panel(0).template pointer<tile::PipelineSlot>(0)[stage * kNumConsumers + consumer];
 }
+
+constexpr int kArraysEnd = !kStagesArray ? kStorageEnd
+    : aligned_for_array(kStorageEnd) +
+        kNumStages * kNumConsumers * (SmemArray::kBytes + static_cast<int>(sizeof(tile::PipelineSlot)));
 
 // Return the stage of the count-th K or V block in its ring, and its phase; below, those of the count-th tile in the
 // rings of Q and of tile messages.

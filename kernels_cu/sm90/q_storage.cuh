@@ -79,8 +79,8 @@ struct HeadWork : ArrayCoords<kStagesArray> {
   attention::DqSchedule dq;
 };
 
-// What consumers do with dQ of a step: pass it to the dQ writer, finish it alone, or finish it with the sums of other
-// tiles.
+// How a step's dQ is finished: the dQ writer adds it to sums (kNot), or consumers finish it, alone (kAlone) or with the
+// sums of other tiles (kWithSums).
 enum class DqFinish : int { kNot, kAlone, kWithSums };
 
 // The number of steps in flight between producer and copy warps, and one more that the producer prepares.
@@ -100,14 +100,15 @@ struct SharedStorage {
   DqFinish dq_finish;  // of the present step, if the last tile that arrives finishes dQ
   uint64_t dq_sum_loaded;  // sums of dQ have arrived in the staging buffer
 };
+constexpr int kStorageEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
 }
 
-// The step's elements of a captured array, behind all else; they come and go with the step's Q.
+// The step's elements of a captured array, behind all else; they are loaded and released with the step's Q.
 using SmemArray = StagedArray<kStagesArray ? kBlockQ : 64, kStagesArray ? kBlockKv : 64>;
 CUFLASH_DEVICE SmemArray array_smem(int stage) {
-  return {aligned_for_array(kStorageOffset + static_cast<int>(sizeof(SharedStorage))) + stage * SmemArray::kBytes};
+  return {aligned_for_array(kStorageEnd) + stage * SmemArray::kBytes};
 }
 
 // The bins in which a consumer warp adds up the gradient of a short table, behind all else: kNumBins for each lane. A
@@ -115,8 +116,12 @@ CUFLASH_DEVICE SmemArray array_smem(int stage) {
 static_assert(!kStagesArray || score::Function::kNumBins == 0, "both would start at one address");
 CUFLASH_DEVICE score::Function::Number* bins_of_warp() {
   const int warp = (ptx::thread_index() - kWarpgroupThreads) / 32;
-  return reinterpret_cast<score::Function::Number*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset +
-                                                    sizeof(SharedStorage)) + warp * 32 * score::Function::kNumBins;
+  return reinterpret_cast<score::Function::Number*>(ptx::dynamic_shared<unsigned char>() + kStorageEnd) +
+      warp * 32 * score::Function::kNumBins;
 }
+
+constexpr int kSharedBytes = kStagesArray ? aligned_for_array(kStorageEnd) + kNumStages * SmemArray::kBytes
+    : kStorageEnd + (kThreads - kWarpgroupThreads) * score::Function::kNumBins *
+        static_cast<int>(sizeof(score::Function::Number));
 
 }  // namespace cuflash

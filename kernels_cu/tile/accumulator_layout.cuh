@@ -24,7 +24,7 @@ struct AccumulatorLayout {
     return data + (i * Tile::kColumnTiles + j) * 128 + e / Run * 32 + e % Run;
   }
 
-  // Part of the matrix: the warp's columns from 8 * `first` on.
+  // Add a part to the matrix atomically: it has the warp's columns from 8 * `first` on.
   template <class Part>
   CUFLASH_DEVICE void atomic_add(const Part& part, int first = 0) const {
 #pragma unroll
@@ -39,7 +39,7 @@ struct AccumulatorLayout {
         }
   }
 
-  // Store it to a buffer in shared memory, in which `thread_data` points to the thread's elements.
+  // Store the warp's part to a buffer in shared memory, in which `thread_data` points to the thread's elements.
   static CUFLASH_DEVICE void store_shared(float* thread_data, const Tile& part) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
@@ -51,7 +51,7 @@ struct AccumulatorLayout {
       }
   }
 
-  // Add the content of such a buffer to some columns of 8.
+  // Add columns from a buffer that `store_shared` filled to a part: `num` groups of eight, from group `first` on.
   static CUFLASH_DEVICE void add_shared(const float* thread_data, Tile& part, int first, int num) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
@@ -63,6 +63,7 @@ struct AccumulatorLayout {
       }
   }
 
+  // Load the warp's part.
   CUFLASH_DEVICE void load(Tile& part) const {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)

@@ -37,8 +37,8 @@ CUFLASH_DEVICE bool has_full_rows(const Matrix<T>& matrix) {
   return has_aligned_chunks(matrix) && matrix.num_columns == Tile::kChunks * Tile::kChunk;
 }
 
-// The copy of a full tile of such rows: the chunks of a thread and their addresses. If several copies are constructed
-// before the first one starts, their addresses are computed side by side.
+// The copy of a full tile whose rows are full (`has_full_rows`): the chunks of a thread and their addresses. If several
+// copies are constructed before the first one starts, their addresses are computed side by side.
 template <int Threads, class T, int Rows, int Columns>
 class FullTileCopy {
  public:
@@ -49,7 +49,7 @@ class FullTileCopy {
         data_(data + Partition::first_row() * row_stride + Partition::first_chunk() * Tile::kChunk),
         row_stride_(row_stride) {}
 
-  // Start to copy them, as load_async does. Called by all Threads.
+  // Start to copy the tile, as `load_async` does. Called by all Threads.
   CUFLASH_DEVICE void start() const {
     const T* data = data_;
 #pragma unroll

@@ -54,7 +54,8 @@ CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, 
   }
 }
 
-// Sixteen rows of all such columns, which stay in registers from product to product, or are loaded for each.
+// Sixteen rows of a left operand, whose columns have the order of `load_interleaved`. They stay in registers from product
+// to product (`IsKept`), or are loaded for each.
 template <bool IsKept, class T, int Rows, int Columns>
 class InterleavedRows {
  public:
@@ -137,13 +138,14 @@ CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns>
   }
 }
 
-// Return the column of such a c that a thread's column j is.
+// Return the column of c that a thread's column j is, where `gemm_add_nn` computed c.
 template <class Tile>
 CUFLASH_DEVICE int interleaved_column(const Tile& c, int j) {
   return 2 * c.first_column() + 16 * (j / 4) + 2 * (j % 2) + j / 2 % 2;
 }
 
-// Store row i of a thread's part of such a c to global memory, where the row starts at a multiple of 16 bytes.
+// Store row i of a thread's part of c, which `gemm_add_nn` computed, to global memory, where the row starts at a multiple
+// of 16 bytes.
 template <class Tile>
 CUFLASH_DEVICE void store_interleaved_row(float* to, const Tile& c, int i) {
 #pragma unroll

@@ -88,7 +88,8 @@ CUFLASH_DEVICE void start_tma_boxes(const TmaBoxes& to, const TensorMapParam& fr
   }
 }
 
-// Start such copies after the barrier expects their bytes, and those of other copies, which are started after it.
+// Announce the bytes of the copies to the barrier, and start them as `start_tma_boxes` does. `extra_bytes` are those of
+// other copies that the caller starts afterwards. Called by one thread.
 template <class T = ptx::Half>
 CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
                                    const uint64_t& full, int extra_bytes = 0, int first_column = 0) {
@@ -97,7 +98,7 @@ CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& fro
   start_tma_boxes<T>(to, from, matrix, first, barrier, first_column);
 }
 
-// Prefetch these rows into the level-2 cache by TMA.
+// Prefetch the rows that `tma_load_boxes` would copy into the level-2 cache by TMA. Called by one thread.
 CUFLASH_DEVICE void tma_prefetch_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first) {
 #pragma unroll
   for (int column = 0; column < to.columns; column += to.width)

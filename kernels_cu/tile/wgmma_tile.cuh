@@ -240,6 +240,8 @@ CUFLASH_DEVICE void wait_wgmma(Tile& c) {
   ptx::wgmma_wait<kPending>();
   ptx::fence_registers(accumulators(c));
 }
+// Keep other accesses to an operand's registers on their side of this line. Call it after the wait for the products that
+// read the operand, before its registers are packed anew.
 template <class T, class Left>
 CUFLASH_DEVICE void fence_registers(PackedOperand<T, Left>& a) {
 #pragma unroll

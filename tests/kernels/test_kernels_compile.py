@@ -28,18 +28,17 @@ from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.fp8.quantize import SOURCES
 from cuflash.planning.appending import append_spec
-from cuflash.planning.decoding import decode_shared_bytes, decode_spec
-from cuflash.planning.prefill import PREFILL_FAMILIES, intervals_spec, prefill_spec
+from cuflash.planning.decoding import decode_spec
+from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.families.family import DIMS
-from cuflash.planning.routing import FAMILIES
+from cuflash.planning.routing import FAMILIES, PREFILL_FAMILIES, mass_kernel
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.selection_kernels import every_selection_spec
-from cuflash.planning.block_mass import mass_spec
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from cuflash.planning.scales import RowsPerScale
 from cuflash.planning.captured_sums import sums_spec
@@ -121,7 +120,7 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 specs |= set(found.values())
                 if family in ("simt", "sm80"):
                     least = 1 if family == "simt" else 128
-                    specs.add(mass_spec(problem, device, least, is_listed=limit is not None))
+                    specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
@@ -217,7 +216,7 @@ def of_caches(name: str) -> set[KernelSpec]:
         if not FAMILIES["sm80"].reasons(problem, device):
             for is_quantized in (False, True):
                 spec = decode_spec(problem, device, is_quantized=is_quantized)
-                assert decode_shared_bytes(spec) <= device.tile_memory_bytes
+                assert FAMILIES["sm80"].shared_bytes(spec) <= device.tile_memory_bytes
                 specs |= {spec, replace(spec, has_sink=True)}
         for family in PREFILL_FAMILIES:
             if not FAMILIES[family].reasons(problem, device):

@@ -15,7 +15,8 @@ from cuflash.planning.launches import Pass
 from cuflash.planning import plan_cache
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
-from cuflash.planning.families.sm90 import backward_specs, boxes, shared_bytes
+from cuflash.planning.families.sm90 import backward_specs
+from cuflash.planning.families.sm90_storage import boxes, shared_bytes
 from cuflash.planning.spec import KernelSpec
 from cuflash.executors.tensor_map import BoxedArray, simulated, template
 from cuflash.testing import (
@@ -579,15 +580,15 @@ def test_four_warpgroups_share_a_tile_where_queries_see_few_keys_and_tiles_are_m
     assert (spec.block_q, spec.block_kv) == tile
 
 
-def steps_taken(num_places: int, in_turn: int, steps: list[int], num_blocks: int) -> np.ndarray:
+def steps_taken(num_heads: int, heads_per_group: int, steps: list[int], num_blocks: int) -> np.ndarray:
     """Return how many steps each thread block takes if it takes the next tile, longest first, whenever it ends one.
 
     Tiles are numbered as attention/tile_scheduler.cuh numbers them.
     """
     taken = np.zeros(num_blocks, int)
-    for first in range(0, num_places, in_turn):
+    for first in range(0, num_heads, heads_per_group):
         for length in reversed(steps):
-            for _ in range(min(in_turn, num_places - first)):
+            for _ in range(min(heads_per_group, num_heads - first)):
                 taken[taken.argmin()] += length
     return taken
 
@@ -598,11 +599,11 @@ def test_blocks_of_a_causal_call_end_together(dim: int, seqlen: int, num_heads: 
     plan = planned(num_heads, seqlen, dim, causal=True)
     spec = plan.specs["forward"]
     steps = [2 + -(-stop // spec.block_kv) for stop in range(seqlen, 0, -spec.block_q)][::-1]
-    places = plan.kernels.order.heads_per_group
-    taken = steps_taken(num_heads, places, steps, 132)
+    heads_per_group = plan.kernels.order.heads_per_group
+    taken = steps_taken(num_heads, heads_per_group, steps, 132)
     assert taken.max() <= max(1.05 * taken.mean(), steps[-1])
     keys_and_values = 2 * seqlen * dim * 2
-    assert places <= 8 or places * keys_and_values <= plan.device.cache_bytes / 3
+    assert heads_per_group <= 8 or heads_per_group * keys_and_values <= plan.device.cache_bytes / 3
     assert planned(num_heads, seqlen, dim).kernels.order.heads_per_group == 1  # tiles are alike
 
 

@@ -12,13 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash import CompileError
+from cuflash import CompileError, DeviceSpec, ShapeDtype, sim
 from cuflash.compiler import params_layout as records
 from cuflash.compiler import nvrtc as compiling
 from cuflash.compiler import source as room
+from cuflash.planning.decoding import decode_spec
+from cuflash.planning.families.sm80 import combine_spec
+from cuflash.planning.families.sm90_fp8 import Sm90Fp8
+from cuflash.planning.problem import Problem
+from cuflash.planning.routing import FAMILIES, mass_kernel, shared_bytes
+from cuflash.planning.scales import RowsPerScale
 from cuflash.planning.spec import KernelSpec
 from cuflash.scores import Score
 from cuflash.scores.program import derived
+from executors import needs_compiler
 
 Make = Callable[..., KernelSpec]
 BIAS = Score(lambda s, b, h, i, j, x: s + x[h, i, j], x=np.ones((2, 3, 8), np.float16))
@@ -197,6 +204,52 @@ def test_nvrtc_and_gcc_are_asked_the_same() -> None:
         return re.findall(r'== (\d+)(?: && sizeof\((.*)\) == (\d+))?, "(.*)"', text)
 
     assert facts(records.assertions()) == facts(records.assertions(host=True)) != []
+
+
+# Shared memory.
+
+
+def launched() -> list[KernelSpec]:
+    """A problem's kernels of every family, with those of 8-bit numbers, split keys, caches and block masses."""
+    chip, found = DeviceSpec.gpu("H100"), []
+    for dtype in (np.float16, np.float32, np.float64):
+        problem = Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(dtype))] * 3)
+        for family in FAMILIES.values():
+            if not family.reasons(problem, chip):
+                for deterministic in (False, True):
+                    found += family.specs(problem, chip, deterministic=deterministic).values()
+    half = Problem.of(*[ShapeDtype((1, 4, 300, 192), np.dtype(np.float16))] * 3)
+    found += FAMILIES["sm90"].specs(half, chip).values()
+    found += [mass_kernel(half, DeviceSpec.gpu(name), 64, is_listed=False) for name in ("T4", "A100", "H100")]
+    found.append(combine_spec(FAMILIES["sm80"].specs(half, chip)["forward"]))
+    few = Problem.of(ShapeDtype((1, 4, 2, 64), np.dtype(np.float16)), *[ShapeDtype((1, 4, 300, 64), half.dtype)] * 2)
+    found += [decode_spec(few, chip, is_quantized=is_quantized) for is_quantized in (False, True)]
+    rows = RowsPerScale(128, 128, 128)
+    quantized = replace(Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(np.float16))] * 3), rows_per_scale=rows)
+    return list(dict.fromkeys([*found, *Sm90Fp8().specs(quantized, chip).values()]))
+
+
+@pytest.mark.parametrize("spec", launched(), ids=lambda spec: f"{spec.name}-{spec.dtype}-{spec.head_dim}")
+def test_kernels_state_the_shared_memory_that_their_launches_ask_for(spec: KernelSpec) -> None:
+    """The compiler compares both numbers; kernels without dynamic shared memory state none."""
+    stated = re.findall(r"static_assert\(cuflash::kSharedBytes == (\d+)", room.source(spec))
+    asked = shared_bytes(spec)
+    assert stated == ([str(asked)] if asked else [])
+
+
+@needs_compiler
+@pytest.mark.parametrize("entry", ["forward", "backward"])
+@pytest.mark.parametrize("family", ["simt", "sm80", "sm90"])
+def test_launches_that_ask_for_less_shared_memory_stop_the_compiler(
+    family: str, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = np.dtype(np.float32 if family == "simt" else np.float16)
+    problem = Problem.of(*[ShapeDtype((1, 1, 300, 64), dtype)] * 3)
+    spec = FAMILIES[family].specs(problem, DeviceSpec.gpu("H100"))[entry]
+    asked = shared_bytes(spec)
+    monkeypatch.setattr(room, "shared_bytes", lambda spec: asked - 8)
+    with pytest.raises(sim.BuildError, match=f"launches ask for {asked - 8} bytes of shared memory"):
+        sim.build(room.source.__wrapped__(spec, host=True), spec.name)
 
 
 # The files.

@@ -18,7 +18,7 @@ from test_sm90 import ALIGNED, SIM90
 
 from cuflash import masks, sim
 
-SIGNS = (AssertionError, sim.SimulationError)
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
 IN_TURNS = Structure(
     num_heads=6, num_kv_heads=6, seqlen_q=70, seqlen_kv=280, head_dim=64, value_dim=40, dtype="float16",
     mask=masks.Causal("bottom_right"),

@@ -11,7 +11,7 @@ from cuflash.fp8.rows import dequantized_rows, quantized_rows
 from executors import SIM
 from mutations.planting import Edit
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _CALL = drawn(NEW | {"rows": 3, "heads": 8, "dtype": _BFLOAT16}, (193, 70))
 

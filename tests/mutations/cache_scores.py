@@ -15,7 +15,7 @@ from mutations.calls import refuses
 from mutations.planting import Edit
 from scored_caches import arrays_of, assert_is_scored_attention, chunked, mixed
 
-SIGNS = (AssertionError, ValueError, IndexError, KeyError)
+SIGNS = (AssertionError, ValueError, IndexError, KeyError)  # exceptions by which guards see a fault
 _ARRAYS = arrays_of(2, 4)
 _CALLS = {"auto": drawn(NEW | {"rows": 3, "heads": 4}, (193, 2))} | {
     kernel: drawn(NEW | {"rows": 70, "heads": 4}, (193, 2)) for kernel in ("sm80", "sm90")

@@ -11,7 +11,7 @@ import numpy as np
 from mutations.planting import Edit
 from mutations.python_guards import part
 
-SIGNS = (AssertionError, IndexError)
+SIGNS = (AssertionError, IndexError)  # exceptions by which guards see a fault
 
 
 class Given:

@@ -8,7 +8,7 @@ import numpy as np
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 MODEL = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": np.float16}
 
 

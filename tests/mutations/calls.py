@@ -18,7 +18,7 @@ from mutations.planting import Edit
 from mutations.python_guards import part
 from foreign import Foreign
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 Q = np.ones((2, 10, 8), np.float32)
 HALF = Q.astype(np.float16)
 

@@ -10,7 +10,7 @@ from cuflash import DeviceSpec, sim
 from cuflash.executors.sim import Simulator
 from executors import SIM
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 _CALL = drawn(NEW | {"rows": 3, "heads": 4, "window": (130, None), "sink": True}, (193, 2, 70))
 _HOSTILE = [Simulator(sim.Schedule(seed=1, order=order, copies="late")) for order in ("last_warp", "first_warp")]
 

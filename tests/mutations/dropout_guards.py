@@ -17,7 +17,7 @@ from mutations.python_guards import part
 
 from cuflash import sim
 
-SIGNS = (AssertionError, ValueError, sim.SimulationError)
+SIGNS = (AssertionError, ValueError, sim.SimulationError)  # exceptions by which guards see a fault
 SEED = 0x9ABCDEF012345678
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
 SHORT = Structure(**HEADS, seqlen_q=40, seqlen_kv=33, dropout=Dropout(0.3, SEED, 5))

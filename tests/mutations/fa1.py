@@ -11,19 +11,19 @@ FORWARD, BACKWARD, RUNNING, PLAN = (
 
 FAULTS = {
     loops_are_right: {
-        "l of earlier turns is not scaled when m rises": Edit(
+        "l of earlier iterations is not scaled when m rises": Edit(
             FORWARD, "update_softmax",
             "ptx::exp2_approx((rows[i].row_max - finite(row_max)) * softmax_scale_log2) * rows[i].row_sum",
             "rows[i].row_sum",
         ),
-        "what a turn adds to l is not scaled to m": Edit(
-            FORWARD, "update_softmax", "old_sum + turn_factor * turn_sum", "old_sum + turn_sum"
+        "what an iteration adds to l is not scaled to m": Edit(
+            FORWARD, "update_softmax", "old_sum + tile_factor * tile_sum", "old_sum + tile_sum"
         ),
-        "a row that sees no key in a turn is divided by 0": Edit(
-            FORWARD, "update_softmax", "turn_max == ptx::negative_infinity<float>() && turn_sum == 0", "false"
+        "a row that sees no key in an iteration is divided by 0": Edit(
+            FORWARD, "update_softmax", "tile_max == ptx::negative_infinity<float>() && tile_sum == 0", "false"
         ),
-        "what a turn adds to O is not scaled to m": Edit(
-            FORWARD, "update_softmax", "turn_factor * ptx::reciprocal_approx(row_sum)",
+        "what an iteration adds to O is not scaled to m": Edit(
+            FORWARD, "update_softmax", "tile_factor * ptx::reciprocal_approx(row_sum)",
             "ptx::reciprocal_approx(row_sum)",
         ),
         "a negative scale is not turned": Edit(
@@ -37,7 +37,7 @@ FAULTS = {
             "__syncthreads(); begin_keys(params, {batch_head, range.first, range.last}, state);",
             "begin_keys(params, {batch_head, range.first, range.last}, state);",
         ),
-        "a turn starts before its queries are there": Edit(
+        "an iteration starts before its queries are there": Edit(
             FORWARD, "fa1_forward",
             "ptx::cp_async_wait<0>(); __syncthreads(); if (kNumStages == 2",
             "ptx::cp_async_wait<0>(); if (kNumStages == 2",
@@ -48,7 +48,7 @@ FAULTS = {
         "hidden values meet weights of 0": Edit(
             RUNNING, "load_visible_rows", "max(keys.first, min(keys.last, last))", "keys.last"
         ),
-        "dQ of earlier turns is lost": Edit(
+        "dQ of earlier iterations is lost": Edit(
             BACKWARD, "add_queries", "dq.at(i, j) += added.at(i, j);", "dq.at(i, j) = added.at(i, j);"
         ),
         "dQ is not cleared": Edit(
@@ -66,8 +66,8 @@ FAULTS = {
         ),
     },
     the_plan_is_right: {
-        "O, m and l are counted once a turn": Edit(PLAN, "traffic", "(q + 2 * running)", "(q + running)"),
-        "dQ is counted once a turn": Edit(
+        "O, m and l are counted once an iteration": Edit(PLAN, "traffic", "(q + 2 * running)", "(q + running)"),
+        "dQ is counted once an iteration": Edit(
             PLAN, "traffic", "(q + v + 2 * dq + statistics)", "(q + v + dq + statistics)"
         ),
         "keys are counted for each query head": Edit(PLAN, "traffic", "keys // problem.group_size", "keys"),

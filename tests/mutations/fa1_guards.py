@@ -16,7 +16,7 @@ from executors import SIM
 from mutations.kernel_guards import padded_with_nan, without_nan
 from poison import call
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 FA1 = replace(SIM, kernel="fa1")
 
 

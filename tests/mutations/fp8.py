@@ -11,7 +11,7 @@ import numpy as np
 from cuflash import reference
 from mutations.planting import Edit
 
-SIGNS = (AssertionError, ValueError, TypeError)
+SIGNS = (AssertionError, ValueError, TypeError)  # exceptions by which guards see a fault
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 RNG = np.random.default_rng(0)
 OPERANDS = RNG.standard_normal((3, 2, 70, 64)).astype(np.float32)

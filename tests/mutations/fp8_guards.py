@@ -18,7 +18,7 @@ from test_sm90 import FewBlocks
 import cuflash
 from cuflash import Rotation, masks, sim
 
-SIGNS = (AssertionError, sim.SimulationError)
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
 
 
 @cache

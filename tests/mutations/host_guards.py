@@ -23,7 +23,7 @@ FAR = 85
 TAME = strategies.Structure(seqlen_q=5, seqlen_kv=6, dtype="float32", values="lattice").example()
 
 # pytest.raises fails with an exception of its own where nothing was raised.
-SIGNS = (AssertionError, ValueError, pytest.fail.Exception)
+SIGNS = (AssertionError, ValueError, pytest.fail.Exception)  # exceptions by which guards see a fault
 
 
 def all_results(library):

@@ -14,6 +14,7 @@ import pytest
 from mutations.python_guards import part
 
 # A fault may also show as an error of the other library where a sentence or a result is due.
+# Exceptions by which guards see a fault.
 SIGNS = (
     AssertionError, ValueError, TypeError, AttributeError, RuntimeError, BufferError, pytest.fail.Exception
 )  # fmt: skip

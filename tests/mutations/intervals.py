@@ -12,7 +12,7 @@ from mutations.planting import Edit
 from mutations.python_guards import part
 from test_interval_kernels import assert_found, on_simulator
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 _RNG = np.random.default_rng(0)
 
 

@@ -34,7 +34,7 @@ from cuflash import masks, sim
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_within_bounds
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 
 
 def examples() -> Iterator[Structure]:

@@ -14,7 +14,7 @@ from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import part
 
-SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)
+SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)  # exceptions by which guards see a fault
 K = np.ones((2, 1, 3, 4), np.float32)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 

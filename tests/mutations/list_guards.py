@@ -18,7 +18,7 @@ from mutations.python_guards import part
 
 import cuflash
 
-SIGNS = (AssertionError, ValueError)
+SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
 WHOLE = ("row_pointers", "column_pointers", "row_order", "column_order", "bits")
 ROOM = ("kv_blocks", "kinds", "tiles", "column_entries")
 Q = np.random.default_rng(0).standard_normal((2, 20, 8))

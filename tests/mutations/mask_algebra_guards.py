@@ -19,6 +19,7 @@ from test_mask_algebra import (
 from test_pictures import check_pictures
 from test_recall import check_recall, problems
 
+# Exceptions by which guards see a fault.
 SIGNS = (AssertionError, ValueError, TypeError, IndexError, pytest.fail.Exception)
 
 

@@ -40,6 +40,7 @@ TELLING_NUMBERS = (
 )
 
 # A fault may also show as an error of NumPy or Python where a sentence or a result is due.
+# Exceptions by which guards see a fault.
 SIGNS = (
     AssertionError, ValueError, ArithmeticError, RecursionError, TypeError, AttributeError, pytest.fail.Exception,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from cuflash import sim
 from test_block_mass import HALVES, check_on_chip
 from test_selection_kernels import check_turned_columns
 
-SIGNS = (AssertionError, sim.SimulationError)
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
 
 
 def tensor_cores_sum_masses() -> None:

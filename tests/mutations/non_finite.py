@@ -12,6 +12,7 @@ from mutations.non_finite_guards import (
     oracle_is_right,
     parts_follow_the_rule,
     specification_is_right,
+    unseen_rows_do_not_matter,
 )
 from mutations.planting import Edit
 
@@ -110,6 +111,14 @@ FAULTS = {
             "naive/gradient_scores.cu", "naive_gradient_scores",
             "row_mask = score_mask_of_queries<Scores>(params, work, block);",
             "row_mask.bits = ~0ull;",
+        ),
+    },
+    unseen_rows_do_not_matter: {
+        "rows of keys that no query visits are multiplied": Edit(
+            "naive/products.cuh", "add_weighted_rows", "return is_row_valid[row] != 0;", "return true;"
+        ),
+        "rows of queries that visit no key are multiplied": Edit(
+            "naive/gradient_keys.cu", "naive_gradient_keys", "return is_row_valid[row] != 0;", "return true;"
         ),
     },
     halves_follow_the_rule: {

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from cuflash.testing import assert_non_finite
 from mutations.python_guards import part
 from test_non_finite import (
@@ -17,7 +18,10 @@ from test_non_finite import (
 )  # fmt: skip
 from test_sm90 import with_fewest_tiles
 
-SIGNS = (AssertionError,)
+import cuflash
+from cuflash import masks
+
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 
 
 class Passes:
@@ -77,6 +81,24 @@ def doubles_follow_the_rule() -> None:
 def kept_scores_follow_the_rule() -> None:
     """The naive family, which stores a matrix of scores, follows the rule."""
     calls_are_right("naive")
+
+
+def unseen_rows_do_not_matter() -> None:
+    """In the naive family, rows past the lengths of a mask may hold NaN: results are as if they held zeros."""
+    rng = np.random.default_rng(0)
+    q, k, v, do = (rng.standard_normal((1, 1, 90, 32)).astype(np.float32) for _ in range(4))
+    results = []
+    for unseen in (0, np.nan):
+        for array in (q, do):
+            array[..., 70:, :] = unseen
+        for array in (k, v):
+            array[..., 60:, :] = unseen
+        options: Any = {"mask": masks.Lengths(q=70, kv=60), "executor": "sim", "kernel": "naive"}
+        o, vjp = cuflash.attention_vjp(q, k, v, **options)
+        gradients = vjp(do)
+        results.append([o, gradients.dq, gradients.dk, gradients.dv])
+    for found, expected in zip(*reversed(results), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def halves_follow_the_rule() -> None:

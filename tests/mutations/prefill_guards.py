@@ -9,7 +9,7 @@ from cache_calls import assert_is_attention, drawn, paged, same_bits
 from executors import SIM
 from prefill_calls import CHUNK, prefilled, with_counts
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 _COUNTS = (70, 68)
 _CALL = drawn(CHUNK | {"window": (70, None), "sink": True}, (193, 65))
 

@@ -13,7 +13,7 @@ from test_device_masks import changed, in_order, packed, sent
 from test_work_list import assert_longest_first, rebuilt
 from library_parts import part
 
-SIGNS = (AssertionError, ValueError)  # arrays may not fit each other
+SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault; arrays may not fit each other
 MOST_SEEDS = 5  # a guard that must pass is given fewer in a short run: it does so with each or with none
 
 

@@ -11,7 +11,7 @@ from mutations.planting import Edit
 from mutations.python_guards import part
 from workspace_memory import memory, stream
 
-SIGNS = (AssertionError,)
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 
 
 def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:

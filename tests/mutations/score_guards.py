@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mutations.python_guards import hunt, part
 from test_score_programs import EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped, places, told
 
-SIGNS = (AssertionError, ValueError, IndexError, TypeError)
+SIGNS = (AssertionError, ValueError, IndexError, TypeError)  # exceptions by which guards see a fault
 SEEDS = st.integers(0, 2**32 - 1)
 
 

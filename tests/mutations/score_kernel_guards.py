@@ -23,7 +23,7 @@ from test_score_kernels import (
 )  # fmt: skip
 from test_sm90_scores import check_hidden_queries
 
-SIGNS = (AssertionError, ValueError)
+SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
 
 
 def _check(kernel: str, mask: str, wrt: tuple[str, ...] = WRT, **options: Any) -> None:

@@ -9,7 +9,7 @@ from cuflash.sim import SimulationError
 from executors import SIM
 from test_score_products import check_plans, check_results, check_values
 
-SIGNS = (AssertionError, ValueError, SimulationError)
+SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions by which guards see a fault
 
 
 def distances_are_right() -> None:

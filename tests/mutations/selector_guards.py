@@ -16,7 +16,7 @@ from test_selectors import by_sorting, means, of_antidiagonal, of_nsa, of_pooled
 
 import cuflash
 
-SIGNS = (AssertionError, ValueError)
+SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
 CAUSAL = np.tri(8, dtype=bool)
 EVERY_BUDGET = [
     cuflash.selectors.Budget(**rule)

@@ -10,7 +10,7 @@ from mutations.planting import Edit
 from mutations.python_guards import hunt, part
 from test_packed_sequences import OFFSETS, check_mask, sequences
 
-SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)
+SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)  # exceptions by which guards see a fault
 
 
 def sequences_are_right(library: ModuleType) -> None:

@@ -13,7 +13,7 @@ from cuflash.testing import Structure, assert_within_bounds
 from executors import SIM
 from executors import check_simulated
 
-SIGNS = (AssertionError, ValueError)
+SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "sink": (4,)}
 TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
 ROWS = np.arange(40)[:, None] % 3 > 0  # others have no key

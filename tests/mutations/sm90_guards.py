@@ -32,7 +32,7 @@ from test_sm90_two_walks import (
 
 from cuflash import masks, sim
 
-SIGNS = (AssertionError, sim.SimulationError)
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
 
 
 def structures() -> list[Structure]:

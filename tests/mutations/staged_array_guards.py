@@ -12,7 +12,7 @@ from test_staged_arrays import (
 )  # fmt: skip
 from test_uniform_steps import check_bins, check_clipped, check_directions
 
-SIGNS = (AssertionError, ValueError, SimulationError)
+SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions by which guards see a fault
 _HOPPER = replace(SIM, kernel="sm90")
 
 

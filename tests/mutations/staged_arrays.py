@@ -96,7 +96,9 @@ FAULTS = {
         "a row is chosen by the query": Edit(
             "planning/score_bins.py", "num_bins", 'or any(names & {"i", "j", "s"} for names in leading)', ""
         ),
-        "bins cost no stage": Edit("planning/families/sm90.py", "shared_bytes", "4 * WARP_LANES", "0 * WARP_LANES"),
+        "bins cost no stage": Edit(
+            "planning/families/sm90_storage.py", "shared_bytes", "4 * WARP_LANES", "0 * WARP_LANES"
+        ),
     },
     arrays_are_staged_where_they_can_be: {
         "indices change places": Edit("planning/staged_array.py", "staged_load", '("i", "j")', '("j", "i")'),

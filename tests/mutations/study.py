@@ -12,7 +12,7 @@ import numpy as np
 from mutations.planting import Edit
 from mutations.python_guards import part
 
-SIGNS = (AssertionError, ValueError, SystemExit)
+SIGNS = (AssertionError, ValueError, SystemExit)  # exceptions by which guards see a fault
 Q, K, V = np.random.default_rng(0).standard_normal((3, 2, 20, 4))
 EVEN = [np.tri(5, dtype=bool), np.ones((5, 5), bool)]
 

@@ -91,7 +91,7 @@ def test_pages_show_every_row_with_its_commit(load) -> None:
 
 
 def test_published_dense_calls_are_ahead_of_standard_attention_in_memory_linear_in_the_length(load) -> None:
-    """They lead by a factor of 2 from 1024 tokens on, and forward at 2048 tokens by 7.6 over three separate kernels."""
+    """Dense calls lead by 2 from 1024 tokens on, and forward at 2048 tokens by 7.6 over three separate kernels."""
     rows = load("harness").read_csv(EXPERIMENTS / "results" / "flashattention1_tables_gpu.csv")
     ms = {(row["method"], row["pass"], int(row["seqlen"])): float(row["ms"]) for row in rows}
     for method, way, seqlen in ms:

@@ -219,6 +219,34 @@ def test_names_of_families_are_written_once() -> None:
     assert found <= {("executors.params", "naive"), ("compiler.params_layout", "naive")}  # a part of a record
 
 
+def branches_on_families(source: str) -> list[str]:
+    """List the comparisons in a source with the name of a family."""
+    names = {"SIMT", "SM80", "SM90", "FA1", "NAIVE"}
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops)
+        if any(_name(part) in names | {"family"} for side in (node.left, *node.comparators) for part in ast.walk(side))
+    ]
+
+
+def test_only_routing_and_families_compare_names_of_families() -> None:
+    """What differs from family to family is asked of the family's object."""
+    found = {
+        room: branches
+        for room, path in _library().items()
+        if not room.startswith(("planning.families", "planning.routing"))
+        if (branches := branches_on_families(path.read_text("utf-8")))
+    }
+    assert found == {}
+
+
+def test_comparisons_with_names_of_families_are_found() -> None:
+    for source in ("if family == SM90: pass", "x = spec.family in (SM80, FA1)", "y = 1 if spec.family == 'x' else 2"):
+        assert len(branches_on_families(source)) == 1
+    assert branches_on_families("if plan.family is None: pass") == []
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.py")), ids=lambda path: path.stem)
 def test_experiments_never_import_tests(path: Path) -> None:
     modules = {name.stem for name in (ROOT / "tests").rglob("*.py")} | {"mutations", "tests"}

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("setuptools", "70.1", reason="building needs setuptools 70.1: pip install '.[test]'")
 pytestmark = pytest.mark.slow
 
-# Beside the CUDA sources there is no __init__.py; a copy with such a folder shows that they will be packed.
+# Kernel files of the copy that is built: their folders have no __init__.py, and must be packed all the same.
 KERNELS = {"kernels_cu/simt/forward.cu": "// forward\n", "kernels_cu/tile/layout.cuh": "// layout\n"}
 USE = "import numpy as np, cuflash; q = np.ones((3, 2)); print(cuflash.attention(q, q, q).sum(), cuflash.__file__)"
 

@@ -284,3 +284,16 @@ def test_two_trees_are_compared_from_end_to_end(
 
     with pytest.raises(SystemExit, match="BASE must be a commit of .*; got 'nothing'"):
         proof.main(["nothing"], tree)
+    with pytest.raises(SystemExit, match="none has these: families are .*; architectures are sm_"):
+        proof.main(["HEAD", "--families", "sm99"], tree)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [(["--renamed", "foo"], "--renamed must be old and new names, as is_packed=pack_gqa; got 'foo'"),
+     (["--workers", "0"], "--workers must be at least 1; got 0")],
+)  # fmt: skip
+def test_flags_that_mean_nothing_are_refused(proof: Any, flags: list[str], told: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        proof.main(["HEAD", *flags])
+    assert told in capsys.readouterr().err

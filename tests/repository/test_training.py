@@ -241,7 +241,7 @@ def test_the_task_is_trained_on_a_gpu(load) -> None:
     assert [row["pattern"] for row in rows] == list(task.NAMES) and all(np.isfinite(row["loss"]) for row in rows)
 
 
-# What is published
+# Published results
 
 
 def test_published_losses_agree_and_the_wrong_key_is_seen() -> None:

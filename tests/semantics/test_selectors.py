@@ -242,7 +242,7 @@ def test_columns_and_diagonals_of_the_last_queries_are_kept(run: Run) -> None:
 
 
 def test_blocks_of_unlike_rows_are_kept_and_take_no_part() -> None:
-    """As in SpargeAttn, keys of block 1 point everywhere, and all others in one direction."""
+    """Keys of block 1 point everywhere, and all others in one direction; SpargeAttn keeps blocks like block 1 too."""
     k = np.ones((1, 32, 8)) + np.arange(4).repeat(8)[:, None] * 0.1
     k[:, 8:16] = np.eye(8) * 4
     q = np.ones((1, 32, 8))

@@ -179,7 +179,7 @@ def test_weights_of_keys_and_the_sink_add_up_to_one(run, example):
 @on_every_backward
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_rows_without_a_key_have_the_sink_as_lse(run, dtype):
-    """In the sink's gradient such a row counts with the gradient of its lse."""
+    """In the sink's gradient, a row without a key counts with the gradient of its lse."""
     is_seen = np.zeros((3, 70, 1), bool)
     is_seen[:, 40:] = True
     is_seen[1] = False

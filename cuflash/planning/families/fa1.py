@@ -1,7 +1,7 @@
 """The fa1 family: FlashAttention-1's own loops on tensor cores, to compare the algorithms of the papers.
 
 A thread block works on one head. Its outer loop walks the keys and its inner loop the queries, whose running sums lie
-in device memory between two turns.
+in device memory between two iterations.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _STATISTICS = 2  # numbers of a query beside O: its maximum and its sum
 
 
 class _Tile(NamedTuple):
-    """Queries of an inner turn, keys of an outer one, and tiles of queries that are being copied or at hand."""
+    """Queries of an inner iteration, keys of an outer one, and stages of the tiles of queries."""
 
     block_q: int
     block_kv: int
     num_stages: int
 
 
-# Tiles by the columns that there is room for, best first: as many keys as the paper's own kernels keep at a time, since
-# device memory is read and written once for each tile of keys.
+# Tiles by the columns that kernels are compiled for, best first: as many keys as the paper's own kernels keep at a
+# time, since device memory is read and written once for each tile of keys.
 _FORWARD: dict[int, tuple[_Tile, ...]] = {
     64: (_Tile(128, 256, 2), _Tile(64, 128, 1)),
     128: (_Tile(128, 128, 2), _Tile(64, 128, 2), _Tile(64, 64, 1)),
@@ -134,9 +134,9 @@ class FlashAttention1(Family):
 def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[int, int]:
     """Bytes that the loops read from device memory or write to it, forward and backward, where no cache holds them.
 
-    An inner turn meets `block_kv` keys, so that the queries of all turns are `visited_scores / block_kv`. A turn reads
-    q, and reads and writes O, m and l. Backward it reads q, dO, lse and delta, and reads and writes dQ. Everything else
-    is moved once.
+    An inner iteration visits `block_kv` keys, so that all of them together visit `visited_scores / block_kv` queries.
+    Forward it reads q, and reads and writes O, m and l. Backward it reads q, dO, lse and delta, and reads and writes
+    dQ. Everything else is moved once.
     """
     forward, backward = kernels.forward.launches["forward"].spec, kernels.backward.launches["backward"].spec
     itemsize, number = problem.dtype.itemsize, problem.accumulator.itemsize
@@ -145,17 +145,17 @@ def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[in
     queries, keys = num_heads * problem.seqlen_q, num_heads * problem.seqlen_kv
 
     running = number * (forward.value_dim + _STATISTICS)
-    turns = visited_scores // forward.block_kv * (q + 2 * running)
-    forward_bytes = turns + keys * (q + v) + queries * (2 * running + v + number)
+    inner = visited_scores // forward.block_kv * (q + 2 * running)
+    forward_bytes = inner + keys * (q + v) + queries * (2 * running + v + number)
 
     dq, statistics = number * backward.head_dim, 2 * number
-    turns = visited_scores // backward.block_kv * (q + v + 2 * dq + statistics)
+    inner = visited_scores // backward.block_kv * (q + v + 2 * dq + statistics)
     ends = queries * (2 * v + statistics + 2 * dq + q)
-    return forward_bytes, turns + keys // problem.group_size * 2 * (q + v) + ends
+    return forward_bytes, inner + keys // problem.group_size * 2 * (q + v) + ends
 
 
 def _width(problem: Problem) -> int:
-    """Columns that the kernels have room for, of q and k as of v."""
+    """Columns of q, k and v that the kernels are compiled for: one number for both dimensions."""
     return next(width for width in _FORWARD if width >= max(problem.head_dim, problem.value_dim))
 
 

@@ -18,6 +18,7 @@ from ..spec import KernelSpec
 
 # A kernel is compiled for the smallest of these dimensions that holds the problem's.
 DIMS = (32, 64, 96, 128, 192, 256)
+WIDEST_CHUNK = 128  # columns of q and k that the kernels of block masses hold at a time
 
 # Arrays that kernels read, by what they compute.
 FORWARD_INPUTS = ("q", "k", "v")
@@ -175,6 +176,20 @@ class Family(ABC):
     @abstractmethod
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Dynamic shared memory of a thread block of one of the family's kernels."""
+
+    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
+        """Thread blocks of a kernel whose blocks take further tiles as they finish one; None if each has one tile."""
+        return None
+
+    def boxes(self, spec: KernelSpec) -> Mapping[str, tuple[int, int]]:
+        """Rows and columns of the boxes that a kernel copies by tensor maps, by array; empty if it takes no maps."""
+        return {}
+
+    def mass_spec(
+        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
+    ) -> KernelSpec | None:
+        """The kernel that sums softmax weights over blocks of so many keys; None if the family has none for it."""
+        return None
 
     def resident_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int:
         """Thread blocks of a kernel that a GPU holds at once, limited by registers and by shared memory.

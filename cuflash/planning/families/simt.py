@@ -22,8 +22,10 @@ from ..tile_order import heads_per_wave
 from . import SIMT
 from .family import (
     BACKWARD_INPUTS,
+    DIMS,
     FORWARD_INPUTS,
     STATISTICS_INPUTS,
+    WIDEST_CHUNK,
     Family,
     key_tiles,
     list_block_of,
@@ -51,11 +53,12 @@ class _EntryLimits(NamedTuple):
 
 _LIMITS = {
     "forward": _EntryLimits(True, 1, ("value_dim",), 144, 176),
-    "block_mass": _EntryLimits(True, 1, (), 144, 176),  # its tile is the one of planning/block_mass.py
+    "block_mass": _EntryLimits(True, 1, (), 144, 176),  # its tile is the one of `Simt.mass_spec`
     "backward_rows": _EntryLimits(True, 2, ("head_dim",), 112, 176),
     "backward_columns": _EntryLimits(False, 2, ("head_dim", "value_dim"), 160, 192),
     "backward": _EntryLimits(False, 1, ("head_dim", "value_dim"), 160, 144, max_rows=64, min_step=16),  # 128 rows spill
 }
+_MASS_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # sides of block_mass's tile, by accumulator
 _STATISTICS_BLOCK_Q = 64  # queries of backward_statistics, which multiplies nothing and keeps nothing
 
 
@@ -183,6 +186,35 @@ class Simt(Family):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         return shared_bytes(spec)
+
+    def mass_spec(
+        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
+    ) -> KernelSpec | None:
+        """The kernel with the widest chunks of head_dim that fit a multiprocessor twice, or else once.
+
+        Raises
+        ------
+        UnsupportedProblem
+            No chunk fits.
+        """
+        side = _MASS_SIDES[problem.accumulator]
+        needed = next((dim for dim in DIMS if dim >= problem.head_dim), WIDEST_CHUNK)
+        specs = [
+            KernelSpec(
+                family=self.name, entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0],
+                block_q=side, block_kv=side,
+            )
+            for dim in reversed(DIMS)
+            if dim <= min(needed, WIDEST_CHUNK)
+        ]  # fmt: skip
+        for available in (device.tile_memory_bytes // 2, device.tile_memory_bytes):
+            for spec in specs:
+                if shared_bytes(spec) <= available:
+                    return spec
+        raise UnsupportedProblem(
+            [f"{device.name} must have {shared_bytes(specs[-1])} bytes of shared memory a block; it has "
+             f"{device.tile_memory_bytes}: use a narrower dtype"]
+        )  # fmt: skip
 
 
 def _mma_rows(dtype: np.dtype[Any], device: DeviceSpec) -> tuple[int, ...]:

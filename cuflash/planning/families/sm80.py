@@ -25,8 +25,10 @@ from ..tile_order import heads_per_wave, listed_heads, listed_kv_heads
 from . import SM80
 from .family import (
     BACKWARD_INPUTS,
+    DIMS,
     FORWARD_INPUTS,
     STATISTICS_INPUTS,
+    WIDEST_CHUNK,
     Family,
     key_tiles,
     list_block_of,
@@ -90,6 +92,9 @@ _TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
     "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
 }
 _MMA_SIDE = 16  # rows and columns of a product
+MOST_PARTS = 128  # of the keys of a sequence in decode kernels, kMostParts
+MASS_CHUNK = 64  # columns of a chunk, where rows of the kernel of block masses come in chunks
+_MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and keys of the narrowest block of masses
 # Most accumulators of a thread of the gradients, by precision, where flat blocks of a list, or rows of 32 or 96, leave
 # fewer warps than the tables have: threads with more spilled up to 5750 bytes each.
 _MAX_ACCUMULATORS = {"ieee": 208, "tf32": 192, "tf32x3": 128}
@@ -250,6 +255,29 @@ class Sm80(Family):
     def shared_bytes(self, spec: KernelSpec) -> int:
         return shared_bytes(spec)
 
+    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
+        return self.resident_blocks(spec, device) if spec.entry == "block_mass" else None
+
+    def mass_spec(
+        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
+    ) -> KernelSpec | None:
+        """The kernel, or None where it does not serve the elements, the chip or such narrow blocks of keys.
+
+        Rows of q that fit shared memory twice stay there; longer ones come in chunks, as those of k do.
+        """
+        if problem.dtype not in self.dtypes or block_kv < _LEAST_MASS_KEYS:
+            return None
+        if device.compute_capability is None or device.compute_capability < self.oldest:
+            return None
+        splits_head_dim = problem.head_dim > WIDEST_CHUNK
+        spec = KernelSpec(
+            family=self.name, entry="block_mass", dtype=problem.dtype, value_dim=DIMS[0], block_q=_MASS_QUERIES,
+            head_dim=MASS_CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim),
+            block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2, is_listed=is_listed,
+            splits_head_dim=splits_head_dim,
+        )  # fmt: skip
+        return spec if shared_bytes(spec) <= device.tile_memory_bytes else None
+
 
 def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_size: int) -> KernelSpec:
     """The forward kernel whose thread blocks share each tile's keys.
@@ -390,7 +418,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     both = spec.head_dim + spec.value_dim
     queries, keys, scores = spec.block_q * both, spec.block_kv * both, spec.block_q * spec.block_kv
     state_bytes = _WORK_TILE + _VISIT_RANGE + _SCALE
-    if spec.entry == "forward":  # o leaves by way of q's room
+    if spec.entry == "forward":  # o is staged in the tile of q
         elements = spec.block_q * max(spec.head_dim, spec.value_dim) + keys
         return spec.dtype.itemsize * elements + 2 * _POINTER + state_bytes + _FLAG
     if spec.entry == "backward_rows":
@@ -405,6 +433,10 @@ def shared_bytes(spec: KernelSpec) -> int:
         state_bytes = 4 * (spec.block_q + 1) + _WORK_TILE + _VISIT_RANGE + spec.num_stages * _CHUNK
         state_bytes += -state_bytes % _POINTER + 2 * _MATRIX
         return spec.dtype.itemsize * rows * spec.head_dim + state_bytes
+    if spec.entry in ("decode", "decode_e4m3"):  # queries, and keys and values of all stages; then weights of parts
+        row = both + 2 * _SCALE if spec.entry == "decode_e4m3" else both * spec.dtype.itemsize
+        tiles = spec.block_q * spec.head_dim * spec.dtype.itemsize + spec.num_stages * spec.block_kv * row
+        return max(tiles, (2 * MOST_PARTS + 1) * spec.block_q * 4)
     if spec.entry == "combine":  # sums of its groups of threads
         return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
     return spec.dtype.itemsize * spec.block_q * spec.head_dim if spec.entry == "convert_dq" else 0

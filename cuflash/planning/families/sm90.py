@@ -21,7 +21,7 @@ from ...scores.program import Program, curvature, depends
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
-from ..score_bins import WARP_LANES, num_bins
+from ..score_bins import num_bins
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
@@ -39,22 +39,13 @@ from .family import (
 )
 from .sm80 import Sm80
 from .sm90_dq import adding_in_order, dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted_arrivals
+from .sm90_storage import NO_PRODUCTS, ROWS, boxes, query_stats_words, shared_bytes
 
-ROWS = 64  # queries that a warpgroup multiplies at a time
 LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made for the kernels
 _STAGES, _NARROW_STAGES = 2, 4  # powers of two, as rings count; up to 64 columns more stages fit
 _MMA_COLUMNS = 16  # columns of a product
-_NUM_TILE_INFOS = 4  # tiles in flight
-# sizes of messages and barriers in shared memory, in bytes
-_SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
-_ARRAY_ALIGNMENT = 1024  # of a staged array's slots, whose rows are permuted by bits of their addresses
-_KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
-_COORDS = 12  # more bytes of a tile's message if dO is loaded too
-_ARRAY_COORDS = 16  # more bytes of a tile's message if an array is staged
-_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
-_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
-_MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu, the tile without its queries
+_BACKWARD_KEYS, _BACKWARD_STAGES, _WIDE_STAGES = 128, 3, 2
 
 
 class _Tile(NamedTuple):
@@ -253,11 +244,9 @@ class Sm90(Family):
     def _launch(
         self, spec: KernelSpec, device: DeviceSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]
     ) -> Launch:
-        """A launch; kernels that copy by TMA are persistent."""
-        uses_tma = spec.entry not in ("backward_statistics", "convert_dq")
         return Launch(
             spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes,
-            max_blocks=self.resident_blocks(spec, device) if uses_tma else None, boxes=boxes(spec) if uses_tma else {},
+            max_blocks=self.max_blocks(spec, device), boxes=self.boxes(spec),
         )  # fmt: skip
 
     def _counter(self, problem: Problem) -> Workspace:
@@ -266,6 +255,26 @@ class Sm90(Family):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         return shared_bytes(spec)
+
+    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
+        return None if spec.entry in NO_PRODUCTS else self.resident_blocks(spec, device)
+
+    def boxes(self, spec: KernelSpec) -> Mapping[str, tuple[int, int]]:
+        return boxes(spec)
+
+    def mass_spec(
+        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
+    ) -> KernelSpec | None:
+        """The sm80 family's kernel with a warp of its own that copies.
+
+        Two thread blocks share a multiprocessor unless rows come in chunks.
+        """
+        spec = _SM80.mass_spec(problem, device, block_kv, is_listed=is_listed)
+        if spec is None or device.compute_capability != self.oldest:
+            return None
+        stages, blocks = (6, 1) if spec.splits_head_dim else (2, 2)
+        made = replace(spec, family=self.name, num_warps=9, min_blocks=blocks, num_stages=stages)
+        return made if shared_bytes(made) <= device.tile_memory_bytes else None
 
 
 _SM80 = Sm80()
@@ -316,8 +325,16 @@ def _mean_visible_keys(work: WorkList, problem: Problem) -> float | None:
 def forward_spec(
     problem: Problem, dims: tuple[int, int], device: DeviceSpec, largest: tuple[int, int] | None, num_keys: float
 ) -> KernelSpec:
-    """The forward kernel for a problem in rooms for dims (head_dim, value_dim), with tiles that divide `largest`, if
-    given, for queries that see so many keys on average.
+    """The forward kernel for a problem.
+
+    Parameters
+    ----------
+    dims : (head_dim, value_dim)
+        What the kernel is compiled for.
+    largest : (block_q, block_kv), optional
+        Blocks of a list, which tiles divide.
+    num_keys : float
+        How many keys a query sees on average.
     """
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
@@ -379,8 +396,9 @@ def _is_large(program: Program, is_staged: bool) -> bool:
 def backward_specs(
     dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
 ) -> dict[str, KernelSpec]:
-    """The backward kernels by entry, of rooms for dims or wider ones; none where dims are wider, or a list's blocks
-    smaller, than their tiles.
+    """The backward kernels by entry, compiled for dims or wider ones.
+
+    There are none where dims are wider, or a list's blocks smaller, than their tiles.
 
     The two warpgroups of consumers share dQ of a tile of queries: 64 rows each, or of 64 rows whole panels of columns.
     Beyond 128 columns a tile has as many keys as dK and dV leave registers for, or of a list's blocks an even part.
@@ -428,79 +446,6 @@ def _backward_in_two_kernels(
         rows, entry="backward_statistics", num_warps=_STATISTICS_WARPS, min_blocks=1, num_stages=1
     )  # fmt: skip
     return {"backward_statistics": statistics, "backward": replace(rows, entry="backward"), "backward_rows": rows}
-
-
-def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a block: its tile, the rings of what it steps over, messages and barriers."""
-    both, stages = spec.head_dim + spec.value_dim, spec.num_stages
-    if spec.entry in ("backward_statistics", "convert_dq"):
-        return 0
-    if spec.entry == "block_mass":
-        rows = stages * spec.block_kv + (stages if spec.splits_head_dim else 1) * spec.block_q
-        storage = stages * (_SLOT + _MASS_MESSAGE) + _BARRIER + 4 * spec.block_q + _MASS_TILE
-        return spec.dtype.itemsize * rows * spec.head_dim + storage + -storage % 8
-    if spec.entry in ("backward", "backward_wide"):
-        scores = spec.block_q * spec.block_kv
-        elements = spec.block_kv * both + stages * spec.block_q * spec.head_dim
-        if spec.entry == "backward_wide":
-            elements += 3 * scores
-        elif spec.dq_atomic_width:
-            elements += scores + 2 * spec.block_q * spec.head_dim
-        do_elements = spec.block_q * spec.value_dim
-        fits = spec.dtype.itemsize * (elements + stages * do_elements) + _STORAGE_BYTES <= _MAX_SHARED_BYTES
-        do_stages = stages if spec.entry == "backward" or fits else 1
-        queries = 4 * (spec.block_q // 16 + query_stats_words(spec) + spec.block_q * -(-spec.block_kv // 32))
-        work = _BACKWARD_WORK + _ARRAY_COORDS * spec.score_is_staged
-        storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * work + _BACKWARD_OTHER
-        storage += _SLOT * (2 + stages + do_stages)
-        storage += -storage % 16
-        bins = 4 * WARP_LANES * spec.score_bins * (spec.num_warps - 4)
-        storage += _staged_bytes(spec, storage) + bins
-        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage
-    loads_do = spec.entry == "backward_rows"
-    is_small = spec.is_listed and spec.block_q == ROWS
-    is_narrow = max(spec.head_dim, spec.value_dim) <= 128
-    q_stages = 2 if is_narrow and not is_small and not loads_do and not spec.score_is_staged else 1
-    query_dims = spec.head_dim + spec.value_dim * loads_do
-    elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
-    storage = storage_bytes(spec, q_stages, loads_do)
-    return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT * (spec.block_q // ROWS))
-
-
-def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:
-    """Shared memory of a staged array and its slots, for all stages: StagedArray of sm90/staged_array.cuh."""
-    rooms = spec.num_stages * (2 * spec.block_q * spec.block_kv + slot)
-    return (rooms + -storage % _ARRAY_ALIGNMENT) * spec.score_is_staged
-
-
-def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> int:
-    """Shared memory of messages and barriers in kernels that walk the keys of a tile of queries."""
-    groups, stages = spec.block_q // ROWS, spec.num_stages
-    tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * loads_do
-    storage = _SLOT * (q_stages + 2 * stages) + _NUM_TILE_INFOS * (_SLOT + -(-tile_info // 16) * 16)
-    if spec.entry == "forward" and spec.num_warps == 4 * (2 + groups):  # a warpgroup that draws
-        words = spec.block_q * 2 * -(-spec.block_kv // 64)
-        storage += _KEPT_STAGES * (_SLOT + 4 * words)
-    return storage + (_MESSAGE + _FLAGS * groups) * stages + _OTHER
-
-
-def query_stats_words(spec: KernelSpec) -> int:
-    """Words of the statistics of a tile of queries: QueryStats of sm90/query_stats.cuh."""
-    words = 2 * spec.block_q + spec.block_q // 16 + 3
-    return words + -words % 4
-
-
-def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the boxes in which TMA copies operands: one panel each, WgmmaTile of tile/wgmma_tile.cuh."""
-    head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
-    found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
-    if spec.entry == "block_mass":
-        return {name: found[name] for name in "qk"}
-    if spec.entry == "forward":
-        return found | {"o": (ROWS // 4, value_panel)}  # the rows of a warp
-    if spec.entry == "backward_wide" and spec.head_dim % 128:  # half of the columns are whole panels
-        found["k"] = (spec.block_kv, 32)
-    return found | {"do": (spec.block_q, value_panel)}
 
 
 def _power_of_two(largest: int) -> int:

@@ -23,9 +23,10 @@ from ..spec import KernelSpec
 from ..tile_order import forward_order
 from . import SM90
 from .family import FORWARD_INPUTS, Family, list_block_of, query_tiles
-from .sm90 import LIST_BLOCK, ROWS, storage_bytes
+from .sm90 import LIST_BLOCK
+from .sm90_storage import ROWS, storage_bytes
 
-_ROOMS = (64, 128)  # columns that kernels are compiled for
+_DIMS = (64, 128)  # columns that kernels are compiled for
 _KEYS = 128  # keys of a step
 _MIN_KEYS = 64
 _STAGES = 4
@@ -55,9 +56,9 @@ class Sm90Fp8(Family):
             if value is not None
         ]
         for name, columns in (("q", problem.head_dim), ("v", problem.value_dim)):
-            if columns > _ROOMS[-1]:
+            if columns > _DIMS[-1]:
                 reasons.append(
-                    f"{name} must have at most {_ROOMS[-1]} columns with precision='fp8' on a GPU, as registers hold "
+                    f"{name} must have at most {_DIMS[-1]} columns with precision='fp8' on a GPU, as registers hold "
                     f"two accumulators of as many; got {columns}: use executor='cpu', or give dequantized()"
                 )
         rows = problem.rows_per_scale
@@ -88,7 +89,7 @@ class Sm90Fp8(Family):
     ) -> dict[str, KernelSpec]:
         rows = problem.rows_per_scale
         assert rows is not None
-        head_dim, value_dim = (next(x for x in _ROOMS if x >= dim) for dim in (problem.head_dim, problem.value_dim))
+        head_dim, value_dim = (next(x for x in _DIMS if x >= dim) for dim in (problem.head_dim, problem.value_dim))
         block_q = 2 * ROWS if problem.seqlen_q > ROWS else ROWS
         keys = [rows.k, rows.v]
         if largest is not None:
@@ -127,7 +128,7 @@ class Sm90Fp8(Family):
         launch = Launch(
             spec=spec, tiles=problem.num_heads * query_tiles(problem, work, spec.block_q),
             shared_bytes=self.shared_bytes(spec), reads=(*FORWARD_INPUTS, *SCALE_ARRAYS),
-            writes=("o", "lse", "tile_counter"), max_blocks=self.resident_blocks(spec, device), boxes=boxes(spec),
+            writes=("o", "lse", "tile_counter"), max_blocks=self.max_blocks(spec, device), boxes=self.boxes(spec),
         )  # fmt: skip
         counter = Workspace((2 + 2 * problem.num_batch_heads,), np.dtype(np.int32), True)
         forward = sink_forward(Pass({"forward": launch}, {"tile_counter": counter}), problem, "forward")
@@ -143,6 +144,12 @@ class Sm90Fp8(Family):
     def shared_bytes(self, spec: KernelSpec) -> int:
         return shared_bytes(spec)
 
+    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
+        return self.resident_blocks(spec, device)
+
+    def boxes(self, spec: KernelSpec) -> Mapping[str, tuple[int, int]]:
+        return boxes(spec)
+
 
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a block: operands, messages and barriers, scales, thread states, and the rounded O."""
@@ -150,7 +157,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
     storage = storage_bytes(spec, _Q_STAGES)
     scales = 20 * spec.num_stages + 12
-    end = operands + storage + -storage % 16 + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
+    end = operands + storage + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
     return end + -end % 1024 + (2 * spec.block_q * spec.value_dim if spec.dtype.itemsize == 2 else 0)
 
 

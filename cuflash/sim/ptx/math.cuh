@@ -34,7 +34,7 @@ CUFLASH_DEVICE float sqrt_accurate(float x) { return ::sqrtf(x); }
 CUFLASH_DEVICE double sqrt_accurate(double x) { return ::sqrt(x); }
 CUFLASH_DEVICE double tanh_accurate(double x) { return ::tanh(x); }
 
-// Cut to as many bits as the instruction's error leaves.
+// Computes the hyperbolic tangent, and cuts it to as many bits as the instruction's error leaves.
 CUFLASH_DEVICE float tanh_approx(float x) {
   const float y = ::tanhf(x);
   return y != y ? __uint_as_float(kCanonicalNan) : __uint_as_float(__float_as_uint(y) & 0xffffe000u);

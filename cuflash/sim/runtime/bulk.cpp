@@ -20,7 +20,7 @@ unsigned next_engine = 0;
 
 enum class Type : uint32_t { other, half, bfloat16, single };
 
-// The layout of cuflash/executors/tensor_map.py.
+// A tensor map; cuflash/executors/tensor_map.py has the same layout.
 struct Map {
   uint64_t magic;
   unsigned char* base;
@@ -31,7 +31,8 @@ struct Map {
 };
 static_assert(sizeof(Map) <= 128);
 
-// Bytes of 16 in shared memory that exist in global memory, and the address there of the first of the 16.
+// A piece of 16 bytes in shared memory. Its bytes first <= x < last exist in global memory, where `global` is the address
+// of byte 0.
 struct Piece { unsigned char* shared; unsigned char* global; int first, last; };
 
 struct Transfer {

@@ -159,7 +159,7 @@ struct Cta : Block {
   uint64_t priority = 0;                  // priority among them
 };
 
-// Laid out as sim/launch.py has it.
+// The request for a launch; sim/launch.py has the same layout.
 struct Request {
   void (*kernel)(void**);
   void** arguments;

@@ -161,7 +161,7 @@ void end_block(Cta& cta) {
   check_block_end(cta);
 }
 
-// One block after another.
+// Run the blocks one after another.
 void run_blocks(unsigned char* shared) {
   const Request& request = launch->request;
   for (unsigned z = 0; z < request.grid[2] && !launch->failed; ++z)
@@ -179,7 +179,7 @@ void run_blocks(unsigned char* shared) {
       }
 }
 
-// Several blocks together: the next one starts where one has ended.
+// Run several blocks together: the next one starts where one has ended.
 void run_residents(Residents& residents, unsigned char* shared, size_t room) {
   const Request& request = launch->request;
   const auto start_next = [&](size_t slot) {

@@ -8,7 +8,8 @@ namespace {
 constexpr uint64_t kMark = 0x6d62617272696572;
 constexpr int kMostPending = (1 << 20) - 1;
 
-// An access of the kernel's to the barrier's own bytes, as any atomic one: it races with the init alone.
+// Report an operation's access to the barrier's own bytes: a write by the init, and a read by all others, which are atomic
+// and so race with the init alone.
 void touch(uint32_t address, bool is_init, const char* name, Location where, void* caller) {
   Frame frame(caller);
   unsigned char* word = shared_bytes(address, 8, 8, name, where);

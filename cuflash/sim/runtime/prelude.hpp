@@ -5,7 +5,7 @@
 
 #include <bit>
 
-// C's functions, without the C++ library's own, which every kernel would read: 40 ms each.
+// Declares C's functions, but not the C++ library's own, which would add 40 ms to the compile time of every kernel.
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
@@ -26,7 +26,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define __grid_constant__
-// One object for all blocks, neither poisoned nor watched, would be no shared memory.
+// A static object would be one for all blocks, and be neither poisoned nor watched, so that __shared__ is refused.
 #define __shared__ \
   _Pragma("GCC error \"shared memory comes from ptx::dynamic_shared<T>(), not from __shared__\"") static
 #define threadIdx (::cuflash::sim::current->index)

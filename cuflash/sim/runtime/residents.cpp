@@ -58,7 +58,7 @@ void wake_waiters() {
   });
 }
 
-// Something that happens without any thread: a copy lands, or a wait that does not persist ends.
+// Let something happen that needs no thread: a copy lands, or a wait that does not persist ends. Return false if nothing can.
 bool let_something_happen() {
   for (Cta* cta : launch->residents->ctas) {
     if (!cta) continue;

@@ -19,7 +19,7 @@ struct Residents {
   Clock fence_clock;                      // clock of __threadfence
   jmp_buf host_place;                     // where the host continues after a failure that it found
 
-  // For kernels that report their accesses.
+  // State of launches whose kernels report their accesses.
   bool are_accesses_reported = false;
   int accesses = 0;                       // accesses since another thread ran
   Ordering ordering;
@@ -29,7 +29,7 @@ struct Residents {
 bool run_other_block(Thread& me);         // runs another block, if one has a thread that can run
 
 // ---- accesses.cpp ----
-// An access to global memory by a block, or for it, before it is made.
+// Judge an access to global memory by a block, or on its behalf, before the access is made.
 void note_access(const Cta& cta, const void* address, size_t bytes, Kind kind, Line line);
 
 }  // namespace cuflash::sim

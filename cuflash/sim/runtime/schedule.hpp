@@ -8,7 +8,7 @@ namespace cuflash::sim {
 enum class Order : int32_t { round_robin, first_warp, last_warp, random, priorities };
 enum class Copies : int32_t { eager, late, random };
 
-// Laid out as sim/launch.py has it.
+// The schedule of a launch; sim/launch.py has the same layout.
 struct Schedule {
   uint64_t seed;
   Order order;

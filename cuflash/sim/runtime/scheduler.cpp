@@ -158,7 +158,7 @@ void spin(Location where) {
     const int warp = (me.warp->index + i) % cta.warp_count;
     const uint32_t ready = cta.warps[warp].ready & ~(warp == me.warp->index ? 1u << me.lane : 0u);
     if (!ready) continue;
-    // The lane after this one first, so that spinning lanes of one warp cannot hand the turn back and forth.
+    // The next lane of the same warp is preferred, so that spinning lanes cannot hand the turn back and forth.
     const uint32_t later = warp == me.warp->index ? ready & ~((2u << me.lane) - 1) : ready;
     const int lane = __builtin_ctz(later ? later : ready);
     if (warp != cta.running_warp && cta.is_view_late) update_view(cta);

@@ -1,6 +1,6 @@
 // wgmma, as each warp of a warpgroup does its quarter: 16 rows of d. Operands are read when the product is issued or when it
-// is waited for, as the schedule says; results are in the kernel's registers only when they are waited for. And what else
-// the four warps have to do alike.
+// is waited for, as the schedule says; results are in the kernel's registers only when they are waited for. This file also
+// has the other operations that the four warps must execute alike: setmaxnreg, and elect_one.
 #include <cstdio>
 #include <deque>
 #include <list>
@@ -236,7 +236,7 @@ CUFLASH_SIM_WIDE void multiply_e4m3(Product& product) {
   product.is_done = true;
 }
 
-// With the operands as they were at the issue.
+// Compute a product from the operands that it has read.
 CUFLASH_SIM_WIDE void multiply(Product& product) {
   const WgmmaLane& lane = product.lane;
   if (lane.element == WgmmaElement::kFloat8E4M3) return multiply_e4m3(product);
@@ -435,7 +435,7 @@ void check_warpgroups(const Cta& cta) {
              "%s: the block (%u, %u, %u) ends, and not all four warps of a warpgroup did this %s",
              place(step.where).letters, cta.index.x, cta.index.y, cta.index.z, words_of(step.what).letters);
   }
-  // A multiprocessor's, shared out in eights when the block started; moving them makes no more.
+  // Each thread starts with a multiple of eight of a multiprocessor's 65536 registers; setmaxnreg moves them among warpgroups.
   const int threads = cta.thread_count, most = 65536 / threads / 8 * 8 * threads;
   if (registers <= most || launch->failed) return;
   launch->failed = true;
@@ -471,7 +471,7 @@ void wgmma_wait(int pending, Location where) {
   Wait wait{pending, where};
   collective(kWait, 0xffffffffu, &wait, where);
   const Thread& me = self();
-  // An engine that is at work for a group still pending, or not committed, has more to do.
+  // Engines of groups that are still pending, or not committed, are left out: they have more to do.
   for (int group = me.warp->products->groups - kProductEngines + 1; group <= me.warp->products->groups - pending - 1; ++group)
     if (group >= 0) acquire(product_engines[me.warp->index][group % kProductEngines]);
 }
