@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         why = reason or (_why_not_of(*wanted) if wanted else None)
         if why:
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected out of garbage collections, each of which would visit thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ import pytest
 from cuflash import masks
 from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
+from executors import (
+    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler, sampled_on_simulator,
+)  # fmt: skip
 from fused_dq import of_intervals
 from poison import call
 from test_sm90 import ALIGNED, GPU90, SIM90, FewBlocks, half, on_sm90, plan_of, with_fewest_tiles
@@ -39,16 +41,16 @@ def structures() -> dict[str, Structure]:
         "grouped heads": Structure(**square | {"num_kv_heads": 1}, **wide, mask=sequences),
         "a window": Structure(**square, **wide, mask=masks.SlidingWindow(200, 0)),
         "a window of tiles": Structure(**square, **narrow, mask=masks.SlidingWindow(128, 128, "top_left")),
-        "queries past all sequences": Structure(
-            **heads, **wide, seqlen_q=330, seqlen_kv=300, mask=masks.Sequences(
-                np.array([0, 100, 256]), np.array([0, 128, 300]), causal="bottom_right"
-            ),
-        ),
         "of each entry": Structure(
             **square, **narrow, q_batch=(2,), k_batch=(2,), v_batch=(2,),
             mask=masks.Sequences(np.array([[0, 64, 520], [0, 130, 140]])),
         ),
         "not aligned": Structure(**square, head_dim=64, value_dim=33, layouts=("padded",) * 5, mask=sequences),
+        "queries past all sequences": Structure(
+            **heads, **wide, seqlen_q=330, seqlen_kv=300, mask=masks.Sequences(
+                np.array([0, 100, 256]), np.array([0, 128, 300]), causal="bottom_right"
+            ),
+        ),
     }  # fmt: skip
 
 
@@ -68,8 +70,7 @@ def assert_all_right(
     return found
 
 
-@on_sm90
-@pytest.mark.parametrize(("name", "dtype", "use"), in_turn(STRUCTURES, HALVES, USES))
+@sampled_on_simulator(on_sm90, "name, dtype, use", in_turn(STRUCTURES, HALVES, USES), 3)
 def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str, use: ArrivalUse) -> None:
     example = half(STRUCTURES[name], dtype)
     with of_intervals(ArrivalUse.NONE):

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
+from executors import (
+    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler, sampled_on_simulator,
+)  # fmt: skip
 from fused_dq import of_lists
 from poison import call
 from test_sm90 import ALIGNED, GPU90, SIM90, FewBlocks, FewBlocksGpu, half, on_sm90, plan_of, with_fewest_tiles
@@ -131,8 +133,7 @@ def assert_all_right(example: Example, run: Run, machine: Any = None, margin: in
     return found
 
 
-@on_sm90
-@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, HALVES))
+@sampled_on_simulator(on_sm90, "name, dtype", in_turn(STRUCTURES, HALVES), 3)
 def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> None:
     example = half(STRUCTURES[name], dtype)
     with of_lists(finishes=False):

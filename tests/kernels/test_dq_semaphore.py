@@ -11,7 +11,9 @@ import pytest
 from cuflash.planning.launches import DqSemaphoreOrder
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
+from executors import (
+    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler, sampled_on_simulator,
+)  # fmt: skip
 from fused_dq import KeyTile, finishing_order, on_few_processors, taken_order
 from hypothesis import given
 from hypothesis import strategies as st
@@ -180,8 +182,7 @@ def finished(example: Example, run: Run) -> int:
     return 0 if dq_order is None else dq_order.num_fused_heads(plan.problem.num_batch_heads // plan.problem.group_size)
 
 
-@on_sm90
-@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, HALVES))
+@sampled_on_simulator(on_sm90, "name, dtype", in_turn(STRUCTURES, HALVES), 3)
 def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> None:
     example = half(STRUCTURES[name], dtype)
     with on_few_processors(finishes=False):

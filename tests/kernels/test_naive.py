@@ -12,6 +12,7 @@ from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
 from cuflash.testing import assertions
 from cuflash.testing.assertions import Example
 from cuflash.blocks.work_list import IntervalWork, ListedWork
+from executors import in_turn
 
 RNG = np.random.default_rng(0)
 
@@ -61,8 +62,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MASKS, [np.float16, np.float32]))
 def test_results_and_gradients_are_within_their_bounds(name: str, dtype: Any) -> None:
     q, k, v = drawn(2, 4, 70, 40, dtype=dtype), drawn(2, 2, 90, 40, dtype=dtype), drawn(2, 2, 90, 24, dtype=dtype)
     one = example(q, k, v, MASKS[name])

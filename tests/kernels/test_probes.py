@@ -115,8 +115,8 @@ def texts() -> dict[str, Launch]:
 TEXTS = texts()
 
 
-# In a short run every fourth one: what they are made of compiles in kernels too.
-@pytest.mark.parametrize("text", [*TEXTS][:: 1 if is_long() else 4], ids=lambda text: TEXTS[text].name)
+# In a short run every eighth one: what they are made of compiles in kernels too.
+@pytest.mark.parametrize("text", [*TEXTS][:: 1 if is_long() else 8], ids=lambda text: TEXTS[text].name)
 def test_every_probe_compiles_for_a_gpu(nvrtc: tuple[int, int], text: str) -> None:
     from cuda.core import Program, ProgramOptions
 

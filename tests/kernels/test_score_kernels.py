@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example
-from executors import GPU, SIM, Run, is_long, needs_compiler
+from executors import GPU, SIM, Run, in_turn, is_long, needs_compiler
 
 import cuflash
 from cuflash import DeviceSpec, Score, masks, sim
@@ -314,10 +314,10 @@ ONE_TO_THREE_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("run", [SIM, pytest.param(GPU, marks=pytest.mark.gpu)], ids=str)
-@pytest.mark.parametrize("function", ONE_TO_THREE_NUMBERS.values(), ids=ONE_TO_THREE_NUMBERS)
-def test_a_function_has_any_number_of_numbers(function: Any, run: Run, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_turn(ONE_TO_THREE_NUMBERS, ["float16", "float32", "float64"]))
+def test_a_function_has_any_number_of_numbers(name: str, run: Run, dtype: str) -> None:
+    function = ONE_TO_THREE_NUMBERS[name]
     q, k, v = np.random.default_rng(1).standard_normal((3, 2, 20, 8)).astype(dtype)
     expected = cuflash.attention(q, k, v, score=function, executor="cpu")
     found = run.get(cuflash.attention(*map(run.put, (q, k, v)), score=function, **run.options))

@@ -30,6 +30,7 @@ from cuflash.testing import (
 from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
 from executors import (
     GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
+    sampled_on_simulator,
 )  # fmt: skip
 from fused_dq import of_lists, on_few_processors, plans_of_its_own
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
@@ -174,8 +175,7 @@ def has_own_backward(plan: KernelPlan) -> bool:
     return plan.specs["backward"].family == "sm90"
 
 
-@on_sm90
-@pytest.mark.parametrize("name", [*STRUCTURES] if is_long() else [*STRUCTURES][1::2])  # test_sm90_two_walks has others
+@sampled_on_simulator(on_sm90, "name", STRUCTURES, 4)  # test_sm90_two_walks has others, and test_poison all
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, name: str) -> None:
     structure = STRUCTURES[name]
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
@@ -203,11 +203,7 @@ WIDE = {
 }
 
 
-@on_sm90
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    in_turn([name for n, name in enumerate(WIDE) if is_long() or (n + n // 2) % 2], HALVES),
-)
+@sampled_on_simulator(on_sm90, "name, dtype", in_turn(WIDE, HALVES), 5)  # other tests have other widths
 def test_every_width_is_within_its_bound(run: Run, name: str, dtype: str) -> None:
     example = half(WIDE[name], dtype)
     assert has_own_backward(plan_of(example, run))
@@ -254,7 +250,7 @@ TILES = tile_structures()
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [*TILES][:: 1 if is_long() else 2])
+@pytest.mark.parametrize("name", [*TILES][:: 1 if is_long() else 3])
 def test_blocks_that_go_on_to_further_tiles_give_the_same_bits_under_every_schedule(name: str) -> None:
     example = half(TILES[name])
     expected = forward(plan_of(example), example)
@@ -286,7 +282,7 @@ narrow_and_wide = pytest.mark.parametrize("dims", NARROW_AND_WIDE)
             "every row without a key",
         ],
         NARROW_AND_WIDE,
-    ),
+    )[:: 1 if is_long() else 2],
 )
 def test_gradients_are_within_their_bounds_under_every_schedule(name: str, dims: tuple[int, int] | None) -> None:
     example = half(of_dims(TILES[name], dims))
@@ -366,7 +362,7 @@ def test_keys_that_are_alike_weigh_alike_however_large_their_scores(run: Run, di
 
 @on_sm90
 @pytest.mark.parametrize(
-    ("dims", "name"), in_turn([None, (128, 128), (256, 200), (192, 136)], ["causal", "blocks of 256", "broadcast"])
+    ("dims", "name"), in_turn([None, (192, 136), (256, 200), (128, 128)], ["broadcast", "causal", "blocks of 256"])
 )
 def test_whichever_block_works_on_a_tile_all_but_dq_is_the_same(
     run: Run, name: str, dims: tuple[int, int] | None
@@ -426,7 +422,7 @@ class KeysOfHeads(Ends):
 
 @on_sm90
 @pytest.mark.parametrize(
-    ("seqlen_q", "dims"), in_turn([1, 8, 9, 10, 18, 72, 73, 81, 129, 162, 1024], NARROW_AND_WIDE)
+    ("seqlen_q", "dims"), in_turn([1024, 1, 8, 9, 10, 18, 72, 73, 81, 129, 162], NARROW_AND_WIDE)
 )
 def test_queries_that_see_keys_are_found_among_any_number(
     run: Run, seqlen_q: int, dims: tuple[int, int] | None
@@ -497,7 +493,10 @@ class Watched(Simulator):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "dims"), in_turn(["not aligned", "causal", "blocks of 100 x 88"], NARROW_AND_WIDE))
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    in_turn(["not aligned", "causal", "blocks of 100 x 88"], NARROW_AND_WIDE)[:: 1 if is_long() else 2],
+)
 def test_watched_kernels_count_every_lane_that_arrives(name: str, dims: tuple[int, int] | None) -> None:
     example = half(of_dims(TILES[name], dims))
     machine = Watched(sim.Schedule(order="random", copies="random"))

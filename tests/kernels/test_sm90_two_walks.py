@@ -11,7 +11,7 @@ import pytest
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_exact_probes, assert_within_bounds
 from executors import (
-    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
+    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler, sampled_on_simulator,
 )  # fmt: skip
 from poison import STRUCTURES, PoisonedGpu, call
 from test_sm90 import (
@@ -101,15 +101,15 @@ def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, nam
         assert plan_of(example, run).specs["backward_rows"].family == "sm80"
 
 
-@repeating
-@pytest.mark.parametrize(
-    ("dims", "mask", "dtype"),
+@sampled_on_simulator(
+    repeating,
+    "dims, mask, dtype",
     in_turn(
         [(32, 32), (64, 64), (96, 80), (128, 128), (64, 128), (128, 40), (33, 7)],
         [None, masks.Causal("bottom_right"), masks.Causal("top_left")],
         HALVES,
     ),
-    ids=str,
+    3,
 )
 def test_every_width_is_within_its_bound(
     run: Run, dims: tuple[int, int], mask: masks.Mask | None, dtype: str
@@ -120,8 +120,7 @@ def test_every_width_is_within_its_bound(
     assert_within_bounds(example, **call(example, run, margin=ALIGNED))
 
 
-@repeating
-@pytest.mark.parametrize(("name", "is_asked"), in_turn(LISTS, [False, True]))
+@sampled_on_simulator(repeating, "name, is_asked", in_turn(LISTS, [False, True]), 3)
 def test_lists_of_small_blocks_are_within_their_bounds(run: Run, name: str, is_asked: bool) -> None:
     example, run = half(LISTS[name]), replace(run, deterministic=is_asked)
     assert walks_twice(plan_of(example, run))
@@ -129,7 +128,7 @@ def test_lists_of_small_blocks_are_within_their_bounds(run: Run, name: str, is_a
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [*LISTS, *BANDS][:: 1 if is_long() else 2])
+@pytest.mark.parametrize("name", [*LISTS, *BANDS][:: 1 if is_long() else 3])
 def test_all_bits_are_the_same_under_every_schedule(name: str) -> None:
     example = half((LISTS | BANDS)[name])
     assert walks_twice(plan_of(example, SIM_REPEATS))
@@ -211,7 +210,7 @@ def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["not aligned", "causal", "blocks of 64, causal"])
+@pytest.mark.parametrize("name", ["not aligned", "causal", "blocks of 64, causal"][:: 1 if is_long() else 2])
 def test_watched_kernels_count_every_lane_that_arrives(name: str) -> None:
     example = half((LISTS | BANDS)[name])
     machine = Watched(sim.Schedule(order="random", copies="random"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import DETERMINISTIC, Run, in_turn, needs_compiler, on_kernels, on_kernels_for
+from executors import DETERMINISTIC, Run, in_turn, needs_compiler, on_kernels, on_kernels_for, sampled_on_simulator
 from hypothesis import given, target
 from poison import call
 
@@ -80,7 +80,7 @@ def test_three_products_are_as_good_as_float32_and_one_is_not(run: Run) -> None:
                 assert_within_bounds(example, **{name: result})
 
 
-@on_kernels_for("head_dim, value_dim", [(1, 96), (130, 64), (90, 180), (30, 200)])
+@sampled_on_simulator(on_kernels, "head_dim, value_dim", [(1, 96), (130, 64), (90, 180), (30, 200)], 3)
 def test_all_dims_are_served(run: Run, head_dim: int, value_dim: int) -> None:
     example = one_entry(None, head_dim=head_dim, value_dim=value_dim, seqlen_q=70, seqlen_kv=90).example()
     example = example.but(precision="tf32x3")

@@ -24,11 +24,12 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, block_guards, blocks, cache_e4m3, cache_scores, cache_steps, calculators, calls, decode, dq_in_order,
-    dropout, dropout_guards, fa1, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kv_cache, lists,
-    mask_algebra, mask_inputs, mass_guards, non_finite, non_finite_guards, planting, prefill, python, python_guards,
-    reuse, score_kernel_guards, score_kernels, score_products, scores, selectors, sequences, simt, sinks, sm80,
-    sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_array_guards,
+    attention, block_guards, blocks, cache_e4m3, cache_scores, cache_steps, calculators, calls, decode,
+    dq_in_order, dropout, dropout_guards, fa1, fp8, fp8_guards, fp8_kernels, host, interop, intervals,
+    kernel_guards, kv_cache, lists, mask_algebra, mask_inputs, mass_guards, non_finite, non_finite_guards,
+    planting, prefill, python, python_guards, reuse, score_kernel_guards, score_kernels, score_products, scores,
+    selectors, sequences, simt, sink_guards, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide,
+    sm90_forward, sm90_guards, staged_array_guards,
     staged_arrays, study, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
@@ -55,13 +56,18 @@ OF_LONG_RUNS = (
     block_guards.gradients_in_turns_are_right, non_finite_guards.doubles_follow_the_rule,
     non_finite_guards.halves_follow_the_rule, mass_guards.tensor_cores_sum_masses,
     staged_array_guards.staged_results_are_right, staged_array_guards.layouts_change_no_bit,
-    staged_array_guards.uniform_steps_are_right,
+    staged_array_guards.uniform_steps_are_right, staged_array_guards.late_copies_are_waited_for,
+    sink_guards.sm80_is_right, sink_guards.naive_is_right, dropout_guards.sm90_is_right, dropout_guards.simt_is_right,
+    non_finite_guards.kept_scores_follow_the_rule, cache_scores.sm90_prefill_is_scored,
+    score_kernel_guards.warps_that_share_elements_are_exact, score_kernel_guards.nothing_past_the_end_matters,
+    fp8_guards.fp8_is_scheduled_right,
 )  # fmt: skip
-# In a short run tests of the same structures, in test_dq_semaphore, test_dq_of_lists, test_dq_of_intervals and
-# test_sm90_two_walks, show that these pass.
+# In a short run tests of structures of the same kinds, in test_sm90, test_dq_semaphore, test_dq_of_lists,
+# test_dq_of_intervals, test_sm90_two_walks and test_split, show that these pass.
 RUN_IN_LONG = (
     sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right,
     sm90_guards.gradients_of_intervals_are_right, sm90_guards.gradients_in_two_walks_are_right,
+    sm90_guards.wide_gradients_are_right, kernel_guards.parts_are_right,
 )  # fmt: skip
 
 
@@ -123,10 +129,12 @@ PROBES = guards(calls)
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the library with its bytecode, which takes longest to make."""
+    """A copy of the library with its bytecode, which takes longest to make, beside its sources."""
     folder = tmp_path_factory.mktemp("library") / planting.LIBRARY.name
     shutil.copytree(planting.LIBRARY, folder)
-    compileall.compile_dir(folder, quiet=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "pycache_prefix", None)
+        compileall.compile_dir(folder, quiet=1)
     return folder
 
 
@@ -135,6 +143,7 @@ def edited(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Edit], ModuleType]]:
     """Import a copy of the library with one edit, or with none, under a name of its own."""
+    monkeypatch.setattr(sys, "pycache_prefix", None)  # bytecode is beside the copies
 
     def load(edit: Edit | None) -> ModuleType:
         name = f"cuflash_edited_{abs(hash(edit))}"

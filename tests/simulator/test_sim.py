@@ -37,7 +37,10 @@ KEPT = compiler.cache_directory  # of what takes long to build, and is no build'
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
+    """A cache that holds nothing but the simulator's runtime, which takes seconds to build."""
+    folder = tmp_path_factory.mktemp("kernels")
+    shutil.copy(compiler._build_runtime(compiler._compiler(), ""), folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

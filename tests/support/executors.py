@@ -237,14 +237,26 @@ on_kernels = pytest.mark.parametrize("run", KERNELS, ids=lambda run: str(run))
 def on_kernels_for(names: str, values: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by runs on kernels and by `names`, whose values are tuples if there are several names.
 
-    Runs with repeatable bits differ by kernels of gradients alone: in a short run they have every other value on the
+    Runs with repeatable bits differ by kernels of gradients alone: in a short run they have every third value on the
     simulator.
     """
+    return _for_each_run(KERNELS, names, values, lambda run: 3 if run.deterministic else 1)
+
+
+def sampled_on_simulator(
+    on: pytest.MarkDecorator, names: str, values: Iterable[Any], step: int
+) -> pytest.MarkDecorator:
+    """Parametrize a test by the runs of `on` and by `names`; a short run has one value in `step` on the simulator."""
+    return _for_each_run(on.args[1], names, values, lambda run: step)
+
+
+def _for_each_run(
+    runs: Iterable[Any], names: str, values: Iterable[Any], step_of: Callable[[Run], int]
+) -> pytest.MarkDecorator:
     every, found = [*values], []
-    for each in KERNELS:
+    for each in runs:
         (run,) = each.values
-        of_run = every[::2] if run.deterministic and run.executor == "sim" and not is_long() else every
-        for value in of_run:
+        for value in every[:: step_of(run) if run.executor == "sim" and not is_long() else 1]:
             fixed = value if "," in names else (value,)
             found.append(pytest.param(run, *fixed, marks=each.marks, id="-".join(map(str, (*fixed, run)))))
     return pytest.mark.parametrize(f"run, {names}", found)

@@ -19,7 +19,7 @@ from cuflash.compiler.source import flatten_text
 from cuflash.executors.tensor_map import BoxedArray, encoded, simulated
 from cuflash.testing import Structure
 from cuflash.blocks.work_list import ListedWork
-from executors import to_device
+from executors import in_turn, to_device
 from fused_dq import finishing_order
 
 import cuflash
@@ -1025,7 +1025,7 @@ LAUNCHES = (
     *(turns(*way) for way in ((1, 2, 4, 0, 1), (3, 5, 9, 2, 3), (4, 8, 6, 0, 4), (5, 3, 8, 1, 2), (2, 9, 7, 3, 4))),
     counts(),
     *(group_products(dtype, columns, columns % 32 == 0)
-      for columns in (*range(16, 257, 16), 40) for dtype in ("float16", "bfloat16")),
+      for columns, dtype in in_turn((*range(16, 257, 32), 40, *range(32, 257, 32)), ("float16", "bfloat16"))),
     *(group_products("float8_e4m3fn", columns, columns % 32 == 0) for columns in (16, 40, 128)),
     e4m3_packs(),
     *(two_e4m3_products(*sizes) for sizes in ((64, 64, 64), (128, 128, 128))),
