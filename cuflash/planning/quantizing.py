@@ -26,6 +26,7 @@ TRANSPOSE = np.dtype(
 )
 CAPABILITY = (9, 0)  # chips that these kernels are for
 KEYS = 128  # that a block transposes, and that lengths are rounded up to
+_LANE_COLUMNS = 16  # of a row, in the registers of one lane
 _COLUMNS = (64, 128, 256)
 _BLOCKS = (16, 32, 64, 128)
 _MOST_WARPS = 16
@@ -39,7 +40,7 @@ def quantize_spec(dtype: np.dtype[Any], columns: int, block: int) -> KernelSpec 
         return None
     return KernelSpec(
         family="fp8", entry="quantize", dtype=dtype, head_dim=columns, value_dim=columns, block_q=block, block_kv=16,
-        num_warps=min(block, _MOST_WARPS), min_blocks=1,
+        num_warps=min(block * columns // (32 * _LANE_COLUMNS), _MOST_WARPS), min_blocks=1,
     )  # fmt: skip
 
 

@@ -334,15 +334,67 @@ def test_kernels_quantise_with_the_bits_of_the_host(columns: int, block: int, dt
     x[1, 0] = 0
     x[1, 1, 40, 5], x[2, 0, 3, 1] = np.nan, np.inf
     x[2, 1] *= DTYPES[dtype](1e-5)
+    if dtype != "float16":  # scales below and above those that the kernel divides by in three operations
+        x[0, 0] *= DTYPES[dtype](1e-30)
+        x[2, 1] *= DTYPES[dtype](1e35)
     rotation = Rotation(columns, seed=2) if rotates else None
     right = cuflash.quantize(x, block=block, rotate=rotation)
-    spec = quantize_spec(np.dtype(DTYPES[dtype]), columns, block)
+    require_bits(x, right, block, rotation, 448.0)
+
+
+def require_bits(x: Any, right: Quantized, block: int, rotation: Rotation | None, largest: float) -> None:
+    """Require that the kernel on the simulator makes the numbers and scales of the host."""
+    spec = quantize_spec(x.dtype, x.shape[-1], block)
     assert spec is not None
     data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
     signs = None if rotation is None else rotation.signs
-    quantizing.quantize(spec, x, data, scale, signs, 448.0, Simulator())
+    quantizing.quantize(spec, x, data, scale, signs, largest, Simulator())
     np.testing.assert_array_equal(scale, right.scale)
     np.testing.assert_array_equal(data, right.data.view(np.uint8))
+
+
+def beside_ties(exponent: int) -> Any:
+    """Return blocks of 16 rows with all quotients that the kernel could take to the wrong side of a tie.
+
+    A quotient rounds to a tie, the mean of two numbers of e4m3, if it is at most half of a float's last place away. The
+    kernel's errs by at most 2^-22 of its last place before it is rounded. Only where a float is so near to the product
+    of the scale and such a limit can the side be wrong. A limit is a number of 5 bits and half of a last place, so that
+    the product ends in the scale's own last 20 bits, which then are 8 units or less from 0. Here are 16, and the floats
+    beside the nearest. Scales are some 2^exponent.
+    """
+    numbers = np.arange(0x78, dtype=np.uint8).view(E4M3).astype(np.float32)  # 0 to 240
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    limits = np.stack([ties + np.nextafter(ties, np.float32(end)).astype(np.float64) for end in (0, np.inf)]) / 2
+    few, units = np.meshgrid(np.arange(8, 17), np.arange(-16, 17))
+    scales = (few * 2.0**20 + units)[few * 2**20 + units < 2**24].reshape(-1, 1, 1) * 2.0**-24
+    assert (scales.astype(np.float32) == scales).all()
+    nearest = (scales * limits).astype(np.float32)  # the product in float64 is exact
+    beside = [np.nextafter(nearest, np.float32(np.inf)), nearest, np.nextafter(nearest, np.float32(0))]
+    x = np.zeros((len(scales), 16 * 64), np.float32)
+    x[:, 0] = 256 * scales[:, 0, 0]
+    values = np.concatenate(beside, axis=1).reshape(len(scales), -1)
+    x[:, 1 : 1 + values.shape[1]] = values * np.where(np.arange(values.shape[1]) % 2, np.float32(-1), np.float32(1))
+    return x.reshape(-1, 16, 64) * np.float32(2.0**exponent)
+
+
+EXPONENTS = [0, -110, 90]  # scales that the kernel divides by in three operations, and smaller and larger ones
+
+
+@needs_compiler
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_numbers_beside_ties_fall_to_the_side_of_the_host(exponent: int) -> None:
+    x = beside_ties(exponent)
+    require_bits(x, cuflash.quantize(x, block=16, largest=256), 16, None, 256.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_a_gpu_rounds_numbers_beside_ties_as_the_host_does(exponent: int) -> None:
+    x = beside_ties(exponent)
+    right = cuflash.quantize(x, block=16, largest=256)
+    found = cuflash.quantize(GPU.put(x), block=16, largest=256)
+    np.testing.assert_array_equal(found.scale.get(), right.scale)
+    np.testing.assert_array_equal(found.data.get(), right.data.view(np.uint8))
 
 
 @needs_compiler

@@ -10,9 +10,11 @@ import numpy as np
 from cuflash.executors import quantizing
 from cuflash.executors.sim import Simulator
 from cuflash.fp8.transposed import transposed_values
-from cuflash.planning.quantizing import quantize_spec, transpose_spec
+from cuflash.planning.quantizing import transpose_spec
 from executors import SIM
-from test_fp8_kernels import SCHEDULED, attention, on_simulator, operands, require_bounds, rising_scores
+from test_fp8_kernels import (
+    SCHEDULED, attention, beside_ties, on_simulator, operands, require_bits, require_bounds, rising_scores,
+)  # fmt: skip
 from test_sm90 import FewBlocks
 
 import cuflash
@@ -59,18 +61,17 @@ def fp8_is_scheduled_right() -> None:
 
 
 def rounding_is_right() -> None:
-    """Bits are right for short last blocks, for rotated rows, and for a block with NaN."""
-    x = np.random.default_rng(0).standard_normal((3, 100, 64)).astype(np.float16)
+    """Bits are right for short last blocks, for rotated rows, for blocks with NaN or infinity, and beside ties."""
+    x = np.random.default_rng(0).standard_normal((4, 100, 64)).astype(np.float16)
     x[1, 70, 3] = np.nan
     x[2] = 0
+    x[3, 50, 9] = np.inf
     rotation = Rotation(64, seed=2)
-    right = cuflash.quantize(x, block=32, rotate=rotation)
-    spec = quantize_spec(x.dtype, 64, 32)
-    assert spec is not None
-    data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
-    quantizing.quantize(spec, x, data, scale, rotation.signs, 448.0, Simulator())
-    np.testing.assert_array_equal(scale, right.scale)
-    np.testing.assert_array_equal(data, right.data.view(np.uint8))
+    require_bits(x, cuflash.quantize(x, block=32, rotate=rotation), 32, rotation, 448.0)
+    require_bits(x, cuflash.quantize(x, block=32), 32, None, 448.0)
+    for exponent in (0, -110):
+        near = beside_ties(exponent)
+        require_bits(near, cuflash.quantize(near, block=16, largest=256), 16, None, 256.0)
 
 
 def transposition_is_right() -> None:

@@ -81,10 +81,31 @@ FAULTS = {
             "of_warps[warp]",
         ),
         "differences of lanes have the wrong sign": Edit(
-            "fp8/quantize.cu", "butterfly", "? other - x[j]", "? x[j] - other"
+            "fp8/quantize.cu", "butterfly", "ptx::lane() & kLanes ? -1.0f : 1.0f", "ptx::lane() & kLanes ? 1.0f : -1.0f"
+        ),
+        "the halves of a row do not meet": Edit(
+            "fp8/quantize.cu", "butterfly", "kHalf < kChunk || kHalf == kChunkStride", "kHalf < kChunk"
         ),
         "rows past the last are read": Edit(
             "fp8/quantize.cu", "fp8_quantize", "if (row < params.num_rows) packet", "packet"
+        ),
+        "both chunks have the signs of the first": Edit(
+            "fp8/quantize.cu", "fp8_quantize", "column + j / kChunk * kChunkStride + j % kChunk",
+            "column + j % kChunk",
+        ),
+        "a lane's chunks are neighbours": Edit(
+            "fp8/quantize.cu", "store_rows", "data + chunk * kChunkStride", "data + chunk * kChunk"
+        ),
+        "quotients are not corrected by their remainder": Edit(
+            "fp8/quantize.cu", "quotient", "return ptx::fma(remainder, reciprocal_, near);", "return near;"
+        ),
+        "small scales have no exact remainder": Edit(
+            "fp8/quantize.cu", "fp8_quantize", "scale >= kLeastDivisor && scale <= kMostDivisor",
+            "scale <= kMostDivisor",
+        ),
+        "infinite scales have a reciprocal": Edit(
+            "fp8/quantize.cu", "fp8_quantize", "scale >= kLeastDivisor && scale <= kMostDivisor",
+            "scale >= kLeastDivisor",
         ),
     },
     transposition_is_right: {
