@@ -29,8 +29,7 @@ from mutations import (
     kernel_guards, kv_cache, lists, mask_algebra, mask_inputs, mass_guards, non_finite, non_finite_guards,
     planting, prefill, python, python_guards, reuse, score_kernel_guards, score_kernels, score_products, scores,
     selectors, sequences, simt, sink_guards, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide,
-    sm90_forward, sm90_guards, staged_array_guards,
-    staged_arrays, study, tile,
+    sm90_forward, sm90_guards, staged_array_guards, staged_arrays, study, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
