@@ -1,5 +1,6 @@
 #pragma once
 #include <attention/sink.cuh>
+#include <ptx/arrival.cuh>
 #include <sm80/decode_softmax.cuh>
 
 // Results of a decode kernel (sm80/decode.cuh) in global memory: those of a whole sequence, those of a part of one, and
@@ -64,11 +65,7 @@ CUFLASH_DEVICE void write_part(const Decode& params, int64_t first_row, const Ro
 CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
   int& is_last = *reinterpret_cast<int*>(merge_room());
   __syncthreads();  // the part is written, and the merge buffer is read
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = ptx::fetch_add(arrivals, 1) == num_parts - 1;
-    __threadfence();
-  }
+  if (threadIdx.x == 0) is_last = ptx::fetch_add_acq_rel(arrivals, 1) == num_parts - 1;
   __syncthreads();
   return is_last;
 }

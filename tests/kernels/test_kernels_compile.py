@@ -94,6 +94,8 @@ SPILLS = {
     ("sm90_forward scored in pages", BFLOAT16, 64): 48,
     ("sm90_forward scored in pages", BFLOAT16, 128): 16,
     ("sm90_forward scored in pages", BFLOAT16, 256): 64,
+    # Of 64 rows, whose 16 warps leave 128 registers a thread.
+    ("sm80_decode scored", BFLOAT16, 128): 8,  # on sm_80
     **{
         (f"sm80_{entry}{scored} in fixed parts", BFLOAT16, 128): 8
         for entry, scored in product(("decode", "decode_e4m3"), ("", " scored"))

@@ -46,10 +46,12 @@ FAULTS = {
     },
     parts_are_merged_after_they_are_written: {
         "a part is counted before others see it": Edit(
-            "sm80/decode_epilogue.cuh", "arrives_last", "__threadfence(); is_last =", "is_last ="
+            "sm80/decode_epilogue.cuh", "arrives_last", "ptx::fetch_add_acq_rel(arrivals, 1)",
+            "[&] { const int before = ptx::fetch_add(arrivals, 1); __threadfence(); return before; }()",
         ),
         "parts are read before it is known that all are written": Edit(
-            "sm80/decode_epilogue.cuh", "arrives_last", "== num_parts - 1; __threadfence();", "== num_parts - 1;"
+            "sm80/decode_epilogue.cuh", "arrives_last", "ptx::fetch_add_acq_rel(arrivals, 1)",
+            "[&] { __threadfence(); return ptx::fetch_add(arrivals, 1); }()",
         ),
         "a part is counted before all warps have written theirs": Edit(
             "sm80/decode_epilogue.cuh", "arrives_last",

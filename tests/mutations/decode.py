@@ -10,8 +10,8 @@ from mutations.planting import Edit
 FAULTS = {
     decode_is_right: {
         "the last part to arrive waits for one more": Edit(
-            "sm80/decode_epilogue.cuh", "arrives_last", "ptx::fetch_add(arrivals, 1) == num_parts - 1",
-            "ptx::fetch_add(arrivals, 1) == num_parts",
+            "sm80/decode_epilogue.cuh", "arrives_last", "ptx::fetch_add_acq_rel(arrivals, 1) == num_parts - 1",
+            "ptx::fetch_add_acq_rel(arrivals, 1) == num_parts",
         ),
         "the next launch finds parts that have arrived": Edit(
             "sm80/decode.cuh", "decode", "if (threadIdx.x == 0) *arrivals = 0;", ""
