@@ -375,7 +375,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
     rates = {
         (f"{row['library']}, {row['operation'].split(', ', 1)[1]}", f"{row['batch']} x {row['keys']}"): row["gb_per_s"]
         for row in rows
-        if row["gb_per_s"] and "8 bits" not in row["operation"]
+        if row.get("gb_per_s") and "8 bits" not in row["operation"]
     }
     kinds, sizes = (list(dict.fromkeys(each)) for each in (zip(*rates) if rates else ((), ())))
     figure = Figure(figsize=(8, 3.2), layout="constrained")

@@ -1556,6 +1556,14 @@ def test_small_studies_refuse_what_they_cannot_draw(
     assert complaint in capsys.readouterr().err
 
 
+def test_the_plot_of_decoding_leaves_rows_without_a_rate_out(load) -> None:
+    timed = {"library": "cuflash", "operation": "attention, contiguous", "batch": 1, "keys": 1024, "gb_per_s": "450"}
+    on_host = {"library": "cuflash", "operation": "append and attention, host", "batch": 1, "keys": 1, "us": "40"}
+    axes = load("decode").plot([timed, on_host]).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1 x 1024"]
+    assert [bar.get_height() for bar in axes.patches] == [450]
+
+
 @pytest.mark.parametrize("name", ["decode", "scores", "dropout", "host-time"])
 def test_tables_of_calls_show_every_row_with_its_commit(load, name: str) -> None:
     tables = load("tables")
