@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
-from published import Chosen, left_out, newest_fullest, of_one_commit
+from published import Chosen, committed, left_out, newest_fullest, of_one_commit
 from speed_vs_peers import OURS, WAYS, leads, mask_kind, plot, summary
 
 
@@ -78,6 +78,18 @@ def tables(rows: Sequence[Row]) -> str:
             parts.append(f"*Missing, since no committed tree has measured them with the rest: {cases}.*")
     parts.append(left_out(rows))
     return "\n\n".join(filter(None, parts))
+
+
+def beside_flash_attention_3(rows: Sequence[Row]) -> str:
+    """Return every case of the newest commit that was timed beside FlashAttention-3 itself."""
+    timed = [row for row in committed(rows) if row["peer"] == "flash_attn_3" and row.get("peer_ms")]
+    if not timed:
+        return "*Not measured yet.*"
+    newest = max(timed, key=lambda row: row["date"])
+    shown = [row for row in rows if (row["commit"], request_of(row)) == (newest["commit"], request_of(newest))]
+    shown = [row for row in shown if row["head_dim"] == newest["head_dim"]]
+    header, lines = summary(shown)
+    return "\n\n".join([f"TFLOP/s:\n\n{markdown(header, lines)}", versions(shown), machines(shown)])
 
 
 def _by_size(case: tuple[str, ...]) -> tuple[Any, ...]:

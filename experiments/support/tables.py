@@ -308,6 +308,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "sparse-gpu": ("block_sparsity_gpu", sparse_gpu),
     "speed-vs-peers": ("speed_vs_peers", peer_tables.tables),
     "peers-lead": ("speed_vs_peers", peer_tables.lead),
+    "beside-flash-attention-3": ("speed_vs_peers", peer_tables.beside_flash_attention_3),
     "simulator-speed": ("simulator_speed", simulator_speed),
     "sim-against-gpu": ("sim_against_gpu", sim_against_gpu),
     "tolerance-health": ("tolerance_health", tolerance_health),
@@ -328,7 +329,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 
 
 # Tables that choose their rows themselves, and say which commits these are of.
-OF_PEERS = ("speed-vs-peers", "peers-lead")
+OF_PEERS = ("speed-vs-peers", "peers-lead", "beside-flash-attention-3")
 CHOOSING = (
     *OF_PEERS, "decode", "host-time", "torch-calls", "training-step", "scores", "dropout", "packed", "prefill",
     "selection-speed",
