@@ -203,7 +203,7 @@ def exponentials(rows: list[Row]) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
-    "fp8-speed": ("fp8", fp8_speed),
+    "fp8-speed": ("speed_fp8", fp8_speed),
     "fp8-error": ("fp8_error", fp8_error),
     "fp8-error-gpu": ("fp8_error_gpu", fp8_error),
     "exponential-rate": ("exponential_rate", exponentials),

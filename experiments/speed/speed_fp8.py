@@ -1,7 +1,7 @@
 """How fast is attention in 8 bits, beside cuDNN's and beside our own in bfloat16?
 
-    python -m experiments fp8                                          # 64 and 128 columns, full, causal and lists
-    python -m experiments fp8 --head-dims 128 --masks full --seqlens 16384
+    python -m experiments speed_fp8                                    # 64 and 128 columns, full, causal and lists
+    python -m experiments speed_fp8 --head-dims 128 --masks full --seqlens 16384
 
 Needs an NVIDIA GPU of compute capability 9.0 and CuPy; cuDNN's kernel needs PyTorch and cuDNN's Python front end, and
 is left out, with the reason, where it cannot be had. Every case holds `tokens` tokens of `hidden` channels, standard
