@@ -178,7 +178,7 @@ FAULTS = {
         "the order of one list serves all": Edit(
             "attention/tile_scheduler.cuh", "work_tile",
             "[list_index(params.work, work.batch_head) * scheduler.num_blocks + block_rank]",
-            "[rank]",
+            "[order.rank]",
         ),
         "a head is done before the next begins": Edit(
             "attention/tile_scheduler.cuh", "tile_order_at",
@@ -188,7 +188,7 @@ FAULTS = {
         "powers of two leave nothing": Edit("attention/tile_scheduler.cuh", "divmod", "number & (by - 1)}", "0}"),
         "other numbers leave nothing": Edit("attention/tile_scheduler.cuh", "divmod", "number - quotient * by}", "0}"),
         "every launch takes the masks of the first": Edit(
-            "attention/tile_scheduler.cuh", "work_tile", "shape.first_batch + batch_entry", "batch_head"
+            "attention/tile_scheduler.cuh", "work_tile", "shape.first_batch + batch_entry", "batch_entry"
         ),
     },
     tensor_cores_are_right: {

@@ -88,7 +88,7 @@ FAULTS = {
         "keys are left before gradients go through their rooms": Edit(
             "sm90/backward_wide.cu", "consume",
             "write_gradients(params, smem",
-            "release_kv(); write_gradients(params, panels",
+            "release_kv(); write_gradients(params, smem",
         ),
         "dO is not awaited": Edit(
             "sm90/backward_wide.cu", "start_dp", "tile::wait_full(shared().d_o[do_stage(state)], do_phase(state));", ""

@@ -73,7 +73,7 @@ FAULTS = {
         "Q is left with the first step": Edit(
             "sm90/forward.cu", "release_k",
             "if (is_last && kQStages == 1) tile",
-            "if (shared().messages[stage_of(num_k_blocks)].start == 0 && kQStages == 1) tile",
+            "if (shared().messages[stage_of(num_k_blocks)].block.start == 0 && kQStages == 1) tile",
         ),
         "Q's room is left before O went through it": Edit(
             "sm90/forward_epilogue.cuh", "epilogue",
@@ -263,7 +263,7 @@ FAULTS = {
             "sm90/forward.cu", "consume_with_two_q_stages", "softmax = Softmax();", ""
         ),
         "there is a task for each room": Edit(
-            "sm90/kv_storage.cuh", None, "kNumTileInfos = 4;", "kNumTileInfos = 2;"
+            "sm90/kv_storage.cuh", "tile_info_index", "count % kNumTileInfos", "count % 2"
         ),
         "a task is left before V is brought": Edit(
             "sm90/kv_pipeline.cuh", "init_barriers",
