@@ -19,8 +19,7 @@ right.
 
 Expect: every pattern with a way in two steps above 90 %, the two without one at 50 %.
 Found:  at 64 tokens exact attention and bigbird answer 98 % right or more with each of three seeds, a window exactly
-half. At 4096 and 16384 tokens on a GPU bigbird and strided answer all right with each seed, exact attention too but for
-one seed at 16384 tokens (75 %), and patterns without a way exactly half.
+half.
 
 Cost: Under a minute on two cores; --gpu two minutes of a GPU.
 """
