@@ -377,7 +377,7 @@ def plan(
     listed = None
     if options.mask is not None and device is None and not checks.is_on():
         asked, operands = with_one_score(options)
-        with suppress(UnsupportedProblem):  # `planned` says so, with all that is wrong beside
+        with suppress(UnsupportedProblem):  # `planned` raises this again, with all other reasons
             given, _, asked = with_known_arrays({"q": q, "k": k, "v": v, **operands}, (), asked)
             listed = listed_plan(given, asked, planned)
     return listed or planned(q, k, v, options, device)
@@ -520,7 +520,7 @@ def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
         return options, operands | score.arrays
     try:
         composed = composed_score(options)
-    except UnsupportedProblem:  # `planned` says so, with all that is wrong beside
+    except UnsupportedProblem:  # `planned` raises this again, with all other reasons
         return options, operands
     assert composed is not None
     one = *options[:_FIRST_OPERAND], composed, None, None, *options[_FIRST_OPERAND + 3 :]

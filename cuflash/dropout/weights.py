@@ -34,7 +34,7 @@ _MASK = (1 << 32) - 1
 
 
 class Draws(NamedTuple):
-    """What a plan depends on: all of a dropout but its seed and its offset, which each call hands to the kernels.
+    """The part of a dropout that a plan depends on; each call hands the seed and the offset to the kernels.
 
     >>> Draws(64).factor
     1.3333333333333333
@@ -141,7 +141,7 @@ class Dropout:
 
     @property
     def draws(self) -> Draws:
-        """What a plan depends on: calls that differ in seed and offset alone share one.
+        """The part that a plan depends on, so that calls which differ in seed and offset alone share a plan.
 
         Examples
         --------

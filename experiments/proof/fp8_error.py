@@ -50,7 +50,7 @@ class Config:
 
     @property
     def executor(self) -> str:
-        """What computes."""
+        """The executor that computes the results."""
         return "gpu" if self.gpu else "sim" if self.sim else "cpu"
 
     def __post_init__(self) -> None:

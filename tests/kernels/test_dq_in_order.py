@@ -196,7 +196,7 @@ def test_lists_and_wide_heads_have_two_walks_of_another_family() -> None:
     assert (plain.family, plain.adds_dq_in_order, plain.dq_atomic_width) == ("sm90", False, 0)
 
 
-# A gradient that batch entries or heads share, each of which stores a part.
+# Batch entries or heads that share a gradient store a part of it each.
 
 
 def check_parts(library: Any) -> None:

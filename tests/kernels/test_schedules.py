@@ -53,7 +53,7 @@ with planting.planted(Path(folder.name), planting.Edit(*edit)) if edit else cont
         if sanitize == "address":  # the ends of arrays are the ends of their memory
             example = example.but(**{x: getattr(example, x).copy() for x in ("q", "k", "v", "do", "dlse")})
         machine = Simulator(sim.Schedule(order="random"), sanitize)
-        # What is planted shows in the forward pass, after which the process ends.
+        # A planted fault shows in the forward pass, so the process ends after it.
         check = (lambda **forward: sys.exit()) if edit else functools.partial(assert_within_bounds, example)
         poison.call(example, SIM, machine, margin=0 if sanitize == "address" else poison.MARGIN, check=check)
 print("end", file=sys.stderr)

@@ -110,7 +110,7 @@ def test_nan_in_one_part_goes_where_arithmetic_takes_it() -> None:
     assert np.isfinite(o[0, :2, :4].astype(np.float32)).all() and np.isfinite(lse[1]).all()
 
 
-# Whether the plan splits, and into how many parts.
+# These tests ask whether a plan splits the keys, and into how many parts.
 
 
 def planned(

@@ -231,7 +231,7 @@ def branches_on_families(source: str) -> list[str]:
 
 
 def test_only_routing_and_families_compare_names_of_families() -> None:
-    """What differs from family to family is asked of the family's object."""
+    """Other modules ask a family's object, and do not compare the names of families."""
     found = {
         room: branches
         for room, path in _library().items()
