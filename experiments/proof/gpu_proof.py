@@ -74,7 +74,8 @@ from cuflash.planning.routing import FAMILIES, mass_kernel
 from harness import FOLDERS, Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 from sim_against_gpu import LAYOUTS, masked, to_device
-from simt_speed import draw, tensor_core_families
+from simt_speed import tensor_core_families
+from workloads import draw
 
 SECTIONS = ("repeats", "sanitizers")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")

@@ -37,9 +37,8 @@ import numpy as np
 from cuflash import masks
 from harness import FOLDERS, Record, check_names, gpu_versions, main, time_on_device, track, why_no_gpu
 from rich.table import Table
-from simt_speed import draw
 from spot_check import on_host
-from workloads import named_blocks, random_blocks
+from workloads import draw, named_blocks, random_blocks
 
 PASSES = ("forward", "backward")
 CASE = ("gpu", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "deterministic", "kernel", "before")

@@ -50,6 +50,7 @@ from device_memory import peak_on_device
 from harness import Record, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from mask_compile import document_ids
 from rich.table import Table
+from workloads import draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +108,6 @@ def tensor_core_families(device: DeviceSpec) -> list[str]:
     """The families on tensor cores that a device runs."""
     capability = device.compute_capability or (0, 0)
     return [family for family, runs in (("sm80", capability >= (8, 0)), ("sm90", capability == (9, 0))) if runs]
-
-
-def draw(*shape: int, dtype: Any = np.float32) -> list[Any]:
-    """q, k, v, do on the device, normal."""
-    import cupy
-
-    rng = np.random.default_rng(0)
-    return [cupy.asarray(rng.standard_normal(shape, np.float32).astype(dtype)) for _ in range(4)]
 
 
 def check(q: Any, k: Any, v: Any, o: Any) -> None:

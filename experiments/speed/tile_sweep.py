@@ -49,9 +49,8 @@ from cuflash.planning.families.sm90_storage import ROWS
 from cuflash.planning.routing import family_of
 from harness import Record, check_names, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from rich.table import Table
-from simt_speed import draw
 from spot_check import SpotCheck
-from workloads import flops
+from workloads import draw, flops
 
 
 class Tried(NamedTuple):

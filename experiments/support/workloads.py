@@ -1,8 +1,9 @@
-"""Data and masks: captured activations, more of their kind, families of block patterns, masks by name."""
+"""Data and masks: captured activations, more of their kind, normal arrays, families of blocks, masks by name."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cuflash import masks, patterns
@@ -25,6 +26,14 @@ def language_activations() -> Arrays:
     with np.load(LANGUAGE) as archive:
         q, k, v = (archive[name].astype(np.float32) for name in "qkv")
     return q, k, v
+
+
+def draw(*shape: int, dtype: Any = np.float32) -> list[Any]:
+    """q, k, v, do on the device, normal."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    return [cupy.asarray(rng.standard_normal(shape, np.float32).astype(dtype)) for _ in range(4)]
 
 
 def same_statistics(seqlen: int, num_heads: int) -> Arrays:
