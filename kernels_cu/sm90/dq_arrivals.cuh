@@ -66,10 +66,11 @@ CUFLASH_DEVICE int num_visiting_key_tiles(const Params& params, const WorkTile& 
   return lo < params.shape.seqlen_kv ? max((hi + Width - 1) / Width - lo / Width, 0) : 0;
 }
 
-// Return the number of the last tile of Width keys that visits a tile of queries, if any does.
+// Return the number of the last tile of Width keys that visits a tile of queries, or 0 if none does: a negative number
+// could be taken for NaN by the checks of CUFLASH_CHECK, which read all statistics as float.
 template <int Width>
 CUFLASH_DEVICE int last_visiting_key_tile(const Params& params, const WorkTile& work) {
-  return (interval(params, work.batch_head, work.last - 1).hi + Width - 1) / Width - 1;
+  return max((interval(params, work.batch_head, work.last - 1).hi + Width - 1) / Width - 1, 0);
 }
 
 // Reset the counter of a tile of queries, and store how many tiles will arrive. If none will, write dQ = 0. Called by

@@ -135,6 +135,19 @@ on_hopper = pytest.mark.parametrize(
 )
 
 
+def check_tiles_that_see_no_key(run: Run = HOPPER) -> None:
+    """What such a tile of queries has in place of the number of its last tile of keys is not taken for NaN."""
+    example = example_of("dropout", "causal", "128")
+    example = example.but(k=example.k[..., :40, :], v=example.v[..., :40, :])  # seen by the last 40 of 330 queries
+    with patch.dict("os.environ", CUFLASH_CHECK="1"):
+        assert_right(example, found_of(run, example))
+
+
+@on_hopper
+def test_checks_pass_where_tiles_of_queries_see_no_key(run: Run) -> None:
+    check_tiles_that_see_no_key(run)
+
+
 @holds_for_examples(
     on_hopper, longest=500, tile=128, most_rows=1200, most_scores=1 << 17, widest=128, max_leaves=2, has_dropout=True
 )  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mutations.dq_in_order_guards import (
-    parts_are_planned, parts_are_printed, roundings_of_parts_are_counted, stored_parts_are_right,
-    sums_of_arrays_end_with_a_tile, sums_of_dq_are_in_order,
+    checks_pass_where_no_key_is_seen, parts_are_planned, parts_are_printed, roundings_of_parts_are_counted,
+    stored_parts_are_right, sums_of_arrays_end_with_a_tile, sums_of_dq_are_in_order,
 )  # fmt: skip
 from mutations.planting import Edit
 
@@ -42,7 +42,12 @@ FAULTS = {
             "if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);", ";",
         ),
         "the last visitor is one too far": Edit(
-            "sm90/dq_arrivals.cuh", "last_visiting_key_tile", "/ Width - 1;", "/ Width;"
+            "sm90/dq_arrivals.cuh", "last_visiting_key_tile", "/ Width - 1, 0)", "/ Width, 0)"
+        ),
+    },
+    checks_pass_where_no_key_is_seen: {
+        "no last visitor is a negative number": Edit(
+            "sm90/dq_arrivals.cuh", "last_visiting_key_tile", "/ Width - 1, 0)", "/ Width - 1, -1)"
         ),
     },
     sums_of_arrays_end_with_a_tile: {

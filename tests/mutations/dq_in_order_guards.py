@@ -9,15 +9,19 @@ import cuflash
 from cuflash.compiler import source as sources
 from cuflash.sim import SimulationError
 from test_dq_in_order import (
-    TOGETHER, check, check_bound_of_parts, check_one_head, check_parts, check_stored_parts
+    TOGETHER, check, check_bound_of_parts, check_one_head, check_parts, check_stored_parts, check_tiles_that_see_no_key
 )  # fmt: skip
 
-SIGNS = (AssertionError, SimulationError)
+SIGNS = (AssertionError, RuntimeError, SimulationError)
 
 
 def sums_of_dq_are_in_order() -> None:
     """Blocks run together, so that one that does not wait for another has other bits, or a sum that is not there."""
     check("dropout", "causal", "128", TOGETHER)
+
+
+def checks_pass_where_no_key_is_seen() -> None:
+    check_tiles_that_see_no_key()
 
 
 def sums_of_arrays_end_with_a_tile() -> None:
