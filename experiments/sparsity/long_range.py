@@ -60,6 +60,7 @@ class Config:
     block: int = 4
     batch: int = 16
     steps: int = 200
+    rate: float = 6e-3
     tests: int = 512
     gpu_names: tuple[str, ...] = NAMES
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -69,9 +70,9 @@ class Config:
     gpu_steps: int = 300
     gpu_steps_more: int = 20
     gpu_learned_loss: float = 0.01
-    rate: float = 6e-3
+    gpu_rate: float = 3e-3
     gpu_tests: int = 256
-    gpu_seeds: tuple[int, ...] = (0, 1, 2)
+    gpu_seeds: tuple[int, ...] = (3, 4, 5)  # 0 to 2 chose gpu_rate
 
     def __post_init__(self) -> None:
         check_names(self, {"names": NAMES, "gpu_names": NAMES})
@@ -233,7 +234,7 @@ def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
     flat = xp.asarray(np.concatenate([x.ravel() for x in made.values()]))
     weights = model.views(flat, {x: array.shape for x, array in made.items()}) | {"positions": positions}
     means, squares = xp.zeros_like(flat), xp.zeros_like(flat)
-    losses, seconds = list[float](), 0.0
+    losses, seconds, rate = list[float](), 0.0, config.gpu_rate if config.gpu else config.rate
     for length, block, steps in stages(config):
         attend, density = attention_of(config, name, length, block)
         batch, start = config.gpu_tokens // length if config.gpu else config.batch, time.perf_counter()
@@ -242,7 +243,7 @@ def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
             loss, gradients = step(weights, sequences(length, batch, (seed, 0, number)), shape, attend)
             gradient = xp.concatenate([gradients[x].ravel() for x in made])
             parts = ({"": x} for x in (flat, means, squares, gradient))
-            model.adam(*parts, number, config.rate * min(1, number / 20))
+            model.adam(*parts, number, rate * min(1, number / 20))
             losses.append(loss)
             if config.gpu and len(losses) >= RECENT and np.mean(losses[-RECENT:]) < config.gpu_learned_loss:
                 break
