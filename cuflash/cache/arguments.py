@@ -18,6 +18,7 @@ from ..masks import SlidingWindow
 from ..planning.decoding import PART_STEP
 from ..planning.families.sm80 import MOST_PARTS
 from ..planning.problem import MAX_HEAD_DIM
+from ..plans import as_arrays
 from .pages import Growth, Shortage
 
 PAGE_SIZE = 64
@@ -90,19 +91,25 @@ def numbers(name: str, value: Any, batch: int | None) -> list[int]:
     UnsupportedProblem
         It is something else.
     """
-    listed = list(value) if isinstance(value, (list, tuple)) else None
-    if isinstance(value, np.ndarray) and value.ndim == 1 and is_integer_dtype(value.dtype):
-        listed = value.tolist()
+    value = as_arrays({name: value})[name]
+    listed = listed_ints(value)
     batch = batch if batch is not None or listed is None else len(listed)
     if listed is None or len(listed) != batch or not all(is_int(each) and 0 <= each < 2**31 for each in listed):
+        got = value if listed is None else listed
         raise UnsupportedProblem(
             [
-                f"{name} must be a list or NumPy array of{'' if batch is None else f' {batch}'} ints of at least 0, "
-                "one for each sequence, on the "
-                f"host, where rows are counted; got {describe(value)}"
+                f"{name} must be a list or array of{'' if batch is None else f' {batch}'} ints of at least 0, one for "
+                f"each sequence, on the host, where rows are counted; got {describe(got)}"
             ]
         )
     return [int(each) for each in listed]
+
+
+def listed_ints(value: Any) -> list[Any] | None:
+    """The items of a list, a tuple, a range or an integer array of NumPy's with one axis; None of anything else."""
+    if isinstance(value, np.ndarray):
+        return value.tolist() if value.ndim == 1 and is_integer_dtype(value.dtype) else None
+    return list(value) if isinstance(value, (list, tuple, range)) else None
 
 
 def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:

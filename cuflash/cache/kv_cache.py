@@ -20,8 +20,9 @@ from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
 from ..scores import Score
 from .arguments import (
-    PAGE_SIZE, capacity_reason, checked_window, dtype_of, not_served, numbers, option_reasons, out_reasons,
-    overlap_reasons, page_reasons, part_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
+    PAGE_SIZE, capacity_reason, checked_window, dtype_of, listed_ints, not_served, numbers, option_reasons,
+    out_reasons, overlap_reasons, page_reasons, part_reasons, row_reasons, sequence_reasons, shortage_reason,
+    size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
@@ -337,9 +338,9 @@ class KVCache:
         k : array [batch, num_kv_heads, n, head_dim]
         v : array [batch, num_kv_heads, n, value_dim]
             Of the cache's dtype, where it is; any strides. For a cache of 8 bits both of float16, bfloat16 or float32.
-        counts : list or NumPy array of ints [batch], optional
+        counts : list or int array [batch], optional
             Of the n rows the first counts[b] belong to sequence b; all of them unless given. An int32 array on the
-            cache's device counts rows there from now on, as `count_on_device` does.
+            cache's device counts rows there from now on, as `count_on_device` does; one on the host does not.
 
         Raises
         ------
@@ -448,7 +449,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
         Parameters
         ----------
-        lengths : list or NumPy array of ints [batch]
+        lengths : list or int array [batch]
             Positions that remain.
 
         Raises
@@ -485,7 +486,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
         Parameters
         ----------
-        rows : list of ints, optional
+        rows : list or int array, optional
             Sequences; all unless given.
 
         Raises
@@ -495,17 +496,14 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             are counted on the device.
         """
         batch = len(self._lengths)
-        if rows is None:
-            rows = range(batch)
-        elif isinstance(rows, np.ndarray) and rows.ndim == 1:
-            rows = rows.tolist()
-        elif not isinstance(rows, (list, tuple)):
+        listed = listed_ints(range(batch) if rows is None else as_arrays({"rows": rows})["rows"])
+        if listed is None:
             raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
-        reasons = [reason for row in rows for reason in sequence_reasons("rows", row, batch)]
+        reasons = [reason for row in listed for reason in sequence_reasons("rows", row, batch)]
         reasons += capture_reasons("reset", self._pages) if self._is_counted_on_device else []
         if reasons:
             raise UnsupportedProblem(reasons)
-        for row in rows:
+        for row in listed:
             self._pages.shrink(row, 0)
             self._lengths[row] = 0
             if self._device is not None and self._is_counted_on_device:
@@ -550,7 +548,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
         Parameters
         ----------
-        lengths : list or NumPy array of ints [batch]
+        lengths : list or int array [batch]
             Positions that sequences will have; those that have more already keep what they have.
 
         Raises
@@ -613,7 +611,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         q : array [batch, num_heads, n, head_dim]
             Of the cache's dtype, or for 8 bits of float16, bfloat16 or float32, where the cache is. Query head h reads
             key/value head h // (num_heads / num_kv_heads).
-        counts : list or NumPy array of ints [batch], optional
+        counts : list or int array [batch], optional
             Of the n rows the first counts[b] belong to sequence b: row t stands at lengths[b] - counts[b] + t. The
             rows after them are empty. An int32 array on the cache's device is taken as by `append`.
         causal : bool
@@ -743,10 +741,11 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
     def _count_reasons(self, counts: Any, rows: Array) -> list[str]:
         """Why counts cannot say how many of the given rows are each sequence's; a wrong shape allows any count."""
-        if self._device is not None and is_on_device(counts):
-            return device_reasons("counts", counts, len(self._lengths), self._k)
         reasons: list[str] = []
         with collecting(reasons):
+            counts = as_arrays({"counts": counts})["counts"]
+            if self._device is not None and is_on_device(counts):
+                return device_reasons("counts", counts, len(self._lengths), self._k)
             self._counted(counts, int(rows.shape[2]) if rows.ndim == 4 else 2**31)
         return reasons
 
@@ -754,6 +753,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         """Return the number of rows that belong to each sequence: a list, or an array on the device."""
         if counts is None:
             return [num_rows] * len(self._lengths)
+        counts = as_arrays({"counts": counts})["counts"]
         if self._device is not None and is_on_device(counts):
             reasons = device_reasons("counts", counts, len(self._lengths), self._k)
             if reasons:

@@ -9,6 +9,7 @@ import numpy as np
 from ..arrays import Array, describe, is_array, namespace
 from ..errors import UnsupportedProblem
 from ..executors import gpu
+from ..layouts import kind_of
 from ..planning.appending import append_plan
 from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.launches import Launch
@@ -185,5 +186,5 @@ def device_reasons(name: str, value: Any, batch: int, like: Array) -> list[str]:
         return []
     return [
         f"{name} on a device must be a contiguous {namespace(like).__name__} array of {batch} int32, one for each "
-        f"sequence; got {describe(value)} of shape {tuple(value.shape)} and dtype {value.dtype}"
+        f"sequence; got {kind_of(value)}, {describe(value)}, of strides {value.strides}"
     ]

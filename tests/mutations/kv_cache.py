@@ -10,6 +10,7 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 from cache_machine import KINDS, walk
+from foreign import Foreign
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import part
@@ -289,6 +290,21 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).append(K, K, counts=[4, 0]), "number of rows, 3; got 4"): {
         "counts go beyond the rows": Edit(FILE, "KVCache._counted", "if new > num_rows", "if False"),
+    },
+    takes(lambda library: filled(library).truncate(Foreign(np.array([1, 2]))) is None): {
+        "lengths of another library are refused": Edit(
+            "cache/arguments.py", "numbers", "value = as_arrays({name: value})[name]", "pass"
+        ),
+    },
+    takes(lambda library: filled(library).reset(Foreign(np.array([0]))) is None): {
+        "rows of another library are refused": Edit(
+            FILE, "KVCache.reset", 'as_arrays({"rows": rows})["rows"]', "rows"
+        ),
+    },
+    refuses(lambda library: filled(library).append(K, K, counts=np.array([1, -2])), "got [1, -2]"): {
+        "an array's numbers are not told": Edit(
+            "cache/arguments.py", "numbers", "value if listed is None else listed", "value"
+        ),
     },
     refuses(lambda library: filled(library).truncate([4, 0]), "which has 3"): {
         "truncating makes a sequence longer": Edit(FILE, "KVCache.truncate", "if new > length", "if False"),

@@ -13,6 +13,7 @@ import device_double
 import numpy as np
 import pytest
 from executors import CPU, on_every_backward
+from foreign import Foreign
 from hypothesis import given
 from hypothesis import strategies as st
 from test_wrong_inputs import JUNK, bytes_of
@@ -352,6 +353,13 @@ def test_offsets_in_a_list_are_those_in_an_array() -> None:
     given, made = masks.Sequences(offsets, tuple(offsets)), masks.Sequences(np.array(offsets), np.array(offsets))
     np.testing.assert_array_equal(given.toarray(10), made.toarray(10))
     assert [part.shape[1] for part in cuflash.unpack(x, offsets)] == [3, 0, 7]
+
+
+def test_lengths_of_another_library_are_those_in_a_list() -> None:
+    lengths = [4, 0, 6]
+    assert masks.Sequences.of(Foreign(np.array(lengths))).q_offsets.tolist() == [0, 4, 4, 10]
+    mask = masks.Sequences.of(lengths, Foreign(np.array([5, 1, 6])), causal="bottom_right")
+    assert mask.kv_offsets.tolist() == [0, 5, 6, 12]
 
 
 @pytest.mark.parametrize("name", WRONG)
