@@ -12,7 +12,9 @@ import cupy_machine
 import ml_dtypes
 import numpy as np
 import pytest
+import cuflash
 from cache_calls import HEADS, PAGE, PAGES, ROOM, appended, expected
+from cache_machine import KINDS, walk
 from cuflash import KVCache, UnsupportedProblem
 from cuflash.executors.sim import Simulator
 from cuflash.planning.appending import append_plan
@@ -64,6 +66,12 @@ def test_blocks_that_run_together_append_alike() -> None:
 # Caches of CuPy
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_at_random_hold_what_arrays_hold(xp: Any, kind: str) -> None:
+    """The host counts, and tells the device of lengths and pages that have changed before a kernel needs them."""
+    walk(cuflash, kind, seed=5, steps=40, xp=xp, most_rows=45)
+
+
 SIZES = {"batch": 3, "num_kv_heads": HEADS, "head_dim": 64, "capacity": 100, "dtype": np.float16}
 PAGED = {"contiguous": {}, "pages": {"page_size": 16, "num_pages": 15}}
 OF_8_BITS = {"dtype": ml_dtypes.float8_e4m3fn}
@@ -87,6 +95,17 @@ def host_counted(prompt: Any, steps: list[Any], pages: dict[str, Any], xp: Any) 
     return made
 
 
+def captured(xp: Any, cache: KVCache, q: Any, k: Any, v: Any, **counts: Any) -> tuple[Any, Any, Any]:
+    """Return a stream, a graph of an append and of attention on it, and the results that each replay writes."""
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        cache.append(k, v, **counts)
+        results = cache.attention(q, return_lse=True, **counts)
+        return stream, stream.end_capture(), results
+
+
 def same(made: Any, wanted: Any) -> bool:
     """Return whether all bits are equal."""
     return all(np.array_equal(x.get(), y) for x, y in zip(made, wanted))
@@ -105,13 +124,8 @@ def test_a_graph_decodes_step_by_step(xp: Any, pages: str, kept: dict[str, Any])
     q, k, v = (xp.asarray(x) for x in steps[0])
     cache.append(k, v)
     assert same(cache.attention(q, return_lse=True), wanted[0])
-    stream = xp.cuda.Stream(non_blocking=True)
-    xp.cuda.get_current_stream().synchronize()
+    stream, graph, results = captured(xp, cache, q, k, v)
     with stream:
-        stream.begin_capture()
-        cache.append(k, v)
-        results = cache.attention(q, return_lse=True)
-        graph = stream.end_capture()
         for step, expected_now in zip(steps[1:], wanted[1:]):
             for array, rows in zip((q, k, v), step):
                 array[...] = xp.asarray(rows)
@@ -141,13 +155,8 @@ def test_many_replays_have_the_bits_of_calls_that_the_host_counts(xp: Any, pages
     of_graph.append(*rows[1:])
     of_graph.attention(rows[0])
     of_calls.append(*rows[1:])
-    stream = xp.cuda.Stream(non_blocking=True)
-    xp.cuda.get_current_stream().synchronize()
+    stream, graph, results = captured(xp, of_graph, *rows)
     with stream:
-        stream.begin_capture()
-        of_graph.append(*rows[1:])
-        results = of_graph.attention(rows[0], return_lse=True)
-        graph = stream.end_capture()
         for _ in range(replays):
             for array, new in zip(rows, steps_of(1)[0]):
                 array[...] = xp.asarray(new)
@@ -198,13 +207,8 @@ def test_a_graph_attends_chunk_by_chunk(xp: Any) -> None:
     news = xp.asarray(counts[0])
     cache.append(k, v, counts=news)
     assert same(cache.attention(q, counts=news, return_lse=True), wanted[0])
-    stream = xp.cuda.Stream(non_blocking=True)
-    xp.cuda.get_current_stream().synchronize()
+    stream, graph, results = captured(xp, cache, q, k, v, counts=news)
     with stream:
-        stream.begin_capture()
-        cache.append(k, v, counts=news)
-        results = cache.attention(q, counts=news, return_lse=True)
-        graph = stream.end_capture()
         for array, rows in zip((q, k, v, news), (*chunks[1], counts[1])):
             array[...] = xp.asarray(rows)
         graph.launch(stream)
@@ -307,16 +311,13 @@ def test_a_graph_goes_on_after_a_reset_with_the_pages_that_sequences_have_by_the
     q, k, v = (xp.asarray(normal(3, heads, 1, 64)) for heads in (4, HEADS, HEADS))
     cache.append(k, v)
     cache.attention(q)
-    stream = xp.cuda.Stream(non_blocking=True)
-    xp.cuda.get_current_stream().synchronize()
+    stream, graph, results = captured(xp, cache, q, k, v)
     with stream:
-        stream.begin_capture()
-        cache.append(k, v)
-        results = cache.attention(q, return_lse=True)
         if pages == "pages":
+            stream.begin_capture()
             for change in (lambda: cache.reset([0]), lambda: cache.reserve([48, 0, 0])):
                 assert "must come before or after a stream capture" in refused(change)
-        graph = stream.end_capture()
+            stream.end_capture()
         assert cache.lengths.get().tolist() == [16, 16, 16]
         cache.reset([0, 2])
         before = cache.k.get()

@@ -73,7 +73,7 @@ class Ndarray:
         return Ndarray(self.host.copy(), self.data.device_id)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._like(self.host[key])
+        return self._like(self.host[getattr(key, "host", key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.host[key] = getattr(value, "host", value)
@@ -83,6 +83,9 @@ class Ndarray:
 
     def __ne__(self, other: Any) -> Any:
         return self._binary(operator.ne, other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._binary(operator.mul, other)
 
     def _binary(self, function: Callable[..., Any], other: Any) -> Any:
         return self._like(function(self.host, getattr(other, "host", other)))
