@@ -21,7 +21,7 @@ from test_wrong_inputs import JUNK, bytes_of
 import cuflash
 from cuflash import UnsupportedProblem, masks
 from cuflash.masks.shape import MaskShape
-from cuflash.testing import Structure, assert_within
+from cuflash.testing import Structure, assert_within, assert_within_bounds
 from refusals import refused
 from library_parts import part
 
@@ -226,6 +226,19 @@ def test_packed_sequences_are_each_sequence_alone(run, case, dtype):
 @pytest.mark.parametrize("case", ["full", "last meets last", "a window to both sides"])
 def test_packed_sequences_are_each_sequence_alone_on_the_host(case):
     check_alone(CPU, case, "float32")
+
+
+@on_every_backward
+@pytest.mark.parametrize("kind", ["a sink", "blocks of each head"])
+def test_packed_sequences_have_sinks_and_lists_of_heads(run, kind):
+    structure = packed_structure("last meets last", dtype="float16")
+    if kind == "a sink":
+        structure = replace(structure, sink=(4,))
+    else:
+        blocks = np.random.default_rng(0).random((4, -(-structure.seqlen_q // 32), -(-structure.seqlen_kv // 32))) < 0.7
+        structure = replace(structure, mask=structure.mask & masks.BlockPattern(blocks, 32))
+    example = run.rounded(structure.example())
+    assert_within_bounds(example, **run.everything(example))
 
 
 @on_every_backward
