@@ -18,7 +18,6 @@ from ..masks import SlidingWindow
 from ..planning.decoding import PART_STEP
 from ..planning.families.sm80 import MOST_PARTS
 from ..planning.problem import MAX_HEAD_DIM
-from ..plans import as_arrays
 from .pages import Growth, Shortage
 
 PAGE_SIZE = 64
@@ -91,7 +90,6 @@ def numbers(name: str, value: Any, batch: int | None) -> list[int]:
     UnsupportedProblem
         It is something else.
     """
-    value = as_arrays({name: value})[name]
     listed = listed_ints(value)
     batch = batch if batch is not None or listed is None else len(listed)
     if listed is None or len(listed) != batch or not all(is_int(each) and 0 <= each < 2**31 for each in listed):

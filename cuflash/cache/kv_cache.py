@@ -406,7 +406,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
         From then on rows that have no room, because the capacity or the pages of a sequence end, are left out, and
         `check` tells. No page is taken by `append` any more: `reserve` takes them, before a capture. Giving `append` or
-        `attention` counts on the device does the same.
+        `attention` counts on the device, or `truncate` lengths, does the same.
 
         Raises
         ------
@@ -438,24 +438,21 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         self._device.put(None if self._is_counted_on_device else self._lengths, self._pages)
         return self._device
 
-    def _require_host_counts(self, what: str) -> None:
-        if self._is_counted_on_device:
-            raise UnsupportedProblem(
-                [f"{what} must have lengths on the host; got a cache that is counted on the device: make another one"]
-            )
-
     def truncate(self, lengths: Any) -> None:
         """Shorten sequences; pages that no position needs any more are free, those that were reserved too.
+
+        If the device counts rows, sequences that are shorter than `lengths` stay as they are, and all keep their pages:
+        nothing waits for the device, and the call can be captured into a CUDA graph, as `append` can.
 
         Parameters
         ----------
         lengths : list or int array [batch]
-            Positions that remain.
+            Positions that remain. An int32 array on the cache's device is taken as by `append`.
 
         Raises
         ------
         UnsupportedProblem
-            A sequence is shorter than that; all reasons at once, before anything is changed.
+            A sequence is shorter than that, by the host's count; all reasons at once, before anything is changed.
 
         Examples
         --------
@@ -466,8 +463,10 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         >>> cache.lengths
         array([2, 5], dtype=int32)
         """
-        self._require_host_counts("truncate")
-        kept = numbers("lengths", lengths, len(self._lengths))
+        kept = self._numbers("lengths", lengths)
+        if self._is_counted_on_device:
+            self._put().truncate(kept)
+            return
         reasons = [
             f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
             for sequence, (new, length) in enumerate(zip(kept, self._lengths))
@@ -527,12 +526,12 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             There is no such sequence, or the source is empty.
         """
-        self._require_host_counts("fork")
-        reasons = [
-            reason
-            for name, sequence in (("source", source), ("target", target))
-            for reason in sequence_reasons(name, sequence, len(self._lengths))
-        ]
+        if self._is_counted_on_device:
+            raise UnsupportedProblem(
+                ["fork must have lengths on the host; got a cache that is counted on the device: make another one"]
+            )
+        batch = len(self._lengths)
+        reasons = sequence_reasons("source", source, batch) + sequence_reasons("target", target, batch)
         if not reasons and source == target:
             reasons.append(f"target must be another sequence than source; got {target}")
         if not reasons and not self._lengths[source]:
@@ -557,7 +556,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             They exceed the capacity, or too few pages are free; all reasons at once, before any is taken. Or a stream
             is being captured, and the cache has pages that are counted on the device.
         """
-        stops = numbers("lengths", lengths, len(self._lengths))
+        stops = numbers("lengths", as_arrays({"lengths": lengths})["lengths"], len(self._lengths))
         if self._is_counted_on_device and (reasons := capture_reasons("reserve", self._pages)):
             raise UnsupportedProblem(reasons)
         self._make_room("lengths", stops)
@@ -753,14 +752,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         """Return the number of rows that belong to each sequence: a list, or an array on the device."""
         if counts is None:
             return [num_rows] * len(self._lengths)
-        counts = as_arrays({"counts": counts})["counts"]
-        if self._device is not None and is_on_device(counts):
-            reasons = device_reasons("counts", counts, len(self._lengths), self._k)
-            if reasons:
-                raise UnsupportedProblem(reasons)
-            self.count_on_device()
-            return counts
-        news = numbers("counts", counts, len(self._lengths))
+        news = self._numbers("counts", counts)
+        if not isinstance(news, list):
+            return news
         reasons = [
             f"counts must be at most the number of rows, {num_rows}; got {new} for sequence {sequence}"
             for sequence, new in enumerate(news)
@@ -769,6 +763,17 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if reasons:
             raise UnsupportedProblem(reasons)
         return news
+
+    def _numbers(self, name: str, value: Any) -> Any:
+        """Return a number of each sequence: a list, or an array on the device, which counts from then on."""
+        value = as_arrays({name: value})[name]
+        if self._device is None or not is_on_device(value):
+            return numbers(name, value, len(self._lengths))
+        reasons = device_reasons(name, value, len(self._lengths), self._k)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        self.count_on_device()
+        return value
 
     def _make_room(self, name: str, stops: list[int]) -> None:
         """Take pages for sequences that get so long, or refuse the argument of this name."""

@@ -100,6 +100,9 @@ class Device:
         assert lengths is None
         self.tables.append([list(table) for table in pages.tables])
 
+    def truncate(self, lengths: list[int]) -> None:
+        self.lengths = np.minimum(self.lengths, lengths)
+
     def faults(self) -> list[str]:
         return []
 
@@ -111,6 +114,8 @@ def a_device_has_lengths_and_pages(library: ModuleType) -> None:
     cache._is_counted_on_device = True
     assert [cache.rows(sequence)[0].shape[1] for sequence in (0, 1)] == [5, 2]
     cache.check()
+    cache.truncate([5, 1])
+    assert device.lengths.tolist() == [5, 1] and cache.num_free_pages == 2
     device.lengths[1] = 17
     for call in (cache.check, lambda: cache.rows(1)):
         try:
@@ -247,6 +252,9 @@ FAULTS = {
             FILE, "KVCache.rows",
             "if faults := length_faults(self._pages, sequence, length, self._capacity):", "if False:"
         ),
+        "a device keeps lengths that are truncated": Edit(
+            FILE, "KVCache.truncate", "self._put().truncate(kept)", "pass"
+        ),
         "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "self._put()", "pass"),
         "a device has no pages that were reserved": Edit(FILE, "KVCache.reserve", "self._put()", "pass"),
         "a reset is captured": Edit(
@@ -293,7 +301,12 @@ FAULTS = {
     },
     takes(lambda library: filled(library).truncate(Foreign(np.array([1, 2]))) is None): {
         "lengths of another library are refused": Edit(
-            "cache/arguments.py", "numbers", "value = as_arrays({name: value})[name]", "pass"
+            FILE, "KVCache._numbers", "value = as_arrays({name: value})[name]", "pass"
+        ),
+    },
+    takes(lambda library: a_cache(library).reserve(Foreign(np.array([1, 2]))) is None): {
+        "reserved lengths of another library are refused": Edit(
+            FILE, "KVCache.reserve", 'as_arrays({"lengths": lengths})["lengths"]', "lengths"
         ),
     },
     takes(lambda library: filled(library).reset(Foreign(np.array([0]))) is None): {

@@ -218,6 +218,44 @@ def test_a_graph_attends_chunk_by_chunk(xp: Any) -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("pages", PAGED)
+def test_a_graph_takes_guessed_tokens_back(xp: Any, pages: str) -> None:
+    """Three tokens are appended and attended to, and as many are kept as the device says. Pages stay where they are."""
+    guesses = [tuple(normal(3, heads, 3, 64) for heads in (4, HEADS, HEADS)) for _ in range(4)]
+    kept = np.array([[1, 3, 0], [4, 3, 2], [5, 6, 5], [8, 7, 5]], np.int32)
+    wanted, host = [], KVCache(**SIZES, **PAGED[pages], xp=xp)
+    for rows, lengths in zip(guesses, kept):
+        q, k, v = map(xp.asarray, rows)
+        host.append(k, v)
+        wanted.append([x.get() for x in host.attention(q, return_lse=True)])
+        host.truncate(lengths)
+    cache = KVCache(**SIZES, **PAGED[pages], xp=xp)
+    cache.reserve([40, 40, 40])
+    free = cache.num_free_pages
+    q, k, v, lengths = (xp.asarray(x) for x in (*guesses[0], kept[0]))
+    cache.append(k, v)
+    assert same(cache.attention(q, return_lse=True), wanted[0]) and not cache._is_counted_on_device
+    cache.truncate(lengths)
+    assert cache._is_counted_on_device and cache.lengths.get().tolist() == kept[0].tolist()
+    cache.truncate([40, 3, 40])  # no sequence is longer
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        cache.append(k, v)
+        results = cache.attention(q, return_lse=True)
+        cache.truncate(lengths)
+        graph = stream.end_capture()
+        for rows, remaining, expected_now in zip(guesses[1:], kept[1:], wanted[1:]):
+            for array, new in zip((q, k, v, lengths), (*rows, remaining)):
+                array[...] = xp.asarray(new)
+            graph.launch(stream)
+            stream.synchronize()
+            assert same(results, expected_now) and cache.lengths.get().tolist() == remaining.tolist()
+    assert cache.num_free_pages == free
+    cache.check()
+
+
 @pytest.mark.parametrize("rows_of_each", [4, CHUNK])
 @pytest.mark.parametrize("pages", PAGED)
 def test_counts_on_the_device_are_counts_on_the_host(xp: Any, pages: str, rows_of_each: int) -> None:
@@ -368,7 +406,14 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
         stream.begin_capture()
         assert "make the same call on the cache once before the capture" in refused(lambda: other.attention(q))
         stream.end_capture()
-    assert "truncate must have lengths on the host" in refused(lambda: cache.truncate([0, 0, 0]))
+    for lengths in (np.ones(3), np.ones(3, np.int64), np.ones(2, np.int32)):
+        told = refused(lambda: cache.truncate(xp.asarray(lengths)))
+        assert "lengths on a device must be a contiguous" in told and "array of 3 int32" in told
+    assert "lengths must be a list or array of 3 ints" in refused(lambda: cache.truncate([0, -1, 0]))
+    with stream:
+        stream.begin_capture()
+        assert "lengths must lie on the device inside a stream capture" in refused(lambda: cache.truncate([0, 0, 0]))
+        stream.end_capture()
     assert "fork must have lengths on the host" in refused(lambda: cache.fork(0, 1))
     many = xp.asarray(np.ones((3, 66, 1, 64), np.float16))
     wide = xp.asarray(np.ones((3, 2, 65, 64), np.float16))

@@ -280,6 +280,13 @@ class Cupy(cupy_double.Double):
     def ldexp(self, array: Ndarray, exponent: int) -> Ndarray:
         return Ndarray(np.ldexp(array.host, exponent), array.data.device_id)
 
+    def minimum(self, one: Ndarray, other: Ndarray, out: Ndarray) -> Ndarray:
+        def work() -> None:
+            np.minimum(one.host, other.host, out=out.host)
+
+        self.stream.do(work)
+        return out
+
     def isfinite(self, array: Ndarray) -> Ndarray:
         return Ndarray(np.isfinite(array.host), array.data.device_id)
 
