@@ -13,7 +13,7 @@ from ..arrays import (
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
-from ..layouts import device_number, is_broadcast, kind_of, overlap
+from ..layouts import COPIES, device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
 from ..planning.decoding import PART_STEP
 from ..planning.families.sm80 import MOST_PARTS
@@ -151,7 +151,7 @@ def place_reasons(name: str, array: Array, like: Array) -> list[str]:
     """Why an array is not where a cache's array is."""
     if namespace(array) is not namespace(like):
         home = namespace(like).__name__
-        return [f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {home}.asarray"]
+        return [f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {COPIES[home]}"]
     if device_number(array) != device_number(like):
         return [
             f"{name} must be on the cache's device, {device_number(like)}; got device {device_number(array)}: "

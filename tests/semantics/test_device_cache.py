@@ -422,6 +422,20 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
     assert "the cache must be on a GPU" in refused(lambda: KVCache(**SIZES).count_on_device())
 
 
+def test_rows_of_another_place_are_refused(xp: Any) -> None:
+    ones = np.ones((3, HEADS, 1, 64), np.float16)
+    places = {"cupy": (xp, xp.asarray(ones), ones, "cupy.asarray"), "numpy": (np, ones, xp.asarray(ones), "its get()")}
+    for home, (module, here, there, copying) in places.items():
+        cache = KVCache(**SIZES, xp=module)
+        for name, call in (
+            ("k", lambda: cache.append(there, here)), ("v", lambda: cache.append(here, there)),
+            ("q", lambda: cache.attention(there)), ("bias", lambda: cache.attention(here, bias=there[0, 0, 0, :1])),
+        ):  # fmt: skip
+            told = refused(call)
+            assert f"{name} must be a {home} array, as the cache's are; got " in told
+            assert f": copy it with {copying}" in told
+
+
 def test_the_times_of_decoding_are_taken_or_it_is_said_why_not(tmp_path: Path) -> None:
     path = tmp_path / "decode.csv"
     command = [sys.executable, "-m", "experiments", "decode", "--csv", str(path), "--quick"]
