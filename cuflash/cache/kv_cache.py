@@ -91,6 +91,8 @@ class KVCache:
     cache does with a row afterwards moves its 8-bit numbers and its scale. Queries are of any of the three dtypes, and
     the result is attention to what `rows` returns, in q's dtype.
 
+    Arrays of other libraries, such as PyTorch's tensors, are taken where they lie, as `attention` takes them.
+
     On a GPU the cache keeps the launches of its calls, one for each layout and options, and the memory that the kernels
     of the largest of them need. A later call of the same kind checks nothing but where its arrays lie.
 
