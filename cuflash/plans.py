@@ -16,7 +16,9 @@ from .errors import UnsupportedProblem
 from .executors import checks, cpu, gpu, sim, without_keys
 from .masks.base import Mask
 from .masks.content import held_arrays
-from .layouts import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, reach, taken
+from .layouts import (
+    COPIES, device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, reach, taken,
+)  # fmt: skip
 from .planning.device import DeviceSpec
 from .planning.explain import explain
 from .planning.list_kernels import AT_CALL, WorkAtCall
@@ -618,7 +620,7 @@ class Plan:
         if namespace(array).__name__ != wanted_namespace:
             return [
                 f"{name} must be a {wanted_namespace} array for executor={self.executor!r}; "
-                f"got {kind_of(array)}: copy it with {wanted_namespace}.asarray"
+                f"got {kind_of(array)}: copy it with {COPIES[wanted_namespace]}"
             ]
         reasons = [] if self.executor == "cpu" else layout_reasons(name, array)
         if self.executor == "gpu":

@@ -13,7 +13,7 @@ from ..arrays import (
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
-from ..layouts import device_number, is_broadcast, kind_of, overlap
+from ..layouts import COPIES, device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
 from ..planning.decoding import PART_STEP
 from ..planning.families.sm80 import MOST_PARTS
@@ -90,19 +90,24 @@ def numbers(name: str, value: Any, batch: int | None) -> list[int]:
     UnsupportedProblem
         It is something else.
     """
-    listed = list(value) if isinstance(value, (list, tuple)) else None
-    if isinstance(value, np.ndarray) and value.ndim == 1 and is_integer_dtype(value.dtype):
-        listed = value.tolist()
+    listed = listed_ints(value)
     batch = batch if batch is not None or listed is None else len(listed)
     if listed is None or len(listed) != batch or not all(is_int(each) and 0 <= each < 2**31 for each in listed):
+        got = value if listed is None else listed
         raise UnsupportedProblem(
             [
-                f"{name} must be a list or NumPy array of{'' if batch is None else f' {batch}'} ints of at least 0, "
-                "one for each sequence, on the "
-                f"host, where rows are counted; got {describe(value)}"
+                f"{name} must be a list or array of{'' if batch is None else f' {batch}'} ints of at least 0, one for "
+                f"each sequence, on the host, where rows are counted; got {describe(got)}"
             ]
         )
     return [int(each) for each in listed]
+
+
+def listed_ints(value: Any) -> list[Any] | None:
+    """The items of a list, a tuple, a range or an integer array of NumPy's with one axis; None of anything else."""
+    if isinstance(value, np.ndarray):
+        return value.tolist() if value.ndim == 1 and is_integer_dtype(value.dtype) else None
+    return list(value) if isinstance(value, (list, tuple, range)) else None
 
 
 def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
@@ -146,7 +151,7 @@ def place_reasons(name: str, array: Array, like: Array) -> list[str]:
     """Why an array is not where a cache's array is."""
     if namespace(array) is not namespace(like):
         home = namespace(like).__name__
-        return [f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {home}.asarray"]
+        return [f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {COPIES[home]}"]
     if device_number(array) != device_number(like):
         return [
             f"{name} must be on the cache's device, {device_number(like)}; got device {device_number(array)}: "

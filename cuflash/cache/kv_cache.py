@@ -20,8 +20,9 @@ from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
 from ..scores import Score
 from .arguments import (
-    PAGE_SIZE, capacity_reason, checked_window, dtype_of, not_served, numbers, option_reasons, out_reasons,
-    overlap_reasons, page_reasons, part_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
+    PAGE_SIZE, capacity_reason, checked_window, dtype_of, listed_ints, not_served, numbers, option_reasons,
+    out_reasons, overlap_reasons, page_reasons, part_reasons, row_reasons, sequence_reasons, shortage_reason,
+    size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
@@ -89,6 +90,8 @@ class KVCache:
     Each row of a key/value head has a scale in float32, a power of two, so that rows are scaled exactly. Whatever the
     cache does with a row afterwards moves its 8-bit numbers and its scale. Queries are of any of the three dtypes, and
     the result is attention to what `rows` returns, in q's dtype.
+
+    Arrays of other libraries, such as PyTorch's tensors, are taken where they lie, as `attention` takes them.
 
     On a GPU the cache keeps the launches of its calls, one for each layout and options, and the memory that the kernels
     of the largest of them need. A later call of the same kind checks nothing but where its arrays lie.
@@ -337,9 +340,9 @@ class KVCache:
         k : array [batch, num_kv_heads, n, head_dim]
         v : array [batch, num_kv_heads, n, value_dim]
             Of the cache's dtype, where it is; any strides. For a cache of 8 bits both of float16, bfloat16 or float32.
-        counts : list or NumPy array of ints [batch], optional
+        counts : list or int array [batch], optional
             Of the n rows the first counts[b] belong to sequence b; all of them unless given. An int32 array on the
-            cache's device counts rows there from now on, as `count_on_device` does.
+            cache's device counts rows there from now on, as `count_on_device` does; one on the host does not.
 
         Raises
         ------
@@ -405,7 +408,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
         From then on rows that have no room, because the capacity or the pages of a sequence end, are left out, and
         `check` tells. No page is taken by `append` any more: `reserve` takes them, before a capture. Giving `append` or
-        `attention` counts on the device does the same.
+        `attention` counts on the device, or `truncate` lengths, does the same.
 
         Raises
         ------
@@ -437,24 +440,21 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         self._device.put(None if self._is_counted_on_device else self._lengths, self._pages)
         return self._device
 
-    def _require_host_counts(self, what: str) -> None:
-        if self._is_counted_on_device:
-            raise UnsupportedProblem(
-                [f"{what} must have lengths on the host; got a cache that is counted on the device: make another one"]
-            )
-
     def truncate(self, lengths: Any) -> None:
         """Shorten sequences; pages that no position needs any more are free, those that were reserved too.
 
+        If the device counts rows, sequences that are shorter than `lengths` stay as they are, and all keep their pages:
+        nothing waits for the device, and the call can be captured into a CUDA graph, as `append` can.
+
         Parameters
         ----------
-        lengths : list or NumPy array of ints [batch]
-            Positions that remain.
+        lengths : list or int array [batch]
+            Positions that remain. An int32 array on the cache's device is taken as by `append`.
 
         Raises
         ------
         UnsupportedProblem
-            A sequence is shorter than that; all reasons at once, before anything is changed.
+            A sequence is shorter than that, by the host's count; all reasons at once, before anything is changed.
 
         Examples
         --------
@@ -465,8 +465,10 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         >>> cache.lengths
         array([2, 5], dtype=int32)
         """
-        self._require_host_counts("truncate")
-        kept = numbers("lengths", lengths, len(self._lengths))
+        kept = self._numbers("lengths", lengths)
+        if self._is_counted_on_device:
+            self._put().truncate(kept)
+            return
         reasons = [
             f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
             for sequence, (new, length) in enumerate(zip(kept, self._lengths))
@@ -485,7 +487,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
         Parameters
         ----------
-        rows : list of ints, optional
+        rows : list or int array, optional
             Sequences; all unless given.
 
         Raises
@@ -495,17 +497,14 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             are counted on the device.
         """
         batch = len(self._lengths)
-        if rows is None:
-            rows = range(batch)
-        elif isinstance(rows, np.ndarray) and rows.ndim == 1:
-            rows = rows.tolist()
-        elif not isinstance(rows, (list, tuple)):
+        listed = listed_ints(range(batch) if rows is None else as_arrays({"rows": rows})["rows"])
+        if listed is None:
             raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
-        reasons = [reason for row in rows for reason in sequence_reasons("rows", row, batch)]
+        reasons = [reason for row in listed for reason in sequence_reasons("rows", row, batch)]
         reasons += capture_reasons("reset", self._pages) if self._is_counted_on_device else []
         if reasons:
             raise UnsupportedProblem(reasons)
-        for row in rows:
+        for row in listed:
             self._pages.shrink(row, 0)
             self._lengths[row] = 0
             if self._device is not None and self._is_counted_on_device:
@@ -529,12 +528,12 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             There is no such sequence, or the source is empty.
         """
-        self._require_host_counts("fork")
-        reasons = [
-            reason
-            for name, sequence in (("source", source), ("target", target))
-            for reason in sequence_reasons(name, sequence, len(self._lengths))
-        ]
+        if self._is_counted_on_device:
+            raise UnsupportedProblem(
+                ["fork must have lengths on the host; got a cache that is counted on the device: make another one"]
+            )
+        batch = len(self._lengths)
+        reasons = sequence_reasons("source", source, batch) + sequence_reasons("target", target, batch)
         if not reasons and source == target:
             reasons.append(f"target must be another sequence than source; got {target}")
         if not reasons and not self._lengths[source]:
@@ -550,7 +549,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
         Parameters
         ----------
-        lengths : list or NumPy array of ints [batch]
+        lengths : list or int array [batch]
             Positions that sequences will have; those that have more already keep what they have.
 
         Raises
@@ -559,7 +558,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             They exceed the capacity, or too few pages are free; all reasons at once, before any is taken. Or a stream
             is being captured, and the cache has pages that are counted on the device.
         """
-        stops = numbers("lengths", lengths, len(self._lengths))
+        stops = numbers("lengths", as_arrays({"lengths": lengths})["lengths"], len(self._lengths))
         if self._is_counted_on_device and (reasons := capture_reasons("reserve", self._pages)):
             raise UnsupportedProblem(reasons)
         self._make_room("lengths", stops)
@@ -613,7 +612,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         q : array [batch, num_heads, n, head_dim]
             Of the cache's dtype, or for 8 bits of float16, bfloat16 or float32, where the cache is. Query head h reads
             key/value head h // (num_heads / num_kv_heads).
-        counts : list or NumPy array of ints [batch], optional
+        counts : list or int array [batch], optional
             Of the n rows the first counts[b] belong to sequence b: row t stands at lengths[b] - counts[b] + t. The
             rows after them are empty. An int32 array on the cache's device is taken as by `append`.
         causal : bool
@@ -743,10 +742,11 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
 
     def _count_reasons(self, counts: Any, rows: Array) -> list[str]:
         """Why counts cannot say how many of the given rows are each sequence's; a wrong shape allows any count."""
-        if self._device is not None and is_on_device(counts):
-            return device_reasons("counts", counts, len(self._lengths), self._k)
         reasons: list[str] = []
         with collecting(reasons):
+            counts = as_arrays({"counts": counts})["counts"]
+            if self._device is not None and is_on_device(counts):
+                return device_reasons("counts", counts, len(self._lengths), self._k)
             self._counted(counts, int(rows.shape[2]) if rows.ndim == 4 else 2**31)
         return reasons
 
@@ -754,13 +754,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         """Return the number of rows that belong to each sequence: a list, or an array on the device."""
         if counts is None:
             return [num_rows] * len(self._lengths)
-        if self._device is not None and is_on_device(counts):
-            reasons = device_reasons("counts", counts, len(self._lengths), self._k)
-            if reasons:
-                raise UnsupportedProblem(reasons)
-            self.count_on_device()
-            return counts
-        news = numbers("counts", counts, len(self._lengths))
+        news = self._numbers("counts", counts)
+        if not isinstance(news, list):
+            return news
         reasons = [
             f"counts must be at most the number of rows, {num_rows}; got {new} for sequence {sequence}"
             for sequence, new in enumerate(news)
@@ -769,6 +765,17 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if reasons:
             raise UnsupportedProblem(reasons)
         return news
+
+    def _numbers(self, name: str, value: Any) -> Any:
+        """Return a number of each sequence: a list, or an array on the device, which counts from then on."""
+        value = as_arrays({name: value})[name]
+        if self._device is None or not is_on_device(value):
+            return numbers(name, value, len(self._lengths))
+        reasons = device_reasons(name, value, len(self._lengths), self._k)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        self.count_on_device()
+        return value
 
     def _make_room(self, name: str, stops: list[int]) -> None:
         """Take pages for sequences that get so long, or refuse the argument of this name."""

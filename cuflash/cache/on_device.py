@@ -9,6 +9,7 @@ import numpy as np
 from ..arrays import Array, describe, is_array, namespace
 from ..errors import UnsupportedProblem
 from ..executors import gpu
+from ..layouts import kind_of
 from ..planning.appending import append_plan
 from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.launches import Launch
@@ -76,13 +77,19 @@ class OnDevice:
             )
         to[...] = namespace(to).asarray(array)
 
-    def counts(self, counts: Any) -> Array | None:
-        """Counts as the kernels read them, from a list of ints or an array on the device."""
-        if counts is None or not isinstance(counts, list):
-            return counts
+    def numbers(self, name: str, value: Any) -> Array | None:
+        """Numbers of sequences as the kernels read them, from a list of ints or an array on the device."""
+        if value is None or not isinstance(value, list):
+            return value
         if is_capturing():
-            raise UnsupportedProblem(["counts must lie on the device inside a stream capture; got numbers on the host"])
-        return namespace(self.k).asarray(np.array(counts, np.int32))
+            raise UnsupportedProblem(
+                [f"{name} must lie on the device inside a stream capture; got numbers on the host"]
+            )
+        return namespace(self.k).asarray(np.array(value, np.int32))
+
+    def truncate(self, lengths: Any) -> None:
+        """Shorten sequences that are longer than lengths, a list of ints or an array on the device."""
+        namespace(self.k).minimum(self.lengths, self.numbers("lengths", lengths), out=self.lengths)
 
     def append(
         self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: Append | None
@@ -91,7 +98,7 @@ class OnDevice:
 
         The step is bound unless one is found.
         """
-        counts = self.counts(counts)
+        counts = self.numbers("counts", counts)
         step, of_k, of_v = found or self._bound_append(k, v, counts)
         stream = self.steps.current_stream()
         step.run(of_k, of_v, 0 if counts is None else counts.data.ptr, stream)
@@ -133,7 +140,8 @@ class OnDevice:
     ) -> None:  # fmt: skip
         """Launch the decode kernel; lse is None if the caller does not need it."""
         step, of_q, _, of_sink, captured = found
-        counts, memory, stream = self.counts(counts), self.steps.memory(step.nbytes), self.steps.current_stream()
+        counts, stream = self.numbers("counts", counts), self.steps.current_stream()
+        memory = self.steps.memory(step.nbytes)
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
         step.run(of_q, o.data.ptr, of_lse, of_counts, of_sink, memory.data.ptr, stream, captured)
         self._after(step, stream, q, o, lse, counts, sink, memory, *(() if score is None else score.arrays.values()))
@@ -185,5 +193,5 @@ def device_reasons(name: str, value: Any, batch: int, like: Array) -> list[str]:
         return []
     return [
         f"{name} on a device must be a contiguous {namespace(like).__name__} array of {batch} int32, one for each "
-        f"sequence; got {describe(value)} of shape {tuple(value.shape)} and dtype {value.dtype}"
+        f"sequence; got {kind_of(value)}, {describe(value)}, of strides {value.strides}"
     ]

@@ -25,14 +25,26 @@ def take_arrays(mask: Mask, names: dict[str, str]) -> None:
     for field, name in names.items():
         value = getattr(mask, field)
         with collecting(reasons):
-            if not is_foreign(value):
-                continue
-            if not is_on_cuda(name, value):
-                object.__setattr__(mask, field, taken(name, value, np))
-            elif not is_array(value):
-                object.__setattr__(mask, field, taken_on_cuda(name, value))
+            array = taken_array(name, value)
+            if array is not value:
+                object.__setattr__(mask, field, array)
     if reasons:
         raise UnsupportedProblem(reasons)
+
+
+def taken_array(name: str, value: Any) -> Any:
+    """Another library's array as NumPy's or CuPy's, where it lies; what `take_arrays` leaves, and all else, as it is.
+
+    Raises
+    ------
+    UnsupportedProblem
+        It cannot be taken.
+    """
+    if not is_foreign(value):
+        return value
+    if not is_on_cuda(name, value):
+        return taken(name, value, np)
+    return value if is_array(value) else taken_on_cuda(name, value)
 
 
 def with_cupy_arrays(mask: _Mask) -> _Mask:

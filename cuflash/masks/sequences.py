@@ -12,7 +12,7 @@ from ..arrays import Array, as_int_array, describe, is_array, is_flag, is_int, i
 from ..errors import UnsupportedProblem, collecting
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, clipped, leading_reasons, widened
-from .fields import take_arrays
+from .fields import take_arrays, taken_array
 from .shape import MaskShape
 
 __all__ = ["Sequences"]
@@ -307,7 +307,7 @@ def _checked_window(window: Any) -> tuple[int | None, int | None] | None:
 
 def _sums(name: str, lengths: Any) -> Array:
     """Offsets of sequences of some lengths, int64 [..., num_sequences + 1], where the lengths are."""
-    lengths = as_int_array(lengths)
+    lengths = taken_array(name, as_int_array(lengths))
     if not (is_array(lengths) and lengths.ndim >= 1 and is_integer_dtype(lengths.dtype)):
         raise UnsupportedProblem(
             [f"{name} must be a list of ints of at least 0, or an integer array (..., num_sequences); "

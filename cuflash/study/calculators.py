@@ -294,15 +294,20 @@ def memory_report(arguments: Sequence[str]) -> str:
 
 
 def _report_lines(given: argparse.Namespace, model: dict[str, Any]) -> list[str]:
-    tokens, kv_heads = [given.tokens] * given.batch, given.kv_heads
+    tokens, kv_heads, heads = [given.tokens] * given.batch, given.kv_heads, given.heads
+    reasons = [f"--batch must be at least 1; got {given.batch}"] * (given.batch < 1)
+    if heads is not None and (heads < 1 or kv_heads > 0 and heads % kv_heads):
+        reasons.append(f"--heads must be a multiple of --kv-heads, {kv_heads}; got {heads}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
     a_token = kv_cache_bytes(num_kv_heads=kv_heads, tokens=1, **model | {"page_size": None})
     whole = kv_cache_bytes(num_kv_heads=kv_heads, tokens=tokens, **model)
     lines = [("a token", f"{a_token / 2**10:.2f} KiB", "")]
     lines.append((f"{given.batch} x {given.tokens} tokens", f"{whole / 2**30:.2f} GiB", ""))
-    if given.heads is not None:
-        ungrouped = kv_cache_bytes(num_kv_heads=given.heads, tokens=tokens, **model)
+    if heads is not None:
+        ungrouped = kv_cache_bytes(num_kv_heads=heads, tokens=tokens, **model)
         meaning = "a key/value head for each query head"
-        lines.append((f"with {given.heads} heads", f"{ungrouped / 2**30:.2f} GiB", meaning))
+        lines.append((f"with {heads} heads", f"{ungrouped / 2**30:.2f} GiB", meaning))
     if given.available is not None:
         longest = largest_length(given.available * 2**30, num_kv_heads=kv_heads, batch=given.batch, **model)
         lines.append((f"in {given.available:g} GiB", f"{longest} tokens", "a sequence, at most"))

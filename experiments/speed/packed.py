@@ -6,7 +6,8 @@
 It needs an NVIDIA GPU, CuPy and PyTorch. A case is a set of causal sequences that stand one after the other in one
 array, in bfloat16 with 128 dims: `mixed` are 16 sequences of 64 to 4096 tokens, with as many key/value heads as query
 heads and (`mixed_gqa`) with fewer, `short` are 256 of 128 tokens on average, and `window` is one sequence of 8192 whose
-queries see 1024 keys each. Every library computes o (and what its backward pass needs) and then the three gradients.
+queries see 1024 keys each. Every library computes o (and what its backward pass needs) and then the three gradients;
+FlashInfer, which has no backward pass, computes o alone.
 
 Rows of `cuflash` run a plan that is made once for the mask, on CuPy arrays. Rows of `cuflash, as called` call
 `attention`, or the function that `attention_vjp` returns, each time, with a mask that is made once from offsets on the
@@ -161,6 +162,19 @@ def _varlen(function: Callable[..., Any], case: Case, offsets: Any) -> Attend:
     return attend
 
 
+def flashinfer(case: Case, offsets: Any) -> Attend:
+    """FlashInfer's kernels for prompts, which have no backward pass."""
+    import torch
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD")
+    wrapper.plan(
+        offsets, offsets, case.num_heads, case.num_kv_heads, HEAD_DIM, causal=True,
+        window_left=-1 if case.left is None else case.left, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+    return lambda q, k, v: wrapper.run(q, k, v)
+
+
 def flex(case: Case, offsets: Any) -> Attend:
     """FlexAttention, compiled for the shape, with the sequences as a BlockMask."""
     import torch
@@ -185,8 +199,10 @@ def flex(case: Case, offsets: Any) -> Attend:
 
 
 PEERS: dict[str, Callable[[Case, Any], Attend]] = {
-    peer.__name__: peer for peer in (torch_flash, torch_cudnn, flash_attn_2, flash_attn_3, flash_attn_4, flex)
+    peer.__name__: peer
+    for peer in (torch_flash, torch_cudnn, flash_attn_2, flash_attn_3, flash_attn_4, flashinfer, flex)
 }
+FORWARD_ALONE = ("flashinfer",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,13 +220,13 @@ class Config:
 
 
 class Method(NamedTuple):
-    """Both passes of a library on the arrays of a case.
+    """The passes of a library on the arrays of a case.
 
     Attributes
     ----------
     forward : callable
         Returns o.
-    backward : callable
+    backward : callable, optional
         Given do, makes what computes dq, dk and dv.
     in_heads : callable
         A result as [1, heads, tokens, HEAD_DIM].
@@ -219,7 +235,7 @@ class Method(NamedTuple):
     """
 
     forward: Callable[[], Any]
-    backward: Callable[[Any], Callable[[], Any]]
+    backward: Callable[[Any], Callable[[], Any]] | None
     in_heads: Callable[[Any], Any]
     cotangent: Callable[[Any], Any]
 
@@ -273,7 +289,8 @@ def of_peer(name: str, case: Case, arrays: Sequence[Any]) -> Method:
         o = attend(*leaves)
         return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 
-    return Method(forward, backward, lambda x: x.transpose(0, 1)[None], lambda do: do[0].transpose(0, 1).contiguous())
+    passes = forward, None if name in FORWARD_ALONE else backward
+    return Method(*passes, lambda x: x.transpose(0, 1)[None], lambda do: do[0].transpose(0, 1).contiguous())
 
 
 def _offsets(case: Case) -> np.ndarray:
@@ -287,9 +304,10 @@ class Wrong(Exception):
 def checked(method: Method, check: SpotCheck, case: Case, most: float) -> float:
     """The largest share of a bound, where o, dq, and without groups of heads dk and dv, are within it."""
     found = {"o": method.in_heads(method.forward())}
-    gradients = method.backward(method.cotangent(as_torch(check.do)))()
-    names = ("dq", "dk", "dv") if case.num_heads == case.num_kv_heads else ("dq",)
-    found |= {name: method.in_heads(gradient) for name, gradient in zip(names, gradients)}
+    if method.backward is not None:
+        gradients = method.backward(method.cotangent(as_torch(check.do)))()
+        names = ("dq", "dk", "dv") if case.num_heads == case.num_kv_heads else ("dq",)
+        found |= {name: method.in_heads(gradient) for name, gradient in zip(names, gradients)}
     share = check.share(**found)
     if not share <= most:
         raise Wrong(f"wrong: {share:.3g} times the bound")
@@ -325,14 +343,21 @@ def measured(name: str, config: Config) -> Iterator[Record]:
             notes[library] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             print(f"{name}, {library}: {notes[library]}", file=sys.stderr)
     for way in WAYS:
-        calls: dict[str, Callable[[], Any]] = {
-            library: method.forward if way == "forward" else method.backward(method.cotangent(do))
-            for library, method in methods.items()
-            if (way, library) != ("backward", OURS[2])  # a backward pass makes no mask
-        }
+        calls = calls_of(methods, way, do)
         times = time_on_device(calls, repeats=config.repeats)
         host = {library: host_time(calls[library]) for library in OURS if library in calls}
         yield from rows_of(name, way, times, host, errors, notes)
+
+
+def calls_of(methods: Mapping[str, Method], way: str, do: Any) -> dict[str, Callable[[], Any]]:
+    """What computes a pass, of the libraries that have it; a backward pass makes no mask."""
+    if way == "forward":
+        return {library: method.forward for library, method in methods.items()}
+    return {
+        library: method.backward(method.cotangent(do))
+        for library, method in methods.items()
+        if method.backward is not None and library != OURS[2]
+    }
 
 
 def host_time(call: Callable[[], Any]) -> float:

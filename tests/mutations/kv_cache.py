@@ -10,6 +10,7 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 from cache_machine import KINDS, walk
+from foreign import Foreign
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import part
@@ -99,6 +100,9 @@ class Device:
         assert lengths is None
         self.tables.append([list(table) for table in pages.tables])
 
+    def truncate(self, lengths: list[int]) -> None:
+        self.lengths = np.minimum(self.lengths, lengths)
+
     def faults(self) -> list[str]:
         return []
 
@@ -110,6 +114,8 @@ def a_device_has_lengths_and_pages(library: ModuleType) -> None:
     cache._is_counted_on_device = True
     assert [cache.rows(sequence)[0].shape[1] for sequence in (0, 1)] == [5, 2]
     cache.check()
+    cache.truncate([5, 1])
+    assert device.lengths.tolist() == [5, 1] and cache.num_free_pages == 2
     device.lengths[1] = 17
     for call in (cache.check, lambda: cache.rows(1)):
         try:
@@ -246,6 +252,9 @@ FAULTS = {
             FILE, "KVCache.rows",
             "if faults := length_faults(self._pages, sequence, length, self._capacity):", "if False:"
         ),
+        "a device keeps lengths that are truncated": Edit(
+            FILE, "KVCache.truncate", "self._put().truncate(kept)", "pass"
+        ),
         "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "self._put()", "pass"),
         "a device has no pages that were reserved": Edit(FILE, "KVCache.reserve", "self._put()", "pass"),
         "a reset is captured": Edit(
@@ -289,6 +298,26 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).append(K, K, counts=[4, 0]), "number of rows, 3; got 4"): {
         "counts go beyond the rows": Edit(FILE, "KVCache._counted", "if new > num_rows", "if False"),
+    },
+    takes(lambda library: filled(library).truncate(Foreign(np.array([1, 2]))) is None): {
+        "lengths of another library are refused": Edit(
+            FILE, "KVCache._numbers", "value = as_arrays({name: value})[name]", "pass"
+        ),
+    },
+    takes(lambda library: a_cache(library).reserve(Foreign(np.array([1, 2]))) is None): {
+        "reserved lengths of another library are refused": Edit(
+            FILE, "KVCache.reserve", 'as_arrays({"lengths": lengths})["lengths"]', "lengths"
+        ),
+    },
+    takes(lambda library: filled(library).reset(Foreign(np.array([0]))) is None): {
+        "rows of another library are refused": Edit(
+            FILE, "KVCache.reset", 'as_arrays({"rows": rows})["rows"]', "rows"
+        ),
+    },
+    refuses(lambda library: filled(library).append(K, K, counts=np.array([1, -2])), "got [1, -2]"): {
+        "an array's numbers are not told": Edit(
+            "cache/arguments.py", "numbers", "value if listed is None else listed", "value"
+        ),
     },
     refuses(lambda library: filled(library).truncate([4, 0]), "which has 3"): {
         "truncating makes a sequence longer": Edit(FILE, "KVCache.truncate", "if new > length", "if False"),

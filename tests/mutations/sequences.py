@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import numpy as np
+from foreign import Foreign
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import hunt, part
@@ -141,6 +142,11 @@ FAULTS = {
     refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS + 1, window=(1, 0)), "causal must be"): {
         "a window without an alignment is taken": Edit(
             FILE, "Sequences._pair_reasons", "(self.window is not None and not self.causal)", "False"
+        ),
+    },
+    takes(lambda library: library.masks.Sequences.of(Foreign(np.array([2, 3]))).q_offsets.tolist() == [0, 2, 5]): {
+        "lengths of another library are refused": Edit(
+            FILE, "_sums", "taken_array(name, as_int_array(lengths))", "as_int_array(lengths)"
         ),
     },
     takes(lambda library: library.masks.Sequences(OFFSETS, OFFSETS.copy(), causal=True).kv_offsets is None): {

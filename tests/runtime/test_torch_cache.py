@@ -79,6 +79,39 @@ def test_tensors_of_another_stream_are_taken_each_time(cupy: Any, monkeypatch: p
 
 
 @needs_compiler
+def test_counts_are_taken_from_tensors(cupy: Any) -> None:
+    counts_are_taken(cupy, on_device)
+
+
+@pytest.mark.gpu
+def test_counts_are_taken_from_tensors_on_a_gpu() -> None:
+    cupy = pytest.importorskip("cupy")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    counts_are_taken(cupy, lambda x: torch.from_numpy(x).cuda())
+
+
+def counts_are_taken(cupy: Any, send: Any) -> None:
+    """Counts in tensors of the host leave a cache as it is; those on its device let the device count."""
+    counts, q, k = np.array([1, 0], np.int32), ROWS[0, 0], np.ascontiguousarray(ROWS[0, 1, :, :2])
+    lengths = np.array([2, 1], np.int32)
+    made = []
+    for of_counts in (lambda x: x.tolist(), torch.from_numpy, send):
+        cache = a_cache(cupy)
+        cache.append(send(k), send(k))
+        cache.reserve(torch.from_numpy(lengths))
+        for _ in range(2):  # the second is bound
+            cache.append(send(k), send(k), counts=of_counts(counts))
+            made.append(cache.attention(send(q), counts=of_counts(counts)).get())
+        assert cache._is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [3, 1]
+        cache.truncate(of_counts(lengths))
+        assert cache._is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [2, 1]
+    assert all(np.array_equal(*pair) for pair in zip(made, made[:2] * 3))
+    with pytest.raises(UnsupportedProblem, match="counts on a device must be .* of 2 int32, .* dtype int64"):
+        a_cache(cupy).append(send(k), send(k), counts=send(counts.astype(np.int64)))
+
+
+@needs_compiler
 def test_a_forked_child_is_told_so_of_tensors_too(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, q, k = a_cache(cupy), on_device(ROWS[0, 0]), on_device(ROWS[0, 1, :, :2])
     for _ in range(3):

@@ -92,12 +92,22 @@ def test_the_command_says_what_a_cache_takes() -> None:
     assert told[3][:5] == ["in", "2", "GiB", str(longest), "tokens"]
 
 
-@pytest.mark.parametrize("words", ["--layers 2", "--dtype float17", "--page-size 0", "--kv-heads x", "--available nan"])
-def test_the_command_refuses_what_makes_no_cache(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--layers 2", "the following arguments are required"), ("--dtype float17", "dtype"),
+        ("--page-size 0", "page_size must be a multiple of 16"), ("--kv-heads x", "invalid int value: 'x'"),
+        ("--available nan", "available_bytes must be a number"), ("--batch 0", "--batch must be at least 1; got 0"),
+        ("--heads 7 --kv-heads 2", "--heads must be a multiple of --kv-heads, 2; got 7"),
+        ("--heads 0", "--heads must be a multiple of --kv-heads, 1; got 0"),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_what_makes_no_cache(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     good = [] if words == "--layers 2" else "--layers 1 --kv-heads 1 --head-dim 1 --tokens 1".split()
     with pytest.raises(SystemExit) as caught:
         memory_report([*good, *words.split()])
-    assert caught.value.code == 2 and "python -m cuflash memory: error:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "python -m cuflash memory: error:" in said and told in said
 
 
 CALLS = {

@@ -12,7 +12,9 @@ import cupy_machine
 import ml_dtypes
 import numpy as np
 import pytest
+import cuflash
 from cache_calls import HEADS, PAGE, PAGES, ROOM, appended, expected
+from cache_machine import KINDS, walk
 from cuflash import KVCache, UnsupportedProblem
 from cuflash.executors.sim import Simulator
 from cuflash.planning.appending import append_plan
@@ -64,6 +66,12 @@ def test_blocks_that_run_together_append_alike() -> None:
 # Caches of CuPy
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_at_random_hold_what_arrays_hold(xp: Any, kind: str) -> None:
+    """The host counts, and tells the device of lengths and pages that have changed before a kernel needs them."""
+    walk(cuflash, kind, seed=5, steps=40, xp=xp, most_rows=45)
+
+
 SIZES = {"batch": 3, "num_kv_heads": HEADS, "head_dim": 64, "capacity": 100, "dtype": np.float16}
 PAGED = {"contiguous": {}, "pages": {"page_size": 16, "num_pages": 15}}
 OF_8_BITS = {"dtype": ml_dtypes.float8_e4m3fn}
@@ -87,6 +95,17 @@ def host_counted(prompt: Any, steps: list[Any], pages: dict[str, Any], xp: Any) 
     return made
 
 
+def captured(xp: Any, cache: KVCache, q: Any, k: Any, v: Any, **counts: Any) -> tuple[Any, Any, Any]:
+    """Return a stream, a graph of an append and of attention on it, and the results that each replay writes."""
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        cache.append(k, v, **counts)
+        results = cache.attention(q, return_lse=True, **counts)
+        return stream, stream.end_capture(), results
+
+
 def same(made: Any, wanted: Any) -> bool:
     """Return whether all bits are equal."""
     return all(np.array_equal(x.get(), y) for x, y in zip(made, wanted))
@@ -105,13 +124,8 @@ def test_a_graph_decodes_step_by_step(xp: Any, pages: str, kept: dict[str, Any])
     q, k, v = (xp.asarray(x) for x in steps[0])
     cache.append(k, v)
     assert same(cache.attention(q, return_lse=True), wanted[0])
-    stream = xp.cuda.Stream(non_blocking=True)
-    xp.cuda.get_current_stream().synchronize()
+    stream, graph, results = captured(xp, cache, q, k, v)
     with stream:
-        stream.begin_capture()
-        cache.append(k, v)
-        results = cache.attention(q, return_lse=True)
-        graph = stream.end_capture()
         for step, expected_now in zip(steps[1:], wanted[1:]):
             for array, rows in zip((q, k, v), step):
                 array[...] = xp.asarray(rows)
@@ -141,13 +155,8 @@ def test_many_replays_have_the_bits_of_calls_that_the_host_counts(xp: Any, pages
     of_graph.append(*rows[1:])
     of_graph.attention(rows[0])
     of_calls.append(*rows[1:])
-    stream = xp.cuda.Stream(non_blocking=True)
-    xp.cuda.get_current_stream().synchronize()
+    stream, graph, results = captured(xp, of_graph, *rows)
     with stream:
-        stream.begin_capture()
-        of_graph.append(*rows[1:])
-        results = of_graph.attention(rows[0], return_lse=True)
-        graph = stream.end_capture()
         for _ in range(replays):
             for array, new in zip(rows, steps_of(1)[0]):
                 array[...] = xp.asarray(new)
@@ -198,19 +207,52 @@ def test_a_graph_attends_chunk_by_chunk(xp: Any) -> None:
     news = xp.asarray(counts[0])
     cache.append(k, v, counts=news)
     assert same(cache.attention(q, counts=news, return_lse=True), wanted[0])
-    stream = xp.cuda.Stream(non_blocking=True)
-    xp.cuda.get_current_stream().synchronize()
+    stream, graph, results = captured(xp, cache, q, k, v, counts=news)
     with stream:
-        stream.begin_capture()
-        cache.append(k, v, counts=news)
-        results = cache.attention(q, counts=news, return_lse=True)
-        graph = stream.end_capture()
         for array, rows in zip((q, k, v, news), (*chunks[1], counts[1])):
             array[...] = xp.asarray(rows)
         graph.launch(stream)
         stream.synchronize()
         assert same(results, wanted[1])
     assert cache.lengths.get().tolist() == counts.sum(0).tolist()
+    cache.check()
+
+
+@pytest.mark.parametrize("pages", PAGED)
+def test_a_graph_takes_guessed_tokens_back(xp: Any, pages: str) -> None:
+    """Three tokens are appended and attended to, and as many are kept as the device says. Pages stay where they are."""
+    guesses = [tuple(normal(3, heads, 3, 64) for heads in (4, HEADS, HEADS)) for _ in range(4)]
+    kept = np.array([[1, 3, 0], [4, 3, 2], [5, 6, 5], [8, 7, 5]], np.int32)
+    wanted, host = [], KVCache(**SIZES, **PAGED[pages], xp=xp)
+    for rows, lengths in zip(guesses, kept):
+        q, k, v = map(xp.asarray, rows)
+        host.append(k, v)
+        wanted.append([x.get() for x in host.attention(q, return_lse=True)])
+        host.truncate(lengths)
+    cache = KVCache(**SIZES, **PAGED[pages], xp=xp)
+    cache.reserve([40, 40, 40])
+    free = cache.num_free_pages
+    q, k, v, lengths = (xp.asarray(x) for x in (*guesses[0], kept[0]))
+    cache.append(k, v)
+    assert same(cache.attention(q, return_lse=True), wanted[0]) and not cache._is_counted_on_device
+    cache.truncate(lengths)
+    assert cache._is_counted_on_device and cache.lengths.get().tolist() == kept[0].tolist()
+    cache.truncate([40, 3, 40])  # no sequence is longer
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        cache.append(k, v)
+        results = cache.attention(q, return_lse=True)
+        cache.truncate(lengths)
+        graph = stream.end_capture()
+        for rows, remaining, expected_now in zip(guesses[1:], kept[1:], wanted[1:]):
+            for array, new in zip((q, k, v, lengths), (*rows, remaining)):
+                array[...] = xp.asarray(new)
+            graph.launch(stream)
+            stream.synchronize()
+            assert same(results, expected_now) and cache.lengths.get().tolist() == remaining.tolist()
+    assert cache.num_free_pages == free
     cache.check()
 
 
@@ -307,16 +349,13 @@ def test_a_graph_goes_on_after_a_reset_with_the_pages_that_sequences_have_by_the
     q, k, v = (xp.asarray(normal(3, heads, 1, 64)) for heads in (4, HEADS, HEADS))
     cache.append(k, v)
     cache.attention(q)
-    stream = xp.cuda.Stream(non_blocking=True)
-    xp.cuda.get_current_stream().synchronize()
+    stream, graph, results = captured(xp, cache, q, k, v)
     with stream:
-        stream.begin_capture()
-        cache.append(k, v)
-        results = cache.attention(q, return_lse=True)
         if pages == "pages":
+            stream.begin_capture()
             for change in (lambda: cache.reset([0]), lambda: cache.reserve([48, 0, 0])):
                 assert "must come before or after a stream capture" in refused(change)
-        graph = stream.end_capture()
+            stream.end_capture()
         assert cache.lengths.get().tolist() == [16, 16, 16]
         cache.reset([0, 2])
         before = cache.k.get()
@@ -367,13 +406,34 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
         stream.begin_capture()
         assert "make the same call on the cache once before the capture" in refused(lambda: other.attention(q))
         stream.end_capture()
-    assert "truncate must have lengths on the host" in refused(lambda: cache.truncate([0, 0, 0]))
+    for lengths in (np.ones(3), np.ones(3, np.int64), np.ones(2, np.int32)):
+        told = refused(lambda: cache.truncate(xp.asarray(lengths)))
+        assert "lengths on a device must be a contiguous" in told and "array of 3 int32" in told
+    assert "lengths must be a list or array of 3 ints" in refused(lambda: cache.truncate([0, -1, 0]))
+    with stream:
+        stream.begin_capture()
+        assert "lengths must lie on the device inside a stream capture" in refused(lambda: cache.truncate([0, 0, 0]))
+        stream.end_capture()
     assert "fork must have lengths on the host" in refused(lambda: cache.fork(0, 1))
     many = xp.asarray(np.ones((3, 66, 1, 64), np.float16))
     wide = xp.asarray(np.ones((3, 2, 65, 64), np.float16))
     for q, options in ((wide, {"kernel": "naive"}), (many[:, :4], {"kernel": "simt"})):
         assert "q must be what the cache's kernels serve" in refused(lambda: cache.attention(q, **options))
     assert "the cache must be on a GPU" in refused(lambda: KVCache(**SIZES).count_on_device())
+
+
+def test_rows_of_another_place_are_refused(xp: Any) -> None:
+    ones = np.ones((3, HEADS, 1, 64), np.float16)
+    places = {"cupy": (xp, xp.asarray(ones), ones, "cupy.asarray"), "numpy": (np, ones, xp.asarray(ones), "its get()")}
+    for home, (module, here, there, copying) in places.items():
+        cache = KVCache(**SIZES, xp=module)
+        for name, call in (
+            ("k", lambda: cache.append(there, here)), ("v", lambda: cache.append(here, there)),
+            ("q", lambda: cache.attention(there)), ("bias", lambda: cache.attention(here, bias=there[0, 0, 0, :1])),
+        ):  # fmt: skip
+            told = refused(call)
+            assert f"{name} must be a {home} array, as the cache's are; got " in told
+            assert f": copy it with {copying}" in told
 
 
 def test_the_times_of_decoding_are_taken_or_it_is_said_why_not(tmp_path: Path) -> None:

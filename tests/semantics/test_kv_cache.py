@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cache_machine import CAPACITY, HEADS, KINDS, PAGE, CacheMachine, walk
 from executors import on_every_executor
+from foreign import Foreign
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_wrong_inputs import JUNK, bytes_of
@@ -149,6 +150,32 @@ def test_appending_one_by_one_is_appending_at_once() -> None:
                 for x in (one, other)
                 for at in range(40)
             )
+
+
+LISTED = {
+    "tuple": tuple,
+    "range": lambda given: range(given[0], given[-1] + 1),
+    "8 bits": lambda given: np.array(given, np.uint8),
+    "strided": lambda given: np.array(given).repeat(2)[::2],
+    "another library's": lambda given: Foreign(np.array(given)),
+}
+
+
+@pytest.mark.parametrize("kind", LISTED)
+def test_counts_lengths_and_rows_in_any_array_of_the_host_are_those_in_a_list(kind: str) -> None:
+    made = []
+    for given in (list, LISTED[kind]):
+        cache = KVCache(**SMALL, **PAGES)
+        rows, q = np.random.default_rng(0).standard_normal((2, 2, 3, HEADS, 4, 8), dtype=np.float32)
+        cache.append(*rows, counts=given([1, 2, 3]))
+        cache.append(*rows, counts=given([2, 3, 4]))
+        result = cache.attention(q[0], counts=given([0, 1, 2]))
+        cache.reserve(given([19, 20, 21]))
+        cache.truncate(given([2, 3, 4]))
+        cache.reset(given([0, 1]))
+        made.append((result, cache.lengths, cache.block_table, cache.num_free_pages))
+    assert made[0][1].tolist() == [0, 0, 4]
+    assert all(np.array_equal(*pair) for pair in zip(*made))
 
 
 # Pages
@@ -315,15 +342,19 @@ WRONG = {
     "other rows": (lambda: a_cache().append(K, K[:, :, :1]), "v must have k's 2 rows; got 1"),
     "a list": (lambda: a_cache().append(K.tolist(), K), "k must be an array; got list"),
     "its own rows": (lambda: (lambda x: x.append(x.k, x.v))(a_cache()), "k must not overlap the cache's keys"),
-    "too many counts": (lambda: a_cache().append(K, K, counts=[1] * 4), "counts must be a list or NumPy array of 3"),
+    "too many counts": (lambda: a_cache().append(K, K, counts=[1] * 4), "counts must be a list or array of 3 ints"),
     "counts beyond rows": (lambda: a_cache().append(K, K, counts=[1, 3, 0]), "number of rows, 2; got 3 for sequence 1"),
-    "negative counts": (lambda: a_cache().append(K, K, counts=[1, -1, 0]), "counts must be a list or NumPy array"),
+    "negative counts": (lambda: a_cache().append(K, K, counts=[1, -1, 0]), "counts must be a list or array of"),
+    "negative counts in an array": (lambda: a_cache().append(K, K, counts=np.array([1, -1, 0])), "got [1, -1, 0]"),
+    "counts of floats": (
+        lambda: a_cache().append(K, K, counts=np.ones(3)), "got an array of shape (3,) and dtype float64"
+    ),
     "no room": (
         lambda: a_cache(CAPACITY - 1).append(K, K, counts=[0, 0, 2]),
         "k must fit the room of sequence 2; got 2 rows, which need 71 positions, and the cache has 70",
     ),
     "longer than they are": (lambda: a_cache().truncate([2, 3, 0]), "got 3 for sequence 1, which has 2"),
-    "one length for all": (lambda: a_cache().truncate(1), "lengths must be a list or NumPy array of 3 ints"),
+    "one length for all": (lambda: a_cache().truncate(1), "lengths must be a list or array of 3 ints"),
     "no such row": (lambda: a_cache().reset([3]), "rows must be a sequence from 0 to 2; got 3"),
     "a row": (lambda: a_cache().reset(1), "rows must be a list of sequences, or None for all; got 1"),
     "to itself": (lambda: a_cache().fork(1, 1), "target must be another sequence than source; got 1"),

@@ -13,6 +13,7 @@ import device_double
 import numpy as np
 import pytest
 from executors import CPU, on_every_backward
+from foreign import Foreign
 from hypothesis import given
 from hypothesis import strategies as st
 from test_wrong_inputs import JUNK, bytes_of
@@ -20,7 +21,7 @@ from test_wrong_inputs import JUNK, bytes_of
 import cuflash
 from cuflash import UnsupportedProblem, masks
 from cuflash.masks.shape import MaskShape
-from cuflash.testing import Structure, assert_within
+from cuflash.testing import Structure, assert_within, assert_within_bounds
 from refusals import refused
 from library_parts import part
 
@@ -228,6 +229,19 @@ def test_packed_sequences_are_each_sequence_alone_on_the_host(case):
 
 
 @on_every_backward
+@pytest.mark.parametrize("kind", ["a sink", "blocks of each head"])
+def test_packed_sequences_have_sinks_and_lists_of_heads(run, kind):
+    structure = packed_structure("last meets last", dtype="float16")
+    if kind == "a sink":
+        structure = replace(structure, sink=(4,))
+    else:
+        blocks = np.random.default_rng(0).random((4, -(-structure.seqlen_q // 32), -(-structure.seqlen_kv // 32))) < 0.7
+        structure = replace(structure, mask=structure.mask & masks.BlockPattern(blocks, 32))
+    example = run.rounded(structure.example())
+    assert_within_bounds(example, **run.everything(example))
+
+
+@on_every_backward
 @pytest.mark.parametrize("where", ["queries", "keys"])
 def test_nan_after_the_last_sequence_changes_nothing(run, where):
     mask = masks.Sequences(np.array([0, 30, 30, 70]), causal=True)
@@ -352,6 +366,13 @@ def test_offsets_in_a_list_are_those_in_an_array() -> None:
     given, made = masks.Sequences(offsets, tuple(offsets)), masks.Sequences(np.array(offsets), np.array(offsets))
     np.testing.assert_array_equal(given.toarray(10), made.toarray(10))
     assert [part.shape[1] for part in cuflash.unpack(x, offsets)] == [3, 0, 7]
+
+
+def test_lengths_of_another_library_are_those_in_a_list() -> None:
+    lengths = [4, 0, 6]
+    assert masks.Sequences.of(Foreign(np.array(lengths))).q_offsets.tolist() == [0, 4, 4, 10]
+    mask = masks.Sequences.of(lengths, Foreign(np.array([5, 1, 6])), causal="bottom_right")
+    assert mask.kv_offsets.tolist() == [0, 5, 6, 12]
 
 
 @pytest.mark.parametrize("name", WRONG)

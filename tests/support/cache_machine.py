@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import cuflash
+from cuflash.planning.decoding import MOST_ROWS
 from cuflash.testing import Example, assert_within_bounds
 
 BATCH, HEADS, DIM, VALUE_DIM, CAPACITY, PAGE, NUM_PAGES = 3, 2, 4, 3, 70, 16, 9
@@ -28,13 +29,19 @@ def rounded_to_8_bits(rows: Any) -> Any:
 
 
 class CheckedCache:
-    """A cache, and the arrays that it must hold; each operation is applied to both."""
+    """A cache, and the arrays that it must hold; each operation is applied to both.
 
-    def __init__(self, library: Any, kind: str, seed: int) -> None:
-        self.library, self.kind, self.rng = library, kind, np.random.default_rng(seed)
-        self.has_8_bits = kind.startswith("8 bits")
-        self.keys = [np.empty((HEADS, 0, DIM), np.float32) for _ in range(BATCH)]
-        self.values = [np.empty((HEADS, 0, VALUE_DIM), np.float32) for _ in range(BATCH)]
+    A cache of CuPy's holds rows of 16 bits, or of 8, with dims that its kernels serve.
+    """
+
+    def __init__(self, library: Any, kind: str, seed: int, xp: Any = np) -> None:
+        self.library, self.kind, self.rng, self.xp = library, kind, np.random.default_rng(seed), xp
+        self.has_8_bits, self.is_on_host = kind.startswith("8 bits"), xp is np
+        self.dtype = np.float32 if self.is_on_host else np.float16
+        self.dim, self.value_dim = (DIM, VALUE_DIM) if self.is_on_host else (16, 32)
+        of_rows = np.float32 if self.has_8_bits else self.dtype
+        self.keys = [np.empty((HEADS, 0, self.dim), of_rows) for _ in range(BATCH)]
+        self.values = [np.empty((HEADS, 0, self.value_dim), of_rows) for _ in range(BATCH)]
         self.held = [0] * BATCH  # pages that each sequence has, shared or not
         if kind.startswith("over"):
             self.cache = self._over(kind == "over strided pages")
@@ -43,20 +50,20 @@ class CheckedCache:
             self.cache = self._made(BATCH, pages if kind.endswith("pages") else {})
             for array in (self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale):
                 if array is not None:
-                    array[...] = np.nan
+                    array[...] = 0x7F if array.dtype == np.uint8 else np.nan
 
     def _made(self, batch: int, pages: dict[str, int], capacity: int = CAPACITY) -> Any:
         return self.library.KVCache(
-            batch=batch, num_kv_heads=HEADS, head_dim=DIM, value_dim=VALUE_DIM, capacity=capacity,
-            dtype=ml_dtypes.float8_e4m3fn if self.has_8_bits else np.float32, **pages,
+            batch=batch, num_kv_heads=HEADS, head_dim=self.dim, value_dim=self.value_dim, capacity=capacity,
+            dtype=ml_dtypes.float8_e4m3fn if self.has_8_bits else self.dtype, xp=self.xp, **pages,
         )  # fmt: skip
 
     def _over(self, is_strided: bool) -> Any:
         """Return pages of another owner, who has more of them than it lends, and has written rows to the rest."""
         arrays = []
-        for dim in (DIM, VALUE_DIM):
+        for dim in (self.dim, self.value_dim):
             shape = (2 * NUM_PAGES, PAGE, HEADS, dim) if is_strided else (2 * NUM_PAGES, HEADS, PAGE, dim)
-            pages = np.full(shape, np.nan, np.float32)
+            pages = self.xp.full(shape, np.nan, self.dtype)
             arrays.append(pages.swapaxes(1, 2) if is_strided else pages)
         self.of_others = arrays[0][NUM_PAGES:]
         self.of_others[...] = 7
@@ -70,7 +77,11 @@ class CheckedCache:
         return [keys.shape[1] for keys in self.keys]
 
     def _normal(self, *shape: int) -> Any:
-        return self.rng.standard_normal(shape).astype(np.float32)
+        """Return an array where the cache is."""
+        return self.xp.asarray(self.rng.standard_normal(shape).astype(self.dtype))
+
+    def _on_host(self, array: Any) -> Any:
+        return array if self.is_on_host else array.get()
 
     def _is_taken(self, stops: list[int], call: Callable[[], None]) -> bool:
         """Return whether a call that needs pages is not refused; it may be refused only where pages are short."""
@@ -91,11 +102,12 @@ class CheckedCache:
         k, v = (
             self._normal(BATCH, num_rows, HEADS, dim).swapaxes(1, 2) if is_strided
             else self._normal(BATCH, HEADS, num_rows, dim)
-            for dim in (DIM, VALUE_DIM)
+            for dim in (self.dim, self.value_dim)
         )  # fmt: skip
         news = [num_rows] * BATCH if counts is None else counts
         stops = [length + new for length, new in zip(self.lengths(), news)]
         if self._is_taken(stops, lambda: self.cache.append(k, v, counts=counts)):
+            k, v = map(self._on_host, (k, v))
             k, v = (rounded_to_8_bits(x) if self.has_8_bits and x.size else x for x in (k, v))
             for b, new in enumerate(news):
                 self.keys[b] = np.concatenate([self.keys[b], k[b, :, :new]], axis=1)
@@ -133,54 +145,62 @@ class CheckedCache:
         self.held[target] = -(-self.lengths()[source] // PAGE)
 
     def attend(self, num_rows: int, counts: list[int] | None, causal: bool, window: Any) -> None:
-        q = self._normal(BATCH, 2 * HEADS, num_rows, DIM)
-        out = np.full((BATCH, 2 * HEADS, num_rows, VALUE_DIM), np.nan, np.float32)
+        q = self._normal(BATCH, 2 * HEADS, num_rows, self.dim)
+        out = self.xp.full((BATCH, 2 * HEADS, num_rows, self.value_dim), np.nan, self.dtype)
         o, lse = self.cache.attention(q, counts=counts, causal=causal, window=window, out=out, return_lse=True)
         assert o is out and lse.shape == o.shape[:-1]
+        q, o, lse = map(self._on_host, (q, o, lse))
         bounded = self.rng.integers(BATCH)
         for b, new in enumerate([num_rows] * BATCH if counts is None else counts):
-            one, other = self._alone(q[b, :, :new], b, causal, window)
+            given = q[b] if 2 * num_rows > MOST_ROWS else q[b, :, :new]  # more rows have kernels of their own
+            one, other = (x[:, :new] for x in self._alone(given, b, [new], causal, window))
             if b == bounded:  # which takes longest
                 self._assert_within_bounds(q[b, :, :new], b, causal, window, one, other)
             assert np.array_equal(o[b, :, :new], one) and np.array_equal(lse[b, :, :new], other)
             assert not o[b, :, new:].any() and np.isneginf(lse[b, :, new:]).all()
 
-    def _alone(self, q: Any, b: int, causal: bool, window: Any) -> Any:
+    def _alone(self, q: Any, b: int, counts: list[int], causal: bool, window: Any) -> Any:
         """Attention of a sequence by a cache without pages that holds nothing else."""
-        alone = self._made(1, {}, self.cache.capacity)  # that of somebody else's pages is a multiple of theirs
-        alone.append(self.keys[b][None], self.values[b][None])
-        o, lse = alone.attention(q[None], causal=causal, window=window, return_lse=True)
-        return o[0], lse[0]
+        alone = self._made(1, {}, self.cache.capacity)
+        alone.append(*(self.xp.asarray(rows[b][None]) for rows in (self.keys, self.values)))
+        q = self.xp.asarray(q[None])
+        o, lse = alone.attention(q, counts=counts, causal=causal, window=window, return_lse=True)
+        return self._on_host(o)[0], self._on_host(lse)[0]
 
     def _assert_within_bounds(self, q: Any, b: int, causal: bool, window: Any, o: Any, lse: Any) -> None:
         keys, values = self.keys[b], self.values[b]
         positions = keys.shape[1] - q.shape[1] + np.arange(q.shape[1])[:, None]
         at, (left, right) = np.arange(keys.shape[1]) - positions, window or (None, None)
-        allowed = (positions >= 0) & (at <= (0 if causal else CAPACITY))
-        allowed &= (at >= -(CAPACITY if left is None else left)) & (at <= (CAPACITY if right is None else right))
-        assert_within_bounds(Example(q=q, k=keys, v=values, mask=allowed), o=o, lse=lse)
+        most = self.cache.capacity  # of somebody else's pages a multiple of theirs
+        allowed = (positions >= 0) & (at <= (0 if causal else most))
+        allowed &= (at >= -(most if left is None else left)) & (at <= (most if right is None else right))
+        rounded = {} if self.is_on_host else {"product_dtype": ml_dtypes.bfloat16 if self.has_8_bits else self.dtype}
+        keys, values = keys.astype(self.dtype), values.astype(self.dtype)  # exact: few bits of numbers around 1
+        assert_within_bounds(Example(q=q, k=keys, v=values, mask=allowed, **rounded), o=o, lse=lse)
 
     def assert_holds(self) -> None:
         """Assert that the rows found through the table are those that the arrays hold."""
         self.cache.check()
-        assert self.cache.lengths.tolist() == self.lengths() and self.cache.lengths.dtype == np.int32
-        table, k, v = self.cache.block_table, self.cache.k, self.cache.v
+        lengths = self._on_host(self.cache.lengths)
+        assert lengths.tolist() == self.lengths() and lengths.dtype == np.int32
+        table, k, v = map(self._on_host, (self.cache.block_table, self.cache.k, self.cache.v))
         size = k.shape[2]
         if self.has_8_bits:
-            scales = self.cache.k_scale, self.cache.v_scale
-            k, v = (pages.astype(np.float32) * scale[..., None] for pages, scale in zip((k, v), scales))
+            scales = map(self._on_host, (self.cache.k_scale, self.cache.v_scale))
+            k, v = (pages.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale[..., None]
+                    for pages, scale in zip((k, v), scales))  # fmt: skip
         for b, length in enumerate(self.lengths()):
             for held, pages in ((self.keys[b], k), (self.values[b], v)):
                 starts = range(0, length, size)
                 parts = [pages[table[b, start // size], :, : length - start] for start in starts]
                 assert np.array_equal(np.concatenate(parts, axis=1) if parts else held[:, :0], held)
         if self.kind.startswith("over"):
-            assert (self.of_others == 7).all()
+            assert (self._on_host(self.of_others) == 7).all()
 
 
-def walk(library: Any, kind: str, seed: int, steps: int) -> None:
-    """Apply random operations to a cache and to arrays, and compare them."""
-    checked, rng = CheckedCache(library, kind, seed), np.random.default_rng(seed)
+def walk(library: Any, kind: str, seed: int, steps: int, xp: Any = np, most_rows: int = 20) -> None:
+    """Apply random operations of fewer rows than some to a cache and to arrays, and compare them."""
+    checked, rng = CheckedCache(library, kind, seed, xp), np.random.default_rng(seed)
 
     def counted(most: int) -> list[int] | None:
         return rng.integers(0, most + 1, BATCH).tolist() if rng.random() < 0.5 else None
@@ -190,7 +210,7 @@ def walk(library: Any, kind: str, seed: int, steps: int) -> None:
 
     for _ in range(steps):
         name = rng.choice(["append"] * 3 + ["attend"] * 3 + ["reserve", "truncate", "reset", "fork", "fork"])
-        num_rows, share = int(rng.integers(0, 20)), rng.random(BATCH)
+        num_rows, share = int(rng.integers(0, most_rows)), rng.random(BATCH)
         if name == "append":
             checked.append(num_rows, counted(num_rows), bool(rng.random() < 0.5))
         elif name == "attend":

@@ -73,7 +73,7 @@ class Ndarray:
         return Ndarray(self.host.copy(), self.data.device_id)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._like(self.host[key])
+        return self._like(self.host[getattr(key, "host", key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.host[key] = getattr(value, "host", value)
@@ -83,6 +83,9 @@ class Ndarray:
 
     def __ne__(self, other: Any) -> Any:
         return self._binary(operator.ne, other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._binary(operator.mul, other)
 
     def _binary(self, function: Callable[..., Any], other: Any) -> Any:
         return self._like(function(self.host, getattr(other, "host", other)))
@@ -276,6 +279,13 @@ class Cupy(cupy_double.Double):
 
     def ldexp(self, array: Ndarray, exponent: int) -> Ndarray:
         return Ndarray(np.ldexp(array.host, exponent), array.data.device_id)
+
+    def minimum(self, one: Ndarray, other: Ndarray, out: Ndarray) -> Ndarray:
+        def work() -> None:
+            np.minimum(one.host, other.host, out=out.host)
+
+        self.stream.do(work)
+        return out
 
     def isfinite(self, array: Ndarray) -> Ndarray:
         return Ndarray(np.isfinite(array.host), array.data.device_id)
