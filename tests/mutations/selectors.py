@@ -161,9 +161,14 @@ FAULTS = {
     },
     an_index_hands_its_lists_over: {
         "lists of small blocks are walked as they are": Edit(
-            AT_CALL, "work_of_kernels", "listed_block(mask, tile) == mask.index.block", "True"
+            AT_CALL, "work_of_kernels", "carried if block == mask.index.block else carried.in_blocks(block)", "carried"
         ),
-        "lists are made of the index's array": Edit(AT_CALL, "work_of_kernels", ", is_carried=True", ""),
+        "lists are made of the index's array": Edit(AT_CALL, "work_of_kernels", ", carried=carried", ""),
+        "the array of an index has the axes of another": Edit(AT_CALL, "in_blocks", "axes[axis + 1 :]", "axes[axis:]"),
+        "elements are taken for blocks": Edit(AT_CALL, "in_blocks", "element=self.block", "element=(1, 1)"),
+        "larger blocks are taken for whole ones": Edit(
+            AT_CALL, "in_blocks", "all(side % listed == 0 for side, listed in zip(self.block, block))", "True"
+        ),
     },
     budgets_are_exact: {
         "the last of equal scores comes first": Edit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from typing import Any
 
 import cupy_machine
@@ -16,6 +17,7 @@ from cuflash.masks.shape import MaskShape
 import cuflash
 
 LENGTHS, BLOCK = (70, 52), (16, 32)
+OTHER_BLOCKS = [(1, 16), (16, 1), (3, 5), (600, 5), (1024, 1024)]  # which no attention kernel walks
 RNG = np.random.default_rng(0)
 Q, DO = RNG.standard_normal((2, 4, LENGTHS[0], 16), dtype=np.float32)
 K, V = RNG.standard_normal((2, 2, LENGTHS[1], 16), dtype=np.float32)
@@ -30,20 +32,20 @@ def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
         yield machine
 
 
-def blocks(seed: int) -> Any:
-    sides = [-(-length // side) for length, side in zip(LENGTHS, BLOCK)]
+def blocks(seed: int, block: tuple[int, int] = BLOCK) -> Any:
+    sides = [-(-length // side) for length, side in zip(LENGTHS, block)]
     return np.random.default_rng(seed).random((4, *sides)) < 0.6
 
 
-def index_on(machine: Any, kept: Any, is_causal: bool) -> BlockIndex:
+def index_on(machine: Any, kept: Any, is_causal: bool, block: tuple[int, int] = BLOCK) -> BlockIndex:
     if not is_causal:
-        return BlockIndex.from_blocks(machine.asarray(kept), *LENGTHS, BLOCK)
+        return BlockIndex.from_blocks(machine.asarray(kept), *LENGTHS, block)
     shape = MaskShape((), 4, *LENGTHS)
-    return index_of(machine.asarray(kept), CAUSAL.resolve(shape), shape, BLOCK)
+    return index_of(machine.asarray(kept), CAUSAL.resolve(shape), shape, block)
 
 
-def on_host(kept: Any, is_causal: bool) -> Any:
-    pattern = masks.BlockPattern(kept, BLOCK)
+def on_host(kept: Any, is_causal: bool, block: tuple[int, int] = BLOCK) -> Any:
+    pattern = masks.BlockPattern(kept, block)
     return pattern & CAUSAL if is_causal else pattern
 
 
@@ -84,6 +86,46 @@ def test_calls_with_new_indices_of_one_layout_are_one_remembered_call(cupy: Any,
         o = cuflash.attention(*arrays, mask=index_on(cupy, blocks(seed), True))
         assert (o.get() == first.get()).all() == (seed == 0)
     assert list(api._bound_calls) == [remembered]
+
+
+def indices_and_results(machine: Any, is_causal: bool, block: tuple[int, int]) -> list[tuple[BlockIndex, list[Any]]]:
+    """Three indices of one layout with the results of their masks on the host."""
+    drawn = [blocks(seed, block) for seed in range(3)]
+    expected = [results(cuflash, (Q, K, V, DO), on_host(kept, is_causal, block)) for kept in drawn]
+    return [(index_on(machine, kept, is_causal, block), each) for kept, each in zip(drawn, expected)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
+@pytest.mark.parametrize("block", OTHER_BLOCKS, ids=str)
+def test_indices_in_blocks_that_no_kernel_walks_are_listed_by_kernels_and_planned_once(
+    cupy: Any, monkeypatch: Any, block: tuple[int, int], is_causal: bool
+) -> None:
+    arrays, made = [cupy.asarray(array) for array in (Q, K, V, DO)], indices_and_results(cupy, is_causal, block)
+    plans, planned = [], api.planned
+    monkeypatch.setattr(api, "planned", lambda *given: plans.append(planned(*given)) or plans[-1])
+    for index, expected in made:
+        cupy.log.clear()
+        for got, wanted in zip(results(cuflash, arrays, index), expected, strict=True):
+            np.testing.assert_allclose(got.get(), wanted, rtol=1e-4, atol=1e-5)
+        assert launched(cupy)[:4] == ["classify", "ranks", "pointers", "entries"]
+    assert len(plans) == 1
+
+
+def test_a_captured_call_reads_the_lists_of_an_index_that_is_gone(cupy: Any) -> None:
+    arrays, stream = [cupy.asarray(array) for array in (Q, K, V)], cupy.cuda.Stream()
+    index = index_on(cupy, blocks(0, (1, 16)), True, (1, 16))
+    with stream:
+        cuflash.attention(*arrays, mask=index)
+        stream.begin_capture()
+        o = cuflash.attention(*arrays, mask=index)
+        graph = stream.end_capture()
+    lists = weakref.ref(index.carried.lists)
+    del index
+    arrays[0][...] = 2 * Q
+    graph.launch()
+    assert lists() is not None
+    expected = cuflash.attention(2 * Q, K, V, mask=on_host(blocks(0, (1, 16)), True, (1, 16)))
+    np.testing.assert_allclose(o.get(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -131,14 +173,13 @@ def test_copies_of_an_index_carry_nothing(cupy: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
-def test_a_gpu_walks_the_lists_that_an_index_carries(is_causal: bool) -> None:
+@pytest.mark.parametrize("block", [BLOCK, *OTHER_BLOCKS], ids=str)
+def test_a_gpu_walks_the_lists_that_an_index_carries(block: tuple[int, int], is_causal: bool) -> None:
     import cupy
 
     arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
-    for seed in range(3):
-        kept = blocks(seed)
-        got = results(cuflash, arrays, index_on(cupy, kept, is_causal))
-        for made, expected in zip(got, results(cuflash, (Q, K, V, DO), on_host(kept, is_causal)), strict=True):
+    for index, wanted in indices_and_results(cupy, is_causal, block):
+        for made, expected in zip(results(cuflash, arrays, index), wanted, strict=True):
             np.testing.assert_allclose(made.get(), expected, rtol=1e-4, atol=1e-5)
 
 
