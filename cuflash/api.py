@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 
-from .arrays import Array, ShapeDtype, flag_reasons, is_array
-from .calls.checked_plan import composed_score, planned as planned, require_plain
+from .arrays import Array, flag_reasons, is_array
+from .calls.checked_plan import composed_score, further_reasons, planned as planned, require_plain
 from .calls.foreign import with_known_arrays
 from .calls.listed_plan import listed_plan, without_mask
 from .calls.pullback import Pullback
@@ -455,22 +455,19 @@ def precompile(
 
 def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Array, Array]:
     """Attention of quantised operands, and its lse."""
-    reasons = []
+    reasons: list[str] = []
     if options.precision == fp8.PRECISION and isinstance(options.precision, str):
-        q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))
         options = options._replace(precision="ieee")
+        with collecting(reasons):
+            q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))
+    else:
+        reasons += fp8.operand_reasons({"q": q, "k": k, "v": v})
     options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
-    reasons += fp8.operand_reasons({"q": q, "k": k, "v": v})
     reasons += fp8.place_reasons(q, k, v, options.executor)
     if out is not None:
         reasons.append("out must be None for Quantized q, k and v, whose results are computed in float32")
-    if not fp8.are_quantized(q) or not fp8.are_quantized(k) or not fp8.are_quantized(v):
-        raise UnsupportedProblem(reasons)
     if reasons:
-        with collecting(reasons):
-            q, k, v = (ShapeDtype(x.shape, np.dtype(np.float32)) for x in (q, k, v))
-            planned(q, k, v, options._replace(executor="cpu"))
-        raise UnsupportedProblem(reasons)
+        raise UnsupportedProblem(reasons + further_reasons(q, k, v, options))
     if options.executor != "cpu":
         return _on_kernels(q, k, v, options)
     _, _, o, lse = run(*fp8.host_arrays(q, k, v), options, None)

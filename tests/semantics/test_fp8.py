@@ -230,6 +230,15 @@ REFUSED = {
         lambda: cuflash.quantize(np.zeros(3), dtype="float8_e5m2"),
         ["x must be of float16", "dtype must be float8_e4m3fn", "x must have shape (..., rows"],
     ),
+    "head dims without a rotation, and a window": (
+        lambda: cuflash.attention(X[..., :48], X[..., :48], X, precision="fp8", window=3, scale="large", out=X),
+        ["head_dim must be a power of two", "out must be None", "scale must", "window must"],
+    ),
+    "plain arrays among quantised ones, and a sink": (
+        lambda: cuflash.attention(X8, X, X8, sink=np.zeros(3, np.float32), softcap=-1),
+        ["k must be Quantized as the others", "sink must", "softcap must"],
+    ),
+    "lists among quantised arrays": (lambda: cuflash.attention(X8, [[1.0]], X8), ["k must be Quantized as the others"]),
     "plain arrays among quantised ones": (
         lambda: cuflash.attention(X8, X, ROTATED), ["k must be Quantized as the others", "v must not be rotated"]
     ),
