@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import cuflash
 import ml_dtypes
 import numpy as np
-from harness import Record, check_names, gpu_versions, main, time_on_device, track, why_no_gpu
+from harness import Record, cases_on_gpu, check_names, gpu_versions, main, time_on_device
 from rich.table import Table
 from workloads import flops
 
@@ -98,12 +98,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Iterator[
 
 def run(config: Config) -> Iterator[Record]:
     """Yield one row for each number of columns, mask, length and pass."""
-    if reason := why_no_gpu():
-        raise SystemExit(f"this experiment needs a GPU: {reason}")
-    cases = [
-        (head_dim, mask, seqlen) for head_dim in config.head_dims for mask in config.masks for seqlen in config.seqlens
-    ]
-    for head_dim, mask, seqlen in track(cases, "cases"):
+    for head_dim, mask, seqlen in cases_on_gpu(config.head_dims, config.masks, config.seqlens):
         yield from measured(config, head_dim, mask, seqlen)
 
 
