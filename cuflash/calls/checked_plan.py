@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -126,6 +127,8 @@ def require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:
 def further_reasons(q: Any, k: Any, v: Any, options: Options) -> list[str]:
     """What is wrong with a call whose operands of 8 bits are refused, beside these operands."""
     reasons: list[str] = []
+    with suppress(UnsupportedProblem):  # which is among the reasons already
+        q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     if all(isinstance(x, Quantized) or is_array(x) for x in (q, k, v)):
         is_elsewhere = options.executor == "gpu" and fp8.are_on_host(q, k, v)  # refused, and there may be no GPU
         options = options._replace(executor="cpu") if is_elsewhere else options

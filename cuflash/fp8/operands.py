@@ -85,7 +85,7 @@ def gradient_reasons(*arrays: Any, precision: Any = None) -> list[str]:
             "q, k and v must not be Quantized here, as 8 bits have neither gradients nor plans: give dequantized()"
         )
     if isinstance(precision, str) and precision == PRECISION:
-        reasons.append("precision must not be 'fp8' here, as it has neither gradients nor plans: use attention")
+        reasons.append("precision must not be 'fp8' here, as it has neither gradients nor plans: use cuflash.attention")
     return reasons
 
 
