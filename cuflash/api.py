@@ -9,17 +9,18 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 
-from .arrays import Array, flag_reasons, is_array
+from .arrays import Array, flag_reasons
 from .calls.checked_plan import composed_score, further_reasons, planned as planned, require_plain
 from .calls.foreign import with_known_arrays
 from .calls.listed_plan import listed_plan, without_mask
 from .calls.pullback import Pullback
+from .calls.quantized_call import attention_on_kernels
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .fp8 import Quantized, kernel_calls, operands as fp8
+from .fp8 import Quantized, operands as fp8
 from .layouts import is_foreign
 from .masks.at_each_call import at_each_call
 from .masks.one_array import MaskContents
@@ -469,36 +470,10 @@ def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> 
     if reasons:
         raise UnsupportedProblem(reasons + further_reasons(q, k, v, options))
     if options.executor != "cpu":
-        return _on_kernels(q, k, v, options)
+        return attention_on_kernels(q, k, v, options)
     _, _, o, lse = run(*fp8.host_arrays(q, k, v), options, None)
     with np.errstate(over="ignore", invalid="ignore"):
         return o.astype(v.source_dtype, copy=False), lse
-
-
-_fp8_calls: dict[Hashable, Callable[..., Sequence[Array]]] = {}
-
-
-def _on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Options) -> tuple[Array, Array]:
-    """Attention of quantised operands by the kernels of a GPU or of the simulator, and its lse."""
-    options = options._replace(sink=as_arrays({"sink": options.sink})["sink"])
-    rows, given = kernel_calls.rows_per_scale(q, k, v), kernel_calls.kernel_arrays(q, k, v)
-    given |= {"sink": options.sink} if is_array(options.sink) else {}
-    if reasons := kernel_calls.location_reasons(given):
-        raise UnsupportedProblem(reasons)
-    looked_up = lookup(options, _fp8_calls, layout_key)
-    is_kept = options.executor == "gpu" and looked_up.contents is None and not checks.is_on()
-    layouts = layout_key(*given.values()) if is_kept else None
-    key = looked_up.key(layouts, v.source_dtype, q.shape, k.shape, v.shape, rows)
-    call = None if key is None else looked_up.calls.get(key)
-    if call is None:
-        ready = planned(*kernel_calls.shapes(q, k, v), options, rows=rows)
-        ready.require_ready()
-        if key is None or not ready.can_bind:
-            return kernel_calls.run_once(ready, given)
-        call = kernel_calls.bound(ready, given)
-        remember(looked_up.calls, key, call)
-    o, lse = call(*given.values())
-    return o, lse
 
 
 _FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("score", "wrt"))

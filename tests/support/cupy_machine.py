@@ -277,6 +277,9 @@ class Cupy(cupy_double.Double):
     def ldexp(self, array: Ndarray, exponent: int) -> Ndarray:
         return Ndarray(np.ldexp(array.host, exponent), array.data.device_id)
 
+    def broadcast_to(self, array: Ndarray, shape: tuple[int, ...]) -> Ndarray:
+        return Ndarray(np.broadcast_to(array.host, shape), array.data.device_id)
+
     def isfinite(self, array: Ndarray) -> Ndarray:
         return Ndarray(np.isfinite(array.host), array.data.device_id)
 
