@@ -10,8 +10,8 @@ call. TFLOP/s count the products of plain attention; of_plain is the time of pla
 Where kernels of another family serve the backward pass under dropout, `plain` is still what plain attention takes by
 itself; plain_same_ms is the time of plain attention by the family that serves dropout.
 
-Found:  a pass with dropout takes longer than plain attention, since kernels draw the bits of each weight;
-docs/dropout.md has the ratios.
+Found:  on an H100 a forward pass of 8192 tokens takes 1.6 to 2.0 times the time of plain attention, and a backward one
+1.2 to 1.5, since kernels draw the bits of each weight; docs/dropout.md has the table.
 
 Cost: Two minutes of a GPU.
 """
