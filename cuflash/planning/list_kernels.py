@@ -129,10 +129,11 @@ class ListSource:
         )  # fmt: skip
         return (source, array) if source.can_be_numbered else None
 
-    def in_blocks(self, block: tuple[int, int]) -> ListSource:
-        """Return the source of the same mask's lists in blocks of another size, whose array are the lists made here.
+    def in_blocks(self, block: tuple[int, int], closed: tuple[Mask, ...] = ()) -> ListSource:
+        """Return the source of lists in blocks of any size, whose array are the lists made here.
 
         The kinds of this grid, which come first among its results, are the booleans: whatever is not 0 is kept.
+        `closed` are resolved masks of row intervals, without arrays, with which the mask is intersected.
         """
         assert self.is_whole and self.offsets["grid_kinds"] == 0
         _, num_rows, num_columns = self.grid
@@ -142,7 +143,19 @@ class ListSource:
             strides=tuple(prod(axes[axis + 1 :]) for axis in range(len(axes))),
             element=self.block,
             is_whole=all(side % listed == 0 for side, listed in zip(self.block, block)),
+            rows=self._rows_within(closed) if closed else self.rows,
             block=block,
+        )
+
+    def _rows_within(self, closed: tuple[Mask, ...]) -> IntervalWork:
+        """The row intervals of this mask within those of others."""
+        (block_q, block_kv), (_, _, seqlen_q, seqlen_kv) = self.block, self.shape
+        lo, hi = row_intervals(And(closed), seqlen_q, seqlen_kv, 1, 1)
+        if self.rows is not None:
+            assert self.rows.lo is not None and self.rows.hi is not None
+            lo, hi = np.maximum(lo, self.rows.lo), np.minimum(hi, self.rows.hi)
+        return IntervalWork(
+            seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, lo=lo, hi=hi
         )
 
     @property
@@ -303,18 +316,30 @@ def work_of_kernels(
     Row intervals have orders of blocks, where `is_ordered`.
     """
     mask, is_at_each_call = without_at_each_call(mask)
-    if is_at_each_call and isinstance(mask, IndexGrid) and mask.index.carried is not None:
-        carried, block = mask.index.carried.source, listed_block(mask, tile)
-        listed = carried if block == mask.index.block else carried.in_blocks(block)
-        if listed.can_be_numbered:
-            return ListedAtCall.of(listed, carried=carried)
     if not is_at_each_call:
         return work_list(mask, shape, tile, is_ordered=is_ordered)
+    if (carried := _work_of_carried(mask, tile)) is not None:
+        return carried
     source = IntervalSource.of(mask, shape, tile if is_ordered else None)
     if source is not None:
         return IntervalsAtCall.of(source, tile, is_ordered=is_ordered)
     found = ListSource.of(mask, shape, listed_block(mask, tile))
     return work_list(mask, shape, tile, is_ordered=is_ordered) if found is None else ListedAtCall.of(found[0])
+
+
+def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
+    """The work of a block index that carries lists, perhaps intersected with closed forms; None of any other mask."""
+    factors = mask.operands if type(mask) is And else (mask,)
+    closed = tuple(factor for factor in factors if factor.has_intervals)
+    others = [factor for factor in factors if not factor.has_intervals]
+    if len(others) != 1 or any(True for factor in closed for _ in held_arrays(factor)):
+        return None
+    (grid,) = others
+    if not isinstance(grid, IndexGrid) or grid.index.carried is None:
+        return None
+    carried, block = grid.index.carried.source, listed_block(mask, tile)
+    listed = carried if not closed and block == grid.index.block else carried.in_blocks(block, closed)
+    return ListedAtCall.of(listed, carried=carried) if listed.can_be_numbered else None
 
 
 def list_results(lists: Array, source: ListSource, names: tuple[str, ...] = _RESULTS) -> dict[str, Array]:

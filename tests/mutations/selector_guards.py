@@ -136,6 +136,13 @@ def an_index_hands_its_lists_over(library: ModuleType) -> None:
         work = kernels.work_of_kernels(at_each_call(index).resolve(shape), shape, (64, 64))
         assert work.carried is source and (work.source is source) == (side == 16)
         assert work.source.block == (16, 16) and work.source.element == (side, side)
+        causal, window = room.Causal("top_left"), room.SlidingWindow(9, 40, "top_left")
+        within = kernels.ListSource.of((room.BlockPattern(kept, side) & causal).resolve(shape), shape, (side, side))[0]
+        vars(index)["carried"] = carried(kept, within)
+        work = kernels.work_of_kernels((at_each_call(index) & window).resolve(shape), shape, (64, 64))
+        lo, hi = (causal & window).resolve(shape).intervals(0, 0, np.arange(64))
+        assert work.source is not within and (work.source.rows.lo == np.maximum(lo, 0)).all()
+        assert (work.source.rows.hi == np.minimum(hi, 64)).all()
     shape = room.MaskShape((2, 3), 4, 40, 70)
     kept = device_double.to_device(np.zeros((2, 3, 4, 2, 4), dtype=bool))
     source, _ = kernels.ListSource.of(room.BlockPattern(kept, (32, 20)).resolve(shape), shape, (32, 20))

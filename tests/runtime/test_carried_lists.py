@@ -88,10 +88,12 @@ def test_calls_with_new_indices_of_one_layout_are_one_remembered_call(cupy: Any,
     assert list(api._bound_calls) == [remembered]
 
 
-def indices_and_results(machine: Any, is_causal: bool, block: tuple[int, int]) -> list[tuple[BlockIndex, list[Any]]]:
+def indices_and_results(
+    machine: Any, is_causal: bool, block: tuple[int, int], **options: Any
+) -> list[tuple[BlockIndex, list[Any]]]:
     """Three indices of one layout with the results of their masks on the host."""
     drawn = [blocks(seed, block) for seed in range(3)]
-    expected = [results(cuflash, (Q, K, V, DO), on_host(kept, is_causal, block)) for kept in drawn]
+    expected = [results(cuflash, (Q, K, V, DO), on_host(kept, is_causal, block), **options) for kept in drawn]
     return [(index_on(machine, kept, is_causal, block), each) for kept, each in zip(drawn, expected)]
 
 
@@ -128,17 +130,35 @@ def test_a_captured_call_reads_the_lists_of_an_index_that_is_gone(cupy: Any) -> 
     np.testing.assert_allclose(o.get(), expected, rtol=1e-4, atol=1e-5)
 
 
+WITHIN = [{"causal": "top_left"}, {"window": (9, 3), "causal": "bottom_right"}]
+
+
+@pytest.mark.parametrize("options", WITHIN, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
+@pytest.mark.parametrize("block", [BLOCK, (1, 16), (1024, 1024)], ids=str)
+def test_indices_that_are_intersected_are_listed_by_kernels_and_planned_once(
+    cupy: Any, monkeypatch: Any, block: tuple[int, int], is_causal: bool, options: dict[str, Any]
+) -> None:
+    arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
+    made = indices_and_results(cupy, is_causal, block, **options)
+    plans, planned = [], api.planned
+    monkeypatch.setattr(api, "planned", lambda *given: plans.append(planned(*given)) or plans[-1])
+    for index, expected in made:
+        for got, wanted in zip(results(cuflash, arrays, index, **options), expected, strict=True):
+            np.testing.assert_allclose(got.get(), wanted, rtol=1e-4, atol=1e-5)
+    assert len(plans) == 1
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"causal": "top_left"}, {"window": (9, 3), "causal": "bottom_right"}])
-def test_an_index_that_is_intersected_is_listed_anew(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", WITHIN, ids=str)
+@pytest.mark.parametrize("block", [BLOCK, (1, 16)], ids=str)
+def test_a_gpu_reads_indices_that_are_intersected(block: tuple[int, int], options: dict[str, Any]) -> None:
     import cupy
 
-    arrays, kept = [cupy.asarray(array) for array in (Q, K, V, DO)], blocks(0)
-    index = index_on(cupy, kept, False)
-    for got, expected in zip(
-        results(cuflash, arrays, index, **options), results(cuflash, (Q, K, V, DO), on_host(kept, False), **options)
-    ):
-        np.testing.assert_allclose(got.get(), expected, rtol=1e-4, atol=1e-5)
+    arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
+    for index, wanted in indices_and_results(cupy, True, block, **options):
+        for made, expected in zip(results(cuflash, arrays, index, **options), wanted, strict=True):
+            np.testing.assert_allclose(made.get(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_plan_reads_the_lists_that_an_index_carries(cupy: Any) -> None:
