@@ -170,6 +170,20 @@ def test_a_plan_reads_the_lists_that_an_index_carries(cupy: Any) -> None:
     np.testing.assert_allclose(o.get(), cuflash.attention(Q, K, V, mask=on_host(kept, True)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, *WITHIN], ids=str)
+def test_a_plan_has_lists_of_its_own_in_blocks_that_kernels_walk(cupy: Any, options: dict[str, Any]) -> None:
+    arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
+    for index, (expected, *gradients) in indices_and_results(cupy, True, (1, 16), **options):
+        ready = cuflash.plan(*arrays, mask=index, **options)
+        cupy.log.clear()
+        o, lse = ready.forward(*arrays)
+        found = o, *ready.backward(do, *arrays, o, lse)
+        assert not {"classify", "ranks", "pointers", "entries"} & set(launched(cupy))
+        for got, wanted in zip(found, (expected, *gradients), strict=True):
+            np.testing.assert_allclose(got.get(), wanted, rtol=1e-4, atol=1e-5)
+        assert "blocks of (16, 16)" in ready.explain()
+
+
 def test_lists_are_those_of_the_array_operations(cupy: Any) -> None:
     index = index_on(cupy, blocks(0), True)
     carried = index.carried
