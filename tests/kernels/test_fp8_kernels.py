@@ -275,7 +275,8 @@ WIDE = cuflash.quantize(np.ones((2, 40, 256), np.float32), block=16)
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "more than 128 columns, and small blocks": (
         lambda: cuflash.attention(WIDE, WIDE, WIDE, executor="sim", score=lambda s, b, h, i, j: 2 * s),
-        ["score must be None with 8-bit", "q must have at most 128 columns", "v must have at most 128 columns",
+        ["score, softcap and bias must be None with 8-bit", "q must have at most 128 columns",
+         "v must have at most 128 columns",
          "k must have a scale for multiples of 64 rows", "v must have a scale for multiples of 64 rows"],
     ),
     "another family, and dropout": (
