@@ -9,17 +9,18 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 
-from .arrays import Array, ShapeDtype, flag_reasons, is_array
-from .calls.checked_plan import composed_score, planned as planned, require_plain
+from .arrays import Array, flag_reasons
+from .calls.checked_plan import composed_score, further_reasons, planned as planned, require_plain
 from .calls.foreign import with_known_arrays
 from .calls.listed_plan import listed_plan, without_mask
 from .calls.pullback import Pullback
+from .calls.quantized_call import attention_on_kernels
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .fp8 import Quantized, kernel_calls, operands as fp8
+from .fp8 import Quantized, operands as fp8
 from .layouts import is_foreign
 from .masks.at_each_call import at_each_call
 from .masks.one_array import MaskContents
@@ -455,53 +456,24 @@ def precompile(
 
 def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Array, Array]:
     """Attention of quantised operands, and its lse."""
-    reasons = []
+    reasons: list[str] = []
     if options.precision == fp8.PRECISION and isinstance(options.precision, str):
-        q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))
         options = options._replace(precision="ieee")
+        with collecting(reasons):
+            q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))
+    else:
+        reasons += fp8.operand_reasons({"q": q, "k": k, "v": v})
     options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
-    reasons += fp8.operand_reasons({"q": q, "k": k, "v": v})
     reasons += fp8.place_reasons(q, k, v, options.executor)
     if out is not None:
         reasons.append("out must be None for Quantized q, k and v, whose results are computed in float32")
-    if not fp8.are_quantized(q) or not fp8.are_quantized(k) or not fp8.are_quantized(v):
-        raise UnsupportedProblem(reasons)
     if reasons:
-        with collecting(reasons):
-            q, k, v = (ShapeDtype(x.shape, np.dtype(np.float32)) for x in (q, k, v))
-            planned(q, k, v, options._replace(executor="cpu"))
-        raise UnsupportedProblem(reasons)
+        raise UnsupportedProblem(reasons + further_reasons(q, k, v, options))
     if options.executor != "cpu":
-        return _on_kernels(q, k, v, options)
+        return attention_on_kernels(q, k, v, options)
     _, _, o, lse = run(*fp8.host_arrays(q, k, v), options, None)
     with np.errstate(over="ignore", invalid="ignore"):
         return o.astype(v.source_dtype, copy=False), lse
-
-
-_fp8_calls: dict[Hashable, Callable[..., Sequence[Array]]] = {}
-
-
-def _on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Options) -> tuple[Array, Array]:
-    """Attention of quantised operands by the kernels of a GPU or of the simulator, and its lse."""
-    options = options._replace(sink=as_arrays({"sink": options.sink})["sink"])
-    rows, given = kernel_calls.rows_per_scale(q, k, v), kernel_calls.kernel_arrays(q, k, v)
-    given |= {"sink": options.sink} if is_array(options.sink) else {}
-    if reasons := kernel_calls.location_reasons(given):
-        raise UnsupportedProblem(reasons)
-    looked_up = lookup(options, _fp8_calls, layout_key)
-    is_kept = options.executor == "gpu" and looked_up.contents is None and not checks.is_on()
-    layouts = layout_key(*given.values()) if is_kept else None
-    key = looked_up.key(layouts, v.source_dtype, q.shape, k.shape, v.shape, rows)
-    call = None if key is None else looked_up.calls.get(key)
-    if call is None:
-        ready = planned(*kernel_calls.shapes(q, k, v), options, rows=rows)
-        ready.require_ready()
-        if key is None or not ready.can_bind:
-            return kernel_calls.run_once(ready, given)
-        call = kernel_calls.bound(ready, given)
-        remember(looked_up.calls, key, call)
-    o, lse = call(*given.values())
-    return o, lse
 
 
 _FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("score", "wrt"))

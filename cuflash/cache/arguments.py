@@ -195,6 +195,13 @@ def option_reasons(like: ShapeDtype, scale: Any, kernel: Any, executor: Any, pre
     return reasons
 
 
+def second_rounding_reasons(is_of_8_bits: bool, precision: Any) -> list[str]:
+    """Why a precision is refused that would round the rows of a cache of 8 bits once more."""
+    if not is_of_8_bits or not isinstance(precision, str) or precision != "fp8":
+        return []
+    return ["precision must not be 'fp8' for a cache of float8_e4m3fn, whose rows are rounded already: leave it out"]
+
+
 def checked_window(window: Any) -> tuple[int | None, int | None] | None:
     """A window as ints, if it is one."""
     if window is None:

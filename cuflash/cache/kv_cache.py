@@ -21,8 +21,8 @@ from ..plans import as_arrays
 from ..scores import Score
 from .arguments import (
     PAGE_SIZE, capacity_reason, checked_window, dtype_of, listed_ints, not_served, numbers, option_reasons,
-    out_reasons, overlap_reasons, page_reasons, part_reasons, row_reasons, sequence_reasons, shortage_reason,
-    size_reasons,
+    out_reasons, overlap_reasons, page_reasons, part_reasons, row_reasons, second_rounding_reasons, sequence_reasons,
+    shortage_reason, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
@@ -627,7 +627,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             As in `cuflash.attention`.
         precision : str
             As in `cuflash.attention`. With "fp8", q and the rows of each sequence are rounded to 8 bits at each call,
-            which costs a pass over all rows; a cache of float8_e4m3fn rounds them once, and takes "ieee".
+            which costs a pass over all rows. A cache of float8_e4m3fn refuses it, since its rows are rounded already.
         out : array [batch, num_heads, n, value_dim], optional
             Written to instead of a new array; overlaps neither q nor the cache.
         return_lse : bool
@@ -665,6 +665,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         with collecting(reasons):
             limits = checked_window(window)
         reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
+        reasons += second_rounding_reasons(self._arrays.is_quantized, precision)
         reasons = self._query_reasons(q, counts, out, scored, reasons)
         if reasons:
             like = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0])
@@ -675,9 +676,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         sink = as_arrays({"sink": sink})["sink"]
         left, right = limits or (None, None)
         kind = None if scored is None else ScoreKind.of_score(scored)
-        options = DecodeOptions(
-            left, 0 if causal else right, scale, kernel, executor, precision, self._part_keys, kind
-        )
+        options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision, self._part_keys, kind)
         arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink, **self._arrays.scales}
         arrays |= {} if scored is None else arrays_of(scored)
         plan = decode_plan_of(arrays, self._layout, options) or prefill_plan_of(arrays, self._layout, options)

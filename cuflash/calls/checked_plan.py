@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from ..arrays import ShapeDtype, describe, flag_reasons, is_array, namespace
 from ..blocks.index import BlockIndex
@@ -12,7 +15,8 @@ from ..blocks.work_list import requested_mask
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem, collecting
 from ..executors import gpu
-from ..fp8 import operands as fp8
+from ..fp8 import Quantized, operands as fp8
+from ..fp8.kernel_calls import rows_per_scale
 from ..layouts import device_number, is_differentiated
 from ..masks.base import Mask
 from ..masks.content import held_arrays
@@ -118,6 +122,21 @@ def require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:
     """Refuse what is neither planned nor differentiated."""
     if fp8.is_asked_for(q, k, v, precision) and (reasons := fp8.gradient_reasons(q, k, v, precision=precision)):
         raise UnsupportedProblem(reasons)
+
+
+def further_reasons(q: Any, k: Any, v: Any, options: Options) -> list[str]:
+    """What is wrong with a call whose operands of 8 bits are refused, beside these operands."""
+    reasons: list[str] = []
+    with suppress(UnsupportedProblem):  # which is among the reasons already
+        q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
+    if all(isinstance(x, Quantized) or is_array(x) for x in (q, k, v)):
+        is_elsewhere = options.executor == "gpu" and fp8.are_on_host(q, k, v)  # refused, and there may be no GPU
+        options = options._replace(executor="cpu") if is_elsewhere else options
+        rows = None if options.executor == "cpu" else rows_per_scale(q, k, v)
+        q, k, v = (ShapeDtype(x.shape, np.dtype(np.float32)) for x in (q, k, v))
+        with collecting(reasons):
+            planned(q, k, v, options, rows=rows)
+    return reasons
 
 
 _host = lru_cache(maxsize=1)(DeviceSpec.host)

@@ -524,7 +524,13 @@ def carried_lists(plan: KernelPlan, machine: Gpu | None = None) -> Callable[[Arr
 
 def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = None) -> Callable[..., Array]:
     """A function that gives calls of a plan what they read of a mask, from its arrays, or what an index carries."""
-    return carried_lists(plan, machine) if work.is_carried else list_maker(plan, work.source, machine)
+    if work.carried is work.source:
+        return carried_lists(plan, machine)
+    make = list_maker(plan, work.source, machine)
+    if work.carried is None:
+        return make
+    carried = carried_lists(plan, machine)
+    return lambda lists: make(carried(lists))
 
 
 def run_pass(

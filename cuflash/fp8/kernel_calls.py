@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from ..executors import checks, gpu, without_keys
 from ..layouts import address, device_number, kind_of
 from ..planning.scales import RowsPerScale
 from ..plans import EXECUTORS, Plan
-from .quantize import Quantized
+from .quantize import BLOCK, Quantized
 
 _ONE_SCALE = 1 << 30  # rows, more than any sequence has; a multiple of all blocks
 _PACKET = 16  # bytes that the hardware copies at once
@@ -42,9 +43,9 @@ def location_reasons(given: Mapping[str, Array]) -> list[str]:
     ]
 
 
-def rows_per_scale(q: Quantized, k: Quantized, v: Quantized) -> RowsPerScale:
+def rows_per_scale(q: Quantized | Array, k: Quantized | Array, v: Quantized | Array) -> RowsPerScale:
     """The numbers of rows that share a scale."""
-    return RowsPerScale(*(x.block if x.per == "block" else _ONE_SCALE for x in (q, k, v)))
+    return RowsPerScale(*map(_rows_of_one_scale, (q, k, v)))
 
 
 def shapes(q: Quantized, k: Quantized, v: Quantized) -> tuple[ShapeDtype, ShapeDtype, ShapeDtype]:
@@ -86,6 +87,13 @@ def run_once(ready: Plan, given: dict[str, Array]) -> tuple[Array, Array]:
     if check is not None:
         check.after(f"the {ready.executor} executor", made)
     return made["o"], made["lse"]
+
+
+def _rows_of_one_scale(x: Any) -> int:
+    """Rows of an array that share a scale; of one that is not quantised yet, those that `quantize` would choose."""
+    if not isinstance(x, Quantized):
+        return BLOCK
+    return x.block if x.per == "block" else _ONE_SCALE
 
 
 def _aligned(data: Array) -> Array:

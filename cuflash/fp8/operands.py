@@ -57,8 +57,13 @@ def executor_of(q: Any, k: Any, v: Any, executor: Any) -> Any:
     """The executor that "auto" stands for: where the quantised operands are; any other value as it is."""
     if not isinstance(executor, str) or executor != "auto":
         return executor
-    found = [array for array in (q, k, v) if isinstance(array, Quantized)]
-    return "cpu" if all(isinstance(array.data, np.ndarray) for array in found) else "gpu"
+    return "cpu" if are_on_host(q, k, v) else "gpu"
+
+
+def are_on_host(*arrays: Any) -> bool:
+    """Tell whether the quantised operands are NumPy's, or, where none is, all of them."""
+    found = [array.data for array in arrays if isinstance(array, Quantized)] or arrays
+    return all(isinstance(array, np.ndarray) for array in found)
 
 
 def place_reasons(q: Any, k: Any, v: Any, executor: Any) -> list[str]:
@@ -80,7 +85,7 @@ def gradient_reasons(*arrays: Any, precision: Any = None) -> list[str]:
             "q, k and v must not be Quantized here, as 8 bits have neither gradients nor plans: give dequantized()"
         )
     if isinstance(precision, str) and precision == PRECISION:
-        reasons.append("precision must not be 'fp8' here, as it has neither gradients nor plans: use attention")
+        reasons.append("precision must not be 'fp8' here, as it has neither gradients nor plans: use cuflash.attention")
     return reasons
 
 

@@ -17,6 +17,7 @@ from .transposed import transposed_values
 
 SOURCES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
 PARTS = ("block", "head", "tensor")
+BLOCK = 128  # rows that share a scale unless a caller says otherwise
 _SMALLEST_SCALE = np.float32(2.0**-126)
 
 
@@ -199,7 +200,7 @@ def quantize(
     *,
     dtype: Any = "float8_e4m3fn",
     per: str = "block",
-    block: int = 128,
+    block: int = BLOCK,
     rotate: Rotation | None = None,
     largest: float = e4m3.LARGEST,
 ) -> Quantized:

@@ -240,7 +240,7 @@ class IntervalsAtCall(IntervalWork):
     """
 
     source: IntervalSource
-    is_carried = False
+    carried = None
 
     @classmethod
     def of(cls, source: IntervalSource, tile: tuple[int, int], *, is_ordered: bool = False) -> IntervalsAtCall:

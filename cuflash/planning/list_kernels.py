@@ -7,7 +7,7 @@ kernels, which serve a mask of one boolean array, of elements or of blocks, and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
@@ -127,7 +127,41 @@ class ListSource:
             strides=strides, element=element, is_whole=is_whole, rows=rows, shape=shape, block=block, batch=over[0],
             num_heads=over[1],
         )  # fmt: skip
-        return (source, array) if prod(source.grid) <= np.iinfo(np.int32).max else None
+        return (source, array) if source.can_be_numbered else None
+
+    def in_blocks(self, block: tuple[int, int], closed: tuple[Mask, ...] = ()) -> ListSource:
+        """Return the source of lists in blocks of any size, whose array are the lists made here.
+
+        The kinds of this grid, which come first among its results, are the booleans: whatever is not 0 is kept.
+        `closed` are resolved masks of row intervals, without arrays, with which the mask is intersected.
+        """
+        assert self.is_whole and self.offsets["grid_kinds"] == 0
+        _, num_rows, num_columns = self.grid
+        axes = (*self.shape.batch, self.num_heads, num_rows, num_columns)
+        return replace(
+            self,
+            strides=tuple(prod(axes[axis + 1 :]) for axis in range(len(axes))),
+            element=self.block,
+            is_whole=all(side % listed == 0 for side, listed in zip(self.block, block)),
+            rows=self._rows_within(closed) if closed else self.rows,
+            block=block,
+        )
+
+    def _rows_within(self, closed: tuple[Mask, ...]) -> IntervalWork:
+        """The row intervals of this mask within those of others."""
+        (block_q, block_kv), (_, _, seqlen_q, seqlen_kv) = self.block, self.shape
+        lo, hi = row_intervals(And(closed), seqlen_q, seqlen_kv, 1, 1)
+        if self.rows is not None:
+            assert self.rows.lo is not None and self.rows.hi is not None
+            lo, hi = np.maximum(lo, self.rows.lo), np.minimum(hi, self.rows.hi)
+        return IntervalWork(
+            seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, lo=lo, hi=hi
+        )
+
+    @property
+    def can_be_numbered(self) -> bool:
+        """Tell whether int32, in which kernels number the blocks of the grid, suffices for them."""
+        return prod(self.grid) <= np.iinfo(np.int32).max
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -228,19 +262,19 @@ class ListSource:
 class ListedAtCall(ListedWork):
     """Work whose lists are made at each call, in one array of bytes that the call hands to its kernels as `AT_CALL`.
 
-    `index` has shapes and dtypes alone. `lists` are what does not change from call to call. Where `is_carried`, calls
-    hand over an array that came with a block index.
+    `index` has shapes and dtypes alone. `lists` are what does not change from call to call. Where there is `carried`,
+    calls hand over the lists of a block index: those of `source`, or others of which kernels make them.
     """
 
     source: ListSource
-    is_carried: bool = False
+    carried: ListSource | None = None
 
     @property
     def max_entries_in_row(self) -> int:
         return self.index.num_kv_blocks
 
     @classmethod
-    def of(cls, source: ListSource, *, is_carried: bool = False) -> ListedAtCall:
+    def of(cls, source: ListSource, *, carried: ListSource | None = None) -> ListedAtCall:
         """Work of a mask that `ListSource.of` takes."""
         zeros = {name: np.zeros((), source.dtype(name)) for name in source.shapes}
         empty = {name: np.broadcast_to(zero, source.shapes[name]) for name, zero in zeros.items()}
@@ -250,7 +284,7 @@ class ListedAtCall(ListedWork):
             num_heads=source.num_heads, indptr=empty["row_pointers"], indices=empty["kv_blocks"], kinds=empty["kinds"],
             tiles=empty["tiles"], bits=empty["bits"], lo=lo, hi=hi,
         )  # fmt: skip
-        return cls(index=index, source=source, is_carried=is_carried)
+        return cls(index=index, source=source, carried=carried)
 
     @property
     def nbytes(self) -> int:
@@ -282,16 +316,30 @@ def work_of_kernels(
     Row intervals have orders of blocks, where `is_ordered`.
     """
     mask, is_at_each_call = without_at_each_call(mask)
-    if is_at_each_call and isinstance(mask, IndexGrid) and mask.index.carried is not None:
-        if listed_block(mask, tile) == mask.index.block:
-            return ListedAtCall.of(mask.index.carried.source, is_carried=True)
     if not is_at_each_call:
         return work_list(mask, shape, tile, is_ordered=is_ordered)
+    if (carried := _work_of_carried(mask, tile)) is not None:
+        return carried
     source = IntervalSource.of(mask, shape, tile if is_ordered else None)
     if source is not None:
         return IntervalsAtCall.of(source, tile, is_ordered=is_ordered)
     found = ListSource.of(mask, shape, listed_block(mask, tile))
     return work_list(mask, shape, tile, is_ordered=is_ordered) if found is None else ListedAtCall.of(found[0])
+
+
+def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
+    """The work of a block index that carries lists, perhaps intersected with closed forms; None of any other mask."""
+    factors = mask.operands if type(mask) is And else (mask,)
+    closed = tuple(factor for factor in factors if factor.has_intervals)
+    others = [factor for factor in factors if not factor.has_intervals]
+    if len(others) != 1 or any(True for factor in closed for _ in held_arrays(factor)):
+        return None
+    (grid,) = others
+    if not isinstance(grid, IndexGrid) or grid.index.carried is None:
+        return None
+    carried, block = grid.index.carried.source, listed_block(mask, tile)
+    listed = carried if not closed and block == grid.index.block else carried.in_blocks(block, closed)
+    return ListedAtCall.of(listed, carried=carried) if listed.can_be_numbered else None
 
 
 def list_results(lists: Array, source: ListSource, names: tuple[str, ...] = _RESULTS) -> dict[str, Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -110,9 +110,8 @@ class Problem:
         for name, array in arguments.items():
             if not (is_array(array) or isinstance(array, ShapeDtype)):
                 raise TypeError(no_array(name, array))
-        rank_reasons = _rank_reasons(arguments)
-        reasons = rank_reasons + _dtype_reasons(arguments) + _scale_reasons(scale) + precision_reasons(q, precision)
-        if not rank_reasons:
+        reasons = array_reasons(arguments) + _scale_reasons(scale) + precision_reasons(q, precision)
+        if not _rank_reasons(arguments):
             reasons += _shape_reasons(q, k, v)
         if reasons:
             raise UnsupportedProblem(reasons)
@@ -258,7 +257,34 @@ def _ints(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(extent) for extent in shape)
 
 
-def _rank_reasons(arguments: dict[str, Array]) -> list[str]:
+def array_reasons(arguments: Mapping[str, Any]) -> list[str]:
+    """Why arrays, by name, are not the operands of one call by their dtypes and their axes before the last two."""
+    reasons = _rank_reasons(arguments)
+    return reasons + _dtype_reasons(arguments) + ([] if reasons else _batch_reasons(arguments))
+
+
+def reasons_without_v(reasons: list[str], q: Array, k: Array, planned: tuple[Any, Any, Any]) -> list[str]:
+    """Reasons of a call of q and k alone, from those of the q, k and v that were planned in their place."""
+    of_planned = array_reasons(dict(zip("qkv", planned)))
+    return array_reasons({"q": q, "k": k}) + [reason for reason in reasons if reason not in of_planned]
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}"
+
+
+def _batch_reasons(arguments: Mapping[str, Any]) -> list[str]:
+    leading = [tuple(array.shape[:-3]) for array in arguments.values()]
+    try:
+        np.broadcast_shapes(*leading)
+    except ValueError:
+        got = ", ".join(map(str, leading))
+        return [f"the axes before heads of {_listed(arguments)} must broadcast by NumPy's rules; got {got}"]
+    return []
+
+
+def _rank_reasons(arguments: Mapping[str, Any]) -> list[str]:
     reasons = [
         f"{name} must have shape (..., heads, seqlen, dim) or (seqlen, dim); got {tuple(array.shape)}"
         for name, array in arguments.items()
@@ -266,11 +292,12 @@ def _rank_reasons(arguments: dict[str, Array]) -> list[str]:
     ]
     if not reasons and len({array.ndim > 2 for array in arguments.values()}) > 1:
         ranks = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arguments.items())
-        reasons.append(f"q, k and v must all have an axis of heads, or none of them; got {ranks}: x[None] adds one")
+        names = _listed(arguments)
+        reasons.append(f"{names} must all have an axis of heads, or none of them; got {ranks}: x[None] adds one")
     return reasons
 
 
-def _dtype_reasons(arguments: dict[str, Array]) -> list[str]:
+def _dtype_reasons(arguments: Mapping[str, Any]) -> list[str]:
     dtypes = {name: np.dtype(array.dtype) for name, array in arguments.items()}
     reasons = [
         f"{name}'s dtype must be one of {', '.join(known.name for known in DTYPES)}; "
@@ -280,7 +307,7 @@ def _dtype_reasons(arguments: dict[str, Array]) -> list[str]:
     ]
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        reasons.append(f"q, k and v must share one dtype; got {listed}")
+        reasons.append(f"{_listed(dtypes)} must share one dtype; got {listed}")
     return reasons
 
 
@@ -326,11 +353,6 @@ def _shape_reasons(q: Array, k: Array, v: Array) -> list[str]:
     reasons += length_reasons(MaskShape((), 1, q.shape[-2], k.shape[-2]))
     if q.ndim > 2:
         reasons += _head_reasons(q, k, v)
-        try:
-            np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-        except ValueError:
-            leading = ", ".join(str(tuple(array.shape[:-3])) for array in (q, k, v))
-            reasons.append(f"the axes before heads of q, k, v must broadcast by NumPy's rules; got {leading}")
     return reasons
 
 

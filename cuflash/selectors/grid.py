@@ -20,7 +20,7 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
 from ..planning.options import Options
-from ..planning.problem import problem_of
+from ..planning.problem import problem_of, reasons_without_v
 from ..planning.selection_kernels import ChoiceRule
 from ..plans import as_arrays, as_mask_of_arrays, layout_key
 from .budget import Budget, Diagonal, Forced, choose
@@ -106,7 +106,10 @@ class Grid:
         sides, resolved = (1, 1), None
         with collecting(reasons):
             sides = block_pair(block)
-        problem = problem_of(reasons, q, k, k[..., :1] if k.ndim >= 2 else k, scale=scale)
+        found: list[str] = []
+        v = k[..., :1] if k.ndim >= 2 else k
+        problem = problem_of(found, q, k, v, scale=scale)
+        reasons += reasons_without_v(found, q, k, (q, k, v))
         if problem is not None:
             with collecting(reasons):
                 given = as_mask_of_arrays(mask, "cpu" if namespace(q) is np else "gpu")

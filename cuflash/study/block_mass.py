@@ -18,6 +18,7 @@ from ..masks.shape import block_pair
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
 from ..planning.options import Options
 from ..planning.plan import KernelPlan
+from ..planning.problem import reasons_without_v
 from ..plans import BoundCall, Plan, as_arrays, layout_key
 
 MAX_DIM = 4096  # columns of q and k: a kernel sums scores over chunks of them
@@ -181,14 +182,16 @@ def _planned(
         reasons.append(f"q's last axis (head_dim) must be 1..{MAX_DIM}; got shape {tuple(q.shape)}")
     elif q.ndim >= 2 and k.ndim >= 2 and k.shape[-1] != dim:
         reasons.append(f"k must have q's head_dim={dim} as its last axis; got shape {tuple(k.shape)}")
-    ready = None
-    with collecting(reasons):
-        # `planned` checks everything but head_dim, and takes one column of k for v.
-        arguments = [array[..., :1] if array.ndim >= 2 else array for array in (q, k, k)]
+    ready, found = None, list[str]()
+    # `planned` checks everything but head_dim, and takes one column of k for v.
+    columns = [array[..., :1] if array.ndim >= 2 else array for array in (q, k)]
+    arguments = columns[0], columns[1], columns[1]
+    with collecting(found):
         of_dim = 1 / math.sqrt(dim) if scale is None and has_dims else scale
         options = Options(mask, causal, scale=of_dim, score=score, executor=executor)
-        ready = planned(arguments[0], arguments[1], arguments[2], options)
+        ready = planned(*arguments, options)
         ready.check_forward(dict(zip("qkv", arguments)) | dict(ready.captured), "out", None, None)
+    reasons += reasons_without_v(found, q, k, arguments)
     if ready is not None:
         reasons += _lse_reasons(ready, q, lse) + _scale_reasons(ready)
     if reasons or ready is None:

@@ -13,8 +13,9 @@ queries of each head are computed, 0 for all. `share` is the largest error over 
 error_bound together, on the first head and as many queries as `bounded`.
 
 Expect: with outliers a rotation of q and k halves the error of one scale for a tensor; without outliers all are alike.
-Found:  so it is, at 128 columns, and at 64 in part, and more in long sequences: the more scores there are, the more
-        weight goes to keys whose outliers meet a query's. The table is in docs/fp8.md.
+Found:  with outliers a rotation makes the error of one scale for a tensor 2.0 times smaller at 128 columns and 2048
+        rows and 2.7 times at 8192, at 64 columns 1.9 and 2.2 times: the more scores there are, the more weight goes to
+        keys whose outliers meet a query's. The table is in docs/fp8.md.
 
 Cost: Minutes on two cores; --gpu half a minute of a GPU, and as long on the host for the exact results.
 """

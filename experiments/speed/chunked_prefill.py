@@ -13,7 +13,8 @@ sequences, which a cache does not need to be; so does FlashAttention-2, as PyTor
 16, takes part where it can be imported. Each result is compared with the one of packed sequences: `error` is the
 largest difference. Times are taken as in packed.py; `ratio` is the time of the fastest other library over a row's own.
 
-Found:  docs/packed_sequences.md and docs/kv_cache.md have what was measured.
+Found:  on an H100 a chunk takes 0.42 to 0.61 of the time of PyTorch's FlashAttention on packed sequences, and by the
+kernels of sm80 1.2 to 1.4 times as long; docs/kv_cache.md has the table.
 
 Cost: Two minutes of a GPU.
 """

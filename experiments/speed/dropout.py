@@ -10,8 +10,8 @@ call. TFLOP/s count the products of plain attention; of_plain is the time of pla
 Where kernels of another family serve the backward pass under dropout, `plain` is still what plain attention takes by
 itself; plain_same_ms is the time of plain attention by the family that serves dropout.
 
-Found:  a pass with dropout takes longer than plain attention, since kernels draw the bits of each weight;
-docs/dropout.md has the ratios.
+Found:  on an H100 a forward pass of 8192 tokens takes 1.6 to 2.0 times the time of plain attention, and a backward one
+1.2 to 1.5, since kernels draw the bits of each weight; docs/dropout.md has the table.
 
 Cost: Two minutes of a GPU.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import cuflash
 import ml_dtypes
 import numpy as np
-from harness import Record, check_names, gpu_versions, main, time_on_device, track, why_no_gpu
+from harness import Record, cases_on_gpu, check_names, gpu_versions, main, time_on_device
 from rich.table import Table
 from workloads import flops
 
@@ -98,12 +98,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Iterator[
 
 def run(config: Config) -> Iterator[Record]:
     """Yield one row for each number of columns, mask, length and pass."""
-    if reason := why_no_gpu():
-        raise SystemExit(f"this experiment needs a GPU: {reason}")
-    cases = [
-        (head_dim, mask, seqlen) for head_dim in config.head_dims for mask in config.masks for seqlen in config.seqlens
-    ]
-    for head_dim, mask, seqlen in track(cases, "cases"):
+    for head_dim, mask, seqlen in cases_on_gpu(config.head_dims, config.masks, config.seqlens):
         yield from measured(config, head_dim, mask, seqlen)
 
 

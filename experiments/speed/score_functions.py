@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 from cuflash import masks, scores
 from cuflash.testing import Example, assert_within_bounds
-from harness import Record, check_names, gpu_versions, main, time_on_device, track, why_no_gpu
+from harness import Record, cases_on_gpu, check_names, gpu_versions, main, time_on_device
 from rich.table import Table
 from workloads import flops
 
@@ -263,9 +263,7 @@ def measured(config: Config, name: str, mask: str) -> Iterator[Record]:
 
 def run(config: Config) -> Iterator[Record]:
     """Yield one row for each score, mask and pass."""
-    if reason := why_no_gpu():
-        raise SystemExit(f"this experiment needs a GPU: {reason}")
-    for name, mask in track([(name, mask) for name in config.scores for mask in config.masks], "scores"):
+    for name, mask in cases_on_gpu(config.scores, config.masks):
         yield from measured(config, name, mask)
 
 

@@ -29,7 +29,7 @@ import cuflash
 import ml_dtypes
 import numpy as np
 from cuflash import masks
-from harness import Record, gpu_versions, main, time_on_device, track, why_no_gpu
+from harness import Record, cases_on_gpu, gpu_versions, main, time_on_device
 from peers import versions
 from rich.table import Table
 from workloads import blocks_name, flops, named_blocks, random_blocks
@@ -191,12 +191,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
 
 def run(config: Config) -> Iterator[Record]:
     """Yield one row for each number of columns, mask and length."""
-    if reason := why_no_gpu():
-        raise SystemExit(f"this experiment needs a GPU: {reason}")
-    cases = [
-        (head_dim, mask, seqlen) for head_dim in config.head_dims for mask in config.masks for seqlen in config.seqlens
-    ]
-    for head_dim, mask, seqlen in track(cases, "cases"):
+    for head_dim, mask, seqlen in cases_on_gpu(config.head_dims, config.masks, config.seqlens):
         yield measured(config, head_dim, mask, seqlen)
 
 

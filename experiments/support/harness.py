@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import functools
 import inspect
+import itertools
 import os
 import platform
 import shutil
@@ -180,6 +181,13 @@ def why_no_gpu() -> str | None:
     except Exception as error:  # CUDARuntimeError has no base class that can be named without CuPy
         return f"CuPy finds no GPU ({error})"
     return None if count else "CuPy finds no GPU"
+
+
+def cases_on_gpu(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Each combination of values of some fields, with a progress bar; without a GPU the program ends with one line."""
+    if reason := why_no_gpu():
+        sys.exit(f"this experiment needs a GPU: {reason}")
+    yield from track(list(itertools.product(*axes)), "cases")
 
 
 def gpu_versions() -> Record:

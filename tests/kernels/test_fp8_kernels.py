@@ -270,11 +270,13 @@ def test_values_are_transposed_in_the_order_of_weights() -> None:
 
 
 X8 = cuflash.quantize(np.ones((2, 40, 64), np.float32))
+IN_SMALL_BLOCKS = cuflash.quantize(np.ones((2, 40, 64), np.float32), block=16)
 WIDE = cuflash.quantize(np.ones((2, 40, 256), np.float32), block=16)
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "more than 128 columns, and small blocks": (
         lambda: cuflash.attention(WIDE, WIDE, WIDE, executor="sim", score=lambda s, b, h, i, j: 2 * s),
-        ["score must be None with 8-bit", "q must have at most 128 columns", "v must have at most 128 columns",
+        ["score, softcap and bias must be None with 8-bit", "q must have at most 128 columns",
+         "v must have at most 128 columns",
          "k must have a scale for multiples of 64 rows", "v must have a scale for multiples of 64 rows"],
     ),
     "another family, and dropout": (
@@ -293,6 +295,17 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     "another precision and kernel": (
         lambda: cuflash.attention(X8, X8, X8, executor="sim", precision="tf32", kernel="naive"),
         ["precision must be 'ieee' or 'fp8' for Quantized", "kernel must be 'auto' or 'sm90'"],
+    ),
+    "head dims without a rotation, and dropout": (
+        lambda: cuflash.attention(
+            *[np.ones((2, 40, 48), np.float32)] * 3, precision="fp8", executor="sim",
+            dropout=cuflash.Dropout(0.1, seed=1),
+        ),
+        ["head_dim must be a power of two", "dropout must be None with 8-bit"],
+    ),
+    "plain arrays among quantised ones, in blocks of 16 rows": (
+        lambda: cuflash.attention(X8, IN_SMALL_BLOCKS, np.ones((2, 40, 64)), executor="sim"),
+        ["v must be Quantized as the others", "k must have a scale for multiples of 64 rows"],
     ),
     "arrays of the host on a GPU": (
         lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=np.ones(3)),

@@ -111,6 +111,45 @@ def test_kernels_list_what_the_array_form_lists(executor):
     check()
 
 
+@st.composite
+def cases_of_whole_blocks(draw):
+    """Draw a shape, a mask of whole blocks, perhaps intersected with closed forms, and a block of another size."""
+    batch = draw(st.sampled_from([(), (2,), (2, 3), (1, 2, 2)]))
+    shape = MaskShape(batch, draw(st.integers(1, 3)), draw(st.integers(1, 75)), draw(st.integers(1, 75)))
+    own = draw(st.sampled_from([(1, 16), (3, 5), (16, 1), (32, 48), (100, 100)]))
+    sides = [-(-length // side) for length, side in zip(shape[2:], own)]
+    leading = [draw(st.sampled_from([1, extent])) for extent in (*batch, shape.num_heads)]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    mask = masks.BlockPattern(rng.random((*leading, *sides)) < draw(st.sampled_from([0.0, 0.1, 0.6, 1.0])), own)
+    closed = draw(st.sampled_from(CLOSED))
+    return shape, mask if closed is None else mask & closed, own, draw(st.sampled_from([(16, 16), (15, 20), (32, 8)]))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_lists_are_made_of_lists_in_blocks_of_another_size(executor):
+    """The kinds of the blocks of one list, in place of the mask's array, give the lists in other blocks."""
+    if executor == "gpu":
+        import cupy
+
+        machine, send, fetch = gpu.Gpu(), cupy.asarray, cupy.asnumpy
+    else:
+        machine, send, fetch = Simulator(), device.to_device, device.to_host
+
+    @settings(max_examples=min(60, settings.default.max_examples))
+    @given(cases_of_whole_blocks())
+    def check(case):
+        shape, mask, own, block = case
+        source, array = ListSource.of(sent(mask, send).resolve(shape), shape, own)
+        address = machine.mask_address if executor == "gpu" else lambda x: getattr(x, "_host", x).ctypes.data
+        lists = ListMaker(source, machine)((address(array),), machine.stream())
+        other = source.in_blocks(block)
+        made = list_results(ListMaker(other, machine)((address(lists),), machine.stream()), other)
+        got = {name: cupy.asnumpy(each) if executor == "gpu" else each for name, each in made.items()}
+        assert_alike(other, got, array_form(mask, shape, block, send, fetch))
+
+    check()
+
+
 LONG = MaskShape((2,), 2, 300, 700)
 MANY = [
     (LONG, masks.Dense(RNG.random((2, 2, 300, 700)) < 0.01) & masks.Causal("bottom_right"), (16, 8)),

@@ -84,6 +84,8 @@ def mixtures_are_refused(library: ModuleType) -> None:
     for reason, call in {
         "q and k must have one rotation": lambda: library.attention(plain, rotated, plain),
         "v must not be rotated": lambda: library.attention(rotated, rotated, rotated),
+        "scale must be a finite number": lambda: library.attention(plain, x, plain, scale="large"),
+        "window must be": lambda: library.attention(x[..., :48], x[..., :48], x, precision="fp8", window=1),
         "executor='gpu' takes CuPy's arrays": lambda: library.attention(plain, plain, plain, executor="gpu"),
         "precision must not be 'fp8' here": lambda: library.attention_vjp(x, x, x, precision="fp8"),
         "q, k and v must not be Quantized here": lambda: library.attention_vjp(plain, plain, plain),
@@ -140,6 +142,13 @@ FAULTS = {
     mixtures_are_refused: {
         "rotations may differ": Edit(OPERAND, "operand_reasons", "q.rotation != k.rotation", "False"),
         "values may be rotated": Edit(OPERAND, "operand_reasons", "v.rotation is not None", "False"),
+        "calls are looked at no further once operands are refused": Edit(
+            "calls/checked_plan.py", "further_reasons", "isinstance(x, Quantized) or is_array(x)",
+            "isinstance(x, Quantized)",
+        ),
+        "a GPU that may not be there is asked": Edit(
+            "calls/checked_plan.py", "further_reasons", 'options.executor == "gpu" and', "False and"
+        ),
         "other executors are ignored": Edit(
             OPERAND, "place_reasons", 'are_on_host == {executor != "gpu"}', "are_on_host"
         ),

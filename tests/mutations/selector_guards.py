@@ -121,7 +121,7 @@ def selections_share_memory(library: ModuleType) -> None:
 
 
 def an_index_hands_its_lists_over(library: ModuleType) -> None:
-    """Calls read the lists that an index on a device carries, where kernels list in blocks of its size."""
+    """Calls read the lists that an index on a device carries, or others that kernels make of them in larger blocks."""
     kernels, room, looking_up = (part(library, name) for name in ("planning.list_kernels", "masks", "planning.lookup"))
     options, carried = part(library, "planning.options").Options, part(library, "blocks.carried").CarriedLists
     at_each_call = part(library, "masks.at_each_call").at_each_call
@@ -134,8 +134,21 @@ def an_index_hands_its_lists_over(library: ModuleType) -> None:
         found = looking_up.lookup(options(mask=index), {}, lambda array: None)
         assert found.options.mask is None and found.contents.key == source and found.contents.arrays[0] is kept
         work = kernels.work_of_kernels(at_each_call(index).resolve(shape), shape, (64, 64))
-        assert isinstance(work, kernels.ListedAtCall) == (side == 16)
-        assert side == 8 or work.is_carried and work.source is source
+        assert work.carried is source and (work.source is source) == (side == 16)
+        assert work.source.block == (16, 16) and work.source.element == (side, side)
+        causal, window = room.Causal("top_left"), room.SlidingWindow(9, 40, "top_left")
+        within = kernels.ListSource.of((room.BlockPattern(kept, side) & causal).resolve(shape), shape, (side, side))[0]
+        vars(index)["carried"] = carried(kept, within)
+        work = kernels.work_of_kernels((at_each_call(index) & window).resolve(shape), shape, (64, 64))
+        lo, hi = (causal & window).resolve(shape).intervals(0, 0, np.arange(64))
+        assert work.source is not within and (work.source.rows.lo == np.maximum(lo, 0)).all()
+        assert (work.source.rows.hi == np.minimum(hi, 64)).all()
+    shape = room.MaskShape((2, 3), 4, 40, 70)
+    kept = device_double.to_device(np.zeros((2, 3, 4, 2, 4), dtype=bool))
+    source, _ = kernels.ListSource.of(room.BlockPattern(kept, (32, 20)).resolve(shape), shape, (32, 20))
+    for block in ((16, 20), (16, 16)):
+        made = source.in_blocks(block)
+        assert made.strides == np.empty((2, 3, 4, 2, 4), np.uint8).strides and made.is_whole == (block == (16, 20))
 
 
 def budgets_are_exact(library: ModuleType) -> None:

@@ -161,9 +161,19 @@ FAULTS = {
     },
     an_index_hands_its_lists_over: {
         "lists of small blocks are walked as they are": Edit(
-            AT_CALL, "work_of_kernels", "listed_block(mask, tile) == mask.index.block", "True"
+            AT_CALL, "_work_of_carried", "not closed and block == grid.index.block", "not closed"
         ),
-        "lists are made of the index's array": Edit(AT_CALL, "work_of_kernels", ", is_carried=True", ""),
+        "lists are made of the index's array": Edit(AT_CALL, "_work_of_carried", ", carried=carried", ""),
+        "an intersection is the index": Edit(AT_CALL, "_work_of_carried", "not closed and block", "block"),
+        "an intersection has the closed form's keys": Edit(
+            AT_CALL, "_rows_within", "if self.rows is not None:", "if False:"
+        ),
+        "an intersection ends with the later interval": Edit(AT_CALL, "_rows_within", "np.minimum(hi", "np.maximum(hi"),
+        "the array of an index has the axes of another": Edit(AT_CALL, "in_blocks", "axes[axis + 1 :]", "axes[axis:]"),
+        "elements are taken for blocks": Edit(AT_CALL, "in_blocks", "element=self.block", "element=(1, 1)"),
+        "larger blocks are taken for whole ones": Edit(
+            AT_CALL, "in_blocks", "all(side % listed == 0 for side, listed in zip(self.block, block))", "True"
+        ),
     },
     budgets_are_exact: {
         "the last of equal scores comes first": Edit(

@@ -1142,7 +1142,7 @@ def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, ca
     ("name", "options"),
     [
         ("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {}),
-        ("score_functions", {}), ("torch_calls", {}), ("training_step", {}),
+        ("score_functions", {}), ("torch_calls", {}), ("training_step", {}), ("dropout", {}), ("speed_fp8", {}),
     ],
 )  # fmt: skip
 def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:
@@ -1150,6 +1150,12 @@ def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.Mo
     experiment = load(name)
     with pytest.raises(SystemExit, match="CuPy is not installed"):
         list(experiment.run(experiment.Config(**options)))
+
+
+def test_cases_on_a_gpu_are_all_combinations_in_order(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "why_no_gpu", lambda: None)
+    found = list(harness.cases_on_gpu((64, 128), ("full", "causal"), (4096,)))
+    assert found == [(64, "full", 4096), (64, "causal", 4096), (128, "full", 4096), (128, "causal", 4096)]
 
 
 def test_a_spot_check_passes_what_is_right_and_sees_what_is_not(load) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from typing import Any
 
 import cupy_machine
@@ -16,6 +17,7 @@ from cuflash.masks.shape import MaskShape
 import cuflash
 
 LENGTHS, BLOCK = (70, 52), (16, 32)
+OTHER_BLOCKS = [(1, 16), (16, 1), (3, 5), (600, 5), (1024, 1024)]  # which no attention kernel walks
 RNG = np.random.default_rng(0)
 Q, DO = RNG.standard_normal((2, 4, LENGTHS[0], 16), dtype=np.float32)
 K, V = RNG.standard_normal((2, 2, LENGTHS[1], 16), dtype=np.float32)
@@ -30,20 +32,20 @@ def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
         yield machine
 
 
-def blocks(seed: int) -> Any:
-    sides = [-(-length // side) for length, side in zip(LENGTHS, BLOCK)]
+def blocks(seed: int, block: tuple[int, int] = BLOCK) -> Any:
+    sides = [-(-length // side) for length, side in zip(LENGTHS, block)]
     return np.random.default_rng(seed).random((4, *sides)) < 0.6
 
 
-def index_on(machine: Any, kept: Any, is_causal: bool) -> BlockIndex:
+def index_on(machine: Any, kept: Any, is_causal: bool, block: tuple[int, int] = BLOCK) -> BlockIndex:
     if not is_causal:
-        return BlockIndex.from_blocks(machine.asarray(kept), *LENGTHS, BLOCK)
+        return BlockIndex.from_blocks(machine.asarray(kept), *LENGTHS, block)
     shape = MaskShape((), 4, *LENGTHS)
-    return index_of(machine.asarray(kept), CAUSAL.resolve(shape), shape, BLOCK)
+    return index_of(machine.asarray(kept), CAUSAL.resolve(shape), shape, block)
 
 
-def on_host(kept: Any, is_causal: bool) -> Any:
-    pattern = masks.BlockPattern(kept, BLOCK)
+def on_host(kept: Any, is_causal: bool, block: tuple[int, int] = BLOCK) -> Any:
+    pattern = masks.BlockPattern(kept, block)
     return pattern & CAUSAL if is_causal else pattern
 
 
@@ -86,17 +88,77 @@ def test_calls_with_new_indices_of_one_layout_are_one_remembered_call(cupy: Any,
     assert list(api._bound_calls) == [remembered]
 
 
+def indices_and_results(
+    machine: Any, is_causal: bool, block: tuple[int, int], **options: Any
+) -> list[tuple[BlockIndex, list[Any]]]:
+    """Three indices of one layout with the results of their masks on the host."""
+    drawn = [blocks(seed, block) for seed in range(3)]
+    expected = [results(cuflash, (Q, K, V, DO), on_host(kept, is_causal, block), **options) for kept in drawn]
+    return [(index_on(machine, kept, is_causal, block), each) for kept, each in zip(drawn, expected)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
+@pytest.mark.parametrize("block", OTHER_BLOCKS, ids=str)
+def test_indices_in_blocks_that_no_kernel_walks_are_listed_by_kernels_and_planned_once(
+    cupy: Any, monkeypatch: Any, block: tuple[int, int], is_causal: bool
+) -> None:
+    arrays, made = [cupy.asarray(array) for array in (Q, K, V, DO)], indices_and_results(cupy, is_causal, block)
+    plans, planned = [], api.planned
+    monkeypatch.setattr(api, "planned", lambda *given: plans.append(planned(*given)) or plans[-1])
+    for index, expected in made:
+        cupy.log.clear()
+        for got, wanted in zip(results(cuflash, arrays, index), expected, strict=True):
+            np.testing.assert_allclose(got.get(), wanted, rtol=1e-4, atol=1e-5)
+        assert launched(cupy)[:4] == ["classify", "ranks", "pointers", "entries"]
+    assert len(plans) == 1
+
+
+def test_a_captured_call_reads_the_lists_of_an_index_that_is_gone(cupy: Any) -> None:
+    arrays, stream = [cupy.asarray(array) for array in (Q, K, V)], cupy.cuda.Stream()
+    index = index_on(cupy, blocks(0, (1, 16)), True, (1, 16))
+    with stream:
+        cuflash.attention(*arrays, mask=index)
+        stream.begin_capture()
+        o = cuflash.attention(*arrays, mask=index)
+        graph = stream.end_capture()
+    lists = weakref.ref(index.carried.lists)
+    del index
+    arrays[0][...] = 2 * Q
+    graph.launch()
+    assert lists() is not None
+    expected = cuflash.attention(2 * Q, K, V, mask=on_host(blocks(0, (1, 16)), True, (1, 16)))
+    np.testing.assert_allclose(o.get(), expected, rtol=1e-4, atol=1e-5)
+
+
+WITHIN = [{"causal": "top_left"}, {"window": (9, 3), "causal": "bottom_right"}]
+
+
+@pytest.mark.parametrize("options", WITHIN, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
+@pytest.mark.parametrize("block", [BLOCK, (1, 16), (1024, 1024)], ids=str)
+def test_indices_that_are_intersected_are_listed_by_kernels_and_planned_once(
+    cupy: Any, monkeypatch: Any, block: tuple[int, int], is_causal: bool, options: dict[str, Any]
+) -> None:
+    arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
+    made = indices_and_results(cupy, is_causal, block, **options)
+    plans, planned = [], api.planned
+    monkeypatch.setattr(api, "planned", lambda *given: plans.append(planned(*given)) or plans[-1])
+    for index, expected in made:
+        for got, wanted in zip(results(cuflash, arrays, index, **options), expected, strict=True):
+            np.testing.assert_allclose(got.get(), wanted, rtol=1e-4, atol=1e-5)
+    assert len(plans) == 1
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"causal": "top_left"}, {"window": (9, 3), "causal": "bottom_right"}])
-def test_an_index_that_is_intersected_is_listed_anew(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", WITHIN, ids=str)
+@pytest.mark.parametrize("block", [BLOCK, (1, 16)], ids=str)
+def test_a_gpu_reads_indices_that_are_intersected(block: tuple[int, int], options: dict[str, Any]) -> None:
     import cupy
 
-    arrays, kept = [cupy.asarray(array) for array in (Q, K, V, DO)], blocks(0)
-    index = index_on(cupy, kept, False)
-    for got, expected in zip(
-        results(cuflash, arrays, index, **options), results(cuflash, (Q, K, V, DO), on_host(kept, False), **options)
-    ):
-        np.testing.assert_allclose(got.get(), expected, rtol=1e-4, atol=1e-5)
+    arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
+    for index, wanted in indices_and_results(cupy, True, block, **options):
+        for made, expected in zip(results(cuflash, arrays, index, **options), wanted, strict=True):
+            np.testing.assert_allclose(made.get(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_plan_reads_the_lists_that_an_index_carries(cupy: Any) -> None:
@@ -106,6 +168,20 @@ def test_a_plan_reads_the_lists_that_an_index_carries(cupy: Any) -> None:
     o, _ = cuflash.plan(*arrays, mask=index).forward(*arrays)
     assert not {"classify", "ranks", "pointers", "entries"} & set(launched(cupy))
     np.testing.assert_allclose(o.get(), cuflash.attention(Q, K, V, mask=on_host(kept, True)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, *WITHIN], ids=str)
+def test_a_plan_has_lists_of_its_own_in_blocks_that_kernels_walk(cupy: Any, options: dict[str, Any]) -> None:
+    arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
+    for index, (expected, *gradients) in indices_and_results(cupy, True, (1, 16), **options):
+        ready = cuflash.plan(*arrays, mask=index, **options)
+        cupy.log.clear()
+        o, lse = ready.forward(*arrays)
+        found = o, *ready.backward(do, *arrays, o, lse)
+        assert not {"classify", "ranks", "pointers", "entries"} & set(launched(cupy))
+        for got, wanted in zip(found, (expected, *gradients), strict=True):
+            np.testing.assert_allclose(got.get(), wanted, rtol=1e-4, atol=1e-5)
+        assert "blocks of (16, 16)" in ready.explain()
 
 
 def test_lists_are_those_of_the_array_operations(cupy: Any) -> None:
@@ -131,14 +207,13 @@ def test_copies_of_an_index_carry_nothing(cupy: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
-def test_a_gpu_walks_the_lists_that_an_index_carries(is_causal: bool) -> None:
+@pytest.mark.parametrize("block", [BLOCK, *OTHER_BLOCKS], ids=str)
+def test_a_gpu_walks_the_lists_that_an_index_carries(block: tuple[int, int], is_causal: bool) -> None:
     import cupy
 
     arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
-    for seed in range(3):
-        kept = blocks(seed)
-        got = results(cuflash, arrays, index_on(cupy, kept, is_causal))
-        for made, expected in zip(got, results(cuflash, (Q, K, V, DO), on_host(kept, is_causal)), strict=True):
+    for index, wanted in indices_and_results(cupy, is_causal, block):
+        for made, expected in zip(results(cuflash, arrays, index), wanted, strict=True):
             np.testing.assert_allclose(made.get(), expected, rtol=1e-4, atol=1e-5)
 
 

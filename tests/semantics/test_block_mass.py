@@ -260,6 +260,25 @@ def test_what_is_no_array_is_refused(name: str) -> None:
         cuflash.block_mass(**{"q": q, "k": q, "block": 2} | {name: [1.0]})
 
 
+OPERANDS_THAT_DIFFER = {
+    "axes of heads": ((4, 3), (2, 4, 3), float, "q and k must all have an axis of heads, or none of them; got q"),
+    "a batch": ((3, 2, 4, 3), (5, 2, 4, 3), float, "the axes before heads of q and k must broadcast"),
+    "dtypes": ((2, 4, 3), (2, 4, 3), np.float32, "q and k must share one dtype; got q float64, k float32"),
+    "no axis of keys": ((2, 4, 3), (3,), float, "k must have shape (..., heads, seqlen, dim) or (seqlen, dim); got (3"),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS_THAT_DIFFER)
+@pytest.mark.parametrize("call", [cuflash.block_mass, cuflash.selectors.pooled])
+def test_errors_tell_of_q_and_k_alone_as_they_were_given(call: Any, name: str) -> None:
+    of_q, of_k, dtype, reason = OPERANDS_THAT_DIFFER[name]
+    options = {} if call is cuflash.block_mass else {"budget": cuflash.selectors.Budget(top_k=1)}
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        call(np.ones(of_q), np.ones(of_k, dtype), block=2, scale=np.inf, **options)
+    told = [each for each in caught.value.reasons if not each.startswith("scale must be")]
+    assert len(caught.value.reasons) == 2 and told[0].startswith(reason), caught.value.reasons
+
+
 def test_all_reasons_are_given_at_once() -> None:
     with pytest.raises(cuflash.UnsupportedProblem) as caught:
         cuflash.block_mass(np.ones((2, 4, 3)), np.ones((2, 4, 2)), block=0, scale=np.inf)

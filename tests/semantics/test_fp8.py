@@ -11,6 +11,7 @@ import pytest
 from cuflash.fp8 import e4m3
 from cuflash.testing import examples
 from executors import to_device
+from foreign import Foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -230,6 +231,23 @@ REFUSED = {
         lambda: cuflash.quantize(np.zeros(3), dtype="float8_e5m2"),
         ["x must be of float16", "dtype must be float8_e4m3fn", "x must have shape (..., rows"],
     ),
+    "head dims without a rotation, and a window": (
+        lambda: cuflash.attention(X[..., :48], X[..., :48], X, precision="fp8", window=3, scale="large", out=X),
+        ["head_dim must be a power of two", "out must be None", "scale must", "window must"],
+    ),
+    "plain arrays among quantised ones, and a sink": (
+        lambda: cuflash.attention(X8, X, X8, sink=np.zeros(3, np.float32), softcap=-1),
+        ["k must be Quantized as the others", "sink must", "softcap must"],
+    ),
+    "arrays of another library, without a rotation": (
+        lambda: cuflash.attention(*[Foreign(X[..., :48].copy())] * 3, precision="fp8", window=3),
+        ["head_dim must be a power of two", "window must"],
+    ),
+    "arrays that another library does not give away": (
+        lambda: cuflash.attention(X8, Foreign(X, fault=BufferError("no")), X8, scale="large"),
+        ["k must be Quantized as the others"],
+    ),
+    "lists among quantised arrays": (lambda: cuflash.attention(X8, [[1.0]], X8), ["k must be Quantized as the others"]),
     "plain arrays among quantised ones": (
         lambda: cuflash.attention(X8, X, ROTATED), ["k must be Quantized as the others", "v must not be rotated"]
     ),

@@ -275,6 +275,21 @@ def check_bounds(run: Run, seed: int, seqlen_kv: int, page_size: int, is_grouped
         np.testing.assert_array_equal(bounds, s)
 
 
+@given(
+    st.integers(0, 2**32 - 1), st.integers(1, 40), st.sampled_from([3, 4, 16]), st.sampled_from([1, 7, 64]),
+    st.sampled_from([np.float16, np.float32, np.float64]), st.integers(-12, 12),
+)  # fmt: skip
+def test_rounding_lifts_no_score_above_its_bound(
+    seed: int, seqlen_kv: int, page_size: int, head_dim: int, dtype: Any, exponent: int
+) -> None:
+    """Bounds are rounded as scores are, the bounds of pages of one key, and rounding keeps the order of numbers."""
+    rng = np.random.default_rng(seed)
+    q, k = (rng.standard_normal((2, length, head_dim)) * 2.0**exponent for length in (3, seqlen_kv))
+    q, k = q.astype(dtype), k.astype(dtype)
+    bounds, scores = (selectors.page_bounds(q, k, page_size=size) for size in (page_size, 1))
+    assert (bounds >= np.maximum.reduceat(scores, range(0, seqlen_kv, page_size), axis=-1)).all()
+
+
 def test_pages_of_a_cache_are_those_of_its_rows() -> None:
     rng = np.random.default_rng(5)
     cache = cuflash.KVCache(batch=2, num_kv_heads=2, head_dim=8, capacity=90, dtype="f4", page_size=16, num_pages=12)

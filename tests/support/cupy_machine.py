@@ -287,6 +287,9 @@ class Cupy(cupy_double.Double):
         self.stream.do(work)
         return out
 
+    def broadcast_to(self, array: Ndarray, shape: tuple[int, ...]) -> Ndarray:
+        return Ndarray(np.broadcast_to(array.host, shape), array.data.device_id)
+
     def isfinite(self, array: Ndarray) -> Ndarray:
         return Ndarray(np.isfinite(array.host), array.data.device_id)
 

@@ -49,7 +49,7 @@ class Sm90Fp8(Family):
             for operand in problem.operands
             if not operand.is_captured and operand.name not in self.operands
         ]
-        given = {"score": problem.score, "dropout": problem.dropout}
+        given = {"score, softcap and bias": problem.score, "dropout": problem.dropout}
         reasons += [
             f"{name} must be None with 8-bit q, k and v on a GPU: use executor='cpu'"
             for name, value in given.items()

@@ -1,0 +1,93 @@
+"""Repeated calls on operands of 8 bits on a GPU are planned once, also where kernels list the blocks of their masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy_machine
+import numpy as np
+import pytest
+from cuflash import BlockIndex, Quantized, masks
+from cuflash.calls import quantized_call
+from cuflash.executors import index_maker
+from executors import needs_compiler
+
+import cuflash
+
+LENGTH, BLOCK = 200, (64, 64)
+RNG = np.random.default_rng(0)
+X8 = [cuflash.quantize(x) for x in RNG.standard_normal((3, 2, LENGTH, 64), dtype=np.float32)]
+
+
+@pytest.fixture
+def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        monkeypatch.setattr(index_maker, "_makers", {})
+        monkeypatch.setattr(quantized_call, "_bound_calls", {})
+        yield machine
+
+
+def on_device(machine: Any, x8: Quantized) -> Quantized:
+    arrays = {"data": machine.asarray(x8.data.view(np.uint8)), "scale": machine.asarray(x8.scale)}
+    return Quantized(**arrays, per=x8.per, block=x8.block, rotation=None, source_dtype=x8.source_dtype)
+
+
+def kept(seed: int) -> Any:
+    return np.random.default_rng(seed).random((2, 4, 4)) < 0.6
+
+
+def offsets(seed: int) -> Any:
+    return np.array([0, 90 + seed, LENGTH], np.int32)
+
+
+# Masks on the host and on a device; those of one name differ in nothing but what their arrays hold.
+MASKS = {
+    "an index": (
+        lambda seed: masks.BlockPattern(kept(seed), BLOCK),
+        lambda seed, send: BlockIndex.from_blocks(send(kept(seed)), LENGTH, LENGTH, BLOCK),
+    ),
+    "an index of larger blocks": (
+        lambda seed: masks.BlockPattern(kept(seed)[:, :1, :1], 1024),
+        lambda seed, send: BlockIndex.from_blocks(send(kept(seed)[:, :1, :1]), LENGTH, LENGTH, 1024),
+    ),
+    "blocks": (
+        lambda seed: masks.BlockPattern(kept(seed), BLOCK),
+        lambda seed, send: masks.BlockPattern(send(kept(seed)), BLOCK),
+    ),
+    "sequences": (
+        lambda seed: masks.Sequences(offsets(seed)), lambda seed, send: masks.Sequences(send(offsets(seed)))
+    ),
+}  # fmt: skip
+
+
+def is_right(o: Any, mask: Any) -> bool:
+    """Tell whether results are within the kernel's bound."""
+    allowed = mask.toarray(LENGTH, num_heads=2)
+    exact, _ = cuflash.reference.attention(*(x.scaled(np.float64) for x in X8), mask=allowed)
+    bound = cuflash.error_bound(*X8, mask=allowed, product_dtype=X8[0].data.dtype).o
+    return bool((np.abs(o - exact) <= bound).all())
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_one_layout_are_planned_once(cupy: Any, monkeypatch: Any, name: str) -> None:
+    on_host, there = MASKS[name]
+    x8, plans, planned = [on_device(cupy, x) for x in X8], [], quantized_call.planned
+    monkeypatch.setattr(
+        quantized_call, "planned", lambda *given, **more: plans.append(planned(*given, **more)) or plans[-1]
+    )
+    for seed in range(3):
+        o = cuflash.attention(*x8, mask=there(seed, cupy.asarray))
+        assert is_right(o.get(), on_host(seed))
+    assert len(plans) == len(quantized_call._bound_calls) == 1
+
+
+@pytest.mark.gpu(9, 0)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_gpu_reads_each_mask(name: str) -> None:
+    import cupy
+
+    on_host, there = MASKS[name]
+    x8 = [on_device(cupy, x) for x in X8]
+    for seed in range(3):
+        assert is_right(cuflash.attention(*x8, mask=there(seed, cupy.asarray)).get(), on_host(seed))
