@@ -220,6 +220,13 @@ FAULTS = {
     refusals_are_told: {
         "the line is the next one": Edit(TRACE, "_place", "found = frame, line", "found = frame, line + 1"),
         "the place is the library's": Edit(TRACE, "_place", "not in (__name__, Builder.__module__)", "is not None"),
+        "the place is NumPy's": Edit(TRACE, "_place", 'module.partition(".")[0] != "numpy"', "True"),
+        "what an array raises hides why": Edit(
+            TRACE, "trace", "builder.refusal or _refusal_of_others(error)", "_refusal_of_others(error)"
+        ),
+        "what other libraries raise is passed on": Edit(
+            TRACE, "trace", "builder.refusal or _refusal_of_others(error)", "builder.refusal"
+        ),
         "a real index is taken": Edit(PROGRAM, "Builder.load", 'any([self.kind(n) != "int" for n in args])', "False"),
         "an index is left out": Edit(
             TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank",
@@ -362,7 +369,7 @@ FAULTS = {
             'for name in ("dq", "dk", "dv"):',
         ),
         "a cap of 0 is taken": Edit(LIBRARY, "softcap_reasons", "0 < cap", "0 <= cap"),
-        "a cap of inf is taken": Edit(LIBRARY, "softcap_reasons", "and math.isfinite(cap)", ""),
+        "a cap of inf is taken": Edit(LIBRARY, "softcap_reasons", "<= sys.float_info.max", ""),
         "a bool bias is taken": Edit(LIBRARY, "bias", "dtype not in DTYPES", "False"),
         "a float64 bias is taken": Edit(OPERANDS, "_bias_reasons", "dtype == _WIDEST != accumulator", "False"),
         "the bias's shape is not looked at": Edit(

@@ -261,6 +261,14 @@ def branches(s, b, h, i, j):
     return 0.0
 
 
+def takes(s, b, h, i, j):
+    return s + np.take(SLOPE, h)
+
+
+def other(x):
+    raise TypeError(f"other() takes tensors, and got {x!r}")
+
+
 TABLE = np.zeros((2, 4096), np.float32)
 REFUSED = {
     "branch": (branches, {}, "branches, line {line}: if s > 0: a score function may not branch on values that are yet"),
@@ -276,6 +284,16 @@ REFUSED = {
         "an array of shape (2,) and dtype float32 is neither a number nor traced: give arrays by name, "
         "Score(f, table=table)",
     ),
+    "index of a closure": (
+        lambda s, b, h, i, j: s + SLOPE[h], {}, "of lists and of arrays from outside, Score(f, table=table)"
+    ),
+    "indices of a closure": (
+        lambda s, b, h, i, j: s + TABLE[h, np.clip(j, 0, 9)], {}, "arrays by name in place of lists and of arrays from"
+    ),
+    "take": (takes, {}, "takes, line "),
+    "key": (lambda s, b, h, i, j: s + {0: 1.5}[h], {}, "unhashable type: 'Symbol': use NumPy's functions and Python's"),
+    "bitwise": (lambda s, b, h, i, j: s + (i ^ j), {}, "unsupported operand type(s) for ^: 'Symbol' and 'Symbol': use"),
+    "another library": (lambda s, b, h, i, j: other(s), {}, "and got a symbol (real): use NumPy's functions and"),
     "real index": (
         lambda s, b, h, i, j, table: s + table[h, s],
         {"table": TABLE},
@@ -322,6 +340,20 @@ def test_what_no_kernel_can_do_is_refused(case: str) -> None:
     with pytest.raises(UnsupportedProblem) as error:
         Score(function, **arrays)
     assert wanted.format(line=branches.__code__.co_firstlineno + 1) in told(error.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "own"),
+    [
+        (lambda s, b, h, i, j: s + SLOPE[5], IndexError, "index 5 is out of bounds"),
+        (lambda s, b, h, i, j: s + len(5), TypeError, "object of type 'int' has no len()"),
+        (lambda s, b, h, i, j: s / (1 // 0), ZeroDivisionError, "by zero"),
+    ],
+)
+def test_an_error_of_the_users_own_stays_as_it_is(function, kind: type[Exception], own: str) -> None:
+    with pytest.raises(kind, match=re.escape(own)) as error:
+        Score(function)
+    assert not isinstance(error.value, UnsupportedProblem)
 
 
 def test_long_functions_are_refused() -> None:

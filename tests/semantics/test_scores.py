@@ -465,6 +465,7 @@ WRONG = [
     ({"softcap": 0.0}, "softcap must be a positive finite number; got 0.0"),
     ({"softcap": np.inf}, "softcap must be a positive finite number; got inf"),
     ({"softcap": "2"}, "softcap must be a positive finite number; got '2'"),
+    ({"softcap": 2**2000}, "softcap must be a positive finite number; got an int of 2001 bits"),
     ({"softcap": True}, "softcap must be a positive finite number; got True"),
     ({"bias": np.zeros((3, 3), bool)}, "bias must be .*; got bool: a bool array is a mask: give it as mask="),
     ({"bias": np.zeros((3, 3), int)}, "bias must be .*; got int64: convert it with bias.astype"),
@@ -474,7 +475,7 @@ WRONG = [
     ({"score": scores.alibi(np.zeros(2)), "wrt": "slope"}, "wrt must name arrays .* there are 'slopes'; got 'slope'"),
     (
         {"score": scores.relative_position(np.zeros((2, 8)), bidirectional=True), "wrt": "bucket"},
-        "wrt must name real arrays; got 'bucket', which holds integers and has no gradient",
+        "wrt must name real arrays; got 'bucket', which holds no reals and has no gradient",
     ),
     ({"score": scores.bias(Q[:, :, :3]), "bias": Q[:, :, :3] + 1}, "bias names an array of bias and another of bias"),
 ]
