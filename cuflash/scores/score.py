@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from .trace import trace
 
 MAX_ARRAYS = 8
 RESERVED = ("q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "dropout_seed", "s", "b", "h", "i", "j")
+# Prints a program as CUDA: compiler.score_text, which depends on this module and not the other way round, sets it.
+print_program: Callable[[Program], str]
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
@@ -77,9 +79,6 @@ class Score:
     >>> cuflash.attention(q, k, v, score=score).shape
     (2, 16, 8)
     """
-
-    # Prints a program as CUDA: compiler.score_text, which depends on this package and not the other way round, sets it.
-    print_program: ClassVar[Callable[[Program], str]]
 
     def __init__(self, function: Callable[..., Any], /, **arrays: Any) -> None:
         reserved = [name for name in arrays if name in RESERVED]
@@ -192,7 +191,7 @@ class Score:
         reasons = flag_reasons("backward", backward)
         if reasons:
             raise UnsupportedProblem(reasons)
-        return Score.print_program(derived(self.program) if backward else self.program)
+        return print_program(derived(self.program) if backward else self.program)
 
     def __matmul__(self, other: Any) -> Score:
         """The score ``s -> self(other(s))``."""

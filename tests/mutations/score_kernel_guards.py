@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +15,11 @@ import cuflash
 import numpy as np
 from cuflash import masks, scores
 from cuflash.compiler import source as sources
-from cuflash.testing import Example, assert_within_bounds
+from cuflash.executors.sim import Simulator
+from cuflash.sim import Schedule
+from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import SIM
+from poison import call
 from probing import assert_expected, exact_sums
 from test_score_kernels import (
     MASKS, WRT, Probe, check_few_queries, check_past_the_end, check_shared_elements, check_shown_text, normal_call,
@@ -48,6 +52,16 @@ def simt_is_exact() -> None:
     _check("simt", "lengths")
     _check("simt", "nothing")
     _check("simt", "lengths", ("at",), deterministic=True)
+
+
+def simt_waits_for_its_warps() -> None:
+    """Gradients with a score function are within their bounds with threads out of order, in poisoned memory."""
+    example = Structure(num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=24, value_dim=20).example()
+    example = example.but(score=scores.softcap(2.0))
+    made = cuflash.plan(example.q, example.k, example.v, score=example.score, executor="sim", kernel="simt")
+    for seed in range(3):
+        machine = Simulator(Schedule(seed=seed, order="random"))
+        call(example, SIM, machine, check=partial(assert_within_bounds, example), made=made)
 
 
 def naive_is_exact() -> None:

@@ -6,7 +6,7 @@ from mutations.planting import Edit
 from mutations.score_kernel_guards import (
     exact_sums_are_right, hopper_gradients_are_exact, naive_is_exact, nothing_past_the_end_matters,
     packed_heads_are_exact, printed_functions_are_exact, repeatable_sums_are_planned, repeatable_sums_are_right,
-    shown_functions_are_those_of_kernels, simt_is_exact, sm80_is_exact, sm90_is_exact,
+    shown_functions_are_those_of_kernels, simt_is_exact, simt_waits_for_its_warps, sm80_is_exact, sm90_is_exact,
     warps_that_share_elements_are_exact,
 )  # fmt: skip
 
@@ -85,6 +85,18 @@ FAULTS = {
         ),
         "batch entries are taken from the first axis on": Edit(
             "attention/score_math.cuh", "leading_offset", "b /= extent;", ""
+        ),
+    },
+    simt_waits_for_its_warps: {
+        "P of a score function is read before it is there": Edit(
+            "simt/backward.cu", "simt_backward",
+            "{ __syncthreads(); tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem); }",
+            "{ tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem); }",
+        ),
+        "dO is overwritten before it is read": Edit(
+            "simt/backward.cu", "simt_backward",
+            "} __syncthreads(); if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(",
+            "} if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(",
         ),
     },
     naive_is_exact: {
