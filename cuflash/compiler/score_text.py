@@ -16,9 +16,9 @@ import numpy as np
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
-from ..scores import score
 from ..scores.products import of_products
 from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
+from ..scores.score import Printing
 from .uniform_text import KINDS, UniformText
 
 _ELEMENTS = {
@@ -80,7 +80,7 @@ def text(
     return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins).text()
 
 
-score.print_program = text
+Printing.text = text
 
 
 class Printer:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,9 +20,13 @@ from .trace import trace
 
 MAX_ARRAYS = 8
 RESERVED = ("q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "dropout_seed", "s", "b", "h", "i", "j")
-# Prints a program as CUDA: compiler.score_text, which depends on this module and not the other way round, sets it.
-print_program: Callable[[Program], str]
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+class Printing:
+    """What prints a program as CUDA: `compiler.score_text`, which imports this module and not the other way round."""
+
+    text: ClassVar[Callable[[Program], str]]
 
 
 class Score:
@@ -61,8 +65,8 @@ class Score:
     Notes
     -----
     ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf hides a key, as a mask does, but skips no work. At ties of
-    np.minimum and np.maximum the first argument has the derivative; abs and sign have 0 at 0; of np.where only the
-    branch that is chosen has one.
+    np.minimum and np.maximum the first argument has the derivative; abs and sign have 0 at 0, and so has a power of 0 by
+    its exponent; of np.where only the branch that is chosen has one.
 
     Examples
     --------
@@ -191,7 +195,7 @@ class Score:
         reasons = flag_reasons("backward", backward)
         if reasons:
             raise UnsupportedProblem(reasons)
-        return print_program(derived(self.program) if backward else self.program)
+        return Printing.text(derived(self.program) if backward else self.program)
 
     def __matmul__(self, other: Any) -> Score:
         """The score ``s -> self(other(s))``."""

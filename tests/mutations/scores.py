@@ -104,6 +104,9 @@ FAULTS = {
             PROGRAM, "_ReverseSweep._through", 'put.binary("mul", n, n)', "n"
         ),
         "sqrt lacks a half": Edit(PROGRAM, "_ReverseSweep._through", "times(g, put.const(0.5))", "g"),
+        "the exponent of 0 has an infinite slope": Edit(
+            PROGRAM, "_ReverseSweep._terms_of_power", 'put.instructions[a].op != "number"', "False"
+        ),
         "a power keeps its exponent": Edit(
             PROGRAM, "_ReverseSweep._terms_of_power", 'put.binary("sub", b, self.one)', "b"
         ),
@@ -116,8 +119,14 @@ FAULTS = {
         ),
     },
     errors_hold: {
+        "a difference of equal integers may be anything": Edit(
+            ROUNDOFF, "_real_error", "np.equal(x, 0) & np.equal(given, 0)", "False"
+        ),
+        "0 to a power may be anything": Edit(
+            ROUNDOFF, "_error_of_power", "np.equal(a.value, 0) & np.equal(a.error, 0)", "False"
+        ),
         "a sum forgets its second term": Edit(
-            ROUNDOFF, "_real_error", "error = args[0].error + args[1].error", "error = args[0].error"
+            ROUNDOFF, "_real_error", "given = args[0].error + args[1].error", "given = args[0].error"
         ),
         "a product forgets a factor": Edit(
             ROUNDOFF, "_error_of_product", "np.abs(a.value) * b.error +", ""

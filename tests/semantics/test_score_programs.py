@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import pickle
 import re
+from types import ModuleType
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import cuflash
 from cuflash import UnsupportedProblem
 from cuflash.masks.shape import MaskShape
 from cuflash.scores import Score
@@ -113,6 +116,21 @@ def capped(s, b, h, i, j, slope):
 
 
 SLOPE = np.array([0.5, 0.25], np.float32)
+
+
+def check_exact_zeros(library: ModuleType = cuflash) -> None:
+    """A power of the distance has no error where the distance is 0, and a finite one elsewhere."""
+    roundoff, evaluation = (importlib.import_module(f"{library.__name__}.scores.{x}") for x in ("roundoff", "values"))
+    power = np.array(0.5, np.float32)
+    score = library.Score(lambda s, b, h, i, j, power: s - np.abs(i - j) ** power, power=power)
+    (i, j), s = np.ogrid[:3, :3], np.zeros((3, 3))
+    operands, model = evaluation.Operands(score.numbers, (power,)), roundoff.Arithmetic(2.0**-24, 1e-38, 1e38)
+    ((_, error),) = roundoff.values_and_errors(score.program, operands, s, 0.0, 0, 0, i, j, model)
+    assert (error[i == j] == 0).all() and (error[i != j] > 0).all() and np.isfinite(error).all()
+
+
+def test_a_power_of_0_is_exact() -> None:
+    check_exact_zeros()
 
 
 def test_equal_instructions_are_one_and_unused_ones_are_none() -> None:
@@ -250,6 +268,8 @@ def test_ties_and_corners_have_the_derivative_that_is_promised() -> None:
     assert slope_of(lambda s, b, h, i, j: np.sqrt(s), 0.0) == np.inf
     assert slope_of(lambda s, b, h, i, j: s**3, 2.0) == 12
     assert slope_of(lambda s, b, h, i, j: 2.5**s, 0.0) == np.log(2.5)
+    assert slope_of(lambda s, b, h, i, j: np.abs(i - j) ** s, 0.5) == 0
+    assert slope_of(lambda s, b, h, i, j: (2.0 + j) ** s, 0.0) == np.log(2)
 
 
 # Errors

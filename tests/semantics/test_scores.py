@@ -70,6 +70,9 @@ TEN = {
     "learnable number": Score(lambda s, b, h, i, j, tau: s * tau + tau, tau=np.array(0.7, np.float32)),
     "boost": Score(lambda s, b, h, i, j: np.where(np.abs(i - j) <= 8, 2 * s, s)),
     "softcap and alibi": scores.alibi(SLOPES) @ scores.softcap(2.0),
+    "power of the distance": Score(
+        lambda s, b, h, i, j, power: s - 0.1 * np.abs(i - j) ** power[h], power=PER_HEAD
+    ),
     "polynomial": Score(lambda s, b, h, i, j: np.log(1.0 + s * s) + s**3 / 10.0),
 }
 
