@@ -196,7 +196,8 @@ class Dropout:
         *leading, seqlen_q, seqlen_kv = shape
         lengths = {"queries": (queries, seqlen_q), "keys": (keys, seqlen_kv)}
         reasons = [
-            f"{name} must be an int array of one axis, of 0 to {length - 1}; got {_described_places(given)}"
+            f"{name} must be an int array of one axis, of 0 to {length - 1} for this shape; "
+            f"got {_described_places(given)}"
             for name, (given, length) in lengths.items()
             if given is not None and not _is_places(given, length)
         ]

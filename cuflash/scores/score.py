@@ -64,9 +64,9 @@ class Score:
 
     Notes
     -----
-    ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf hides a key, as a mask does, but skips no work. At ties of
-    np.minimum and np.maximum the first argument has the derivative; abs and sign have 0 at 0, and so has a power of 0 by
-    its exponent; of np.where only the branch that is chosen has one.
+    ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf hides a key, as a mask does, but skips no work. At ties of np.minimum
+    and np.maximum the first argument has the derivative; abs and sign have 0 at 0, and so has a power of 0 by its
+    exponent; of np.where only the branch that is chosen has one.
 
     Examples
     --------

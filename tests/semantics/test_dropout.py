@@ -280,9 +280,9 @@ def test_all_that_is_wrong_with_a_dropout_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("places", "told"),
     [
-        ({"queries": [1, 2]}, r"queries must be an int array of one axis, of 0 to 2; got \[1, 2\]"),
-        ({"queries": np.array([0, 3])}, r"queries must be .* of 0 to 2; got 0\.\.3"),
-        ({"keys": np.array([-1, 4])}, r"keys must be .* of 0 to 4; got -1\.\.4"),
+        ({"queries": [1, 2]}, r"queries must be an int array of one axis, of 0 to 2 for this shape; got \[1, 2\]"),
+        ({"queries": np.array([0, 3])}, r"queries must be .* of 0 to 2 for this shape; got 0\.\.3"),
+        ({"keys": np.array([-1, 4])}, r"keys must be .* of 0 to 4 for this shape; got -1\.\.4"),
         ({"keys": np.array([0.0])}, "keys must be .*; got an array of shape .* and dtype float64"),
     ],
 )

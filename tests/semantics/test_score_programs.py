@@ -433,6 +433,7 @@ def test_integers_lie_within_their_ranges(formula: Formula, seed: int) -> None:
 
 RANGES = [
     (lambda i, j, x: i - j, 20, "near may be -19..9 and the axis has 20: clip it, np.clip(i - j, 0, 19)"),
+    (lambda i, j, x: -j, 20, "near may be -19..0 and the axis has 20: clip it, np.clip(-j, 0, 19)"),
     (lambda i, j, x: np.clip(i - j, 0, 4), 5, ""),
     (lambda i, j, x: np.clip(i - j, 0, 5), 5, "index 0 of near may be 0..5 and the axis has 5"),
     (lambda i, j, x: abs(i - j), 20, ""),
