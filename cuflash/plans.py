@@ -616,9 +616,9 @@ class Plan:
         """Why the executor cannot reach an array, or walk it."""
         wanted_namespace = _NAMESPACES[self.executor]
         if namespace(array).__name__ != wanted_namespace:
+            fix = "copy it with cupy.asarray" if wanted_namespace == "cupy" else "copy it with its get()"
             return [
-                f"{name} must be a {wanted_namespace} array for executor={self.executor!r}; "
-                f"got {kind_of(array)}: copy it with {wanted_namespace}.asarray"
+                f"{name} must be a {wanted_namespace} array for executor={self.executor!r}; got {kind_of(array)}: {fix}"
             ]
         reasons = [] if self.executor == "cpu" else layout_reasons(name, array)
         if self.executor == "gpu":

@@ -146,7 +146,8 @@ def place_reasons(name: str, array: Array, like: Array) -> list[str]:
     """Why an array is not where a cache's array is."""
     if namespace(array) is not namespace(like):
         home = namespace(like).__name__
-        return [f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {home}.asarray"]
+        fix = "copy it with cupy.asarray" if home == "cupy" else "copy it with its get()"
+        return [f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: {fix}"]
     if device_number(array) != device_number(like):
         return [
             f"{name} must be on the cache's device, {device_number(like)}; got device {device_number(array)}: "
