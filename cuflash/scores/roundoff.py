@@ -10,7 +10,7 @@ so that they hold where they are large. Each operation then adds its own roundof
 
 An integer that becomes a real errs by 1 beyond 1 / ua. Where a comparison of reals may turn out either way, `where`
 errs by the difference of its branches too. What underflow loses is added to each result, and a result that may overflow
-has an error of inf.
+has an error of inf. A sum of exact terms that is 0, and a positive power of an exact 0, are exact.
 """
 
 from __future__ import annotations
