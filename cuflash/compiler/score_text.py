@@ -18,6 +18,7 @@ from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
 from ..scores.products import of_products
 from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
+from ..scores.score import Printing
 from .uniform_text import KINDS, UniformText
 
 _ELEMENTS = {
@@ -77,6 +78,9 @@ def text(
         facts = {"kTakesProducts": True, "kIsUnscaled": is_unscaled}
         return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins, facts).text()
     return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins).text()
+
+
+Printing.text = text
 
 
 class Printer:

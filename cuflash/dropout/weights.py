@@ -171,7 +171,7 @@ class Dropout:
         shape : tuple of int
             (*batch, num_heads, seqlen_q, seqlen_kv), or (seqlen_q, seqlen_kv) for one head.
         queries, keys : int array of one axis, optional
-            Rows and columns of the result; all of them unless given.
+            Rows and columns of the result, from 0 on; all of them unless given.
 
         Returns
         -------
@@ -196,9 +196,10 @@ class Dropout:
         *leading, seqlen_q, seqlen_kv = shape
         lengths = {"queries": (queries, seqlen_q), "keys": (keys, seqlen_kv)}
         reasons = [
-            f"{name} must be an int array of one axis; got {describe(given)}"
-            for name, (given, _) in lengths.items()
-            if given is not None and not _is_places(given)
+            f"{name} must be an int array of one axis, of 0 to {length - 1} for this shape; "
+            f"got {_described_places(given)}"
+            for name, (given, length) in lengths.items()
+            if given is not None and not _is_places(given, length)
         ]
         if isinstance(self.seed, ShapeDtype):
             reasons.append("seed must be a number or an array that holds one; got a ShapeDtype")
@@ -253,5 +254,13 @@ def _seed_reasons(seed: Any) -> list[str]:
     return []
 
 
-def _is_places(value: Any) -> bool:
+def _is_ints(value: Any) -> bool:
     return is_array(value) and value.ndim == 1 and value.dtype.kind in "iu"
+
+
+def _is_places(value: Any, length: int) -> bool:
+    return _is_ints(value) and bool(((value >= 0) & (value < length)).all())
+
+
+def _described_places(value: Any) -> str:
+    return f"{value.min()}..{value.max()}" if _is_ints(value) else describe(value)

@@ -108,7 +108,7 @@ def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tupl
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise UnsupportedProblem([f"wrt must be a name or a tuple of names; got {describe(wrt)}: wrt='sink' is one"])
     reasons = [
-        f"wrt must name real arrays; got {name!r}, which holds integers and has no gradient"
+        f"wrt must name real arrays; got {name!r}, which holds no reals and has no gradient"
         if name in integers
         else _no_gradient(name, known)
         for name in dict.fromkeys(names)

@@ -78,7 +78,7 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
 
 def softcap_reasons(cap: Any) -> list[str]:
     """Why a number cannot cap scores."""
-    if is_number(cap) and 0 < cap and math.isfinite(cap):
+    if is_number(cap) and 0 < cap <= sys.float_info.max:
         return []
     return [f"softcap must be a positive finite number; got {describe(cap)}"]
 

@@ -511,7 +511,10 @@ class _ReverseSweep:
         put, times = self.builder, self._times
         terms = [(a, times(g, put.binary("mul", b, put.binary("pow", a, put.binary("sub", b, self.one)))))]
         if put.instructions[b].op not in ("const", "number", "real"):
-            terms.append((b, times(g, put.binary("mul", n, put.unary("log", a)))))
+            by_exponent = times(g, put.binary("mul", n, put.unary("log", a)))
+            if put.instructions[a].op != "number":  # no number is 0, whose logarithm is infinite and whose slope is 0
+                by_exponent = put.where(put.binary("ne", a, self.zero), by_exponent, self.zero)
+            terms.append((b, by_exponent))
         return terms
 
     def _times(self, g: int, factor: int) -> int:

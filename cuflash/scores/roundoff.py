@@ -10,7 +10,7 @@ so that they hold where they are large. Each operation then adds its own roundof
 
 An integer that becomes a real errs by 1 beyond 1 / ua. Where a comparison of reals may turn out either way, `where`
 errs by the difference of its branches too. What underflow loses is added to each result, and a result that may overflow
-has an error of inf.
+has an error of inf. A sum of exact terms that is 0, and a positive power of an exact 0, are exact.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _real_error(
         either = np.abs(np.subtract(first.value, second.value)) + np.maximum(first.error, second.error)
         return np.where(condition.error, either, chosen)
     if op in ("add", "sub"):
-        error = args[0].error + args[1].error
-        error = error + ua * (np.abs(x) + error) + model.wa
+        given = args[0].error + args[1].error
+        error = np.where(np.equal(x, 0) & np.equal(given, 0), 0, given + ua * (np.abs(x) + given) + model.wa)
         return np.where(np.isinf(x) & np.isfinite(args[0].error + args[1].error), 0, error)
     if op == "mul":
         return _error_of_product(x, args[0], args[1], model)
@@ -161,14 +161,18 @@ def _error_of_quotient(x: Any, a: _Pair, b: _Pair, model: Arithmetic) -> Any:
 
 
 def _error_of_power(x: Any, a: _Pair, b: _Pair, model: Arithmetic) -> Any:
-    """x = exp(b log(a)), for an a that cannot be 0; of b = 1 or 0, where kernels and NumPy err less, too."""
+    """x = exp(b log(a)), for an a that cannot be 0; of b = 1 or 0, where kernels and NumPy err less, too.
+
+    0 to a positive power is 0 exactly.
+    """
     log = np.log(np.abs(a.value))
     e_log = _error_of_log(log, _Pair(np.abs(a.value), a.error), model)
     exponent = np.abs(b.value) * e_log + np.abs(log) * b.error + b.error * e_log
     exponent = exponent + 2 * model.ua * (np.abs(b.value * log) + exponent)
     is_integer = np.equal(np.trunc(b.value), b.value) & np.equal(b.error, 0)
     error = np.abs(x) * (np.expm1(exponent) + 4 * model.ua * np.exp(exponent)) + model.wa
-    return np.where((a.value > 0) | is_integer, error, np.inf)
+    error = np.where((a.value > 0) | is_integer, error, np.inf)
+    return np.where(np.equal(a.value, 0) & np.equal(a.error, 0) & (b.value > b.error), 0, error)
 
 
 def _error_of_exp(x: Any, a: _Pair, model: Arithmetic, base: float = 1.0) -> Any:

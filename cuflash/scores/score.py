@@ -6,21 +6,27 @@ import operator
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, ShapeDtype, describe, is_array, no_array
+from ..arrays import DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, no_array
 from ..errors import UnsupportedProblem
 from ..layouts import (
     dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
 )  # fmt: skip
-from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curvature
+from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curvature, derived
 from .trace import trace
 
 MAX_ARRAYS = 8
 RESERVED = ("q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "dropout_seed", "s", "b", "h", "i", "j")
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+class Printing:
+    """What prints a program as CUDA: `compiler.score_text`, which imports this module and not the other way round."""
+
+    text: ClassVar[Callable[[Program], str]]
 
 
 class Score:
@@ -58,9 +64,9 @@ class Score:
 
     Notes
     -----
-    ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf hides a key, as a mask does, but skips no work. At ties of
-    np.minimum and np.maximum the first argument has the derivative; abs and sign have 0 at 0; of np.where only the
-    branch that is chosen has one.
+    ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf hides a key, as a mask does, but skips no work. At ties of np.minimum
+    and np.maximum the first argument has the derivative; abs and sign have 0 at 0, and so has a power of 0 by its
+    exponent; of np.where only the branch that is chosen has one.
 
     Examples
     --------
@@ -158,6 +164,38 @@ class Score:
         if shapes:
             raise UnsupportedProblem([f"{name} must be an array here; got its shape alone" for name in shapes])
         return self.function(s, b, h, i, j, **{name: _readable(name, array) for name, array in self.arrays.items()})
+
+    def cuda(self, *, backward: bool = False) -> str:
+        """The function as CUDA C++: what kernels are compiled with, for those who want to see it.
+
+        `value` is run for each score. What depends on batch entry and head alone is computed in `of_tile`, and what
+        depends on the query or the key too in `of_query` and `of_key`. Numbers are arguments.
+
+        Parameters
+        ----------
+        backward : bool
+            The text for backward kernels of a call without ``wrt=``: `value` gives the slope df/ds too.
+
+        Returns
+        -------
+        str
+            The text. Hopper's kernels are given the products q . k and elements of large arrays, and so have another.
+
+        Raises
+        ------
+        UnsupportedProblem
+            `backward` is neither True nor False.
+
+        Examples
+        --------
+        >>> text = Score(lambda s, b, h, i, j: np.where(i < j, s, 30 * np.tanh(s / 30))).cuda()
+        >>> [line.strip() for line in text.splitlines() if "tangent" in line]
+        ['const T x7 = tangent(x6);']
+        """
+        reasons = flag_reasons("backward", backward)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return Printing.text(derived(self.program) if backward else self.program)
 
     def __matmul__(self, other: Any) -> Score:
         """The score ``s -> self(other(s))``."""

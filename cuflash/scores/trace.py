@@ -17,6 +17,7 @@ from .program import COORDINATES, ArrayType, Builder, Program, ProgramError
 
 MAX_OPERATIONS = 256
 MAX_NUMBERS = 24
+_SYMBOL = "a symbol"  # what a symbol is written as, in messages of other libraries too
 _CO_VAR = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 _UFUNCS: dict[Any, str] = {
@@ -67,7 +68,7 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
         The function does what no program can; the reason names the function and the line.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    builder = Builder(arrays.values())
+    builder = _Tracer(arrays.values())
     symbols = [Symbol(builder, n) for n in builder.put_inputs()]
     captured = {
         array.name: ArraySymbol(builder, number) if array.rank else Symbol(builder, builder.load(number, ()))
@@ -79,6 +80,11 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
         program, numbers = _finished(builder, builder.real(_number_of(builder, result, is_result=True)))
     except ProgramError as error:
         raise UnsupportedProblem([f"{_place(error, name)}: {error}"]) from None
+    except (IndexError, TypeError, ValueError) as error:
+        refusal = builder.refusal or _refusal_of_others(error)
+        if refusal is None:
+            raise
+        raise UnsupportedProblem([f"{_place(error, name)}: {refusal}"]) from error
     reasons = []
     if len(program.instructions) > MAX_OPERATIONS:
         reasons.append(f"{name} has {len(program.instructions)} operations; {MAX_OPERATIONS} is the most")
@@ -89,6 +95,23 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
     if reasons:
         raise UnsupportedProblem(reasons)
     return program, numbers
+
+
+class _Tracer(Builder):
+    """A builder that keeps why a symbol was no number: a library whose array it indexes raises an error of its own."""
+
+    refusal: str | None = None
+
+
+def _refusal_of_others(error: Exception) -> str | None:
+    """Return why a function or an operator that takes no symbols is refused; None for any other error."""
+    told = str(error).partition("\n")[0].rstrip(":")
+    if isinstance(error, ValueError) or not any(name in told for name in (Symbol.__name__, _SYMBOL)):
+        return None
+    return (
+        f"{told}: use NumPy's functions and Python's operators on s, b, h, i and j, and arrays by name, "
+        f"Score(f, table=table)"
+    )
 
 
 class _Finished(NamedTuple):
@@ -132,7 +155,7 @@ class Symbol:
     __slots__ = ("_builder", "_n")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, builder: Builder, n: int) -> None:
+    def __init__(self, builder: _Tracer, n: int) -> None:
         self._builder, self._n = builder, n
 
     def __getattr__(self, name: str) -> Any:
@@ -141,7 +164,7 @@ class Symbol:
         raise ProgramError(f"a value that is yet to come has no .{name}: use NumPy's functions, as in np.clip(x, 0, 1)")
 
     def __repr__(self) -> str:
-        return f"a symbol ({self._builder.kind(self._n)})"
+        return f"{_SYMBOL} ({self._builder.kind(self._n)})"
 
     def apply(self, op: str, *inputs: Any) -> Symbol:
         """The operation of a program on symbols and numbers."""
@@ -272,10 +295,11 @@ class Symbol:
         )
 
     def _no_number(self, *_: Any) -> NoReturn:
-        raise ProgramError(
+        self._builder.refusal = (
             "a value that is yet to come is no number of Python's: use NumPy's functions in place of math's, and "
-            "arrays by name in place of lists"
+            "arrays by name in place of lists and of arrays from outside, Score(f, table=table)"
         )
+        raise ProgramError(self._builder.refusal)
 
     __float__ = __int__ = __complex__ = __index__ = __len__ = __iter__ = __getitem__ = __round__ = _no_number
     __trunc__ = __floor__ = __ceil__ = _no_number
@@ -287,7 +311,7 @@ class ArraySymbol:
     __slots__ = ("_array", "_builder", "_number")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, builder: Builder, number: int) -> None:
+    def __init__(self, builder: _Tracer, number: int) -> None:
         self._builder, self._number = builder, number
         self._array = builder.arrays[number]
 
@@ -394,11 +418,12 @@ def _require_signature(
         raise UnsupportedProblem([f"{name} must take ({wanted}); got {name}{signature}: {error}"]) from None
 
 
-def _place(error: ProgramError, name: str) -> str:
+def _place(error: Exception, name: str) -> str:
     """The function's line that an error comes from, with its text where the source is at hand."""
     found: tuple[FrameType, int] | None = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__") not in (__name__, Builder.__module__):
+        module = frame.f_globals.get("__name__", "")
+        if module not in (__name__, Builder.__module__) and module.partition(".")[0] != "numpy":
             found = frame, line
     if found is None:
         return name

@@ -77,7 +77,7 @@ _SLOPES: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.subtract: lambda r, x, y: (1, -1),
     np.multiply: lambda r, x, y: (y, x),
     np.divide: lambda r, x, y: (1 / y, -x / y / y),
-    np.power: lambda r, x, y: (y * np.power(x, y - 1.0), r * np.log(np.where(np.greater(x, 0), x, 1))),
+    np.power: lambda r, x, y: (y * np.power(x, y - 1.0), r * np.log(np.where(np.equal(x, 0), 1, x).astype(r.dtype))),
     np.negative: lambda r, x: (-1,),
     np.absolute: lambda r, x: (np.sign(x),),
     np.square: lambda r, x: (2 * x,),

@@ -52,6 +52,12 @@ ARRAYS: dict[str, _Kind] = {
 }
 _REALS = [name for name, kind in ARRAYS.items() if kind.dtype == "real"]
 
+
+def _log_or_0(x: Any) -> Any:
+    with np.errstate(invalid="ignore", divide="ignore"):  # of numbers, where a program has symbols
+        return np.where(x > 0, np.log(x), 0.0)
+
+
 _FUNCTIONS: dict[str, Any] = {
     "add": np.add,
     "sub": np.subtract,
@@ -79,9 +85,10 @@ _FUNCTIONS: dict[str, Any] = {
     "exp2_tanh": lambda x: np.exp2(np.tanh(x)),
     "log": lambda x: np.log(1.0 + np.square(x)),
     "log2": lambda x: np.log2(0.5 + np.abs(x)),
-    "log_or_0": lambda x: np.where(x > 0, np.log(x), 0.0),
+    "log_or_0": _log_or_0,
     "sqrt": lambda x: np.sqrt(np.abs(x) + 0.25),
     "power": lambda x: (np.abs(x) + 0.5) ** 1.5,
+    "power_of": lambda x, y: np.power(np.minimum(np.abs(x), 4), np.exp(np.tanh(y))),
     "over": lambda x, y: x / (1.0 + np.abs(y)),
     "reciprocal": lambda x: np.reciprocal(2.0 + np.square(x)),
 }
@@ -149,7 +156,9 @@ def _reals(depth: int) -> st.SearchStrategy[Tree]:
     quotient = st.builds(lambda tree, by: ("divide", tree, ("number", by)), inner, st.sampled_from(_DIVISORS))
     # A divisor that is no number is divided by, bit for bit; by other numbers a program multiplies with reciprocals.
     over = st.builds(lambda tree, by: ("over", tree, ("add", ("s",), by)), inner, inner)
-    return st.one_of(*leaves, unary, binary, choice, quotient, over)
+    # The base is 0 where positions are equal, and has no derivative; the exponent has one.
+    power = st.builds(lambda base, exponent: ("power_of", base, exponent), _integers(0), inner)
+    return st.one_of(*leaves, unary, binary, choice, quotient, over, power)
 
 
 @cache

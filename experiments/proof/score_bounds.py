@@ -12,7 +12,7 @@ it ended: shards of the same size and commit are not drawn again, unless the com
 is written after each shard, and its column `examples` says how many it stands for.
 
 Expect: never above 1.
-Found:  at most 0.67 of the bound in the 2500 examples of each dtype and more that were drawn when this was published.
+Found:  at most 0.67 of the bound in the 20,000 examples of each dtype that are published.
 
 Cost: 40 ms of one core for each example.
 """

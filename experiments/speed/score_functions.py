@@ -1,15 +1,17 @@
-"""What does a score function, a bias or a sink cost? Each against plain attention, and against FlexAttention.
+"""What does a score function, a bias or a sink cost? Each against plain attention, and against the best peer.
 
     python -m experiments score_functions                                    # 8192 tokens, 16 heads of 128, bfloat16
-    python -m experiments score_functions --scores softcap,bias --peers ''   # two of them, without FlexAttention
+    python -m experiments score_functions --scores softcap,bias --peers ''   # two of them, without peers
 
-Needs an NVIDIA GPU and CuPy; PyTorch for the peer. Before a case is timed, its results and gradients for a shorter
-problem, by the same family of kernels, must be within their error bounds. Times are of the device's part of `attention`
-and of a `vjp`, called on CuPy arrays in turn with plain attention, with the level-2 cache written over before each
-call. TFLOP/s count the products of plain attention. of_plain is the time of plain attention over the case's; ratio is
-the peer's time over ours. All heads share one bias in the cases of that name; gradients of the repeatable one have
-deterministic=True, which plain attention beside it and FlexAttention have not. FlexAttention's tanh is exact, its
-backward pass gives the gradient of a captured array where the case asks for one, and it has no sink.
+Needs an NVIDIA GPU and CuPy; PyTorch for FlexAttention, and flash-attn-4 for FlashAttention-4. Before a case is
+timed, its results and gradients for a shorter problem, by the same family of kernels, must be within their error
+bounds. Times are of the device's part of `attention` and of a `vjp`, called on CuPy arrays in turn with plain
+attention, with the level-2 cache written over before each call. TFLOP/s count the products of plain attention.
+of_plain is the time of plain attention over the case's; ratio is the time of the fastest peer over ours. All heads
+share one bias in the cases of that name; gradients of the repeatable one have deterministic=True, which plain
+attention beside it and peers have not. FlexAttention's tanh is exact, its backward pass gives the gradient of a
+captured array where the case asks for one, and it has no sink. FlashAttention-4 is timed with its cap, by the GPU's
+own tanh, and with its sink, of which its backward pass gives no gradient here.
 
 Found:  a sink costs nothing that can be measured, and a bias with its gradient costs the most; docs/scores.md has the
 table.
@@ -31,6 +33,7 @@ from rich.table import Table
 from workloads import flops
 
 BUCKETS, MAX_DISTANCE, CAP = 32, 128, 50.0
+WIDTH = 64  # pixels of a row of the image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +42,18 @@ class Config:
 
     scores: tuple[str, ...] = (
         "alibi", "temperature", "softcap", "softcap_fast", "bias", "shared_bias", "shared_bias_repeatable",
-        "relative_position", "sink",
+        "relative_position", "relative_position_2d", "sink",
     )  # fmt: skip
     masks: tuple[str, ...] = ("full", "causal")
     seqlen: int = 8192
     num_heads: int = 16
     head_dim: int = 128
-    peers: tuple[str, ...] = ("flex",)
+    peers: tuple[str, ...] = ("flex", "flash_attn_4")
     repeats: int = 20
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peers", tuple(filter(None, self.peers)))
-        check_names(self, {"scores": CASES, "masks": ("full", "causal"), "peers": ("flex",)})
+        check_names(self, {"scores": CASES, "masks": ("full", "causal"), "peers": PEERS})
         if min(self.seqlen, self.num_heads, self.head_dim, self.repeats) < 1:
             raise ValueError("lengths, dims and repeats must be positive")
 
@@ -63,6 +66,7 @@ class Case:
     options: Callable[[dict[str, Any]], dict[str, Any]]
     wrt: tuple[str, ...] = ()
     flex: Callable[[dict[str, Any]], Callable[..., Any]] | None = None
+    flash_attn_4: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     deterministic: bool = False
 
 
@@ -91,6 +95,17 @@ def _tables(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
     return {"table": np.random.default_rng(1).standard_normal((num_heads, BUCKETS), np.float32)}
 
 
+def _offsets(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
+    shape = (num_heads, 2 * -(-seqlen // WIDTH) - 1, 2 * WIDTH - 1)
+    return {"table": np.random.default_rng(1).standard_normal(shape, np.float32)}
+
+
+def _flex_offsets(arrays: dict[str, Any]) -> Callable[..., Any]:
+    table = arrays["table"]
+    rows, columns = table.shape[1] // 2, table.shape[2] // 2
+    return lambda s, b, h, i, j: s + table[h, i // WIDTH - j // WIDTH + rows, i % WIDTH - j % WIDTH + columns]
+
+
 def _sinks(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
     return {"sink": np.random.default_rng(1).standard_normal(num_heads, np.float32)}
 
@@ -114,6 +129,10 @@ def _flex_softcap(arrays: dict[str, Any]) -> Callable[..., Any]:
     return lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)
 
 
+def _flash_softcap(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {"softcap": CAP}
+
+
 CASES = {
     "alibi": Case(
         _slopes, lambda arrays: {"score": scores.alibi(arrays["slopes"])},
@@ -123,9 +142,12 @@ CASES = {
         _factors, lambda arrays: {"score": scores.temperature(arrays["factors"])},
         flex=lambda arrays: lambda s, b, h, i, j: s * arrays["factors"][h],
     ),
-    "softcap": Case(lambda *sizes: {}, lambda arrays: {"softcap": CAP}, flex=_flex_softcap),
+    "softcap": Case(
+        lambda *sizes: {}, lambda arrays: {"softcap": CAP}, flex=_flex_softcap, flash_attn_4=_flash_softcap
+    ),
     "softcap_fast": Case(
-        lambda *sizes: {}, lambda arrays: {"score": scores.softcap(CAP, fast=True)}, flex=_flex_softcap
+        lambda *sizes: {}, lambda arrays: {"score": scores.softcap(CAP, fast=True)}, flex=_flex_softcap,
+        flash_attn_4=_flash_softcap,
     ),
     "bias": Case(
         _biases, lambda arrays: {"bias": arrays["bias"]}, ("bias",),
@@ -140,7 +162,14 @@ CASES = {
         lambda arrays: {"score": scores.relative_position(arrays["table"], MAX_DISTANCE, bidirectional=True)},
         ("table",), _flex_table,
     ),
-    "sink": Case(_sinks, lambda arrays: {"sink": arrays["sink"]}, ("sink",)),
+    "relative_position_2d": Case(
+        _offsets, lambda arrays: {"score": scores.relative_position_2d(arrays["table"], WIDTH)}, ("table",),
+        _flex_offsets,
+    ),
+    "sink": Case(
+        _sinks, lambda arrays: {"sink": arrays["sink"]}, ("sink",),
+        flash_attn_4=lambda arrays: {"learnable_sink": arrays["sink"].bfloat16()},
+    ),
 }  # fmt: skip
 
 
@@ -217,6 +246,63 @@ class FlexCase:
         return torch.autograd.grad(self._o, [*self._inputs, *self._captured], self._do, retain_graph=True)
 
 
+class FlashCase:
+    """FlashAttention-4 with a case's options, on the same arrays in its own layout, tokens first."""
+
+    def __init__(self, case: Case, causal: bool, operands: list[Any], do: Any, arrays: dict[str, Any]) -> None:
+        import torch
+        from flash_attn.cute import flash_attn_func
+
+        assert case.flash_attn_4 is not None
+        options = case.flash_attn_4({name: torch.from_dlpack(array) for name, array in arrays.items()})
+        *inputs, self._do = (torch.from_dlpack(x)[None].transpose(1, 2).contiguous() for x in (*operands, do))
+        self._inputs = [x.requires_grad_() for x in inputs]
+        self._attend = lambda q, k, v: flash_attn_func(q, k, v, causal=causal, **options)
+        made = self._attend(*self._inputs)
+        self._o = made[0] if isinstance(made, tuple) else made
+
+    def forward(self) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return self._attend(*self._inputs)
+
+    def backward(self) -> Any:
+        import torch
+
+        return torch.autograd.grad(self._o, self._inputs, self._do, retain_graph=True)
+
+
+PEERS = {"flex": FlexCase, "flash_attn_4": FlashCase}
+
+
+def peers_of(
+    names: tuple[str, ...], case: Case, *given: Any
+) -> tuple[dict[str, FlexCase | FlashCase], dict[str, str]]:
+    """The peers that serve a case, and why others do not."""
+    made, notes = dict[str, FlexCase | FlashCase](), dict[str, str]()
+    for name in names:
+        if getattr(case, name) is None:
+            notes[name] = "is not asked for this"
+            continue
+        try:
+            peer = PEERS[name](case, *given)
+            peer.backward()
+            made[name] = peer
+        except Exception as error:  # whatever a compiler of its own says
+            notes[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
+    return made, notes
+
+
+def best_of(ours_ms: float, theirs_ms: dict[str, float], notes: dict[str, str]) -> Record:
+    """The fastest peer, its time, and that over ours; why there is none where none was timed."""
+    if not theirs_ms:
+        why = "; ".join(f"{name} {note}" for name, note in notes.items())
+        return {"best_peer": why, "peer_ms": None, "ratio": None}
+    best = min(theirs_ms, key=lambda name: theirs_ms[name])
+    return {"best_peer": best, "peer_ms": theirs_ms[best], "ratio": theirs_ms[best] / ours_ms}
+
+
 def measured(config: Config, name: str, mask: str) -> Iterator[Record]:
     """The rows of one case: forward and backward."""
     import cupy
@@ -238,26 +324,20 @@ def measured(config: Config, name: str, mask: str) -> Iterator[Record]:
         },
         "backward": {"plain": lambda: plain_vjp(do), "ours": lambda: vjp(do)},
     }
-    why_no_peer = "" if case.flex is not None else "has no sink"
-    if config.peers and case.flex is not None:
-        try:
-            peer = FlexCase(case, causal, operands, do, arrays)
-            peer.backward()
-            calls["forward"]["peer"], calls["backward"]["peer"] = peer.forward, peer.backward
-        except Exception as error:  # whatever a compiler of its own says
-            why_no_peer = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
+    peers, notes = peers_of(config.peers, case, causal, operands, do, arrays)
+    for name_of_peer, peer in peers.items():
+        calls["forward"][name_of_peer], calls["backward"][name_of_peer] = peer.forward, peer.backward
     for way, timed in calls.items():
         timings = time_on_device(timed, repeats=config.repeats)
-        ours, plain, other = timings["ours"], timings["plain"], timings.get("peer")
+        ours, plain = timings["ours"], timings["plain"]
         shape = {"seqlen": config.seqlen, "num_heads": config.num_heads, "head_dim": config.head_dim}
         work = flops(way, mask, batch=1, **shape)
         specs = getattr(plan.plan.kernels, way).specs
         yield {
             "score": name, "mask": mask, "pass": way, "kernel": specs[way].family,
             **shape, "ms": ours.median_ms, "spread_ms": ours.spread_ms, "tflops": work / ours.median_ms / 1e9,
-            "of_plain": plain.median_ms / ours.median_ms, "best_peer": "flex" if other else why_no_peer,
-            "peer_ms": other.median_ms if other else None,
-            "ratio": other.median_ms / ours.median_ms if other else None, **gpu_versions(),
+            "of_plain": plain.median_ms / ours.median_ms,
+            **best_of(ours.median_ms, {each: timings[each].median_ms for each in peers}, notes), **gpu_versions(),
         }  # fmt: skip
 
 

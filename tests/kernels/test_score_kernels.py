@@ -7,6 +7,7 @@ NumPy computes with integers.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -288,6 +289,26 @@ def test_kernels_with_a_cap_do_not_spill(nvrtc: Any, kernel: str, dtype: str, ch
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (0, "0 0 ()\n"), run.stdout + run.stderr
+
+
+def check_shown_text(kernel: str, library: ModuleType = cuflash) -> None:
+    """`Score.cuda` is what the kernels of a plan are compiled with, and a backward pass has the slope."""
+    q = np.ones((2, 16, 8), np.float16 if kernel == "sm80" else np.float32)
+    made = library.Score(
+        lambda s, b, h, i, j, slope: 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j), slope=np.ones(2, np.float32)
+    )
+    ready = library.plan(q, q, q, score=made, kernel=kernel, executor="sim", device=library.DeviceSpec.gpu("A100"))
+    source = importlib.import_module(f"{library.__name__}.compiler.source").source
+    of_forward, of_backward = made.cuda(), made.cuda(backward=True)
+    assert "slopes.d0 = " in of_backward and "slopes.d0 = " not in of_forward
+    texts = [source(spec) for spec in ready.plan.specs.values() if spec.score is not None]
+    assert any(of_forward in text for text in texts) and any(of_backward in text for text in texts)
+    assert all(of_forward in text or of_backward in text for text in texts)
+
+
+@pytest.mark.parametrize("kernel", ["simt", "sm80"])
+def test_cuda_shows_what_kernels_are_compiled_with(kernel: str) -> None:
+    check_shown_text(kernel)
 
 
 def test_another_number_compiles_nothing() -> None:

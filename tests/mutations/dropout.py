@@ -54,6 +54,8 @@ FAULTS = {
         "an offset may have 33 bits": Edit(
             "dropout/weights.py", "Dropout.__post_init__", "0 <= self.offset <= _MASK", "0 <= self.offset <= 2 * _MASK"
         ),
+        "rows before the first one are taken": Edit("dropout/weights.py", "_is_places", "(value >= 0) &", ""),
+        "the row after the last one is taken": Edit("dropout/weights.py", "_is_places", "< length", "<= length"),
         "the backward pass alone needs the seed": Edit(
             "planning/dropout_launches.py", "dropout_of", "return dropout.draws, (Operand(SEED, (), dtype),)",
             "return dropout.draws._replace(reads_seed=False), ()",

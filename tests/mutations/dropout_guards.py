@@ -54,6 +54,12 @@ def wrong_numbers_are_refused(library: ModuleType) -> None:
         except library.UnsupportedProblem:
             continue
         raise AssertionError(f"{arguments} were taken")
+    for place in (-1, 3):
+        try:
+            library.Dropout(0.5, 0).keep((3, 5), queries=np.array([place]))
+        except library.UnsupportedProblem:
+            continue
+        raise AssertionError(f"row {place} was taken")
     library.Dropout(0, 2**64 - 1, 2**32 - 1)
     q = np.ones((2, 4, 5, 8), np.float32)
     ready = library.plan(q, q, q, dropout=library.Dropout(0.5, library.ShapeDtype((), np.int64)))

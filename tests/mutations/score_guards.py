@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 from mutations.python_guards import hunt, part
-from test_score_programs import EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped, places, told
+from test_score_programs import EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped, check_exact_zeros, places, told
 
 SIGNS = (AssertionError, ValueError, IndexError, TypeError)  # exceptions by which guards see a fault
 SEEDS = st.integers(0, 2**32 - 1)
@@ -91,7 +91,7 @@ def derivatives_are_right(library):
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     dual = part(library, "testing.dual")
 
-    @hunt(formulas_of(library), SEEDS, seeds=3)
+    @hunt(formulas_of(library), SEEDS, seeds=6)
     def check(formula, seed):
         score, operands, s = made(library, formula, seed)
         at, names = places(shape_of(library)), [x.name for x in score.program.arrays if x.kind == "real"]
@@ -157,7 +157,7 @@ def errors_hold(library):
     info = np.finfo(np.float32)
     model = roundoff.Arithmetic(float(info.eps) / 2, float(info.smallest_normal), float(info.max))
 
-    @hunt(formulas_of(library), SEEDS, seeds=3)
+    @hunt(formulas_of(library), SEEDS, seeds=6)
     def check(formula, seed):
         score, operands, s = made(library, formula, seed)
         rng, at = np.random.default_rng(seed), places(shape_of(library))
@@ -172,6 +172,7 @@ def errors_hold(library):
             assert ((off <= error) | np.equal(x, value) | np.isnan(value)).all(), score
 
     functions_err_by_as_much_as_their_argument_lets_them(library, model)
+    check_exact_zeros(library)
 
 
 def functions_err_by_as_much_as_their_argument_lets_them(library, model):

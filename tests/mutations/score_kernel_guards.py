@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,11 +15,14 @@ import cuflash
 import numpy as np
 from cuflash import masks, scores
 from cuflash.compiler import source as sources
-from cuflash.testing import Example, assert_within_bounds
+from cuflash.executors.sim import Simulator
+from cuflash.sim import Schedule
+from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import SIM
+from poison import call
 from probing import assert_expected, exact_sums
 from test_score_kernels import (
-    MASKS, WRT, Probe, check_few_queries, check_past_the_end, check_shared_elements, normal_call,
+    MASKS, WRT, Probe, check_few_queries, check_past_the_end, check_shared_elements, check_shown_text, normal_call,
     normal_example,
 )  # fmt: skip
 from test_sm90_scores import check_hidden_queries
@@ -48,6 +52,16 @@ def simt_is_exact() -> None:
     _check("simt", "lengths")
     _check("simt", "nothing")
     _check("simt", "lengths", ("at",), deterministic=True)
+
+
+def simt_waits_for_its_warps() -> None:
+    """Gradients with a score function are within their bounds with threads out of order, in poisoned memory."""
+    example = Structure(num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=24, value_dim=20).example()
+    example = example.but(score=scores.softcap(2.0))
+    made = cuflash.plan(example.q, example.k, example.v, score=example.score, executor="sim", kernel="simt")
+    for seed in range(3):
+        machine = Simulator(Schedule(seed=seed, order="random"))
+        call(example, SIM, machine, check=partial(assert_within_bounds, example), made=made)
 
 
 def naive_is_exact() -> None:
@@ -94,6 +108,11 @@ def printed_functions_are_exact(library: ModuleType) -> None:
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     made = Probe("float32", batch=(2, 3), lengths=(5, 21))
     made.check(made.found(replace(SIM, kernel="simt"), library=library))
+
+
+def shown_functions_are_those_of_kernels(library: ModuleType) -> None:
+    importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
+    check_shown_text("simt", library)
 
 
 def _repeatable_gradients_are_right(library: ModuleType) -> None:

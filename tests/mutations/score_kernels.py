@@ -6,7 +6,8 @@ from mutations.planting import Edit
 from mutations.score_kernel_guards import (
     exact_sums_are_right, hopper_gradients_are_exact, naive_is_exact, nothing_past_the_end_matters,
     packed_heads_are_exact, printed_functions_are_exact, repeatable_sums_are_planned, repeatable_sums_are_right,
-    simt_is_exact, sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
+    shown_functions_are_those_of_kernels, simt_is_exact, simt_waits_for_its_warps, sm80_is_exact, sm90_is_exact,
+    warps_that_share_elements_are_exact,
 )  # fmt: skip
 
 FAULTS = {
@@ -84,6 +85,18 @@ FAULTS = {
         ),
         "batch entries are taken from the first axis on": Edit(
             "attention/score_math.cuh", "leading_offset", "b /= extent;", ""
+        ),
+    },
+    simt_waits_for_its_warps: {
+        "P of a score function is read before it is there": Edit(
+            "simt/backward.cu", "simt_backward",
+            "{ __syncthreads(); tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem); }",
+            "{ tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem); }",
+        ),
+        "dO is overwritten before it is read": Edit(
+            "simt/backward.cu", "simt_backward",
+            "} __syncthreads(); if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(",
+            "} if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(",
         ),
     },
     naive_is_exact: {
@@ -199,6 +212,11 @@ FAULTS = {
         "both kernels of two walks add gradients": Edit(
             "planning/score_launches.py", None, '_ADDING = ("gradient_scores", "backward", "backward_columns")',
             '_ADDING = ("gradient_scores", "backward_columns")',
+        ),
+    },
+    shown_functions_are_those_of_kernels: {
+        "what is shown of a backward pass has no slope": Edit(
+            "scores/score.py", "Score.cuda", "derived(self.program) if backward else self.program", "self.program"
         ),
     },
     exact_sums_are_right: {

@@ -104,6 +104,9 @@ FAULTS = {
             PROGRAM, "_ReverseSweep._through", 'put.binary("mul", n, n)', "n"
         ),
         "sqrt lacks a half": Edit(PROGRAM, "_ReverseSweep._through", "times(g, put.const(0.5))", "g"),
+        "the exponent of 0 has an infinite slope": Edit(
+            PROGRAM, "_ReverseSweep._terms_of_power", 'put.instructions[a].op != "number"', "False"
+        ),
         "a power keeps its exponent": Edit(
             PROGRAM, "_ReverseSweep._terms_of_power", 'put.binary("sub", b, self.one)', "b"
         ),
@@ -116,8 +119,14 @@ FAULTS = {
         ),
     },
     errors_hold: {
+        "a difference of equal integers may be anything": Edit(
+            ROUNDOFF, "_real_error", "np.equal(x, 0) & np.equal(given, 0)", "False"
+        ),
+        "0 to a power may be anything": Edit(
+            ROUNDOFF, "_error_of_power", "np.equal(a.value, 0) & np.equal(a.error, 0)", "False"
+        ),
         "a sum forgets its second term": Edit(
-            ROUNDOFF, "_real_error", "error = args[0].error + args[1].error", "error = args[0].error"
+            ROUNDOFF, "_real_error", "given = args[0].error + args[1].error", "given = args[0].error"
         ),
         "a product forgets a factor": Edit(
             ROUNDOFF, "_error_of_product", "np.abs(a.value) * b.error +", ""
@@ -220,6 +229,13 @@ FAULTS = {
     refusals_are_told: {
         "the line is the next one": Edit(TRACE, "_place", "found = frame, line", "found = frame, line + 1"),
         "the place is the library's": Edit(TRACE, "_place", "not in (__name__, Builder.__module__)", "is not None"),
+        "the place is NumPy's": Edit(TRACE, "_place", 'module.partition(".")[0] != "numpy"', "True"),
+        "what an array raises hides why": Edit(
+            TRACE, "trace", "builder.refusal or _refusal_of_others(error)", "_refusal_of_others(error)"
+        ),
+        "what other libraries raise is passed on": Edit(
+            TRACE, "trace", "builder.refusal or _refusal_of_others(error)", "builder.refusal"
+        ),
         "a real index is taken": Edit(PROGRAM, "Builder.load", 'any([self.kind(n) != "int" for n in args])', "False"),
         "an index is left out": Edit(
             TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank",
@@ -362,7 +378,7 @@ FAULTS = {
             'for name in ("dq", "dk", "dv"):',
         ),
         "a cap of 0 is taken": Edit(LIBRARY, "softcap_reasons", "0 < cap", "0 <= cap"),
-        "a cap of inf is taken": Edit(LIBRARY, "softcap_reasons", "and math.isfinite(cap)", ""),
+        "a cap of inf is taken": Edit(LIBRARY, "softcap_reasons", "<= sys.float_info.max", ""),
         "a bool bias is taken": Edit(LIBRARY, "bias", "dtype not in DTYPES", "False"),
         "a float64 bias is taken": Edit(OPERANDS, "_bias_reasons", "dtype == _WIDEST != accumulator", "False"),
         "the bias's shape is not looked at": Edit(

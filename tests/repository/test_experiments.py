@@ -1499,6 +1499,44 @@ def test_every_timed_score_is_a_call_with_the_gradients_that_it_names(load) -> N
             assert gradients[wanted].shape == arrays[wanted].shape and gradients[wanted].any(), name
 
 
+def test_the_fastest_peer_of_a_score_is_published(load) -> None:
+    experiment = load("score_functions")
+    found = experiment.best_of(2.0, {"flex": 5.0, "flash_attn_4": 3.0}, {})
+    assert found == {"best_peer": "flash_attn_4", "peer_ms": 3.0, "ratio": 1.5}
+    made, notes = experiment.peers_of(("flex",), experiment.CASES["sink"], False, [], None, {})
+    assert made == {} and experiment.best_of(2.0, {}, notes) == {
+        "best_peer": "flex is not asked for this", "peer_ms": None, "ratio": None
+    }  # fmt: skip
+    assert experiment.Config().peers == ("flex", "flash_attn_4")
+    with pytest.raises(ValueError, match="peers"):
+        experiment.Config(peers=("flash_attn_9",))
+
+
+def test_flash_attention_4_is_called_with_tokens_first_and_its_own_options(load, monkeypatch) -> None:
+    torch = pytest.importorskip("torch")
+    given = []
+
+    def flash_attn_func(q, k, v, **options):
+        given.append((q.shape, options))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), None
+
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    cute = ModuleType("flash_attn.cute")
+    cute.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    experiment = load("score_functions")
+    *operands, do = (x.astype(np.float32) for x in experiment.inputs(2, 40, 8))
+    for name, wanted in (("sink", "learnable_sink"), ("softcap", "softcap")):
+        case = experiment.CASES[name]
+        made, notes = experiment.peers_of(("flash_attn_4",), case, True, operands, do, case.arrays(2, 40))
+        assert notes == {} and given[-1][0] == (1, 40, 2, 8) and {*given[-1][1]} == {"causal", wanted}
+        expected, vjp = cuflash.attention_vjp(*operands, causal=True)
+        np.testing.assert_allclose(made["flash_attn_4"].forward()[0][0].transpose(0, 1), expected, atol=1e-5)
+        for gradient, right in zip(made["flash_attn_4"].backward(), vjp(do)):
+            np.testing.assert_allclose(gradient[0].transpose(0, 1), right, atol=1e-4)
+
+
 # The command
 
 

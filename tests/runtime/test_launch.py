@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, layouts, masks
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, layouts, masks, scores
 from cuflash.executors import checks, gpu, sim as simulated
 from cuflash import plans as launch
 from cuflash.compiler import nvrtc as compiling
@@ -238,6 +238,36 @@ def test_host_and_device_arrays_do_not_mix(cupy):
     assert "executor='gpu' takes CuPy arrays; got numpy's" in reason
     (reason,) = reasons_of(cuflash.attention, Q, K, V, out=cupy.asarray(Q))
     assert "out must be a NumPy array" in reason
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_arrays_of_a_score_a_sink_and_a_seed_lie_where_q_does(cupy, is_on_host):
+    """All reasons come at once, before any work, and the way to copy them is one that the arrays' library has."""
+    here, there = (np.asarray, cupy.asarray) if is_on_host else (cupy.asarray, np.asarray)
+    operands, heads = [here(array) for array in (Q, K, V)], np.zeros(Q.shape[-3], np.float32)
+    given = {
+        "score": scores.alibi(there(heads)), "bias": there(np.zeros((1, 1), np.float32)), "sink": there(heads),
+        "dropout": cuflash.Dropout(0.5, there(np.array(3))),
+    }  # fmt: skip
+    fix = "copy it with its get()" if is_on_host else "copy it with cupy.asarray"
+    reasons = reasons_of(cuflash.attention_vjp, *operands, **given)
+    named = {reason.partition(" must be a ")[0] for reason in reasons}
+    assert len(reasons) == 4 and named == {"bias", "dropout_seed", "sink", "slopes"}
+    assert all(reason.endswith(fix) for reason in reasons)
+    ready = cuflash.plan(*operands, bias=here(np.zeros((1, 1), np.float32)))
+    (reason,) = reasons_of(ready.forward, *operands, bias=given["bias"])
+    assert reason.startswith("bias must be a ") and reason.endswith(fix)
+    assert cupy.launched == [] and cupy.compiled == []
+
+
+def test_arrays_of_a_score_and_a_sink_on_another_device_are_refused(cupy):
+    operands, heads = [cupy.asarray(array) for array in (Q, K, V)], np.zeros(Q.shape[-3], np.float32)
+    with cupy.cuda.Device(1):
+        slopes, sink = cupy.asarray(heads), cupy.asarray(heads)
+    reasons = reasons_of(cuflash.attention, *operands, score=scores.alibi(slopes), sink=sink)
+    wanted = "must be on the current device, 0; got device 1: "
+    assert sorted(reason.partition(wanted)[0] for reason in reasons) == ["sink ", "slopes "]
+    assert cupy.launched == [] and cupy.compiled == []
 
 
 def test_arrays_of_a_mask_on_another_device_are_refused(cupy):

@@ -277,6 +277,22 @@ def test_all_that_is_wrong_with_a_dropout_is_said_at_once() -> None:
         Dropout(0.1, 0).keep((5,))
 
 
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        ({"queries": [1, 2]}, r"queries must be an int array of one axis, of 0 to 2 for this shape; got \[1, 2\]"),
+        ({"queries": np.array([0, 3])}, r"queries must be .* of 0 to 2 for this shape; got 0\.\.3"),
+        ({"keys": np.array([-1, 4])}, r"keys must be .* of 0 to 4 for this shape; got -1\.\.4"),
+        ({"keys": np.array([0.0])}, "keys must be .*; got an array of shape .* and dtype float64"),
+    ],
+)
+def test_rows_and_columns_of_what_is_kept_are_those_of_the_shape(places: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=told):
+        Dropout(0.1, 0).keep((3, 5), **places)
+    found = Dropout(0.5, 0).keep((3, 5), queries=np.array([2, 0]), keys=np.array([4]))
+    np.testing.assert_array_equal(found, Dropout(0.5, 0).keep((3, 5))[[2, 0]][:, [4]])
+
+
 def test_a_plan_needs_the_seed_that_it_was_made_without() -> None:
     ready = cuflash.plan(Q, K, V, dropout=Dropout(0.5, ShapeDtype((), np.int64)))
     with pytest.raises(UnsupportedProblem, match=r"dropout_seed must be given, of shape \(\) and dtype int64"):

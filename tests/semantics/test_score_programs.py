@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import pickle
 import re
+from types import ModuleType
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import cuflash
 from cuflash import UnsupportedProblem
 from cuflash.masks.shape import MaskShape
 from cuflash.scores import Score
@@ -113,6 +116,21 @@ def capped(s, b, h, i, j, slope):
 
 
 SLOPE = np.array([0.5, 0.25], np.float32)
+
+
+def check_exact_zeros(library: ModuleType = cuflash) -> None:
+    """A power of the distance has no error where the distance is 0, and a finite one elsewhere."""
+    roundoff, evaluation = (importlib.import_module(f"{library.__name__}.scores.{x}") for x in ("roundoff", "values"))
+    power = np.array(0.5, np.float32)
+    score = library.Score(lambda s, b, h, i, j, power: s - np.abs(i - j) ** power, power=power)
+    (i, j), s = np.ogrid[:3, :3], np.zeros((3, 3))
+    operands, model = evaluation.Operands(score.numbers, (power,)), roundoff.Arithmetic(2.0**-24, 1e-38, 1e38)
+    ((_, error),) = roundoff.values_and_errors(score.program, operands, s, 0.0, 0, 0, i, j, model)
+    assert (error[i == j] == 0).all() and (error[i != j] > 0).all() and np.isfinite(error).all()
+
+
+def test_a_power_of_0_is_exact() -> None:
+    check_exact_zeros()
 
 
 def test_equal_instructions_are_one_and_unused_ones_are_none() -> None:
@@ -250,6 +268,8 @@ def test_ties_and_corners_have_the_derivative_that_is_promised() -> None:
     assert slope_of(lambda s, b, h, i, j: np.sqrt(s), 0.0) == np.inf
     assert slope_of(lambda s, b, h, i, j: s**3, 2.0) == 12
     assert slope_of(lambda s, b, h, i, j: 2.5**s, 0.0) == np.log(2.5)
+    assert slope_of(lambda s, b, h, i, j: np.abs(i - j) ** s, 0.5) == 0
+    assert slope_of(lambda s, b, h, i, j: (2.0 + j) ** s, 0.0) == np.log(2)
 
 
 # Errors
@@ -259,6 +279,14 @@ def branches(s, b, h, i, j):
     if s > 0:
         return s
     return 0.0
+
+
+def takes(s, b, h, i, j):
+    return s + np.take(SLOPE, h)
+
+
+def other(x):
+    raise TypeError(f"other() takes tensors, and got {x!r}")
 
 
 TABLE = np.zeros((2, 4096), np.float32)
@@ -276,6 +304,16 @@ REFUSED = {
         "an array of shape (2,) and dtype float32 is neither a number nor traced: give arrays by name, "
         "Score(f, table=table)",
     ),
+    "index of a closure": (
+        lambda s, b, h, i, j: s + SLOPE[h], {}, "of lists and of arrays from outside, Score(f, table=table)"
+    ),
+    "indices of a closure": (
+        lambda s, b, h, i, j: s + TABLE[h, np.clip(j, 0, 9)], {}, "arrays by name in place of lists and of arrays from"
+    ),
+    "take": (takes, {}, "takes, line "),
+    "key": (lambda s, b, h, i, j: s + {0: 1.5}[h], {}, "unhashable type: 'Symbol': use NumPy's functions and Python's"),
+    "bitwise": (lambda s, b, h, i, j: s + (i ^ j), {}, "unsupported operand type(s) for ^: 'Symbol' and 'Symbol': use"),
+    "another library": (lambda s, b, h, i, j: other(s), {}, "and got a symbol (real): use NumPy's functions and"),
     "real index": (
         lambda s, b, h, i, j, table: s + table[h, s],
         {"table": TABLE},
@@ -322,6 +360,20 @@ def test_what_no_kernel_can_do_is_refused(case: str) -> None:
     with pytest.raises(UnsupportedProblem) as error:
         Score(function, **arrays)
     assert wanted.format(line=branches.__code__.co_firstlineno + 1) in told(error.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "own"),
+    [
+        (lambda s, b, h, i, j: s + SLOPE[5], IndexError, "index 5 is out of bounds"),
+        (lambda s, b, h, i, j: s + len(5), TypeError, "object of type 'int' has no len()"),
+        (lambda s, b, h, i, j: s / (1 // 0), ZeroDivisionError, "by zero"),
+    ],
+)
+def test_an_error_of_the_users_own_stays_as_it_is(function, kind: type[Exception], own: str) -> None:
+    with pytest.raises(kind, match=re.escape(own)) as error:
+        Score(function)
+    assert not isinstance(error.value, UnsupportedProblem)
 
 
 def test_long_functions_are_refused() -> None:
@@ -381,6 +433,7 @@ def test_integers_lie_within_their_ranges(formula: Formula, seed: int) -> None:
 
 RANGES = [
     (lambda i, j, x: i - j, 20, "near may be -19..9 and the axis has 20: clip it, np.clip(i - j, 0, 19)"),
+    (lambda i, j, x: -j, 20, "near may be -19..0 and the axis has 20: clip it, np.clip(-j, 0, 19)"),
     (lambda i, j, x: np.clip(i - j, 0, 4), 5, ""),
     (lambda i, j, x: np.clip(i - j, 0, 5), 5, "index 0 of near may be 0..5 and the axis has 5"),
     (lambda i, j, x: abs(i - j), 20, ""),

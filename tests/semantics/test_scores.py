@@ -70,6 +70,9 @@ TEN = {
     "learnable number": Score(lambda s, b, h, i, j, tau: s * tau + tau, tau=np.array(0.7, np.float32)),
     "boost": Score(lambda s, b, h, i, j: np.where(np.abs(i - j) <= 8, 2 * s, s)),
     "softcap and alibi": scores.alibi(SLOPES) @ scores.softcap(2.0),
+    "power of the distance": Score(
+        lambda s, b, h, i, j, power: s - 0.1 * np.abs(i - j) ** power[h], power=PER_HEAD
+    ),
     "polynomial": Score(lambda s, b, h, i, j: np.log(1.0 + s * s) + s**3 / 10.0),
 }
 
@@ -465,6 +468,7 @@ WRONG = [
     ({"softcap": 0.0}, "softcap must be a positive finite number; got 0.0"),
     ({"softcap": np.inf}, "softcap must be a positive finite number; got inf"),
     ({"softcap": "2"}, "softcap must be a positive finite number; got '2'"),
+    ({"softcap": 2**2000}, "softcap must be a positive finite number; got an int of 2001 bits"),
     ({"softcap": True}, "softcap must be a positive finite number; got True"),
     ({"bias": np.zeros((3, 3), bool)}, "bias must be .*; got bool: a bool array is a mask: give it as mask="),
     ({"bias": np.zeros((3, 3), int)}, "bias must be .*; got int64: convert it with bias.astype"),
@@ -474,7 +478,7 @@ WRONG = [
     ({"score": scores.alibi(np.zeros(2)), "wrt": "slope"}, "wrt must name arrays .* there are 'slopes'; got 'slope'"),
     (
         {"score": scores.relative_position(np.zeros((2, 8)), bidirectional=True), "wrt": "bucket"},
-        "wrt must name real arrays; got 'bucket', which holds integers and has no gradient",
+        "wrt must name real arrays; got 'bucket', which holds no reals and has no gradient",
     ),
     ({"score": scores.bias(Q[:, :, :3]), "bias": Q[:, :, :3] + 1}, "bias names an array of bias and another of bias"),
 ]
