@@ -83,6 +83,9 @@ def main(arguments: list[str]) -> int:
             raise
         print(f"{name}: {line}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 1
     return 0
 
 

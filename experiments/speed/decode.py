@@ -1,6 +1,6 @@
 """How long does one step of decoding take, beside other libraries' kernels?
 
-    python -m experiments decode --csv decode.csv            # all sizes
+    python -m experiments decode                             # all sizes
     python -m experiments decode --csv decode.csv --quick    # the smallest one, a few repeats
 
 It needs an NVIDIA GPU and CuPy. A row is one new token for each sequence of a batch, 32 query heads that share 8
@@ -35,7 +35,7 @@ import cuflash
 import ml_dtypes
 import numpy as np
 from command_line import Parser, check_writable
-from harness import atomic_path, machine, why_no_gpu
+from harness import UNPUBLISHED, atomic_path, machine, why_no_gpu
 from matplotlib.figure import Figure
 
 SIZES = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (32, 4096), (64, 8192))
@@ -341,7 +341,7 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--csv", type=Path, default=UNPUBLISHED / "decode.csv", help="default build/results/decode.csv")
     parser.add_argument("--quick", action="store_true", help="the smallest size, a few replays")
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="sequences x keys, as 1x1024,16x4096")
@@ -395,8 +395,8 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows that there are so far."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    """Write the rows that there are so far, all of them or none."""
+    with atomic_path(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
         writer.writeheader()
         writer.writerows(row | versions() for row in rows)

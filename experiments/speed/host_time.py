@@ -1,7 +1,7 @@
 """How long does a warm call keep the host, for arrays of CuPy, PyTorch and JAX?
 
-    python -m experiments host_time --csv host_time.csv                      # 10^4 calls a case
-    python -m experiments host_time --csv host_time.csv --budget-s 100       # as many as fit, for a short look
+    python -m experiments host_time                                          # 10^4 calls a case
+    python -m experiments host_time --budget-s 100                           # as many as fit, for a short look
     python -m experiments host_time --csv rows.csv --libraries cupy cuflash.torch --masks none --tokens 256
 
 It needs an NVIDIA GPU and CuPy; PyTorch's and JAX's rows are left out, with a line that says so, where the library or
@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -41,7 +41,7 @@ import numpy as np
 from command_line import Parser, check_writable
 from cuflash import BlockIndex, masks, selectors
 from cuflash.selectors import Budget
-from harness import why_no_gpu
+from harness import UNPUBLISHED, atomic_path, why_no_gpu
 
 PLACES = 64
 LAUNCH_EACH = 8  # calls of a case between two empty launches
@@ -341,9 +341,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows that there are so far, all of them or none."""
+    with atomic_path(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--csv", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--csv", type=Path, default=UNPUBLISHED / "host_time.csv", help="where the rows go")
     parser.add_argument("--calls", type=int, default=10000, help="calls of a case, at most")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for all cases together")
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 8192])
@@ -362,35 +370,33 @@ def main() -> None:
     common |= {"heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float16"}
     plan = [(tokens, name, send) for tokens in chosen.tokens for name, send in senders(chosen.libraries).items()]
     deadline = time.perf_counter() + chosen.budget_s
-    with chosen.csv.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
+    rows: list[dict[str, Any]] = []
 
-        def row(case: Case, mask: str, mask_of: Callable[[int], Any], tokens: int, budget_s: float) -> None:
-            try:
-                found = timed(case, mask_of, wait, launch, chosen.calls, budget_s)
-            except (cuflash.UnsupportedProblem, TypeError) as error:
-                print(f"{case.library}, {case.operation}, {mask}: {error}")
-                return
-            named = {"library": case.library, "operation": case.operation, "mask": mask, "tokens": tokens}
-            writer.writerow(named | found | common)
-            file.flush()
-            print(*named.values(), found["us"], "us", flush=True)
+    def row(case: Case, mask: str, mask_of: Callable[[int], Any], tokens: int, budget_s: float) -> None:
+        try:
+            found = timed(case, mask_of, wait, launch, chosen.calls, budget_s)
+        except (cuflash.UnsupportedProblem, TypeError) as error:
+            print(f"{case.library}, {case.operation}, {mask}: {error}")
+            return
+        named = {"library": case.library, "operation": case.operation, "mask": mask, "tokens": tokens}
+        rows.append(named | found | common)
+        write(chosen.csv, rows)
+        print(*named.values(), found["us"], "us", flush=True)
 
-        alone = Case("an empty launch of CuPy", "launch", lambda turn, mask: (), launch)
-        row(alone, "none", lambda turn: None, 0, min(2.0, chosen.budget_s / 20))
-        for number, (tokens, name, send) in enumerate(plan):
-            made = makers_of_masks(tokens, send)
-            every = [
-                (case, mask)
-                for case in cases(chosen.libraries, name, Inputs(tokens, send))
-                for mask in chosen.masks
-                if case.operation in chosen.operations and (mask == "none" or case.takes_mask)
-            ]
-            part = (deadline - time.perf_counter()) / (len(plan) - number)
-            ends = time.perf_counter() + part
-            for index, (case, mask) in enumerate(every):
-                row(case, mask, made[mask], tokens, max(0.0, (ends - time.perf_counter()) / (len(every) - index)))
+    alone = Case("an empty launch of CuPy", "launch", lambda turn, mask: (), launch)
+    row(alone, "none", lambda turn: None, 0, min(2.0, chosen.budget_s / 20))
+    for number, (tokens, name, send) in enumerate(plan):
+        made = makers_of_masks(tokens, send)
+        every = [
+            (case, mask)
+            for case in cases(chosen.libraries, name, Inputs(tokens, send))
+            for mask in chosen.masks
+            if case.operation in chosen.operations and (mask == "none" or case.takes_mask)
+        ]
+        part = (deadline - time.perf_counter()) / (len(plan) - number)
+        ends = time.perf_counter() + part
+        for index, (case, mask) in enumerate(every):
+            row(case, mask, made[mask], tokens, max(0.0, (ends - time.perf_counter()) / (len(every) - index)))
     print(f"{common['gpu']}: {chosen.csv}")
 
 

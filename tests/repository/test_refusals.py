@@ -209,6 +209,30 @@ def test_a_fault_of_a_program_is_no_missing_package() -> None:
     assert command.complaint(PermissionError(13, "Permission denied", "x")) == "[Errno 13] Permission denied: 'x'"
 
 
+def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*given: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(command.runpy, "run_path", interrupted)
+    assert refused(["decode"], capsys) == (1, "decode: interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["decode", "host_time"])
+def test_rows_that_cannot_be_written_leave_those_before(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path
+) -> None:
+    experiment, path = importlib.import_module(name), tmp_path / "new" / "rows.csv"
+    monkeypatch.setattr(experiment, "versions", dict)
+    columns = list(experiment.COLUMNS)
+    experiment.write(path, [dict.fromkeys(columns, "1")])
+    before = path.read_text("utf-8")
+    with pytest.raises(ValueError, match="nosuch"):
+        experiment.write(path, [dict.fromkeys(columns, "2"), {"nosuch": 1}])
+    assert path.read_text("utf-8") == before and [each.name for each in path.parent.iterdir()] == ["rows.csv"]
+
+
 def test_what_the_library_refuses_is_one_line(
     harness: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
