@@ -194,14 +194,18 @@ def selection_speed(rows: list[Row]) -> str:
 
 
 def beside_plain(rows: list[Row]) -> str:
-    """Table of the time of plain attention over that with score functions, sinks or dropout."""
+    """Table of the time of plain attention over that with scores, sinks or dropout; for scores, of peers' too."""
     first = "score" if "score" in rows[0] else "p"
     header = [first, "mask", "pass", "kernel", "head_dim", "ms", "TFLOP/s", "of plain"]
-    lines = (
+    lines = [
         [number(row, "p") if first == "p" else row["score"], row["mask"], row["pass"], row["kernel"], row["head_dim"]]
         + [number(row, "ms"), number(row, "tflops", ".0f"), number(row, "of_plain", ".2f")]
         for row in rows
-    )
+    ]
+    if first == "score":
+        header += ["peer", "peer / ours"]
+        for line, row in zip(lines, rows, strict=True):
+            line += [row["best_peer"] if row["ratio"] else "", number(row, "ratio", ".2f")]
     return f"{markdown(header, lines)}\n\n{rows[0]['seqlen']} tokens, {rows[0]['num_heads']} heads. {of_gpu(rows)}"
 
 

@@ -1537,6 +1537,17 @@ def test_flash_attention_4_is_called_with_tokens_first_and_its_own_options(load,
             np.testing.assert_allclose(gradient[0].transpose(0, 1), right, atol=1e-4)
 
 
+def test_scores_are_shown_beside_their_fastest_peer(load) -> None:
+    row = {
+        "score": "sink", "mask": "full", "pass": "forward", "kernel": "sm90", "seqlen": "64", "num_heads": "2",
+        "head_dim": "8", "ms": "2", "tflops": "3", "of_plain": "0.5", "best_peer": "has no sink", "ratio": "",
+        "gpu": "G", "commit": "abc", "date": "2026-01-01",
+    }  # fmt: skip
+    shown = load("tables").beside_plain([row, {**row, "best_peer": "flex", "ratio": "1.25"}]).splitlines()
+    assert shown[0].endswith("| of plain | peer | peer / ours |")
+    assert shown[2].endswith("| 0.50 |  |  |") and shown[3].endswith("| 0.50 | flex | 1.25 |")
+
+
 # The command
 
 
