@@ -192,6 +192,11 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
+def fix_of_list(value: object) -> str:
+    """What a message ends with where a list or a tuple came in the place of an array; else nothing."""
+    return ": numpy.asarray makes an array" if isinstance(value, (list, tuple)) else ""
+
+
 def no_array(name: str, value: object) -> str:
     """Why an argument that has to be an array is refused."""
     makes = "numpy.asarray makes one"
