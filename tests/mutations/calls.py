@@ -31,6 +31,10 @@ class Traced:
         return np.testing
 
 
+class Tracer(Traced):
+    """What JAX's transformations pass: it is named so."""
+
+
 def refuses(call, *words):
     """Return a probe: the library's call raises one of its two errors, whose message has these words."""
 
@@ -413,6 +417,12 @@ FAULTS = {
     },
     refuses(attends(k=Foreign(Q, fault=ValueError())), "(ValueError)"): {
         "a silent error says nothing": Edit("layouts.py", "_said", "or type(error).__name__", ""),
+    },
+    refuses(attends(k=Tracer()), "traced, or call cuflash.jax.attention"): {
+        "a tracer is sent nowhere": Edit(
+            "plans.py", "as_arrays",
+            'if name in ("q", "k", "v") and "Tracer" in type(value).__name__:', "if False:",
+        ),
     },
     refuses(attends(k=Traced()), "k must be an array that DLPack gives away"): {
         "what is traced is taken": Edit(

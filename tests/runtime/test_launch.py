@@ -478,6 +478,7 @@ def test_a_traced_array_is_named():
     for name, call in calls.items():
         (reason,) = reasons_of(jax.jit(call), Q)
         assert f"{name} must be an array that DLPack gives away; got jax." in reason
+        assert reason.endswith("outside of what is traced, or call cuflash.jax.attention") == (name == "q")
 
 
 # Streams.
