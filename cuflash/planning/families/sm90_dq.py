@@ -51,11 +51,21 @@ def dq_semaphore_order(
     blocks = device.num_processors * backward.min_blocks
     heads_per_group = max(1, blocks // num_tiles // 2)
     lead = _LEAD_IN_WAVES * blocks / (heads_per_group * num_tiles)
+    # These blocks have no tile of a group while the first tiles of keys of the last group are computed. Unfused heads
+    # keep them busy: a tile of these takes as long as a first one, or half as long in the mean under a causal mask.
     idle_blocks = max(0, blocks - heads_per_group)
     if is_masked:
-        return DqSemaphoreOrder(heads_per_group, 0, max(1, round(lead)), -(-2 * idle_blocks // (num_tiles + 1)))
+        return DqSemaphoreOrder(
+            heads_per_group,
+            last_tile_lead=0,
+            first_tile_lag=max(1, round(lead)),
+            min_unfused_heads=-(-2 * idle_blocks // (num_tiles + 1)),
+        )
     return DqSemaphoreOrder(
-        heads_per_group, max(1, round(lead / 2)), max(1, round(lead * 3 / 4)), -(-idle_blocks // num_tiles)
+        heads_per_group,
+        last_tile_lead=max(1, round(lead / 2)),
+        first_tile_lag=max(1, round(lead * 3 / 4)),
+        min_unfused_heads=-(-idle_blocks // num_tiles),
     )
 
 
