@@ -73,7 +73,8 @@ def fuses_dq_epilogue_of_list(problem: Problem, work: ListedWork, backward: Kern
     """Return whether it pays that the last tile of keys that a list pairs with some queries finishes their dQ.
 
     That tile loads the sum of the others once more, and the others signal that they have added to it. It pays where
-    few tiles add to one dQ: experiments/results/sm90_steps.log, 28 and 29.
+    few tiles add to one dQ: at 4 tiles the backward pass takes 0.468 ms instead of 0.488, at 8 as long as before
+    (experiments/results/sm90_steps.log, 29).
     """
     tiles_in_block = -(-work.block_kv // backward.block_kv)
     if not _can_write_dq(problem, backward) or work.index.num_kv_blocks * tiles_in_block >= _MAX_ARRIVALS:
