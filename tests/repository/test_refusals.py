@@ -116,6 +116,14 @@ def wrong_values(kind: Any, default: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+def test_no_flag_writes_among_tracked_files_unless_told(name: str, harness: ModuleType) -> None:
+    if (config_type := configured(name)) is None:
+        pytest.skip("it has no configuration")
+    paths = [field.default for field in dataclasses.fields(config_type) if isinstance(field.default, Path)]
+    assert [path for path in paths if not path.is_relative_to(ROOT / "build")] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_number_out_of_range_is_refused(
     name: str, harness: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
