@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import doctest
 import importlib
@@ -145,6 +146,13 @@ def test_output_that_a_page_does_not_show_is_seen(tmp_path: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert README.count("\n") <= 150
+
+
+def test_the_page_on_installation_lists_every_extra() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", "utf-8")
+    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "install.md").read_text("utf-8"), re.MULTILINE)
+    assert set(setup["options.extras_require"]) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
