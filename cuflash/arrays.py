@@ -193,7 +193,7 @@ def describe(value: object) -> str:
 
 
 def fix_of_list(value: object) -> str:
-    """What a message ends with where a list or a tuple came in the place of an array; else nothing."""
+    """Return the end of a message about an array: the fix if a list or a tuple came in its place, else nothing."""
     return ": numpy.asarray makes an array" if isinstance(value, (list, tuple)) else ""
 
 

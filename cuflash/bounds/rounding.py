@@ -18,7 +18,7 @@ _OPERAND_ROUNDING = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 *
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """What rounding and underflow of a call's dtypes cost; letters are those of the derivation in `cuflash.bounds`.
+    """Costs of rounding and underflow in a call's dtypes; letters are those of the derivation in `cuflash.bounds`.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class Rounding:
     t : float
         Relative error that rounded operands bring to a product; 0 unless precision is tf32 or tf32x3.
     w, wa, wp : float
-        What underflow may cost an element, of the same three dtypes.
+        Largest error of an element by underflow, in the same three dtypes.
     largest, largest_product, largest_sum : float
         Largest finite number of the storage dtype, of the dtype of P and dS, and of the accumulator.
     probable : bool

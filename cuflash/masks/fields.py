@@ -48,7 +48,7 @@ def taken_array(name: str, value: Any) -> Any:
 
 
 def with_cupy_arrays(mask: _Mask) -> _Mask:
-    """A mask whose arrays of JAX on CUDA devices are CuPy's, where they lie: who makes an index writes to arrays.
+    """The mask with JAX's arrays on CUDA devices taken as CuPy's, where they lie, so that an index can be made of them.
 
     Raises
     ------
