@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import cuflash
 import pytest
+from cuflash import testing
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = sorted((ROOT / "docs" / "design").glob("*.md"))
@@ -40,7 +41,10 @@ def _public(module: ModuleType, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 PUBLIC = dict(_public(cuflash, ""))
-EXPLAINED = [name for name, value in PUBLIC.items() if inspect.isclass(value) or inspect.isroutine(value)]
+OF_THE_KIT = {f"testing.{name}": getattr(testing, name) for name in testing.__all__}
+EXPLAINED = {
+    name: value for name, value in (PUBLIC | OF_THE_KIT).items() if inspect.isclass(value) or inspect.isroutine(value)
+}
 
 
 NEEDED = {"cuflash.torch": "torch", "cuflash.executors.torch_gpu": "torch", "cuflash.jax": "jax"}
@@ -55,7 +59,7 @@ def test_the_examples_in_docstrings_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPLAINED)
 def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
-    assert ">>> " in (inspect.getdoc(PUBLIC[name]) or "")
+    assert ">>> " in (inspect.getdoc(EXPLAINED[name]) or "")
 
 
 OF_MODULES = ["cuflash", "cuflash.torch", "cuflash.jax", "cuflash.testing"]
