@@ -1,6 +1,7 @@
 # make demo    installs, then runs the block-sparsity study
 # make test    installs, then runs every test that this machine can run
 # make gallery installs, then runs the quick form of the experiments of docs/experiments.md, into build/results
+# make interop installs JAX for the CPU into .venv-interop, then runs the tests of JAX's arrays
 # make docs    installs into .venv-docs, then builds docs/_build/html; a warning is an error
 # make types lint cover clean
 # Needs make, python3 (3.11 or newer, with venv) and g++. PYTHON=python3.13 picks another Python;
@@ -11,6 +12,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 RUN     = $(VENV)/bin/python
 DOCS    = $(VENV)-docs
+INTEROP = $(VENV)-interop
 
 ifeq ($(origin CUDA),undefined)
 CUDA := $(shell $(PYTHON) -c 'import ctypes; version = ctypes.c_int(); \
@@ -23,7 +25,7 @@ extra  = $(if $(CUDA),$(comma)$(CUDA))
 # The name of the stamp holds the choice of CUDA: another driver, another install.
 stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 
-.PHONY: demo gallery test docs types lint cover clean
+.PHONY: demo gallery test interop docs types lint cover clean
 demo: $(call stamp,experiments)
 	$(RUN) -m experiments block_sparsity --speed-seqlens 4096 --repeats 3
 
@@ -35,6 +37,9 @@ gallery: $(call stamp,experiments)
 # Bytecode is kept in the environment: tests start many processes, each of which would compile the library anew.
 test: $(call stamp,test)
 	PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX='$(abspath $(VENV))/bytecode' $(RUN) -m pytest $(if $(CUDA),,--numprocesses=auto --dist=worksteal)
+
+interop: $(INTEROP)/.installed
+	$(INTEROP)/bin/python -m pytest -k jax
 
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
@@ -66,6 +71,12 @@ $(DOCS)/.installed: setup.cfg pyproject.toml | $(RUN)
 	$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[docs]'
 	@touch $@
 
+# JAX stays out of it too: `make test` is the same with and without it.
+$(INTEROP)/.installed: setup.cfg pyproject.toml | $(RUN)
+	$(RUN) -m venv $(INTEROP)
+	$(INTEROP)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[testing,interop]' 'pytest>=9'
+	@touch $@
+
 $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "cuflash needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.13 ..."; exit 1; }
@@ -74,4 +85,4 @@ $(RUN):
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) $(DOCS) docs/_build docs/generated docs/gallery docs/sg_execution_times.rst build dist *.egg-info .mypy_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) $(INTEROP) docs/_build docs/generated docs/gallery docs/sg_execution_times.rst build dist *.egg-info .mypy_cache .pytest_cache .hypothesis

@@ -1,7 +1,10 @@
-"""``python -m cuflash`` prints what this machine can run; commands of their own behind it do more.
+"""Commands of cuflash; each has --help.
 
-``python -m cuflash doctor`` prints the same, ``python -m cuflash memory`` what a KV cache takes, ``python -m cuflash
-roofline`` what a call takes, and ``python -m cuflash study`` what block patterns keep. Each has ``--help``.
+    python -m cuflash             what this machine can run, and what to do about the rest
+    python -m cuflash doctor      the same
+    python -m cuflash memory      bytes of a KV cache
+    python -m cuflash roofline    the least time of a call on a GPU, and what binds it
+    python -m cuflash study       how much of your own attention block patterns keep
 """
 
 import io

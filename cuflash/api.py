@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 
-from .arrays import Array, flag_reasons
+from .arrays import Array, ShapeDtype, flag_reasons
 from .calls.checked_plan import composed_score, further_reasons, planned as planned, require_plain
 from .calls.foreign import with_known_arrays
 from .calls.listed_plan import listed_plan, without_mask
@@ -409,7 +409,7 @@ def precompile(
     Parameters
     ----------
     q, k, v : arrays or ShapeDtype
-        As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
+        As in `attention`, but only shapes and dtypes count: ShapeDtype or a NumPy array stands for an array on a GPU.
     mask, causal, window, scale : optional
         As in `attention`.
     score, softcap, bias, sink, dropout, wrt : optional
@@ -445,6 +445,8 @@ def precompile(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, "gpu", precision,
         deterministic,
     )  # fmt: skip
+    if device is None:  # arrays on the host stand for their shapes: the kernels are those of a GPU
+        q, k, v = (ShapeDtype(x.shape, x.dtype) if type(x) is np.ndarray else x for x in (q, k, v))
     ready = planned(q, k, v, options, device)
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
     if capability is None:

@@ -192,6 +192,11 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
+def fix_of_list(value: object) -> str:
+    """Return the end of a message about an array: the fix if a list or a tuple came in its place, else nothing."""
+    return ": numpy.asarray makes an array" if isinstance(value, (list, tuple)) else ""
+
+
 def no_array(name: str, value: object) -> str:
     """Why an argument that has to be an array is refused."""
     makes = "numpy.asarray makes one"

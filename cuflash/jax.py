@@ -28,6 +28,13 @@ from .planning.options import (
 from .plans import Plan, layout_key, with_numbers
 from .scores import Score
 
+__all__ = ["attention"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _plans: dict[Hashable, Plan] = {}
 
 

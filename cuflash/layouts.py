@@ -106,10 +106,10 @@ def is_on_cuda(name: str, value: Any) -> bool:
     """
     reasons = tensor_reasons(name, value)
     if not reasons and is_tensor(value) and value.requires_grad:
-        reasons = [
-            f"{name} must not require gradients, which calls for NumPy do not record; got a torch.Tensor with "
-            f"requires_grad=True: detach() it, or call cuflash.torch.attention"
-        ]
+        why, fix = "which calls for NumPy do not record", "detach() it, or call cuflash.torch.attention"
+        if name == "mask":
+            why, fix = "since a mask has none", "detach() it"
+        reasons = [f"{name} must not require gradients, {why}; got a torch.Tensor with requires_grad=True: {fix}"]
     if reasons:
         raise UnsupportedProblem(reasons)
     if is_tensor(value) and value.is_cuda:

@@ -29,6 +29,10 @@ from .masks.shape import MAX_SEQLEN, block_pair, count_reasons
 __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "random", "sink_local", "strided"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, max_stride: int | None = None) -> Mask:
     """Flat block butterfly: block row I keeps block I and the blocks whose number differs from I in one bit.
 

@@ -703,6 +703,8 @@ def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
                 arrays[name] = taken(name, value, gpu.namespace() if is_on_cuda(name, value) else np)
             elif is_array(value) and namespace(value).__name__ not in _NAMESPACES.values():
                 fix = "its todense() makes one" if hasattr(value, "todense") else "call this outside of what is traced"
+                if name in ("q", "k", "v") and "Tracer" in type(value).__name__:  # as JAX's
+                    fix += ", or call cuflash.jax.attention"
                 reasons.append(f"{name} must be an array that DLPack gives away; got {kind_of(value)}: {fix}")
         except UnsupportedProblem as error:
             reasons.extend(error.reasons)

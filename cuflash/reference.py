@@ -31,6 +31,10 @@ from .arrays import Array, describe
 __all__ = ["attention", "attention_vjp"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @np.errstate(invalid="ignore")
 def attention(
     q: Array,

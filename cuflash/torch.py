@@ -32,6 +32,13 @@ from .planning.options import (
 from .plans import Plan, layout_key
 from .scores import Score
 
+__all__ = ["attention"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Tensor: TypeAlias = torch.Tensor
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -39,8 +39,8 @@ autodoc_mock_imports = ["torch", "jax"]
 # A public docstring that breaks one of the rules is a warning, and so an error.
 _setup = configparser.ConfigParser()
 _setup.read(Path(__file__).parents[1] / "setup.cfg")
-# Functions that Hypothesis makes have no source that numpydoc could read, and that of KVCache.append it cannot parse.
-numpydoc_validation_exclude = {r"\.testing\.(masks|structures)$", r"\.KVCache\.\w+$"}
+# A function that Hypothesis makes has no source that numpydoc could read.
+numpydoc_validation_exclude = {r"\.testing\.masks$"}
 numpydoc_validation_checks = set(_setup["tool:numpydoc_validation"]["checks"].split())
 
 myst_heading_anchors = 3

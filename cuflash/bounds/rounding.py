@@ -18,7 +18,21 @@ _OPERAND_ROUNDING = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 *
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """The module docstring's u, ua, up, t, w, wa, wp and k."""
+    """Costs of rounding and underflow in a call's dtypes; letters are those of the derivation in `cuflash.bounds`.
+
+    Attributes
+    ----------
+    u, ua, up : float
+        Unit roundoffs of the storage dtype, of the accumulator, and of the dtype that P and dS are rounded to.
+    t : float
+        Relative error that rounded operands bring to a product; 0 unless precision is tf32 or tf32x3.
+    w, wa, wp : float
+        Largest error of an element by underflow, in the same three dtypes.
+    largest, largest_product, largest_sum : float
+        Largest finite number of the storage dtype, of the dtype of P and dS, and of the accumulator.
+    probable : bool
+        Whether `k` counts the roundoffs that a sum most probably collects, and not all that it may.
+    """
 
     u: float
     ua: float

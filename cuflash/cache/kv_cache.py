@@ -181,8 +181,9 @@ class KVCache:
         Parameters
         ----------
         k_pages : array [num_pages, num_kv_heads, page_size, head_dim]
+            Pages of keys, of any strides.
         v_pages : array [num_pages, num_kv_heads, page_size, value_dim]
-            Any strides; the two share no memory, as rows of both are written.
+            Pages of values, of any strides. They share no memory with those of keys, as rows of both are written.
         block_table : int array [batch, max_pages]
             Pages of each sequence in the order of its positions, up to the first negative number: all of them are the
             sequence's to write to. A page of several sequences is written to by none of them.
@@ -231,27 +232,67 @@ class KVCache:
         """Keys, [batch, num_kv_heads, capacity, head_dim], or with pages [num_pages, num_kv_heads, page_size, ...].
 
         Those of 8 bits are float8_e4m3fn in NumPy, and uint8 with the same bits in CuPy.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.k.shape
+        (2, 1, 9, 4)
         """
         return self._k
 
     @property
     def v(self) -> Array:
-        """Values, as `k` with value_dim."""
+        """Values, as `k` with value_dim.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, value_dim=8, capacity=9, dtype=np.float32)
+        >>> cache.v.shape
+        (2, 1, 9, 8)
+        """
         return self._v
 
     @property
     def k_scale(self) -> Array | None:
-        """Scales of rows of 8-bit keys, float32, of `k`'s shape without its last axis; None for other dtypes."""
+        """Scales of rows of 8-bit keys, float32, of `k`'s shape without its last axis; None for other dtypes.
+
+        Examples
+        --------
+        >>> import cuflash, ml_dtypes
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=ml_dtypes.float8_e4m3fn)
+        >>> cache.k_scale.shape
+        (2, 1, 9)
+        """
         return self._arrays.k_scale
 
     @property
     def v_scale(self) -> Array | None:
-        """Scales of rows of 8-bit values, of the form of `k_scale`."""
+        """Scales of rows of 8-bit values, of the form of `k_scale`.
+
+        Examples
+        --------
+        >>> import cuflash, ml_dtypes
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=ml_dtypes.float8_e4m3fn)
+        >>> cache.v_scale.dtype
+        dtype('float32')
+        """
         return self._arrays.v_scale
 
     @property
     def lengths(self) -> Array:
-        """Positions of each sequence, int32 [batch], where the cache is."""
+        """Positions of each sequence, int32 [batch], where the cache is.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.append(*np.ones((2, 2, 1, 5, 4), np.float32), counts=[5, 3])
+        >>> cache.lengths
+        array([5, 3], dtype=int32)
+        """
         if self._is_counted_on_device:
             assert self._device is not None
             return self._device.lengths.copy()
@@ -262,6 +303,17 @@ class KVCache:
         """Pages of each sequence in the order of its positions, int32 [batch, max_pages], where the cache is.
 
         -1 stands for no page. A contiguous cache has a page for each sequence.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(
+        ...     batch=2, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, page_size=16, num_pages=5
+        ... )
+        >>> cache.append(*np.ones((2, 2, 1, 20, 4), np.float32), counts=[20, 3])
+        >>> cache.block_table
+        array([[ 0,  1, -1, -1],
+               [ 2, -1, -1, -1]], dtype=int32)
         """
         if isinstance(self._pages, PagePool):
             return namespace(self._k).asarray(self._pages.table(self._layout.max_pages))
@@ -308,17 +360,44 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """The most positions that a sequence may have."""
+        """The most positions that a sequence may have.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.capacity
+        9
+        """
         return self._capacity
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that no sequence has; 0 for a contiguous cache, which takes none."""
+        """Pages that no sequence has; 0 for a contiguous cache, which takes none.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(
+        ...     batch=2, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, page_size=16, num_pages=5
+        ... )
+        >>> cache.append(*np.ones((2, 2, 1, 20, 4), np.float32))
+        >>> cache.num_free_pages
+        1
+        """
         return self._pages.num_free
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values, and of their scales, in use or not."""
+        """Bytes of all keys and values, and of their scales, in use or not.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.nbytes    # 2 sequences of 9 positions, 4 + 4 numbers each
+        576
+        """
         return sum(int(array.nbytes) for array in self._arrays.arrays)
 
     def __repr__(self) -> str:
@@ -338,8 +417,9 @@ class KVCache:
         Parameters
         ----------
         k : array [batch, num_kv_heads, n, head_dim]
+            Keys of the cache's dtype, where it is; any strides. For a cache of 8 bits of float16, bfloat16 or float32.
         v : array [batch, num_kv_heads, n, value_dim]
-            Of the cache's dtype, where it is; any strides. For a cache of 8 bits both of float16, bfloat16 or float32.
+            Values, of k's dtype.
         counts : list or int array [batch], optional
             Of the n rows the first counts[b] belong to sequence b; all of them unless given. An int32 array on the
             cache's device counts rows there from now on, as `count_on_device` does; one on the host does not.
@@ -357,11 +437,10 @@ class KVCache:
         >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=3, dtype=np.float32)
         >>> k = v = np.ones((2, 1, 2, 4), np.float32)
         >>> cache.append(k, v, counts=[2, 1])
-        >>> cache.append(k, v)
+        >>> cache.append(k, v)    # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, and \
-the cache has 3: truncate or reset the sequence, or make the cache with a larger capacity
+        cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, ...
         """
         found = None if self._device is None else self._device.steps.append(k, v)
         if found is None and self._device is not None and (is_foreign(k) or is_foreign(v)):
@@ -414,6 +493,15 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         ------
         UnsupportedProblem
             The cache is on the host, or a sequence would write to a page that another one has, and no page is free.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.count_on_device()    # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        cuflash.errors.UnsupportedProblem: the cache must be on a GPU to be counted there; got NumPy arrays...
         """
         if self._device is None:
             raise UnsupportedProblem(["the cache must be on a GPU to be counted there; got NumPy arrays: give xp=cupy"])
@@ -495,6 +583,15 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             There is no such sequence; all reasons at once. Or a stream is being captured, and the cache has pages that
             are counted on the device.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.append(*np.ones((2, 2, 1, 5, 4), np.float32))
+        >>> cache.reset([0])
+        >>> cache.lengths
+        array([0, 5], dtype=int32)
         """
         batch = len(self._lengths)
         listed = listed_ints(range(batch) if rows is None else as_arrays({"rows": rows})["rows"])
@@ -527,6 +624,17 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         ------
         UnsupportedProblem
             There is no such sequence, or the source is empty.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(
+        ...     batch=2, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, page_size=16, num_pages=5
+        ... )
+        >>> cache.append(*np.ones((2, 2, 1, 20, 4), np.float32), counts=[20, 0])
+        >>> cache.fork(0, 1)
+        >>> cache.lengths, cache.num_free_pages
+        (array([20, 20], dtype=int32), 3)
         """
         if self._is_counted_on_device:
             raise UnsupportedProblem(
@@ -557,6 +665,16 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             They exceed the capacity, or too few pages are free; all reasons at once, before any is taken. Or a stream
             is being captured, and the cache has pages that are counted on the device.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(
+        ...     batch=2, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, page_size=16, num_pages=5
+        ... )
+        >>> cache.reserve([40, 10])
+        >>> cache.num_free_pages
+        1
         """
         stops = numbers("lengths", as_arrays({"lengths": lengths})["lengths"], len(self._lengths))
         if self._is_counted_on_device and (reasons := capture_reasons("reserve", self._pages)):
@@ -572,6 +690,13 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         ------
         RuntimeError
             They do not; each contradiction is named.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.append(*np.ones((2, 2, 1, 5, 4), np.float32))
+        >>> cache.check()
         """
         faults = self._pages.faults() + ([] if self._device is None else self._device.faults())
         for sequence, length in enumerate(self._lengths_now()):
@@ -619,11 +744,13 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             No key after a query's own position.
         window : (left, right), optional
             Keys before and after a query's own position, inclusive; None is unlimited.
+        scale : float, optional
+            As in `cuflash.attention`.
         score, softcap, bias : optional
             As in `cuflash.attention`, with positions of the cache: b is the sequence, and i and j are the positions of
             query and key, so that row t of q has i = lengths[b] - n + t. A bias broadcasts against
             (batch, num_heads, capacity, capacity), and is read at these positions. Arrays lie where the cache is.
-        scale, sink, kernel, executor
+        sink, kernel, executor : optional
             As in `cuflash.attention`.
         precision : str
             As in `cuflash.attention`. With "fp8", q and the rows of each sequence are rounded to 8 bits at each call,
@@ -646,6 +773,15 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             q is no array.
         UnsupportedProblem
             The arguments are invalid or not supported. It lists every reason; nothing has been computed.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.append(*np.ones((2, 2, 1, 5, 4), np.float32))
+        >>> q = np.ones((2, 3, 1, 4), np.float32)    # one token of each sequence, 3 query heads
+        >>> cache.attention(q).shape
+        (2, 3, 1, 4)
         """
         asked = causal, window, scale, kernel, executor, precision
         scored, reasons = None, list[str]()

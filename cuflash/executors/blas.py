@@ -105,7 +105,7 @@ def on_one_thread(run: Callable[[], None]) -> None:
     finally:
         try:
             blas.leave()
-        except BaseException:
+        except BaseException:  # an interrupt inside of `leave`, which goes on where it was
             blas.leave()
             raise
 

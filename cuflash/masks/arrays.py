@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import scipy.sparse
 
-from ..arrays import Array, describe, is_array, namespace, no_array
+from ..arrays import Array, describe, fix_of_list, is_array, namespace, no_array
 from ..errors import UnsupportedProblem
 from ..layouts import is_foreign
 from .base import Mask
@@ -225,11 +225,9 @@ def as_mask(value: Any) -> Mask:
             return Dense(value)
         if callable(value):
             return FromFunction(value)
-    fix = ""
+    fix = fix_of_list(value)
     if isinstance(value, type):
         fix = ": call it"
-    elif isinstance(value, (list, tuple)):
-        fix = ": numpy.asarray makes an array"
     elif isinstance(value, np.ma.MaskedArray):
         fix = ": its filled(False) is an array"
     raise TypeError(

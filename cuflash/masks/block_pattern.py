@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from ..arrays import Array, describe, is_array, namespace
+from ..arrays import Array, describe, fix_of_list, is_array, namespace
 from ..errors import UnsupportedProblem, collecting
 from .base import Mask
 from .block_set import BlockGrid, BlockSet, sorted_places
@@ -52,7 +52,7 @@ class BlockPattern(Mask):
         elif not (is_array(self.blocks) and self.blocks.ndim >= 2 and self.blocks.dtype == np.bool_):
             reasons.append(
                 f"blocks must be a boolean array (..., num_q_blocks, num_kv_blocks) or a scipy.sparse array; "
-                f"got {describe(self.blocks)}"
+                f"got {describe(self.blocks)}{fix_of_list(self.blocks)}"
             )
         if reasons:
             raise UnsupportedProblem(reasons)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import describe, is_array, is_int, is_integer_dtype, whole_number
+from ..arrays import describe, fix_of_list, is_array, is_int, is_integer_dtype, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
@@ -48,7 +48,7 @@ def taken_array(name: str, value: Any) -> Any:
 
 
 def with_cupy_arrays(mask: _Mask) -> _Mask:
-    """A mask whose arrays of JAX on CUDA devices are CuPy's, where they lie: who makes an index writes to arrays.
+    """The mask with JAX's arrays on CUDA devices taken as CuPy's, where they lie, so that an index can be made of them.
 
     Raises
     ------
@@ -74,7 +74,6 @@ def converted_length(name: str, value: Any) -> Any:
     if is_int(value) and value >= 0:
         return int(value)
     if not (is_array(value) and is_integer_dtype(value.dtype)):
-        raise UnsupportedProblem(
-            [f"{name} must be an int of at least 0, or an integer array over the leading axes; got {describe(value)}"]
-        )
+        rule = f"{name} must be an int of at least 0, or an integer array over the leading axes"
+        raise UnsupportedProblem([f"{rule}; got {describe(value)}{fix_of_list(value)}"])
     return value

@@ -38,6 +38,11 @@ _RESULTS = (
 )  # fmt: skip
 _OF_LISTS_ALONE = ("grid_kinds", "ranks")  # no attention kernel reads these
 _BYTES = ("grid_kinds", "kinds", "bits")
+# Fields of the kernels' record that are sizes. A divisor is the number of tokens that an element of the mask covers.
+_SIZES = (
+    "num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "block_q", "block_kv", "num_q_blocks", "num_kv_blocks",
+    "divisor_q", "divisor_kv",
+)  # fmt: skip
 # Mirrors `kernels_cu/lists/params.cuh`.
 LIST_PARAMS = np.dtype(
     [
@@ -49,8 +54,7 @@ LIST_PARAMS = np.dtype(
         *((f"interval_{axis}_stride", np.int64) for axis in ("batch", "head")),
         *((name, _POINTER) for name in _RESULTS),
         ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "block_q", "block_kv")),
-        *((name, np.int32) for name in ("num_q_blocks", "num_kv_blocks", "divisor_q", "divisor_kv", "padding")),
+        *((name, np.int32) for name in (*_SIZES, "padding")),
     ],
     align=True,
 )
@@ -231,7 +235,7 @@ class ListSource:
             record["interval_head_stride"] = length if over_heads > 1 else 0
         record["batch"] = [1] * missing + list(batch)
         values = (matrices, self.num_heads, *self.shape[2:], *self.block, num_rows, num_columns, *self.element)
-        for name, value in zip((LIST_PARAMS.names or ())[-11:-1], values):
+        for name, value in zip(_SIZES, values, strict=True):
             record[name] = value
         return record
 

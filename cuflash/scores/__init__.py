@@ -31,3 +31,7 @@ __all__ = [
     "temperature",
     "within",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

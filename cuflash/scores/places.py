@@ -92,7 +92,10 @@ def within(
 
 
 def _behind(position: Any, start: Any) -> Any:
-    """Return the distance of a position from a start, 0 before it: so it is known to be none of an index too large."""
+    """Return the distance of a position from a start, and 0 before it.
+
+    So its range is known: at least 0 and less than the length, as an index of a captured array must be.
+    """
     return np.maximum(position - np.maximum(start, 0), 0)
 
 

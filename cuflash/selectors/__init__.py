@@ -31,3 +31,7 @@ __all__ = [
     "random",
     "vertical_slash",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

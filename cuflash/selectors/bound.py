@@ -112,7 +112,11 @@ def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selectio
 
 
 def of_strides(x: Array, stride: int, *, turned: bool) -> Array:
-    """Rows of so many rows of x beside each other, in their order or in the reverse one."""
+    """Join each run of `stride` rows of x to one row: [..., n, d] becomes [..., n / stride, stride d].
+
+    `turned` rows are joined from the last of a run to the first, so that the product of a turned row of q and a row of
+    k is the sum of the scores on an antidiagonal.
+    """
     groups = x.reshape(*x.shape[:-2], -1, stride, x.shape[-1])
     groups = groups[..., ::-1, :] if turned else groups
     return groups.reshape(*groups.shape[:-2], stride * x.shape[-1])

@@ -72,13 +72,22 @@ def study_report(arguments: Sequence[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(_PROGRAM, description="how much of your attention block patterns keep, and at which density")
+    parser = _Parser(
+        _PROGRAM,
+        description="how much of your attention block patterns keep, and at which density",
+        epilog=f"example: {_PROGRAM} my.npz --patterns window oracle --blocks 32 64 --densities 0.25 0.5 --plot my.png",
+    )
     parser.add_argument("archive", help="an .npz file with q, k and v, [..., heads, tokens, dim] or [tokens, dim]")
-    parser.add_argument("--names", nargs=3, default=["q", "k", "v"], metavar=("Q", "K", "V"), help="keys of arrays")
-    parser.add_argument("--patterns", nargs="+", default=[*PATTERNS], help=f"of {', '.join(PATTERNS)}; all by default")
-    parser.add_argument("--blocks", nargs="+", type=_one(int), default=[64], help="sides of square blocks in tokens")
     parser.add_argument(
-        "--densities", nargs="+", type=_one(float), default=[0.125, 0.25, 0.5], help="at most so many blocks of all"
+        "--names", nargs=3, default=["q", "k", "v"], metavar=("Q", "K", "V"), help="keys of arrays; q k v by default"
+    )
+    parser.add_argument("--patterns", nargs="+", default=[*PATTERNS], help=f"of {', '.join(PATTERNS)}; all by default")
+    parser.add_argument(
+        "--blocks", nargs="+", type=_one(int), default=[64], help="sides of square blocks in tokens; 64 by default"
+    )
+    parser.add_argument(
+        "--densities", nargs="+", type=_one(float), default=[0.125, 0.25, 0.5],
+        help="largest shares of the blocks that a pattern may keep; 0.125 0.25 0.5 by default",
     )
     parser.add_argument("--causal", action="store_true", help="queries attend no later keys")
     parser.add_argument("--scale", type=float, help="of the scores; 1 / sqrt(dim) by default")

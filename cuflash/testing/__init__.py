@@ -69,3 +69,7 @@ __all__ = [
     "strategies",
     "structures",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

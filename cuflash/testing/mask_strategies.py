@@ -37,7 +37,30 @@ class Checkered:
 
 @st.composite
 def masks(draw: st.DrawFn, shape: MaskShape, max_leaves: int = 3) -> Mask:
-    """Masks of every kind that fit this shape, alone and composed by ``& | ^ - ~``; with rows that attend nothing."""
+    """Masks of every kind that fit this shape, alone and composed by ``& | ^ - ~``; with rows that attend nothing.
+
+    Parameters
+    ----------
+    shape : MaskShape
+        Batch, heads and lengths that masks are drawn for.
+    max_leaves : int
+        Masks that may be composed into one.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy
+        Draws a `Mask`.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> from cuflash.masks import MaskShape
+    >>> @settings(deadline=None, max_examples=5, database=None)
+    ... @given(masks(MaskShape((), 2, 3, 5)))
+    ... def test(mask):
+    ...     assert mask.toarray(3, 5, num_heads=2).shape[-2:] == (3, 5)
+    >>> test()
+    """
     mask = _leaf(draw, shape)
     for _ in range(draw(st.integers(0, max_leaves - 1))):
         combine = draw(st.sampled_from((operator.and_, operator.or_, operator.xor, operator.sub)))

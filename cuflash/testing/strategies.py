@@ -234,6 +234,13 @@ class Structure:
 
     @property
     def mask_shape(self) -> MaskShape:
+        """The shape that `mask` is resolved for.
+
+        Examples
+        --------
+        >>> Structure(q_batch=(2, 1), k_batch=(3,), seqlen_q=4, seqlen_kv=5).mask_shape
+        MaskShape(batch=(2, 3), num_heads=1, seqlen_q=4, seqlen_kv=5)
+        """
         batch = np.broadcast_shapes(self.q_batch, self.k_batch, self.v_batch)
         return MaskShape(batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
 
@@ -363,7 +370,36 @@ def structures(
     empty_rows: bool = True,
     masks: Masks | None = None,
 ) -> st.SearchStrategy[Structure]:
-    """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
+    """Strategy for `Structure` objects: all of an example but its numbers, which are drawn from a seed.
+
+    Parameters
+    ----------
+    tile, dtypes, most_scores, most_rows, max_leaves, widest, longest : optional
+        As in `examples`.
+    has_non_finite, has_sink, has_score, has_dropout : bool
+        As in `examples`.
+    batch, grouped_heads, layouts, empty_rows, masks : optional
+        As in `examples`.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy
+        Draws a `Structure`, whose `example()` makes the arrays.
+
+    Raises
+    ------
+    UnsupportedProblem
+        One of the last five arguments is none of what `examples` takes.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> @settings(deadline=None, max_examples=5, database=None)
+    ... @given(structures(most_scores=1000))
+    ... def test(structure):
+    ...     assert structure.num_heads * structure.seqlen_q * structure.seqlen_kv <= 1000
+    >>> test()
+    """
     reasons = [
         *_batch_reasons(batch),
         *flag_reasons("grouped_heads", grouped_heads),

@@ -2,7 +2,8 @@
 Masks
 =====
 
-A mask says which keys (columns) each query (row) attends. Dark elements are attended.
+A mask says which keys (columns) each query (row) attends. `mask.plot(seqlen_q, seqlen_kv)` draws it by matplotlib: dark
+elements are attended. `mask.picture` prints the same as text, and a notebook shows a mask by itself.
 """
 
 import matplotlib.pyplot as plt
@@ -10,14 +11,13 @@ import numpy as np
 from cuflash import masks
 
 SEQLEN = 24
-shape = masks.MaskShape((), 1, SEQLEN, SEQLEN)  # no batch axes, 1 head, queries, keys
 
 
 def show(**named: masks.Mask) -> None:
     """One panel a mask."""
     figure, panels = plt.subplots(1, len(named), figsize=(3 * len(named), 3.2), layout="constrained")
     for axes, (title, mask) in zip(panels, named.items()):
-        axes.imshow(mask.toarray(**shape._asdict())[0], cmap="Blues", vmin=0, vmax=1.3)
+        mask.plot(SEQLEN, ax=axes)
         axes.set(title=title.replace("_", " "), xticks=[], yticks=[])
 
 
@@ -50,18 +50,20 @@ show(
 # %%
 # The algebra
 # -----------
-# Masks combine with `&`, `|` and `~`.
+# Masks combine with `&`, `|`, `^` (in one of the two alone), `-` (without) and `~` (not).
 
 show(
     window_and_sinks=masks.Causal() & (masks.SlidingWindow(4, 0) | masks.Lengths(kv=2)),
     not_causal=~masks.Causal(),
-    without_a_hole=masks.Causal() & ~(masks.Lengths(kv=12) & ~masks.Lengths(kv=6)),
+    with_a_hole=masks.Causal() - (masks.Lengths(kv=12) - masks.Lengths(kv=6)),
+    in_one_alone=masks.SlidingWindow(8, 8) ^ masks.Documents(documents),
 )
 
 # %%
 # A rule of your own
 # ------------------
 # `FromFunction` takes any function of batch entry, head, query and key that returns booleans for arrays of indices.
+# Beside a mask the function alone will do, and so will a boolean array.
 
 side = 6  # a picture of 4 rows of 6 pixels, read row by row
 neighbours = masks.FromFunction(
@@ -70,6 +72,7 @@ neighbours = masks.FromFunction(
 rng = np.random.default_rng(0)
 show(
     two_dimensional_neighbours=neighbours,
-    any_booleans=masks.Dense(rng.random((SEQLEN, SEQLEN)) < 0.3),
+    every_third_key=masks.Causal() & (lambda b, h, i, j: (i - j) % 3 == 0),
+    any_booleans=masks.Causal() & (rng.random((SEQLEN, SEQLEN)) < 0.3),
 )
 plt.show()

@@ -3,14 +3,14 @@ Block-sparse patterns
 =====================
 
 The patterns of the literature in blocks: a white block is skipped, a light one is partial, a dark one is full.
+`mask.plot(seqlen_q, block=block)` draws this.
 """
 
 import matplotlib.pyplot as plt
+import numpy as np
 from cuflash import BlockIndex, masks, patterns
-from matplotlib.colors import ListedColormap
 
 SEQLEN, BLOCK = 1024, 32
-COLOURS = ListedColormap(["white", "#2b5d8a", "#9cc3e0"])  # absent, full, partial
 
 
 def show(**named: masks.Mask) -> None:
@@ -18,7 +18,7 @@ def show(**named: masks.Mask) -> None:
     figure, panels = plt.subplots(1, len(named), figsize=(3 * len(named), 3.4), layout="constrained")
     for axes, (title, mask) in zip(panels, named.items()):
         index = BlockIndex.from_mask(mask, SEQLEN, SEQLEN, BLOCK)
-        axes.imshow(index.to_scipy().toarray(), cmap=COLOURS, vmin=0, vmax=2, interpolation="nearest")
+        index.plot(ax=axes)
         density = index.report(head_dim=64).density
         axes.set(title=f"{title}\n{density:.0%} of the blocks", xticks=[], yticks=[])
 
@@ -47,9 +47,11 @@ show(
 # %%
 # On whole blocks
 # ---------------
-# `BlockPattern` takes one boolean for each block, so that any pattern can be made coarser: here the comb of `strided`,
-# on blocks instead of tokens.
+# `on_blocks` takes blocks for tokens, so that any mask becomes a pattern of whole blocks: here the comb of `strided`.
+# `filled` keeps every element of each block that an index touches. `BlockPattern` takes a boolean for each block.
 
-comb = patterns.strided(4).toarray(SEQLEN // BLOCK)
-show(comb_of_tokens=patterns.strided(32), comb_of_blocks=masks.BlockPattern(comb, BLOCK))
+comb = patterns.strided(4).on_blocks(BLOCK)
+filled = BlockIndex.from_mask(patterns.fixed(128, 16), SEQLEN, SEQLEN, BLOCK).filled()
+chosen = np.tri(SEQLEN // BLOCK, dtype=bool) & (np.random.default_rng(0).random((SEQLEN // BLOCK,) * 2) < 0.3)
+show(comb_of_blocks=comb, fixed_filled=filled.as_mask(), any_booleans=masks.BlockPattern(chosen, BLOCK))
 plt.show()

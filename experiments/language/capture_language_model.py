@@ -4,9 +4,10 @@
     python -m experiments capture_language_model --gpu      # on a GPU, in a minute
 
 Trains the model of `train_language_model` with exact attention for longer, on the source of Python's standard
-library, and writes data/language_activations.npz: q, k and v of one layer on text that no step saw, float16, before
-scaling. k and v are repeated for the query heads that read them, so that all three have as many heads. A training
-that was interrupted goes on from its checkpoint in build/checkpoints.
+library, and writes language_activations.npz: q, k and v of one layer on text that no step saw, float16, before
+scaling. k and v are repeated for the query heads that read them, so that all three have as many heads. The archive
+goes to build/results, or with --publish to experiments/data. A training that was interrupted goes on from its
+checkpoint in build/checkpoints.
 
 Found:  results of the training are in the archive's provenance and in data/README.md.
 
@@ -24,11 +25,9 @@ from typing import Any
 import model
 import numpy as np
 from command_line import check_writable
-from harness import atomic_path, machine, parse_config, track, why_no_gpu
+from harness import archive_folder, machine, parse_config, track, why_no_gpu, write_archive
 from train_language_model import Config as Sizes
 from training import CHECKPOINTS, Recipe, Training, library_text, trained_on
-
-ARCHIVE = Path(__file__).parents[1] / "data" / "language_activations.npz"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +96,13 @@ def capture(config: Config) -> dict[str, Any]:
     return half | {"provenance": np.array(json.dumps(provenance, indent=1))}
 
 
+def main() -> None:
+    """Write the archive that the command line asks for."""
+    chosen, results = parse_config(Config, __doc__)
+    folder = archive_folder(results)
+    check_writable(folder)
+    write_archive(folder / "language_activations.npz", capture(chosen))
+
+
 if __name__ == "__main__":
-    chosen, _ = parse_config(Config, __doc__)
-    check_writable(ARCHIVE.parent)
-    arrays = capture(chosen)
-    with atomic_path(ARCHIVE) as path, path.open("wb") as file:
-        np.savez_compressed(file, **arrays)
-    print(arrays["provenance"], f"\n{ARCHIVE.stat().st_size / 2**20:.2f} MiB")
+    main()

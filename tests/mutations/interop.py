@@ -101,6 +101,9 @@ FAULTS = {
         "calls for NumPy lose gradients": Edit(
             "layouts.py", "is_on_cuda", "and value.requires_grad", "and False"
         ),
+        "a mask with gradients is sent to the call that refused it": Edit(
+            "layouts.py", "is_on_cuda", 'if name == "mask":', "if False:"
+        ),
         "an output may require gradients": Edit(
             "torch.py", "_kind_reasons", 'name.startswith("out") and not is_captured and tensor.requires_grad', "False"
         ),

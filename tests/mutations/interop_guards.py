@@ -165,6 +165,8 @@ def tensors_without_elements_are_named(library: ModuleType) -> None:
         torch.vmap(lambda x: module.attention(x, k, v))(q[None])
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="k must not require gradients"):
         library.attention(q, k.requires_grad_(), v)
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="since a mask has none; .*: detach.. it$"):
+        module.attention(q, k.detach(), v, mask=torch.zeros(1, 1, requires_grad=True))
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="out must not require gradients"):
         module.attention(q, k, v, out=q.clone().requires_grad_())
 

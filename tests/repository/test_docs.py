@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import doctest
 import importlib
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import cuflash
 import pytest
+from cuflash import testing
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = sorted((ROOT / "docs" / "design").glob("*.md"))
@@ -39,7 +41,10 @@ def _public(module: ModuleType, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 PUBLIC = dict(_public(cuflash, ""))
-EXPLAINED = [name for name, value in PUBLIC.items() if inspect.isclass(value) or inspect.isroutine(value)]
+OF_THE_KIT = {f"testing.{name}": getattr(testing, name) for name in testing.__all__}
+EXPLAINED = {
+    name: value for name, value in (PUBLIC | OF_THE_KIT).items() if inspect.isclass(value) or inspect.isroutine(value)
+}
 
 
 NEEDED = {"cuflash.torch": "torch", "cuflash.executors.torch_gpu": "torch", "cuflash.jax": "jax"}
@@ -54,12 +59,19 @@ def test_the_examples_in_docstrings_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPLAINED)
 def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
-    assert ">>> " in (inspect.getdoc(PUBLIC[name]) or "")
+    assert ">>> " in (inspect.getdoc(EXPLAINED[name]) or "")
 
 
-@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if inspect.ismodule(value)])
-def test_every_public_module_says_what_it_is_about(name: str) -> None:
-    assert PUBLIC[name].__doc__
+OF_MODULES = ["cuflash", "cuflash.torch", "cuflash.jax", "cuflash.testing"]
+OF_MODULES += [value.__name__ for value in PUBLIC.values() if inspect.ismodule(value)]
+
+
+@pytest.mark.parametrize("name", OF_MODULES)
+def test_every_public_module_says_what_it_is_about_and_shows_public_names_alone(name: str) -> None:
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name])
+    module = importlib.import_module(name)
+    assert module.__doc__ and set(dir(module)) - {"__version__"} == set(module.__all__)
 
 
 class Block(NamedTuple):
@@ -138,6 +150,13 @@ def test_output_that_a_page_does_not_show_is_seen(tmp_path: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert README.count("\n") <= 150
+
+
+def test_the_page_on_installation_lists_every_extra() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", "utf-8")
+    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "install.md").read_text("utf-8"), re.MULTILINE)
+    assert set(setup["options.extras_require"]) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -63,6 +63,24 @@ def test_no_flags_are_the_published_run_and_publish_alone_writes_among_tracked_f
         harness.parse_config(Config, "", ["--publish", "--results", "there"])
 
 
+@pytest.mark.parametrize("flags, is_published", [([], False), (["--publish"], True)])
+@pytest.mark.parametrize("name", ["capture_activations", "capture_language_model", "pictures"])
+def test_archives_and_pictures_go_among_tracked_files_only_if_published(
+    load, harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, flags, is_published: bool
+) -> None:
+    tracked, untracked = tmp_path / "tracked", tmp_path / "untracked"
+    experiment = load(name)
+    for module in (harness, experiment):
+        monkeypatch.setattr(module, "UNPUBLISHED", untracked, raising=module is harness)
+    monkeypatch.setattr(harness, "EXPERIMENTS", tracked)
+    monkeypatch.setattr(experiment, "PUBLISHED", tracked, raising=False)
+    monkeypatch.setattr(experiment, "capture", lambda config: {"provenance": np.array("here")}, raising=False)
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    experiment.main()
+    (written,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert written.is_relative_to(tracked if is_published else untracked)
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [

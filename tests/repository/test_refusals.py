@@ -116,6 +116,14 @@ def wrong_values(kind: Any, default: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+def test_no_flag_writes_among_tracked_files_unless_told(name: str, harness: ModuleType) -> None:
+    if (config_type := configured(name)) is None:
+        pytest.skip("it has no configuration")
+    paths = [field.default for field in dataclasses.fields(config_type) if isinstance(field.default, Path)]
+    assert [path for path in paths if not path.is_relative_to(ROOT / "build")] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_number_out_of_range_is_refused(
     name: str, harness: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +168,8 @@ def test_a_folder_that_takes_no_file_is_refused_before_anything_runs(
     text, place = SCRIPTS[name].read_text("utf-8"), str(tmp_path / "file" / "results")
     flags = {"decode": ["--csv", f"{place}/x"], "host_time": ["--csv", f"{place}/x"]}.get(name, ["--results", place])
     flags += {"before_after": ["--before", str(ROOT)], "sweep": ["nap", "--over", "number=1"]}.get(name, [])
-    if flags[0] == "--results" and not re.search(r"\bmain\(\s*Config", text) and name != "sweep":
+    writes_there = re.search(r"\bmain\(\s*Config|archive_folder\(results", text) or name == "sweep"
+    if flags[0] == "--results" and not writes_there:
         pytest.skip("it writes to no folder that is named")
     monkeypatch.setattr(sys, "argv", sys.argv)
     told = refused([name, *flags], capsys)[1]

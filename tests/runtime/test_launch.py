@@ -478,6 +478,7 @@ def test_a_traced_array_is_named():
     for name, call in calls.items():
         (reason,) = reasons_of(jax.jit(call), Q)
         assert f"{name} must be an array that DLPack gives away; got jax." in reason
+        assert reason.endswith("outside of what is traced, or call cuflash.jax.attention") == (name == "q")
 
 
 # Streams.
@@ -778,8 +779,9 @@ def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
     assert alike.kernels.order.kv_heads_per_group == 1
 
 
-def test_precompile_on_this_gpu_warms_the_first_call(cupy):
-    made = cuflash.precompile(*(ShapeDtype(Q.shape, Q.dtype),) * 3)
+@pytest.mark.parametrize("given", [(ShapeDtype(Q.shape, Q.dtype),) * 3, (Q, K, V)], ids=["shapes", "NumPy's arrays"])
+def test_precompile_on_this_gpu_warms_the_first_call(cupy, given):
+    made = cuflash.precompile(*given)
     assert len(made) == len(cupy.compiled) == 3
     cuflash.attention(*map(cupy.asarray, (Q, K, V)))
     assert len(cupy.compiled) == 3

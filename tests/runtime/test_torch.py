@@ -242,13 +242,22 @@ def test_tracers_are_named(call):
 
 
 def test_a_call_for_numpy_says_where_gradients_are():
-    for name, call in {"q": cuflash.attention, "v": cuflash.attention_vjp, "mask": cuflash.plan}.items():
+    for name, call in {"q": cuflash.attention, "v": cuflash.attention_vjp, "k": cuflash.plan}.items():
         given = {"q": Q, "k": K, "v": V, name: Q.clone().requires_grad_()}
         (reason,) = reasons_of(call, **given)
         assert reason == (
             f"{name} must not require gradients, which calls for NumPy do not record; got a torch.Tensor with "
             f"requires_grad=True: detach() it, or call cuflash.torch.attention"
         )
+
+
+@pytest.mark.parametrize("call", [cuflash.attention, cuflash.plan, attention])
+def test_a_mask_with_gradients_is_not_sent_to_a_call_that_takes_none_either(call):
+    (reason,) = reasons_of(call, Q, K, V, mask=torch.zeros(Q.shape[-2], K.shape[-2], requires_grad=True))
+    assert reason == (
+        "mask must not require gradients, since a mask has none; got a torch.Tensor with requires_grad=True: "
+        "detach() it"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "float8_e4m3fn"])
