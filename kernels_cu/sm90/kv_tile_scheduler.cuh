@@ -63,17 +63,17 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
   using namespace attention;
   const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   unsigned num_tiles_done = 0;
-  WorkTile queries{};  // with an order: those of a number that no tile has yet
+  WorkTile queries{};  // of a number, where sequences are cut: those that no tile has yet
   for (bool is_first = true;; is_first = false) {
     const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
     wait_slot(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));  // the first tile does not wait
-    const bool takes_number = !config::kIsOrdered || queries.is_empty();
+    const bool takes_number = !config::kCutsSequences || queries.is_empty();
     const int number = takes_number ? advance_tile(params, is_first, num_tiles) : 0;
     const bool is_end = number >= num_tiles;
     WorkTile work{};
     VisitRange visit_range{};
     if (!is_end) {
-      if constexpr (config::kIsOrdered) {
+      if constexpr (config::kCutsSequences) {
         if (takes_number) queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number));
         if (!queries.is_empty()) work = take_tile<kBlockQ, kBlockKv>(params, queries);
       } else {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probing import sequence_tiles
 
+import cuflash
 from cuflash import masks, sim
 
 HEIGHT, WIDTH = 32, 16
@@ -106,3 +109,19 @@ def test_short_sequences_share_a_tile() -> None:
 @needs_compiler
 def test_a_tile_ends_with_its_sequence_whatever_follows() -> None:
     assert (64, 70) in tiles_of(masks.Sequences(np.array([0, 70, 75, 80, 160]), causal=True), 160, 160)
+
+
+def check_choice(library: ModuleType) -> None:
+    """Tiles are cut where sequences have 1024 keys on average, whether the host sees offsets or their number."""
+    at_each_call = import_module(f"{library.__name__}.masks.at_each_call").at_each_call
+    q = library.ShapeDtype((2, 8192, 128), np.dtype(np.float16))
+    for sequences, is_cut in ((1, True), (8, True), (9, False), (64, False)):
+        mask = library.masks.Sequences(np.linspace(0, 8192, sequences + 1).astype(np.int32), causal=True)
+        for asked in (mask, at_each_call(mask)):
+            planned = library.plan(q, q, q, mask=asked, kernel="sm90", device=library.DeviceSpec.gpu("H100")).plan
+            forward = planned.specs["forward"]
+            assert (forward.is_ordered, forward.cuts_sequences) == (True, is_cut), (sequences, asked)
+
+
+def test_tiles_are_cut_where_sequences_are_long() -> None:
+    check_choice(cuflash)

@@ -11,7 +11,7 @@ from cuflash.masks import MaskShape
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_interval_kernels import assert_found, on_simulator
-from test_sequence_tiles import HEIGHT, alone, assert_parts, tiles_of
+from test_sequence_tiles import HEIGHT, alone, assert_parts, check_choice, tiles_of
 
 SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 _RNG = np.random.default_rng(0)
@@ -52,6 +52,10 @@ def queries_are_cut_into_tiles() -> None:
     assert_parts(masks.Sequences(np.array([0, 20, 150]), causal=True) & masks.Lengths(q=149, kv=90), 150)
 
 
+def tiles_are_cut_where_sequences_are_long(library: ModuleType) -> None:
+    check_choice(library)
+
+
 def calls_read_offsets_anew(library: ModuleType) -> None:
     """Offsets are no part of the key of a call; all that decides how kernels read them is."""
     contents_of = part(library, "masks.one_array").mask_contents
@@ -73,7 +77,7 @@ def calls_read_offsets_anew(library: ModuleType) -> None:
 
 
 KERNEL, ORDERS, SOURCE = "lists/intervals.cu", "lists/interval_orders.cu", "planning/interval_kernels.py"
-TILES = "sm90/sequence_tiles.cuh"
+TILES, CHOICE = "sm90/sequence_tiles.cuh", "planning/families/sm90.py"
 FAULTS = {
     intervals_are_those_of_the_array_form: {
         "a sequence starts after its first query": Edit(
@@ -144,6 +148,17 @@ FAULTS = {
         "short sequences share no tile": Edit(TILES, "take_tile", "> 2 * Width", "> 0"),
         "queries after a sequence's end are left out": Edit(
             TILES, "take_tile", "queries.first = tile.last", "queries.first += Height"
+        ),
+    },
+    tiles_are_cut_where_sequences_are_long: {
+        "all sequences are long": Edit(CHOICE, "_has_long_sequences", "bool(keys >= LONG_SEQUENCE)", "True"),
+        "none is": Edit(CHOICE, "_has_long_sequences", "bool(keys >= LONG_SEQUENCE)", "False"),
+        "a length that is known is not read": Edit(
+            CHOICE, "_has_long_sequences", "keys = work.mean_length", "keys = None"
+        ),
+        "the host counts one sequence too few": Edit(CHOICE, "_has_long_sequences", "(1 + (np.diff", "((np.diff"),
+        "keys of a sequence are further ones": Edit(
+            CHOICE, "_has_long_sequences", "np.diff(work.lo, axis=-1) > 1", "np.diff(work.lo, axis=-1) > 2000"
         ),
     },
     calls_read_offsets_anew: {

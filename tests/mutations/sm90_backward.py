@@ -414,7 +414,7 @@ FAULTS = {
             "sm90/query_stats.cuh", None, "config::kIsListed || config::kCountsDqArrivals", "config::kIsListed"
         ),
         "a block of an order has one tile": Edit(
-            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "!config::kIsOrdered || queries.is_empty()", "true"
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "!config::kCutsSequences || queries.is_empty()", "true"
         ),
         "the queries of a block are those of its positions": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
