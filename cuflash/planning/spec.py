@@ -40,6 +40,8 @@ class KernelSpec:
         The kernel walks a list of blocks.
     is_ordered : bool
         Without a list too, tiles are taken in an order that the work has.
+    cuts_sequences : bool
+        Ordered tiles of long packed sequences start and end with them.
     num_stages : int
         Tiles that are copied ahead and at hand.
     dq_atomic_width : 0, 1 or 4
@@ -102,6 +104,7 @@ class KernelSpec:
     min_blocks: int = 2
     is_listed: bool = False
     is_ordered: bool = False
+    cuts_sequences: bool = False
     num_stages: int = 1
     dq_atomic_width: int = 0
     fuses_dq_epilogue: bool = False

@@ -2,6 +2,7 @@
 #include <attention/page_table.cuh>
 #include <attention/sink.cuh>
 #include <sm90/kv_storage.cuh>
+#include <sm90/sequence_tiles.cuh>
 
 // The scheduler warp of the pipeline over keys (sm90/kv_pipeline.cuh): it takes tiles of queries one after the other,
 // skips tiles that see no key, and writes for each other tile the message that all other warps read.
@@ -62,15 +63,22 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
   using namespace attention;
   const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   unsigned num_tiles_done = 0;
+  WorkTile queries{};  // of a number, where sequences are cut: those that no tile has yet
   for (bool is_first = true;; is_first = false) {
     const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
     wait_slot(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));  // the first tile does not wait
-    const int number = advance_tile(params, is_first, num_tiles);
+    const bool takes_number = !config::kCutsSequences || queries.is_empty();
+    const int number = takes_number ? advance_tile(params, is_first, num_tiles) : 0;
     const bool is_end = number >= num_tiles;
     WorkTile work{};
     VisitRange visit_range{};
     if (!is_end) {
-      work = tile_at(params, pages, number);
+      if constexpr (config::kCutsSequences) {
+        if (takes_number) queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number));
+        if (!queries.is_empty()) work = take_tile<kBlockQ, kBlockKv>(params, queries);
+      } else {
+        work = tile_at(params, pages, number);
+      }
       if (work.is_empty()) continue;
       visit_range = visit_range_of_queries(params, work);
       if (config::kIsPaged) align_steps(visit_range, kBlockKv);

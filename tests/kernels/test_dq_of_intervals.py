@@ -38,6 +38,10 @@ def structures() -> dict[str, Structure]:
     sequences = masks.Sequences(np.array([5, 69, 69, 133, 400, 500]), causal=True)
     return {
         "sequences": Structure(**square, **wide, mask=sequences),
+        "long sequences": Structure(**square, **wide, mask=masks.Sequences(np.array([0, 20, 520]), causal=True)),
+        "a sequence that ends in a tile": Structure(
+            **square, **wide, mask=masks.Sequences(np.array([0, 300, 301, 520]), causal=True)
+        ),
         "grouped heads": Structure(**square | {"num_kv_heads": 1}, **wide, mask=sequences),
         "a window": Structure(**square, **wide, mask=masks.SlidingWindow(200, 0)),
         "a window of tiles": Structure(**square, **narrow, mask=masks.SlidingWindow(128, 128, "top_left")),

@@ -147,7 +147,8 @@ def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
     counting = {replace(specs[name], counts_dq_arrivals=True, is_ordered=name == "backward") for name in names}
     finishing = {replace(spec, fuses_dq_epilogue=True) for spec in counting if spec.entry != "convert_dq"}
     window = replace(specs["backward"], counts_dq_arrivals=True, fuses_dq_epilogue=True)
-    return counting | finishing | {window, replace(specs["forward"], is_ordered=True)}
+    ordered = replace(specs["forward"], is_ordered=True)
+    return counting | finishing | {window, ordered, replace(ordered, cuts_sequences=True)}
 
 
 def with_sinks(spec: KernelSpec) -> set[KernelSpec]:

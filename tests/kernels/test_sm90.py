@@ -60,6 +60,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
 def with_fewest_tiles(number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "MIN_TILES_PER_PROCESSOR", number)
+        patch.setattr(sm90, "LONG_SEQUENCE", 0)
         with plans_of_its_own():
             yield
 

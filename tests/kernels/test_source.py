@@ -50,6 +50,7 @@ CHANGED = {
     "counts_dq_arrivals": True,
     "adds_dq_in_order": True,
     "is_ordered": True,
+    "cuts_sequences": True,
     "mma_rows": 8,
     "is_split": True,
     "pack_gqa": True,

@@ -11,6 +11,7 @@ from cuflash.masks import MaskShape
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_interval_kernels import assert_found, on_simulator
+from test_sequence_tiles import HEIGHT, alone, assert_parts, check_choice, tiles_of
 
 SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 _RNG = np.random.default_rng(0)
@@ -39,6 +40,22 @@ def intervals_are_those_of_the_array_form() -> None:
         assert_found(mask, shape, *on_simulator(mask, shape, schedule))
 
 
+def queries_are_cut_into_tiles() -> None:
+    """Each query is in one tile, long sequences share none, and short ones share some."""
+    long = [0, 70, 165, 320]
+    assert tiles_of(masks.Sequences(np.array(long), causal=True), 320, 320) == alone(long)
+    assert (64, 70) in tiles_of(masks.Sequences(np.array([0, 70, 75, 80, 160]), causal=True), 160, 160)
+    assert tiles_of(masks.Sequences(np.arange(0, 161, 10), causal=True), 160, 160) == alone([0, 160])
+    assert tiles_of(masks.Sequences(np.array([0, 300]), causal=True, window=(50, None)), 300, 300) == alone([0, 300])
+    full = [first for first, _ in tiles_of(masks.Sequences(np.array(long)), 320, 320)]
+    assert full == sorted({*range(0, 320, HEIGHT), *long[:-1]})
+    assert_parts(masks.Sequences(np.array([0, 20, 150]), causal=True) & masks.Lengths(q=149, kv=90), 150)
+
+
+def tiles_are_cut_where_sequences_are_long(library: ModuleType) -> None:
+    check_choice(library)
+
+
 def calls_read_offsets_anew(library: ModuleType) -> None:
     """Offsets are no part of the key of a call; all that decides how kernels read them is."""
     contents_of = part(library, "masks.one_array").mask_contents
@@ -60,6 +77,7 @@ def calls_read_offsets_anew(library: ModuleType) -> None:
 
 
 KERNEL, ORDERS, SOURCE = "lists/intervals.cu", "lists/interval_orders.cu", "planning/interval_kernels.py"
+TILES, CHOICE = "sm90/sequence_tiles.cuh", "planning/families/sm90.py"
 FAULTS = {
     intervals_are_those_of_the_array_form: {
         "a sequence starts after its first query": Edit(
@@ -98,6 +116,50 @@ FAULTS = {
             ORDERS, "put_in_order", "&& other > number", "&& other < number"
         ),
         "matrices have one order": Edit(ORDERS, "put_in_order", "number / num_blocks * num_blocks", "0"),
+    },
+    queries_are_cut_into_tiles: {
+        "a sequence starts a query late": Edit(TILES, "next_sequence", "+ __ffs(chunk)", "+ __ffs(chunk) + 1"),
+        "the last of several sequences is next": Edit(
+            TILES, "next_sequence", "if (chunk != 0) found = first + 32 * i + __ffs(chunk)",
+            "if (chunk != 0) found = first + 32 * i + 32 - __clz(chunk)",
+        ),
+        "each query of a window starts a sequence": Edit(
+            TILES, "next_sequence", "rows.lo[before] + 1", "rows.lo[before]"
+        ),
+        "tiles start behind the next sequence's start": Edit(
+            TILES, "start_of_tiles", "(Height - keys_before % Height) % Height, next)",
+            "(Height - keys_before % Height) % Height, length)",
+        ),
+        "tiles start at multiples": Edit(
+            TILES, "start_of_tiles", "if (!has_diagonal ||", "if (true ||"
+        ),
+        "a window has a diagonal": Edit(
+            TILES, "start_of_tiles", "has_diagonal = first_lo == last_lo &&", "has_diagonal ="
+        ),
+        "full sequences have a diagonal": Edit(
+            TILES, "start_of_tiles", "&& last_hi - first_hi == last - position", ""
+        ),
+        "short sequences move tiles": Edit(
+            TILES, "start_of_tiles", "|| (next < position + Height && keys_before < Height)", ""
+        ),
+        "the tiles of a block end where it ends": Edit(TILES, "queries_of_block", "block.last = last;", ""),
+        "a tile has all queries": Edit(TILES, "take_tile", "min(tile.first + Height, tile.last)", "tile.last"),
+        "sequences share tiles": Edit(TILES, "take_tile", "> 2 * Width) tile.last = next;", "> 2 * Width) {}"),
+        "short sequences share no tile": Edit(TILES, "take_tile", "> 2 * Width", "> 0"),
+        "queries after a sequence's end are left out": Edit(
+            TILES, "take_tile", "queries.first = tile.last", "queries.first += Height"
+        ),
+    },
+    tiles_are_cut_where_sequences_are_long: {
+        "all sequences are long": Edit(CHOICE, "_has_long_sequences", "bool(keys >= LONG_SEQUENCE)", "True"),
+        "none is": Edit(CHOICE, "_has_long_sequences", "bool(keys >= LONG_SEQUENCE)", "False"),
+        "a length that is known is not read": Edit(
+            CHOICE, "_has_long_sequences", "keys = work.mean_length", "keys = None"
+        ),
+        "the host counts one sequence too few": Edit(CHOICE, "_has_long_sequences", "(1 + (np.diff", "((np.diff"),
+        "keys of a sequence are further ones": Edit(
+            CHOICE, "_has_long_sequences", "np.diff(work.lo, axis=-1) > 1", "np.diff(work.lo, axis=-1) > 2000"
+        ),
     },
     calls_read_offsets_anew: {
         "windows do not count": Edit(

@@ -413,6 +413,15 @@ FAULTS = {
         "nobody stores": Edit(
             "sm90/query_stats.cuh", None, "config::kIsListed || config::kCountsDqArrivals", "config::kIsListed"
         ),
+        "a block of an order has one tile": Edit(
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "!config::kCutsSequences || queries.is_empty()", "true"
+        ),
+        "the queries of a block are those of its positions": Edit(
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
+            "if (takes_number) queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number));",
+            "if (takes_number) { queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number)); "
+            "queries.last = tile_at(params, pages, number).last; }",
+        ),
     },
     gradients_of_lists_are_right: {
         "blocks that are cut count as whole": Edit(

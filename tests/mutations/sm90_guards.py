@@ -262,7 +262,8 @@ def gradients_of_lists_are_right() -> None:
 
 @with_fewest_tiles(0)
 def gradients_of_intervals_are_right() -> None:
-    for number, name in enumerate(("queries past all sequences", "a window of tiles", "sequences")):
+    names = ("queries past all sequences", "a window of tiles", "sequences", "a sequence that ends in a tile")
+    for number, name in enumerate(names):
         use = (ArrivalUse.FINISH, ArrivalUse.STORE)[number // 2]
         assert_intervals_right(half(OF_INTERVALS[name]), SIM90, use, FewBlocks(sim.Schedule(seed=number), most=2))
 

@@ -899,6 +899,18 @@ def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
     return Walk(plan, launch)
 
 
+def sequence_tiles(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, height: int, width: int) -> Walk:
+    """Make a probe of the tiles of `height` queries of sequences, whose steps have `width` keys."""
+    example = Structure(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask).example()
+    plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim").plan
+    launch = Launch(
+        name=f"tiles of {type(mask).__name__}", file="sequence_tiles", entry="sequence_tiles", block=32,
+        arguments=(Record(plan), np.zeros((seqlen_q, 2), np.int32), np.zeros(-(-seqlen_q // height), np.int32)),
+        constants={"kHeight": height, "kWidth": width}, expected={},
+    )  # fmt: skip
+    return Walk(plan, launch)
+
+
 def _random(*shape: int) -> Any:
     return np.random.default_rng(sum(shape)).random(shape) < 0.3
 

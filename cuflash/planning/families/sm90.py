@@ -61,6 +61,7 @@ _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256:
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
+LONG_SEQUENCE = 1024  # keys from which on tiles end with their sequences; experiments/results/packed_steps.log, 11
 _STAGED_KEYS = 128  # keys of a step, where elements of a captured array lie beside them
 # Lists: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
@@ -304,7 +305,20 @@ def _ordered(specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSp
         and (work.block_q % spec.block_q if entry == "forward" else work.block_kv % spec.block_kv) == 0
         for entry, spec in specs.items()
     }
-    return {entry: replace(spec, is_ordered=True) if divides[entry] else spec for entry, spec in specs.items()}
+    made = {entry: replace(spec, is_ordered=True) if divides[entry] else spec for entry, spec in specs.items()}
+    cuts = divides["forward"] and _has_long_sequences(work)
+    return made | {"forward": replace(made["forward"], cuts_sequences=cuts)}
+
+
+def _has_long_sequences(work: IntervalWork) -> bool:
+    """Return whether sequences have many keys on average, where that is known without waiting for a device.
+
+    On the host one sequence follows another where the first key that queries see moves on by more than one.
+    """
+    keys = work.mean_length
+    if keys is None and isinstance(work.lo, np.ndarray):
+        keys = work.seqlen_kv / (1 + (np.diff(work.lo, axis=-1) > 1).sum(axis=-1).max(initial=0))
+    return keys is not None and bool(keys >= LONG_SEQUENCE)
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:

@@ -1,0 +1,83 @@
+#pragma once
+#include <attention/block_iterator.cuh>
+#include <ptx/thread.cuh>
+
+// Tiles of Height queries of packed sequences, whose steps have Width keys. Queries are parted among blocks of Height
+// positions: a block has the tiles that start in it. A tile of a long sequence starts where a multiple of Height keys
+// precede its first query, so that its last step ends with its diagonal, and it has queries of this sequence alone:
+// those of the next one would walk all keys of this one. Whatever the row intervals are, each query is in one tile.
+namespace cuflash {
+
+// The row intervals of a batch entry and head, which are arrays here: loads in no branch overlap.
+struct RowIntervals {
+  const int32_t* lo;
+  const int32_t* hi;
+
+  CUFLASH_DEVICE RowIntervals(const attention::WorkList& list, const attention::BatchHead& batch_head) {
+    const int64_t start = batch_head.batch_index * list.interval_batch_stride +
+        batch_head.head * list.interval_head_stride;
+    lo = list.lo + start;
+    hi = list.hi + start;
+  }
+};
+
+// Return the first query of first < x < last whose sequence is not that of the query before it, else `last`; there are
+// at most Height. Where one sequence follows another, the first key that queries see moves on by more than one; in a
+// window it moves by one. Called by a warp.
+template <int Height>
+CUFLASH_DEVICE int next_sequence(const RowIntervals& rows, int first, int last) {
+  bool starts[Height / 32];
+#pragma unroll
+  for (int i = 0; i < Height / 32; ++i) {  // unrolled, so that the loads overlap
+    const int row = min(first + 1 + 32 * i + ptx::lane(), last - 1), before = max(row - 1, first);
+    starts[i] = rows.lo[row] > rows.lo[before] + 1;
+  }
+  int found = last;
+#pragma unroll
+  for (int i = Height / 32 - 1; i >= 0; --i) {
+    const uint32_t chunk = __ballot_sync(0xffffffffu, starts[i]);
+    if (chunk != 0) found = first + 32 * i + __ffs(chunk);
+  }
+  return found;
+}
+
+// Return where the tiles of the block of positions from `position` on start: there, or, under a diagonal, with the next
+// query that a multiple of Height keys of its sequence precede, but not behind the start of the next sequence. A
+// sequence that ends in this block and came to it with less than Height keys moves nothing, since such short ones share
+// tiles. Called by a warp.
+template <int Height>
+CUFLASH_DEVICE int start_of_tiles(const RowIntervals& rows, int length, int position) {
+  if (position == 0 || position >= length) return min(position, length);
+  const int next = next_sequence<Height>(rows, position, min(position + Height, length)), last = next - 1;
+  const int first_lo = rows.lo[position], first_hi = rows.hi[position];
+  const int last_lo = rows.lo[last], last_hi = rows.hi[last];
+  const bool has_diagonal = first_lo == last_lo && last_hi - first_hi == last - position;  // not so in a window
+  const int keys_before = first_hi - first_lo - 1;
+  if (!has_diagonal || (next < position + Height && keys_before < Height)) return position;
+  return min(position + (Height - keys_before % Height) % Height, next);
+}
+
+// Return the queries of the tiles that start in a block of positions. Called by a warp.
+template <int Height>
+CUFLASH_DEVICE attention::WorkTile queries_of_block(const attention::Params& params, attention::WorkTile block) {
+  const RowIntervals rows(params.work, block.batch_head);
+  const int length = params.shape.seqlen_q, last = start_of_tiles<Height>(rows, length, block.first + Height);
+  block.first = start_of_tiles<Height>(rows, length, block.first);
+  block.last = last;
+  return block;
+}
+
+// Take the first tile from queries, of which there are some. It ends with its first query's sequence, if the tile takes
+// more than two steps for that; short sequences share a tile. Called by a warp.
+template <int Height, int Width>
+CUFLASH_DEVICE attention::WorkTile take_tile(const attention::Params& params, attention::WorkTile& queries) {
+  attention::WorkTile tile = queries;
+  const RowIntervals rows(params.work, tile.batch_head);
+  tile.last = min(tile.first + Height, tile.last);
+  const int next = next_sequence<Height>(rows, tile.first, tile.last);
+  if (rows.hi[next - 1] - rows.lo[tile.first] > 2 * Width) tile.last = next;
+  queries.first = tile.last;
+  return tile;
+}
+
+}  // namespace cuflash
