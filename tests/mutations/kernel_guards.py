@@ -83,14 +83,15 @@ def padded_with_nan(dtype: str = "float32", head_dim: int = 24, value_dim: int =
     return example.but(k=k, v=v)
 
 
-def beside_nan(example: Example, names: Iterable[str], width: int) -> Example:
-    """Return an example in which rows of some inputs lie in wider ones, with NaN behind them."""
+def beside_nan(example: Example, names: Iterable[str], extent: int, axis: int = -1) -> Example:
+    """Return an example in which some inputs lie in arrays of a larger extent along an axis, with NaN behind them."""
     wide = {}
     for name in names:
         values = getattr(example, name)
-        room = np.full((*values.shape[:-1], width), np.nan, np.float32).astype(values.dtype)
-        wide[name] = room[..., : values.shape[-1]]
-        wide[name][...] = values
+        widths = [(0, 0)] * values.ndim
+        widths[axis] = (0, extent - values.shape[axis])
+        room = np.pad(values.astype(np.float32), widths, constant_values=np.nan).astype(values.dtype)
+        wide[name] = room[tuple(map(slice, values.shape))]
     return example.but(**wide)
 
 
@@ -131,6 +132,7 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
         *(structure.example() for structure in made), padded_with_nan("float16"), padded_with_nan("float16", 32, 32),
     ]  # fmt: skip
     examples = [SIM.rounded(example) for example in given]
+    examples[3] = beside_nan(examples[3], ("q", "do"), 192, axis=-2)  # NaN follows the last, short step of queries
     # Rows of Q and K, or of dO and V, are not as wide as those of their tiles.
     narrow = Structure(num_heads=1, seqlen_q=270, seqlen_kv=270, head_dim=32, value_dim=24, dtype="float16")
     examples.append(beside_nan(SIM.rounded(narrow.example()), ("v", "do"), 32))
