@@ -203,3 +203,38 @@ class Selection:
             self._captured += [*taken.arrays, *made]
             gpu.hold(self)
         return index
+
+
+class FixedSelection:
+    """A selection of blocks that depend on the layout of q and k alone: a call makes their index, and chooses nothing.
+
+    Each index is a new one, since a caller may write to the arrays of an index on a device.
+
+    Parameters
+    ----------
+    kept : NumPy bool array [num_q_blocks, num_kv_blocks]
+        The blocks that every head keeps. They are copied to the device now.
+    maker_of : callable
+        Returns what makes the index of blocks that lie as a given array of the device does, or None.
+    target : Gpu
+    """
+
+    def __init__(self, kept: Any, maker_of: Callable[[Array], IndexMaker | None], target: gpu.Gpu) -> None:
+        self._lists = target.guarded(self, {"kept": target.sent(kept)})
+        self._make_index = maker_of(self._lists.arrays["kept"])
+        self._address = target.mask_address(self._lists.arrays["kept"])
+        self._current_stream = target.current_stream
+
+    @property
+    def makes_index(self) -> bool:
+        """Return whether there are kernels that make the index."""
+        return self._make_index is not None
+
+    def __call__(self, q: Array, k: Array) -> BlockIndex:
+        """The blocks, in a new index on the device."""
+        assert self._make_index is not None
+        stream = self._current_stream()
+        self._lists.use(stream)
+        if stream.is_capturing():  # each replay reads the blocks, and what lists are made of
+            gpu.hold(self)
+        return self._make_index(self._address, stream)

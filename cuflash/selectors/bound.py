@@ -10,8 +10,8 @@ import numpy as np
 from ..arrays import Array, namespace
 from ..blocks.index import BlockIndex
 from ..executors import checks, gpu
-from ..executors.index_maker import maker_of
-from ..executors.selecting import Chooser, Drawer, Pooler, Scoring, Selection
+from ..executors.index_maker import IndexMaker, maker_of
+from ..executors.selecting import Chooser, Drawer, FixedSelection, Pooler, Scoring, Selection
 from ..planning.launches import Workspace
 from ..planning.options import Options
 from ..plans import layout_key
@@ -22,7 +22,7 @@ from .grid import Grid
 _MAX_SELECTIONS = 256
 _MOST_AXES = 6  # that the kernel of means takes
 
-_selections: dict[Hashable, Selection] = {}
+_selections: dict[Hashable, Selection | FixedSelection] = {}
 
 
 def key_of(
@@ -44,7 +44,7 @@ def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | None:
     return found(q, k)
 
 
-def remember(key: Hashable, selection: Selection | None) -> bool:
+def remember(key: Hashable, selection: Selection | FixedSelection | None) -> bool:
     """Keep a selection for calls with the same key, and return whether there is one."""
     if selection is None:
         return False
@@ -96,6 +96,35 @@ def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) ->
         return [q, k, *launch_mass([q.data.ptr, k.data.ptr, *room], stream)]
 
     return _by_scores(grid, Scoring(_workspaces(mass), score, has_shares=True), budget, forced)
+
+
+def of_masses(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
+    """The selection by the exact masses; None where the kernels do not serve it."""
+    mass = None if _is_empty(grid) else bound_block_mass(grid.q, grid.k, grid.block, grid.mask, grid.scale)
+    if mass is None:
+        return None
+    launch_mass = mass.launches.launch
+
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
+        return launch_mass([q.data.ptr, k.data.ptr, *room], stream)
+
+    return _by_scores(grid, Scoring(_workspaces(mass), score, has_shares=True), budget, forced)
+
+
+def of_places(grid: Grid, kept: Any) -> FixedSelection | None:
+    """The selection of the same blocks in each head, a NumPy array; None where no kernels make the index.
+
+    Nor is there one inside a stream capture, where the copy of the blocks would be a part of the graph.
+    """
+    if _is_empty(grid) or gpu.current_target().stream().is_capturing():
+        return None
+
+    def maker(of_head: Array) -> IndexMaker | None:
+        of_heads = namespace(of_head).broadcast_to(of_head, (*grid.heads, *grid.size))
+        return maker_of(of_heads, grid.mask, grid.shape, grid.block)
+
+    selection = FixedSelection(kept, maker, gpu.current_target())
+    return selection if selection.makes_index else None
 
 
 def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selection | None:

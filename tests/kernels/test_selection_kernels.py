@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import cupy_machine
 import numpy as np
 import pytest
 from cuflash import selectors
-from cuflash.executors import index_maker, selecting
+from cuflash.executors import gpu, index_maker, selecting
 from cuflash.executors.bound_launch import BoundLaunch
 from cuflash.executors.decoding import offset_of
 from cuflash.executors.sim import Simulator
@@ -17,7 +18,7 @@ from cuflash.planning.selection_kernels import (
 )  # fmt: skip
 from cuflash.selectors import Budget, Forced, baselines, bound
 from cuflash.selectors.budget import Diagonal, choose
-from cuflash.selectors.grid import block_means
+from cuflash.selectors.grid import Grid, block_means
 from executors import needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,6 +149,8 @@ def check_selections(machine: Any) -> None:
         "pooled": {"block": (16, 24), "causal": "bottom_right"},
         "antidiagonal": {"block": (16, 32), "stride": 4},
         "random": {"block": 16, "causal": "bottom_right", "seed": 2**64 - 5},
+        "local": {"block": (16, 24), "causal": "bottom_right"},
+        "oracle": {"block": (16, 24), "causal": "bottom_right"},
     }.items():
         select = getattr(selectors, name)
         for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2)):
@@ -161,7 +164,7 @@ def check_selections(machine: Any) -> None:
 
 def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
     check_selections(cupy)
-    assert len(bound._selections) == 6
+    assert len(bound._selections) == 10
 
 
 def check_turned_columns(machine: Any) -> None:
@@ -194,18 +197,69 @@ def test_a_gpu_turns_groups_of_columns() -> None:
     check_turned_columns(cupy)
 
 
-def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any) -> None:
+LISTS = ["classify", "ranks", "pointers", "entries"]
+LAUNCHES = {
+    "pooled": ["pool", "block_mass", "choose", *LISTS],
+    "oracle": ["block_mass", "choose", *LISTS],
+    "local": LISTS,
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any, name: str) -> None:
     q, k = np.random.default_rng(0).standard_normal((2, 2, 64, 8)).astype(np.float16)
     on_device, options = (cupy.asarray(q), cupy.asarray(k)), {"block": 16, "budget": Budget(top_k=2), "causal": True}
-    first = selectors.pooled(*on_device, **options)
-    monkeypatch.setattr(selectors.estimates, "Grid", None)
+    select = getattr(selectors, name)
+    first = select(*on_device, **options)
+    monkeypatch.setattr(sys.modules[select.__module__], "Grid", None)
     cupy.log.clear()
     before = cupy.allocated
-    again = selectors.pooled(*on_device, **options)
-    launches = [entry for kind, *_, entry in cupy.log if kind == "launch"]
-    assert launches == ["pool", "block_mass", "choose", "classify", "ranks", "pointers", "entries"]
+    again = select(*on_device, **options)
+    assert [entry for kind, *_, entry in cupy.log if kind == "launch"] == LAUNCHES[name]
     assert cupy.allocated == before + 1  # the index's lists
     np.testing.assert_array_equal(again.on_host.states(), first.on_host.states())
+
+
+def test_an_index_that_is_written_to_changes_no_later_one(cupy: Any) -> None:
+    """The blocks of `local` are remembered, and each call makes lists of its own."""
+    q, options = cupy.asarray(np.zeros((2, 64, 8), np.float16)), {"block": 16, "budget": Budget(top_k=2)}
+    expected = selectors.local(q.get(), q.get(), **options).states()
+    for _ in range(3):
+        index = selectors.local(q, q, **options)
+        np.testing.assert_array_equal(index.on_host.states(), expected)
+        index.indptr[...] = 0
+        index.kinds[...] = 0
+
+
+def test_streams_wait_for_blocks_that_another_stream_copied(cupy: Any) -> None:
+    """While the copy is under way other streams wait for it, and once it is there, a capture reads it."""
+    q, options = cupy.asarray(np.zeros((2, 64, 8), np.float16)), {"block": 16, "budget": Budget(top_k=2)}
+    cupy.events_are_reached = False
+    selectors.local(q, q, **options)
+    (selection,) = bound._selections.values()
+    (event,) = [number for kind, *_, number in cupy.log if kind == "record"]
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cupy.log.clear()
+        selectors.local(q, q, **options)
+        assert cupy.log[0] == ("wait", stream.ptr, event)
+        selection._lists._copied.is_reached = True
+        stream.begin_capture()
+        index = selectors.local(q, q, **options)
+        graph = stream.end_capture()
+    assert selection in gpu._pinned
+    graph.launch()
+    np.testing.assert_array_equal(index.on_host.states(), selectors.local(q.get(), q.get(), **options).states())
+
+
+def test_blocks_are_not_remembered_from_within_a_capture(cupy: Any) -> None:
+    q = cupy.asarray(np.zeros((2, 64, 8), np.float16))
+    grid = Grid.of(q, q, 16, {"budget": Budget(top_k=2)}, Forced(), False, None, None)
+    kept = np.eye(4, dtype=bool)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        assert bound.of_places(grid, kept) is None
+        stream.end_capture()
+    assert bound.of_places(grid, kept) is not None
 
 
 @pytest.mark.gpu
