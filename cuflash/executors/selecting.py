@@ -10,9 +10,9 @@ import numpy as np
 from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
-from ..planning.launches import Workspace
+from ..planning.launches import Launch, Workspace
 from ..planning.selection_kernels import (
-    CHOICE, DRAW, POOLING, ChoiceRule, drawing_launch, means_shape, pooling_launch,
+    CHOICE, DRAW, POOLING, ChoiceRule, Rows, drawing_launch, means_shape, pooling_launch,
 )  # fmt: skip
 from . import gpu
 from .bound_launch import BoundLaunch
@@ -99,7 +99,7 @@ class Pooler:
 
     Parameters
     ----------
-    q, k : arrays
+    q, k : arrays or Rows
         Their layouts alone matter.
     block : (int, int)
         Rows of a block of each.
@@ -107,7 +107,7 @@ class Pooler:
         The device; the kernel is compiled now.
     """
 
-    def __init__(self, q: Array, k: Array, block: tuple[int, int], target: gpu.Gpu) -> None:
+    def __init__(self, q: Array | Rows, k: Array | Rows, block: tuple[int, int], target: gpu.Gpu) -> None:
         launch, grid, record = pooling_launch((q, k), block)
         gpu.compile_kernels([launch.spec], target)
         start = [offset_of(POOLING, name) for name in "qk"]
@@ -120,6 +120,21 @@ class Pooler:
     def __call__(self, q: int, means_of_q: int, k: int, means_of_k: int, stream: Any) -> None:
         """Write the means of q and of k, for arrays at these addresses."""
         self._launch((q, means_of_q, k, means_of_k), stream)
+
+
+def bound_kernel(made: tuple[Launch, int, Any], target: gpu.Gpu) -> BoundLaunch:
+    """A kernel, compiled now, that takes the addresses of what it reads and then of what it writes.
+
+    Parameters
+    ----------
+    made : (Launch, int, record)
+        The launch, its thread blocks, and its record, whose fields have the names of the arrays.
+    target : Gpu
+    """
+    launch, grid, record = made
+    gpu.compile_kernels([launch.spec], target)
+    places = [(0, offset_of(record.dtype, name)) for name in (*launch.reads, *launch.writes)]
+    return BoundLaunch(launch, grid, [record], places, target)
 
 
 class Drawer:

@@ -142,6 +142,10 @@ def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
         yield machine
 
 
+def budgets_of(name: str, budget: Budget) -> dict[str, Budget]:
+    return dict.fromkeys(("vertical", "slash") if name == "vertical_slash" else ("budget",), budget)
+
+
 def check_selections(machine: Any) -> None:
     """Selections are right in later calls too, and for q and k with short last blocks and gaps between rows."""
     rng = np.random.default_rng(0)
@@ -151,20 +155,22 @@ def check_selections(machine: Any) -> None:
         "random": {"block": 16, "causal": "bottom_right", "seed": 2**64 - 5},
         "local": {"block": (16, 24), "causal": "bottom_right"},
         "oracle": {"block": (16, 24), "causal": "bottom_right"},
+        "nsa": {"block": (16, 24), "compression": (12, 4), "causal": "bottom_right"},
+        "vertical_slash": {"block": (16, 24), "num_queries": 9, "causal": "bottom_right"},
     }.items():
         select = getattr(selectors, name)
         for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2)):
             for _ in range(2):
                 q, k = rng.standard_normal((4, 84, 24))[..., ::2], rng.standard_normal((2, 92, 12))
                 q, k = np.array([q, 2 * q]), np.array([k, k])
-                more = {"budget": budget, "forced": Forced(sink=1, local=1)} | options
+                more = budgets_of(name, budget) | {"forced": Forced(sink=1, local=1)} | options
                 index = select(machine.asarray(q), machine.asarray(k), **more)
                 np.testing.assert_array_equal(index.on_host.states(), select(q, k, **more).states())
 
 
 def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
     check_selections(cupy)
-    assert len(bound._selections) == 10
+    assert len(bound._selections) == 14
 
 
 def check_turned_columns(machine: Any) -> None:
@@ -201,14 +207,16 @@ LISTS = ["classify", "ranks", "pointers", "entries"]
 LAUNCHES = {
     "pooled": ["pool", "block_mass", "choose", *LISTS],
     "oracle": ["block_mass", "choose", *LISTS],
+    "nsa": ["pool", "block_mass", "spread", "choose", *LISTS],
     "local": LISTS,
+    "vertical_slash": ["block_mass", "slash_sums", "choose", "choose", "crossings", "choose", *LISTS],
 }
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any, name: str) -> None:
     q, k = np.random.default_rng(0).standard_normal((2, 2, 64, 8)).astype(np.float16)
-    on_device, options = (cupy.asarray(q), cupy.asarray(k)), {"block": 16, "budget": Budget(top_k=2), "causal": True}
+    on_device, options = (cupy.asarray(q), cupy.asarray(k)), budgets_of(name, Budget(top_k=2)) | {"block": 16, "causal": True}
     select = getattr(selectors, name)
     first = select(*on_device, **options)
     monkeypatch.setattr(sys.modules[select.__module__], "Grid", None)
