@@ -128,7 +128,8 @@ def bound_kernel(made: tuple[Launch, int, Any], target: gpu.Gpu) -> BoundLaunch:
     Parameters
     ----------
     made : (Launch, int, record)
-        The launch, its thread blocks, and its record, whose fields have the names of the arrays.
+        The launch, its thread blocks, and its record. Its fields have the names of the arrays, and hold an address or,
+        first of all, begin with one.
     target : Gpu
     """
     launch, grid, record = made

@@ -61,13 +61,33 @@ CROSSINGS = np.dtype(
     ],
     align=True,
 )
+STRIDED_ROWS = np.dtype(
+    [
+        ("data", np.uint64),
+        ("batch_strides", np.int64, (BATCH_AXES,)),
+        *((f"{axis}_stride", np.int64) for axis in ("head", "row", "column")),
+    ],
+    align=True,
+)
+PAGE_BOUNDS = np.dtype(
+    [
+        ("q", STRIDED_ROWS),
+        ("k", STRIDED_ROWS),
+        ("bounds", np.uint64),
+        ("num_bounds", np.int64),
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("num_heads", "group_size", "num_queries", "num_keys", "num_columns")),
+        *((name, np.int32) for name in ("num_pages", "page_size")),
+    ],
+    align=True,
+)
 DRAW = np.dtype([("numbers", np.uint64), ("num_cells", np.uint64), ("seed", np.uint64)])
 _WARPS = 4
 _ROOM = 48 << 10  # bytes of shared memory that a thread block has on every chip
 
 
 def selection_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
-    """The kernel "pool" for rows of a dtype, "draw", which takes none, or another one for scores of a dtype."""
+    """The kernel "pool" or "page_bounds" for rows of a dtype, "draw", or another one for scores of a dtype."""
     return KernelSpec(
         family="lists", entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=_WARPS,
         min_blocks=1,
@@ -176,7 +196,7 @@ class Rows(NamedTuple):
 
 
 def runs_of_rows(array: Any, length: int, stride: int) -> Rows:
-    """The runs of `length` rows that begin at each `stride`-th row of [..., rows, columns]: [..., runs, length, columns]."""
+    """The runs of `length` rows that begin at each `stride`-th row of an array, [..., runs, length, columns]."""
     *over, num_rows, num_columns = array.shape
     *steps, row_step, column_step = array.strides
     count = (num_rows - length) // stride + 1
@@ -261,14 +281,55 @@ def crossing_launch(
     return _launch_of_threads("crossings", dtype, CROSSINGS, numbers, num_cells, reads=reads, writes=("scores",))
 
 
+def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> tuple[Launch, int, Any]:
+    """Return the launch that bounds the scores of pages, its thread blocks, and its record without an address.
+
+    Parameters
+    ----------
+    q, k : arrays or Rows
+        Their layouts alone matter.
+    batch : tuple of int
+        What the leading axes of both broadcast to.
+    page_size : int
+        Keys of a page.
+    """
+    record = np.zeros((), PAGE_BOUNDS)
+    sizes = (1,) * (BATCH_AXES - len(batch)) + batch
+    for name, array in (("q", q), ("k", k)):
+        missing = (0,) * (BATCH_AXES + 3 - array.ndim)
+        steps = missing + tuple(step // array.dtype.itemsize for step in array.strides)
+        extents = missing + tuple(array.shape)
+        over = tuple(step if extent == size else 0 for step, extent, size in zip(steps, extents, sizes))
+        record[name] = (0, over, *steps[-3:])
+    num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))
+    num_pages = -(-k.shape[-2] // page_size)
+    num_bounds = prod(sizes) * num_heads * q.shape[-2] * num_pages
+    numbers = {
+        "num_bounds": num_bounds, "batch": sizes, "num_heads": num_heads, "group_size": num_heads // kv_heads,
+        "num_queries": q.shape[-2], "num_keys": k.shape[-2], "num_columns": q.shape[-1], "num_pages": num_pages,
+        "page_size": page_size,
+    }  # fmt: skip
+    for name, number in numbers.items():
+        record[name] = number
+    spec = selection_spec("page_bounds", q.dtype)
+    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("bounds",))
+    return launch, -(-num_bounds // _WARPS), record
+
+
 def num_distances(seqlen_q: int, offset: int) -> int:
     """The number of distances, from 0 on, of queries from the keys before them or at their place."""
     return max(seqlen_q + offset, 0)
 
 
 def _launch_of_threads(
-    entry: str, dtype: np.dtype[Any], layout: np.dtype[Any], numbers: dict[str, int], num_threads: int,
-    *, reads: tuple[str, ...], writes: tuple[str, ...],
+    entry: str,
+    dtype: np.dtype[Any],
+    layout: np.dtype[Any],
+    numbers: dict[str, int],
+    num_threads: int,
+    *,
+    reads: tuple[str, ...],
+    writes: tuple[str, ...],
 ) -> tuple[Launch, int, Any]:
     """Return a launch of so many threads, its thread blocks, and its record without an address."""
     record = np.zeros((), layout)
@@ -298,4 +359,5 @@ def every_selection_spec(dtypes: tuple[np.dtype[Any], ...]) -> set[KernelSpec]:
     of_masses = ("choose", "spread", "slash_sums", "crossings")
     choosing = {selection_spec(entry, accumulator_dtype(dtype)) for entry in of_masses for dtype in dtypes}
     drawing = {selection_spec("draw", np.dtype(np.float32))}
-    return choosing | drawing | {selection_spec("pool", dtype) for dtype in dtypes}
+    of_rows = {selection_spec(entry, dtype) for entry in ("pool", "page_bounds") for dtype in dtypes}
+    return choosing | drawing | of_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, namespace
+from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..executors import checks, gpu
 from ..executors.index_maker import IndexMaker, maker_of
@@ -15,7 +15,8 @@ from ..executors.selecting import Chooser, Drawer, FixedSelection, Pooler, Scori
 from ..planning.launches import Workspace
 from ..planning.options import Options
 from ..planning.selection_kernels import (
-    ChoiceRule, crossing_launch, num_distances, runs_of_rows, slash_summing_launch, spreading_launch,
+    ChoiceRule, crossing_launch, num_distances, page_bounding_launch, runs_of_rows, slash_summing_launch,
+    spreading_launch,
 )  # fmt: skip
 from ..plans import layout_key
 from ..study.block_mass import BoundMass, bound_block_mass
@@ -174,10 +175,8 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
     launch_mass, made = mass.launches.launch, mass.results["mass"]
     first_byte, heads, dtype = first * grid.q.strides[-2], grid.heads, made.dtype
     add = bound_kernel(slash_summing_launch(made.shape, first + grid.offset, distances, dtype), target)
-    cross = bound_kernel(
-        crossing_launch(grid.shape.num_batch * grid.shape.num_heads, (seqlen_q, seqlen_kv), grid.block, grid.offset, dtype),
-        target,
-    )
+    lengths, num_matrices = (seqlen_q, seqlen_kv), grid.shape.num_batch * grid.shape.num_heads
+    cross = bound_kernel(crossing_launch(num_matrices, lengths, grid.block, grid.offset, dtype), target)
     keys, slashes = (
         Chooser(_rule_of_row(budget, length), (*heads, 1, length), dtype, target)
         for budget, length in ((vertical, seqlen_kv), (slash, distances))
@@ -206,6 +205,21 @@ def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
         lengths=(1, length), block=(1, 1), offset=0, is_causal=False, count=max(budget.top_k or 0, budget.min_blocks),
         mass=float(budget.mass or 0), threshold=None, num_sinks=0, num_local=0, has_diagonal=False,
     )  # fmt: skip
+
+
+def of_page_bounds(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
+    """The selection of pages by bounds of their scores; None where the kernels do not serve it."""
+    if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES:
+        return None
+    made = page_bounding_launch(grid.q, grid.k, grid.shape.batch, grid.block[1])
+    bound_pages = bound_kernel(made, gpu.current_target())
+
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
+        bound_pages((q.data.ptr, k.data.ptr, room[0]), stream)
+        return ()
+
+    bounds = Workspace((*grid.heads, *grid.size), accumulator_dtype(grid.q.dtype))
+    return _by_scores(grid, Scoring({"bounds": bounds}, score, has_shares=False), budget, forced)
 
 
 def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selection | None:

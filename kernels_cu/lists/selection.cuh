@@ -3,7 +3,8 @@
 
 // The parameters of the kernels of selectors: lists_pool computes means of blocks of rows, lists_draw draws scores of
 // blocks, lists_spread adds up the masses of compressed keys, lists_slash_sums those of keys and of distances, whose
-// choice lists_crossings hands to blocks, and lists_choose chooses blocks by their scores. cuflash/planning/selection_kernels.py has the same records
+// choice lists_crossings hands to blocks, lists_page_bounds bounds the scores of pages, and lists_choose chooses blocks
+// by their scores. cuflash/planning/selection_kernels.py has the same records
 // as NumPy dtypes.
 namespace cuflash::lists {
 
@@ -75,6 +76,21 @@ struct Crossings {
   int64_t offset;          // query i and key i + offset are at distance 0
   int32_t num_matrices, num_q_blocks, num_kv_blocks;
   int32_t seqlen_q, seqlen_kv, num_distances, block_q, block_kv;
+};
+
+// Queries [*batch, heads, rows, columns], keys that each group of heads shares, and the bounds [*batch, heads, queries,
+// pages].
+struct StridedRows {
+  const void* data;
+  int64_t batch_strides[3];  // in elements; so are the others
+  int64_t head_stride, row_stride, column_stride;
+};
+struct PageBounds {
+  StridedRows q, k;
+  void* bounds;            // accumulators
+  int64_t num_bounds;
+  int32_t batch[3];
+  int32_t num_heads, group_size, num_queries, num_keys, num_columns, num_pages, page_size;
 };
 
 struct Draw {

@@ -13,6 +13,7 @@ from cuflash.executors import gpu, index_maker, selecting
 from cuflash.executors.bound_launch import BoundLaunch
 from cuflash.executors.decoding import offset_of
 from cuflash.executors.sim import Simulator
+from cuflash.planning import selection_kernels
 from cuflash.planning.selection_kernels import (
     CHOICE, DRAW, POOLING, ChoiceRule, drawing_launch, means_shape, pooling_launch,
 )  # fmt: skip
@@ -134,6 +135,98 @@ def test_the_kernel_makes_the_means_of_blocks() -> None:
     check_means()
 
 
+def run_on_simulator(made: Any, *arrays: Any) -> None:
+    """Run a kernel on arrays in the order in which it reads and then writes them."""
+    launch, grid, record = made
+    places = [(0, offset_of(record.dtype, name)) for name in (*launch.reads, *launch.writes)]
+    BoundLaunch(launch, grid, [record], places, Simulator())([array.ctypes.data for array in arrays], None)
+
+
+def check_spread(planning: Any = selection_kernels) -> None:
+    """Compressed key c stands for the parts c, c + 1 and c + 2, of which blocks have four; sums are exact."""
+    masses = np.random.default_rng(0).integers(0, 9, (2, 6, 5, 17)).astype(np.float32)
+    scores = np.full((2, 6, 5, 5), np.nan, np.float32)
+    run_on_simulator(planning.spreading_launch(masses.shape, 5, 3, (3, 4), masses.dtype), masses, scores)
+    of_parts = np.zeros((2, 6, 5, 20))
+    for n in range(3):
+        of_parts[..., n : n + 17] += masses
+    of_groups = of_parts.reshape(2, 2, 3, 5, 5, 4).sum((-1, 2))
+    np.testing.assert_array_equal(scores, of_groups.repeat(3, axis=1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", [((30, 41), 11), ((41, 38), -3), ((41, 30), 0)])
+def test_kernels_sum_masses_of_slashes_and_find_what_they_cross(case: Any) -> None:
+    check_slashes(*case)
+
+
+def check_slashes(lengths: tuple[int, int], offset: int, planning: Any = selection_kernels) -> None:
+    """Keys are chosen in one head and distances in the other; sums of whole numbers are exact."""
+    rng, (seqlen_q, seqlen_kv), first = np.random.default_rng(0), lengths, 23
+    count = planning.num_distances(seqlen_q, offset)
+    assert count == seqlen_q + offset
+    masses = rng.integers(0, 9, (2, seqlen_q - first, seqlen_kv)).astype(np.float32)
+    of_keys, of_distances = (np.full((2, length), np.nan, np.float32) for length in (seqlen_kv, count))
+    made = planning.slash_summing_launch(masses.shape, first + offset, count, masses.dtype)
+    run_on_simulator(made, masses, of_keys, of_distances)
+    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_kv)
+    distance = i + offset - j
+    np.testing.assert_array_equal(of_keys, masses.sum(1))
+    expected = [(masses * (distance[first:] == o)).sum((1, 2)) for o in range(count)]
+    np.testing.assert_array_equal(of_distances, np.transpose(expected))
+    keys, distances = np.zeros((2, seqlen_kv), bool), np.zeros((2, count), bool)
+    keys[0, [0, 8, 23]], distances[1, [0, 7, 21, 33]] = True, True
+    scores = np.full((2, -(-seqlen_q // 4), -(-seqlen_kv // 8)), np.nan, np.float32)
+    run_on_simulator(planning.crossing_launch(2, lengths, (4, 8), offset, scores.dtype), keys, distances, scores)
+    elements = np.zeros((2, 4 * scores.shape[1], 8 * scores.shape[2]), bool)
+    elements[0, :seqlen_q, :seqlen_kv] = np.isin(j, [0, 8, 23])
+    elements[1, :seqlen_q, :seqlen_kv] = np.isin(distance, [0, 7, 21, 33])
+    np.testing.assert_array_equal(scores, elements.reshape(2, scores.shape[1], 4, -1, 8).any((2, 4)))
+
+
+@needs_compiler
+def test_the_kernel_hands_masses_of_compressed_keys_to_blocks() -> None:
+    check_spread()
+
+
+def check_page_bounds(planning: Any = selection_kernels) -> None:
+    """Batch entries and heads share keys, rows have gaps, the last page is short; whole numbers make exact products."""
+    rng = np.random.default_rng(0)
+    q = rng.integers(-9, 10, (2, 3, 4, 5, 80)).astype(np.float16)[..., ::2]
+    k = rng.integers(-9, 10, (1, 3, 2, 19, 40)).astype(np.float16)
+    k[0, 1, 0, 7, 3], q[1, 2, 3, 4, 39] = np.nan, np.nan
+    bounds = np.full((2, 3, 4, 5, 4), 7, np.float32)
+    run_on_simulator(planning.page_bounding_launch(q, k, (2, 3), 6), q, k, bounds)
+    np.testing.assert_array_equal(bounds, selectors.page_bounds(q, k, page_size=6))
+    assert np.isnan(bounds).any()
+
+
+@needs_compiler
+def test_the_kernel_bounds_scores_of_pages() -> None:
+    check_page_bounds()
+
+
+@needs_compiler
+def test_the_kernel_makes_means_of_overlapping_runs() -> None:
+    check_runs()
+
+
+def check_runs(planning: Any = selection_kernels) -> None:
+    """Runs of 12 rows begin at every fourth row of arrays with gaps; sums of whole numbers are exact."""
+    rng = np.random.default_rng(0)
+    q, k = rng.integers(-9, 10, (2, 3, 9, 10)).astype(np.float32)[..., ::2], rng.integers(-9, 10, (2, 3, 31, 5))
+    k = k.astype(np.float32)
+    launch, grid, record = planning.pooling_launch((q, planning.runs_of_rows(k, 12, 4)), (1, 12))
+    made = np.full(q.shape, np.nan, np.float32), np.full((2, 3, 5, 5), np.nan, np.float32)
+    inner = offset_of(POOLING["q"], "means")
+    places = [(0, offset_of(POOLING, name) + at) for name in "qk" for at in (0, inner)]
+    addresses = [array.ctypes.data for array in (q, made[0], k, made[1])]
+    BoundLaunch(launch, grid, [record], places, Simulator())(addresses, None)
+    np.testing.assert_array_equal(made[0], q)
+    sums = np.stack([k[..., start : start + 12, :].sum(-2) for start in range(0, 20, 4)], axis=-2)
+    np.testing.assert_array_equal(made[1], sums / np.float32(12))
+
+
 @pytest.fixture
 def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
@@ -156,10 +249,11 @@ def check_selections(machine: Any) -> None:
         "local": {"block": (16, 24), "causal": "bottom_right"},
         "oracle": {"block": (16, 24), "causal": "bottom_right"},
         "nsa": {"block": (16, 24), "compression": (12, 4), "causal": "bottom_right"},
-        "vertical_slash": {"block": (16, 24), "num_queries": 9, "causal": "bottom_right"},
+        "vertical_slash": {"block": (4, 8), "num_queries": 9, "causal": "bottom_right"},
+        "quest": {"page_size": 12, "causal": "bottom_right"},
     }.items():
         select = getattr(selectors, name)
-        for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2)):
+        for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2) if name != "quest" else Budget(top_k=5)):
             for _ in range(2):
                 q, k = rng.standard_normal((4, 84, 24))[..., ::2], rng.standard_normal((2, 92, 12))
                 q, k = np.array([q, 2 * q]), np.array([k, k])
@@ -170,7 +264,7 @@ def check_selections(machine: Any) -> None:
 
 def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
     check_selections(cupy)
-    assert len(bound._selections) == 14
+    assert len(bound._selections) == 16
 
 
 def check_turned_columns(machine: Any) -> None:
@@ -209,6 +303,7 @@ LAUNCHES = {
     "oracle": ["block_mass", "choose", *LISTS],
     "nsa": ["pool", "block_mass", "spread", "choose", *LISTS],
     "local": LISTS,
+    "quest": ["page_bounds", "choose", *LISTS],
     "vertical_slash": ["block_mass", "slash_sums", "choose", "choose", "crossings", "choose", *LISTS],
 }
 
@@ -216,7 +311,8 @@ LAUNCHES = {
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any, name: str) -> None:
     q, k = np.random.default_rng(0).standard_normal((2, 2, 64, 8)).astype(np.float16)
-    on_device, options = (cupy.asarray(q), cupy.asarray(k)), budgets_of(name, Budget(top_k=2)) | {"block": 16, "causal": True}
+    on_device, options = (cupy.asarray(q), cupy.asarray(k)), budgets_of(name, Budget(top_k=2)) | {"causal": True}
+    options |= {"page_size": 16} if name == "quest" else {"block": 16}
     select = getattr(selectors, name)
     first = select(*on_device, **options)
     monkeypatch.setattr(sys.modules[select.__module__], "Grid", None)
