@@ -9,6 +9,7 @@ import cupy_machine
 import numpy as np
 import pytest
 from cuflash import selectors
+from cuflash.arrays import accumulator_dtype
 from cuflash.executors import gpu, index_maker, selecting
 from cuflash.executors.bound_launch import BoundLaunch
 from cuflash.executors.decoding import offset_of
@@ -135,18 +136,24 @@ def test_the_kernel_makes_the_means_of_blocks() -> None:
     check_means()
 
 
-def run_on_simulator(made: Any, *arrays: Any) -> None:
+def run(executor: str, made: Any, *arrays: Any) -> None:
     """Run a kernel on arrays in the order in which it reads and then writes them."""
     launch, grid, record = made
+    if executor == "gpu":
+        on_device, target = [to_device(each) for each in arrays], gpu.current_target()
+        selecting.bound_kernel(made, target)([each.data.ptr for each in on_device], target.stream())
+        for each, result in zip(arrays[len(launch.reads) :], on_device[len(launch.reads) :]):
+            each[...] = result.get()
+        return
     places = [(0, offset_of(record.dtype, name)) for name in (*launch.reads, *launch.writes)]
     BoundLaunch(launch, grid, [record], places, Simulator())([array.ctypes.data for array in arrays], None)
 
 
-def check_spread(planning: Any = selection_kernels) -> None:
+def check_spread(executor: str = "sim", planning: Any = selection_kernels) -> None:
     """Compressed key c stands for the parts c, c + 1 and c + 2, of which blocks have four; sums are exact."""
     masses = np.random.default_rng(0).integers(0, 9, (2, 6, 5, 17)).astype(np.float32)
     scores = np.full((2, 6, 5, 5), np.nan, np.float32)
-    run_on_simulator(planning.spreading_launch(masses.shape, 5, 3, (3, 4), masses.dtype), masses, scores)
+    run(executor, planning.spreading_launch(masses.shape, 5, 3, (3, 4), masses.dtype), masses, scores)
     of_parts = np.zeros((2, 6, 5, 20))
     for n in range(3):
         of_parts[..., n : n + 17] += masses
@@ -154,13 +161,15 @@ def check_spread(planning: Any = selection_kernels) -> None:
     np.testing.assert_array_equal(scores, of_groups.repeat(3, axis=1))
 
 
-@needs_compiler
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("case", [((30, 41), 11), ((41, 38), -3), ((41, 30), 0)])
-def test_kernels_sum_masses_of_slashes_and_find_what_they_cross(case: Any) -> None:
-    check_slashes(*case)
+def test_kernels_sum_masses_of_slashes_and_find_what_they_cross(executor: str, case: Any) -> None:
+    check_slashes(*case, executor)
 
 
-def check_slashes(lengths: tuple[int, int], offset: int, planning: Any = selection_kernels) -> None:
+def check_slashes(
+    lengths: tuple[int, int], offset: int, executor: str = "sim", planning: Any = selection_kernels
+) -> None:
     """Keys are chosen in one head and distances in the other; sums of whole numbers are exact."""
     rng, (seqlen_q, seqlen_kv), first = np.random.default_rng(0), lengths, 23
     count = planning.num_distances(seqlen_q, offset)
@@ -168,7 +177,7 @@ def check_slashes(lengths: tuple[int, int], offset: int, planning: Any = selecti
     masses = rng.integers(0, 9, (2, seqlen_q - first, seqlen_kv)).astype(np.float32)
     of_keys, of_distances = (np.full((2, length), np.nan, np.float32) for length in (seqlen_kv, count))
     made = planning.slash_summing_launch(masses.shape, first + offset, count, masses.dtype)
-    run_on_simulator(made, masses, of_keys, of_distances)
+    run(executor, made, masses, of_keys, of_distances)
     i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_kv)
     distance = i + offset - j
     np.testing.assert_array_equal(of_keys, masses.sum(1))
@@ -177,33 +186,55 @@ def check_slashes(lengths: tuple[int, int], offset: int, planning: Any = selecti
     keys, distances = np.zeros((2, seqlen_kv), bool), np.zeros((2, count), bool)
     keys[0, [0, 8, 23]], distances[1, [0, 7, 21, 33]] = True, True
     scores = np.full((2, -(-seqlen_q // 4), -(-seqlen_kv // 8)), np.nan, np.float32)
-    run_on_simulator(planning.crossing_launch(2, lengths, (4, 8), offset, scores.dtype), keys, distances, scores)
+    run(executor, planning.crossing_launch(2, lengths, (4, 8), offset, scores.dtype), keys, distances, scores)
     elements = np.zeros((2, 4 * scores.shape[1], 8 * scores.shape[2]), bool)
     elements[0, :seqlen_q, :seqlen_kv] = np.isin(j, [0, 8, 23])
     elements[1, :seqlen_q, :seqlen_kv] = np.isin(distance, [0, 7, 21, 33])
     np.testing.assert_array_equal(scores, elements.reshape(2, scores.shape[1], 4, -1, 8).any((2, 4)))
 
 
-@needs_compiler
-def test_the_kernel_hands_masses_of_compressed_keys_to_blocks() -> None:
-    check_spread()
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_kernel_hands_masses_of_compressed_keys_to_blocks(executor: str) -> None:
+    check_spread(executor)
 
 
-def check_page_bounds(planning: Any = selection_kernels) -> None:
+def check_page_bounds(executor: str = "sim", planning: Any = selection_kernels) -> None:
     """Batch entries and heads share keys, rows have gaps, the last page is short; whole numbers make exact products."""
     rng = np.random.default_rng(0)
     q = rng.integers(-9, 10, (2, 3, 4, 5, 80)).astype(np.float16)[..., ::2]
     k = rng.integers(-9, 10, (1, 3, 2, 19, 40)).astype(np.float16)
     k[0, 1, 0, 7, 3], q[1, 2, 3, 4, 39] = np.nan, np.nan
     bounds = np.full((2, 3, 4, 5, 4), 7, np.float32)
-    run_on_simulator(planning.page_bounding_launch(q, k, (2, 3), 6), q, k, bounds)
+    run(executor, planning.page_bounding_launch(q, k, (2, 3), 6), q, k, bounds)
     np.testing.assert_array_equal(bounds, selectors.page_bounds(q, k, page_size=6))
     assert np.isnan(bounds).any()
 
 
-@needs_compiler
-def test_the_kernel_bounds_scores_of_pages() -> None:
-    check_page_bounds()
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_kernel_bounds_scores_of_pages(executor: str) -> None:
+    check_page_bounds(executor)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_rounding_lifts_no_score_above_the_bound_of_its_page(executor: str) -> None:
+    """Sums over columns have one order for pages of every size, and rounding keeps the order of numbers."""
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        st.integers(0, 2**32 - 1), st.integers(1, 40), st.sampled_from([3, 4, 16]), st.sampled_from([1, 7, 64]),
+        st.sampled_from([np.float16, np.float32, np.float64]),
+    )  # fmt: skip
+    def check(seed: int, seqlen_kv: int, page_size: int, head_dim: int, dtype: Any) -> None:
+        rng = np.random.default_rng(seed)
+        q, k = (rng.standard_normal((2, length, head_dim)).astype(dtype) for length in (3, seqlen_kv))
+        found = []
+        for size in (page_size, 1):
+            bounds = np.full((2, 3, -(-seqlen_kv // size)), np.nan, accumulator_dtype(q.dtype))
+            run(executor, selection_kernels.page_bounding_launch(q, k, (), size), q, k, bounds)
+            found.append(bounds)
+        assert (found[0] >= np.maximum.reduceat(found[1], range(0, seqlen_kv, page_size), axis=-1)).all()
+
+    check()
 
 
 @needs_compiler

@@ -94,9 +94,9 @@ def the_kernels_of_pages_and_slashes_are_right() -> None:
 
 def selections_tell_kernels_where(library: ModuleType) -> None:
     planning = part(library, "planning.selection_kernels")
-    check_spread(planning)
-    check_slashes((41, 38), -3, planning)
-    check_page_bounds(planning)
+    check_spread(planning=planning)
+    check_slashes((41, 38), -3, planning=planning)
+    check_page_bounds(planning=planning)
     check_runs(planning)
 
 

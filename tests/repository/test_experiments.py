@@ -1655,6 +1655,20 @@ def test_tables_of_calls_show_every_row_with_its_commit(load, name: str) -> None
             assert f"| {float(row[column]):.3g} |" in line
 
 
+def test_every_selector_is_timed(load) -> None:
+    """The calls that a GPU's host makes run on NumPy's arrays too, and choose some blocks of each row."""
+    experiment = load("host_time")
+    inputs = experiment.Inputs(256, lambda array: array)
+    found = {case.operation: case for case in experiment.cases_of_selectors(inputs)}
+    every = {f"selectors.{name}" for name in dir(cuflash.selectors)} - {"selectors.Budget", "selectors.Forced"}
+    assert set(found) == every - {"selectors.page_bounds"} == set(experiment.SELECTORS)
+    for name, case in found.items():
+        index = case.call(*case.prepare(3, None))
+        rows = (index.states() > 0).sum(-1)
+        keeps_more = name in ("selectors.vertical_slash", "selectors.quest", "selectors.nsa")  # pages, or forced blocks
+        assert rows.min() >= 1 and (rows.max() > 1) == keeps_more
+
+
 def test_empty_launches_are_timed_between_the_calls_of_a_case(load) -> None:
     """Each eighth call comes after a launch, for which the device is waited for, and which is no part of the case."""
     experiment, log = load("host_time"), []
