@@ -318,7 +318,7 @@ def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int)
 
 def num_distances(seqlen_q: int, offset: int) -> int:
     """The number of distances, from 0 on, of queries from the keys before them or at their place."""
-    return max(seqlen_q + offset, 0)
+    return seqlen_q + offset
 
 
 def _launch_of_threads(

@@ -166,7 +166,7 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
     """The selection of blocks that chosen keys and distances cross; None where the kernels do not serve it."""
     (seqlen_q, seqlen_kv), target = (grid.shape.seqlen_q, grid.shape.seqlen_kv), gpu.current_target()
     distances = num_distances(seqlen_q, grid.offset)
-    if _is_empty(grid) or not distances:
+    if _is_empty(grid):
         return None
     first = max(seqlen_q - num_queries, 0)
     mass = bound_block_mass(grid.q[..., first:, :], grid.k, (1, 1), grid.stairs_from(first), grid.scale)

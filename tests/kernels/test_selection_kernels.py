@@ -298,6 +298,38 @@ def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: An
     assert len(bound._selections) == 16
 
 
+@pytest.mark.parametrize("name", ["local", "oracle", "nsa", "vertical_slash", "quest"])
+def test_kernels_select_what_formulas_do(cupy: Any, name: str) -> None:
+    """Lengths cut blocks off, heads share keys, diagonals start before key 0, and blocks are forced; in float64."""
+    blocks = st.sampled_from([(8, 8), (5, 16), (16, 4)])
+    more = {
+        "nsa": st.fixed_dictionaries({"block": blocks, "compression": st.sampled_from([(4, 4), (8, 4), (12, 2)])}),
+        "vertical_slash": st.fixed_dictionaries({"block": blocks, "num_queries": st.sampled_from([1, 9, 300])}),
+        "quest": st.fixed_dictionaries({"page_size": st.sampled_from([1, 7, 16])}),
+    }
+    most = st.builds(Budget, top_k=st.integers(1, 9), min_blocks=st.integers(0, 4))
+    masses = st.builds(Budget, mass=st.sampled_from([0.3, 0.9]), min_blocks=st.integers(0, 4))
+
+    @settings(max_examples=20, deadline=None)
+    @given(
+        st.integers(1, 70), st.integers(12, 90), st.sampled_from([False, "top_left", "bottom_right"]),
+        st.builds(Forced, sink=st.integers(0, 2), local=st.integers(0, 2), diagonal=st.booleans()),
+        most if name == "quest" else most | masses, more.get(name, st.fixed_dictionaries({"block": blocks})),
+        st.integers(0, 2**32 - 1),
+    )  # fmt: skip
+    def check(
+        seqlen_q: int, seqlen_kv: int, causal: Any, forced: Forced, budget: Budget, options: dict[str, Any], seed: int
+    ) -> None:
+        rng, select = np.random.default_rng(seed), getattr(selectors, name)
+        q, k = rng.standard_normal((2, 4, seqlen_q, 6)), rng.standard_normal((2, 2, seqlen_kv, 6))
+        given_options = budgets_of(name, budget) | {"forced": forced, "causal": causal} | options
+        found = select(cupy.asarray(q), cupy.asarray(k), **given_options)
+        expected = select(q, k, **given_options)
+        np.testing.assert_array_equal(found.on_host.states(), expected.states())
+
+    check()
+
+
 def check_turned_columns(machine: Any) -> None:
     """A kernel takes groups of columns of a row in reverse; copies of rows in that order give the same masses."""
 
