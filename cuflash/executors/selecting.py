@@ -10,9 +10,9 @@ import numpy as np
 from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
-from ..planning.launches import Workspace
+from ..planning.launches import Launch, Workspace
 from ..planning.selection_kernels import (
-    CHOICE, DRAW, POOLING, ChoiceRule, drawing_launch, means_shape, pooling_launch,
+    CHOICE, DRAW, POOLING, ChoiceRule, Rows, drawing_launch, means_shape, pooling_launch,
 )  # fmt: skip
 from . import gpu
 from .bound_launch import BoundLaunch
@@ -99,7 +99,7 @@ class Pooler:
 
     Parameters
     ----------
-    q, k : arrays
+    q, k : arrays or Rows
         Their layouts alone matter.
     block : (int, int)
         Rows of a block of each.
@@ -107,7 +107,7 @@ class Pooler:
         The device; the kernel is compiled now.
     """
 
-    def __init__(self, q: Array, k: Array, block: tuple[int, int], target: gpu.Gpu) -> None:
+    def __init__(self, q: Array | Rows, k: Array | Rows, block: tuple[int, int], target: gpu.Gpu) -> None:
         launch, grid, record = pooling_launch((q, k), block)
         gpu.compile_kernels([launch.spec], target)
         start = [offset_of(POOLING, name) for name in "qk"]
@@ -120,6 +120,22 @@ class Pooler:
     def __call__(self, q: int, means_of_q: int, k: int, means_of_k: int, stream: Any) -> None:
         """Write the means of q and of k, for arrays at these addresses."""
         self._launch((q, means_of_q, k, means_of_k), stream)
+
+
+def bound_kernel(made: tuple[Launch, int, Any], target: gpu.Gpu) -> BoundLaunch:
+    """A kernel, compiled now, that takes the addresses of what it reads and then of what it writes.
+
+    Parameters
+    ----------
+    made : (Launch, int, record)
+        The launch, its thread blocks, and its record. Its fields have the names of the arrays, and hold an address or,
+        first of all, begin with one.
+    target : Gpu
+    """
+    launch, grid, record = made
+    gpu.compile_kernels([launch.spec], target)
+    places = [(0, offset_of(record.dtype, name)) for name in (*launch.reads, *launch.writes)]
+    return BoundLaunch(launch, grid, [record], places, target)
 
 
 class Drawer:
@@ -203,3 +219,38 @@ class Selection:
             self._captured += [*taken.arrays, *made]
             gpu.hold(self)
         return index
+
+
+class FixedSelection:
+    """A selection of blocks that depend on the layout of q and k alone: a call makes their index, and chooses nothing.
+
+    Each index is a new one, since a caller may write to the arrays of an index on a device.
+
+    Parameters
+    ----------
+    kept : NumPy bool array [num_q_blocks, num_kv_blocks]
+        The blocks that every head keeps. They are copied to the device now.
+    maker_of : callable
+        Returns what makes the index of blocks that lie as a given array of the device does, or None.
+    target : Gpu
+    """
+
+    def __init__(self, kept: Any, maker_of: Callable[[Array], IndexMaker | None], target: gpu.Gpu) -> None:
+        self._lists = target.guarded(self, {"kept": target.sent(kept)})
+        self._make_index = maker_of(self._lists.arrays["kept"])
+        self._address = target.mask_address(self._lists.arrays["kept"])
+        self._current_stream = target.current_stream
+
+    @property
+    def makes_index(self) -> bool:
+        """Return whether there are kernels that make the index."""
+        return self._make_index is not None
+
+    def __call__(self, q: Array, k: Array) -> BlockIndex:
+        """The blocks, in a new index on the device."""
+        assert self._make_index is not None
+        stream = self._current_stream()
+        self._lists.use(stream)
+        if stream.is_capturing():  # each replay reads the blocks, and what lists are made of
+            gpu.hold(self)
+        return self._make_index(self._address, stream)

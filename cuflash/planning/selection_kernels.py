@@ -1,10 +1,10 @@
-"""Kernels of selectors: means of blocks of rows, random scores of blocks, and the blocks that a budget keeps."""
+"""Kernels of selectors: means of rows, scores of blocks, and the blocks that a budget keeps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,13 +36,58 @@ POOLED_ROWS = np.dtype(
     align=True,
 )
 POOLING = np.dtype([("q", POOLED_ROWS), ("k", POOLED_ROWS), ("num_thread_blocks_of_q", np.int64)], align=True)
+SPREAD = np.dtype(
+    [
+        *((name, np.uint64) for name in ("masses", "scores")),
+        *((name, np.int32) for name in ("num_groups", "group_size", "num_q_blocks", "num_kv_blocks")),
+        *((name, np.int32) for name in ("num_compressed", "num_parts", "parts_of_block", "padding")),
+    ],
+    align=True,
+)
+SLASH_SUMS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("masses", "of_keys", "of_distances")),
+        ("first_diagonal_key", np.int64),
+        *((name, np.int32) for name in ("num_matrices", "num_rows", "num_keys", "num_distances")),
+    ],
+    align=True,
+)
+CROSSINGS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("keys", "distances", "scores")),
+        ("offset", np.int64),
+        *((name, np.int32) for name in ("num_matrices", "num_q_blocks", "num_kv_blocks", "seqlen_q", "seqlen_kv")),
+        *((name, np.int32) for name in ("num_distances", "block_q", "block_kv")),
+    ],
+    align=True,
+)
+STRIDED_ROWS = np.dtype(
+    [
+        ("data", np.uint64),
+        ("batch_strides", np.int64, (BATCH_AXES,)),
+        *((f"{axis}_stride", np.int64) for axis in ("head", "row", "column")),
+    ],
+    align=True,
+)
+PAGE_BOUNDS = np.dtype(
+    [
+        ("q", STRIDED_ROWS),
+        ("k", STRIDED_ROWS),
+        ("bounds", np.uint64),
+        ("num_bounds", np.int64),
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("num_heads", "group_size", "num_queries", "num_keys", "num_columns")),
+        *((name, np.int32) for name in ("num_pages", "page_size")),
+    ],
+    align=True,
+)
 DRAW = np.dtype([("numbers", np.uint64), ("num_cells", np.uint64), ("seed", np.uint64)])
 _WARPS = 4
 _ROOM = 48 << 10  # bytes of shared memory that a thread block has on every chip
 
 
 def selection_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
-    """The kernel "choose" for scores of a dtype, "pool" for rows of one, or "draw", which takes none."""
+    """The kernel "pool" or "page_bounds" for rows of a dtype, "draw", or another one for scores of a dtype."""
     return KernelSpec(
         family="lists", entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=_WARPS,
         min_blocks=1,
@@ -130,6 +175,171 @@ def pooling_launch(arrays: tuple[Any, Any], block: tuple[int, int]) -> tuple[Lau
     return Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("means",)), sum(grids), record
 
 
+class Rows(NamedTuple):
+    """How rows of an array lie, of which no element is read here.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    strides : tuple of int
+        In bytes.
+    dtype : numpy.dtype
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def runs_of_rows(array: Any, length: int, stride: int) -> Rows:
+    """The runs of `length` rows that begin at each `stride`-th row of an array, [..., runs, length, columns]."""
+    *over, num_rows, num_columns = array.shape
+    *steps, row_step, column_step = array.strides
+    count = (num_rows - length) // stride + 1
+    return Rows((*over, count, length, num_columns), (*steps, row_step * stride, row_step, column_step), array.dtype)
+
+
+def spreading_launch(
+    mass_shape: tuple[int, ...], num_kv_blocks: int, group_size: int, parts: tuple[int, int], dtype: np.dtype[Any]
+) -> tuple[Launch, int, Any]:
+    """Return the launch that adds up masses of compressed keys, its thread blocks, and its record without an address.
+
+    Parameters
+    ----------
+    mass_shape : tuple of int
+        [..., heads, rows, compressed keys], or without heads.
+    num_kv_blocks : int
+        Blocks of a row.
+    group_size : int
+        Heads next to each other that have the same scores.
+    parts : (int, int)
+        Parts that a compressed key stands for, and parts of a block.
+    dtype : numpy.dtype
+        Of masses and scores.
+    """
+    *heads, num_q_blocks, num_compressed = mass_shape
+    num_groups = prod(heads) // group_size
+    numbers = {
+        "num_groups": num_groups, "group_size": group_size, "num_q_blocks": num_q_blocks,
+        "num_kv_blocks": num_kv_blocks, "num_compressed": num_compressed, "num_parts": parts[0],
+        "parts_of_block": parts[1],
+    }  # fmt: skip
+    num_cells = num_groups * num_q_blocks * num_kv_blocks
+    return _launch_of_threads("spread", dtype, SPREAD, numbers, num_cells, reads=("masses",), writes=("scores",))
+
+
+def slash_summing_launch(
+    mass_shape: tuple[int, ...], first_diagonal_key: int, num_distances: int, dtype: np.dtype[Any]
+) -> tuple[Launch, int, Any]:
+    """Return the launch that adds up masses of keys and of distances, its thread blocks, and its record.
+
+    Parameters
+    ----------
+    mass_shape : tuple of int
+        [..., rows, keys]
+    first_diagonal_key : int
+        The key, which need not exist, at distance 0 of the first row.
+    num_distances : int
+        Distances from 0 on.
+    dtype : numpy.dtype
+        Of masses and sums.
+    """
+    *heads, num_rows, num_keys = mass_shape
+    numbers = {
+        "first_diagonal_key": first_diagonal_key, "num_matrices": prod(heads), "num_rows": num_rows,
+        "num_keys": num_keys, "num_distances": num_distances,
+    }  # fmt: skip
+    num_sums, writes = prod(heads) * (num_keys + num_distances), ("of_keys", "of_distances")
+    return _launch_of_threads("slash_sums", dtype, SLASH_SUMS, numbers, num_sums, reads=("masses",), writes=writes)
+
+
+def crossing_launch(
+    num_matrices: int, lengths: tuple[int, int], block: tuple[int, int], offset: int, dtype: np.dtype[Any]
+) -> tuple[Launch, int, Any]:
+    """Return the launch that scores blocks which chosen keys and distances cross, its thread blocks, and its record.
+
+    Parameters
+    ----------
+    num_matrices : int
+        Grids of blocks, each with keys and distances of its own.
+    lengths, block, offset
+        As in `ChoiceRule`.
+    dtype : numpy.dtype
+        Of scores.
+    """
+    num_q_blocks, num_kv_blocks = (-(-length // side) for length, side in zip(lengths, block))
+    numbers = {
+        "offset": offset, "num_matrices": num_matrices, "num_q_blocks": num_q_blocks, "num_kv_blocks": num_kv_blocks,
+        "seqlen_q": lengths[0], "seqlen_kv": lengths[1], "num_distances": num_distances(lengths[0], offset),
+        "block_q": block[0], "block_kv": block[1],
+    }  # fmt: skip
+    num_cells, reads = num_matrices * num_q_blocks * num_kv_blocks, ("keys", "distances")
+    return _launch_of_threads("crossings", dtype, CROSSINGS, numbers, num_cells, reads=reads, writes=("scores",))
+
+
+def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> tuple[Launch, int, Any]:
+    """Return the launch that bounds the scores of pages, its thread blocks, and its record without an address.
+
+    Parameters
+    ----------
+    q, k : arrays or Rows
+        Their layouts alone matter.
+    batch : tuple of int
+        What the leading axes of both broadcast to.
+    page_size : int
+        Keys of a page.
+    """
+    record = np.zeros((), PAGE_BOUNDS)
+    sizes = (1,) * (BATCH_AXES - len(batch)) + batch
+    for name, array in (("q", q), ("k", k)):
+        missing = (0,) * (BATCH_AXES + 3 - array.ndim)
+        steps = missing + tuple(step // array.dtype.itemsize for step in array.strides)
+        extents = missing + tuple(array.shape)
+        over = tuple(step if extent == size else 0 for step, extent, size in zip(steps, extents, sizes))
+        record[name] = (0, over, *steps[-3:])
+    num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))
+    num_pages = -(-k.shape[-2] // page_size)
+    num_bounds = prod(sizes) * num_heads * q.shape[-2] * num_pages
+    numbers = {
+        "num_bounds": num_bounds, "batch": sizes, "num_heads": num_heads, "group_size": num_heads // kv_heads,
+        "num_queries": q.shape[-2], "num_keys": k.shape[-2], "num_columns": q.shape[-1], "num_pages": num_pages,
+        "page_size": page_size,
+    }  # fmt: skip
+    for name, number in numbers.items():
+        record[name] = number
+    spec = selection_spec("page_bounds", q.dtype)
+    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("bounds",))
+    return launch, -(-num_bounds // _WARPS), record
+
+
+def num_distances(seqlen_q: int, offset: int) -> int:
+    """The number of distances, from 0 on, of queries from the keys before them or at their place."""
+    return seqlen_q + offset
+
+
+def _launch_of_threads(
+    entry: str,
+    dtype: np.dtype[Any],
+    layout: np.dtype[Any],
+    numbers: dict[str, int],
+    num_threads: int,
+    *,
+    reads: tuple[str, ...],
+    writes: tuple[str, ...],
+) -> tuple[Launch, int, Any]:
+    """Return a launch of so many threads, its thread blocks, and its record without an address."""
+    record = np.zeros((), layout)
+    for name, number in numbers.items():
+        record[name] = number
+    spec = selection_spec(entry, dtype)
+    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=reads, writes=writes)
+    return launch, -(-num_threads // spec.num_threads), record
+
+
 def drawing_launch(shape: tuple[int, ...], seed: int) -> tuple[Launch, int, Any]:
     """Return the launch that draws a number for each cell, its thread blocks, and its record without an address."""
     record = np.zeros((), DRAW)
@@ -146,6 +356,8 @@ def means_shape(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
 
 def every_selection_spec(dtypes: tuple[np.dtype[Any], ...]) -> set[KernelSpec]:
     """The kernels for arrays of some dtypes."""
-    choosing = {selection_spec("choose", accumulator_dtype(dtype)) for dtype in dtypes}
+    of_masses = ("choose", "spread", "slash_sums", "crossings")
+    choosing = {selection_spec(entry, accumulator_dtype(dtype)) for entry in of_masses for dtype in dtypes}
     drawing = {selection_spec("draw", np.dtype(np.float32))}
-    return choosing | drawing | {selection_spec("pool", dtype) for dtype in dtypes}
+    of_rows = {selection_spec(entry, dtype) for entry in ("pool", "page_bounds") for dtype in dtypes}
+    return choosing | drawing | of_rows

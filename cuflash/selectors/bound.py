@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, namespace
+from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..executors import checks, gpu
-from ..executors.index_maker import maker_of
-from ..executors.selecting import Chooser, Drawer, Pooler, Scoring, Selection
+from ..executors.index_maker import IndexMaker, maker_of
+from ..executors.selecting import Chooser, Drawer, FixedSelection, Pooler, Scoring, Selection, bound_kernel
 from ..planning.launches import Workspace
 from ..planning.options import Options
+from ..planning.selection_kernels import (
+    ChoiceRule, crossing_launch, num_distances, page_bounding_launch, runs_of_rows, slash_summing_launch,
+    spreading_launch,
+)  # fmt: skip
 from ..plans import layout_key
 from ..study.block_mass import BoundMass, bound_block_mass
 from .budget import Budget, Forced
@@ -22,7 +26,7 @@ from .grid import Grid
 _MAX_SELECTIONS = 256
 _MOST_AXES = 6  # that the kernel of means takes
 
-_selections: dict[Hashable, Selection] = {}
+_selections: dict[Hashable, Selection | FixedSelection] = {}
 
 
 def key_of(
@@ -44,7 +48,7 @@ def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | None:
     return found(q, k)
 
 
-def remember(key: Hashable, selection: Selection | None) -> bool:
+def remember(key: Hashable, selection: Selection | FixedSelection | None) -> bool:
     """Keep a selection for calls with the same key, and return whether there is one."""
     if selection is None:
         return False
@@ -96,6 +100,126 @@ def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) ->
         return [q, k, *launch_mass([q.data.ptr, k.data.ptr, *room], stream)]
 
     return _by_scores(grid, Scoring(_workspaces(mass), score, has_shares=True), budget, forced)
+
+
+def of_masses(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
+    """The selection by the exact masses; None where the kernels do not serve it."""
+    mass = None if _is_empty(grid) else bound_block_mass(grid.q, grid.k, grid.block, grid.mask, grid.scale)
+    if mass is None:
+        return None
+    launch_mass = mass.launches.launch
+
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
+        return launch_mass([q.data.ptr, k.data.ptr, *room], stream)
+
+    return _by_scores(grid, Scoring(_workspaces(mass), score, has_shares=True), budget, forced)
+
+
+def of_places(grid: Grid, kept: Any) -> FixedSelection | None:
+    """The selection of the same blocks in each head, a NumPy array; None where no kernels make the index.
+
+    Nor is there one inside a stream capture, where the copy of the blocks would be a part of the graph.
+    """
+    if _is_empty(grid) or gpu.current_target().stream().is_capturing():
+        return None
+
+    def maker(of_head: Array) -> IndexMaker | None:
+        of_heads = namespace(of_head).broadcast_to(of_head, (*grid.heads, *grid.size))
+        return maker_of(of_heads, grid.mask, grid.shape, grid.block)
+
+    selection = FixedSelection(kept, maker, gpu.current_target())
+    return selection if selection.makes_index else None
+
+
+def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget, forced: Forced) -> Selection | None:
+    """The selection by masses of means of overlapping runs of keys; None where the kernels do not serve it."""
+    length, stride = compression
+    if _is_empty(grid) or grid.q.ndim > _MOST_AXES or grid.k.ndim >= _MOST_AXES:
+        return None
+    target, xp = gpu.current_target(), namespace(grid.q)
+    # Means of one row are queries in the accumulator's dtype, and means of runs are compressed keys.
+    pool = Pooler(grid.q, runs_of_rows(grid.k, length, stride), (1, length), target)
+    of_queries, of_runs = pool.means
+    queries = xp.empty(grid.q.shape, of_queries.dtype)
+    keys = xp.empty((*of_runs.shape[:-2], of_runs.shape[-1]), of_runs.dtype)
+    mass = bound_block_mass(queries, keys, (grid.block[0], 1), grid.stairs(1, stride, length), grid.scale)
+    if mass is None:
+        return None
+    launch_mass = mass.launches.launch
+    group_size = grid.shape.num_heads // grid.k.shape[-3] if grid.has_heads else 1
+    parts = length // stride, grid.block[1] // stride
+    made, scores = mass.results["mass"], Workspace((*grid.heads, *grid.size), of_queries.dtype)
+    spread = bound_kernel(spreading_launch(made.shape, grid.size[1], group_size, parts, made.dtype), target)
+
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
+        of_scores, of_mass, of_lse, of_q, of_k = room
+        pool(q.data.ptr, of_q, k.data.ptr, of_k, stream)
+        kept = launch_mass([of_q, of_k, of_mass, of_lse], stream)
+        spread((of_mass, of_scores), stream)
+        return kept
+
+    workspaces = {"scores": scores, **_workspaces(mass), "queries": of_queries, "keys": of_runs}
+    return _by_scores(grid, Scoring(workspaces, score, has_shares=True), budget, forced)
+
+
+def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, forced: Forced) -> Selection | None:
+    """The selection of blocks that chosen keys and distances cross; None where the kernels do not serve it."""
+    (seqlen_q, seqlen_kv), target = (grid.shape.seqlen_q, grid.shape.seqlen_kv), gpu.current_target()
+    distances = num_distances(seqlen_q, grid.offset)
+    if _is_empty(grid):
+        return None
+    first = max(seqlen_q - num_queries, 0)
+    mass = bound_block_mass(grid.q[..., first:, :], grid.k, (1, 1), grid.stairs_from(first), grid.scale)
+    if mass is None:
+        return None
+    launch_mass, made = mass.launches.launch, mass.results["mass"]
+    first_byte, heads, dtype = first * grid.q.strides[-2], grid.heads, made.dtype
+    add = bound_kernel(slash_summing_launch(made.shape, first + grid.offset, distances, dtype), target)
+    lengths, num_matrices = (seqlen_q, seqlen_kv), grid.shape.num_batch * grid.shape.num_heads
+    cross = bound_kernel(crossing_launch(num_matrices, lengths, grid.block, grid.offset, dtype), target)
+    keys, slashes = (
+        Chooser(_rule_of_row(budget, length), (*heads, 1, length), dtype, target)
+        for budget, length in ((vertical, seqlen_kv), (slash, distances))
+    )
+
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
+        of_scores, of_mass, of_lse, of_keys, of_distances, kept_keys, kept_distances = room
+        read = launch_mass([q.data.ptr + first_byte, k.data.ptr, of_mass, of_lse], stream)
+        add((of_mass, of_keys, of_distances), stream)
+        keys(kept_keys, of_keys, of_keys, stream)
+        slashes(kept_distances, of_distances, of_distances, stream)
+        cross((kept_keys, kept_distances, of_scores), stream)
+        return read
+
+    workspaces = {
+        "scores": Workspace((*heads, *grid.size), dtype), **_workspaces(mass),
+        "of_keys": Workspace((*heads, seqlen_kv), dtype), "of_distances": Workspace((*heads, distances), dtype),
+        "kept_keys": keys.kept, "kept_distances": slashes.kept,
+    }  # fmt: skip
+    return _by_scores(grid, Scoring(workspaces, score, has_shares=False), Budget(threshold=0.5, min_blocks=0), forced)
+
+
+def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
+    """The rule that chooses among the numbers of one row by a budget alone."""
+    return ChoiceRule(
+        lengths=(1, length), block=(1, 1), offset=0, is_causal=False, count=max(budget.top_k or 0, budget.min_blocks),
+        mass=float(budget.mass or 0), threshold=None, num_sinks=0, num_local=0, has_diagonal=False,
+    )  # fmt: skip
+
+
+def of_page_bounds(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
+    """The selection of pages by bounds of their scores; None where the kernels do not serve it."""
+    if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES:
+        return None
+    made = page_bounding_launch(grid.q, grid.k, grid.shape.batch, grid.block[1])
+    bound_pages = bound_kernel(made, gpu.current_target())
+
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
+        bound_pages((q.data.ptr, k.data.ptr, room[0]), stream)
+        return ()
+
+    bounds = Workspace((*grid.heads, *grid.size), accumulator_dtype(grid.q.dtype))
+    return _by_scores(grid, Scoring({"bounds": bounds}, score, has_shares=False), budget, forced)
 
 
 def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selection | None:

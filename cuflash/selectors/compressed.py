@@ -8,6 +8,7 @@ from ..arrays import Array, describe, is_int
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..study.block_mass import block_mass
+from . import bound
 from .budget import Budget, Forced
 from .grid import Grid, block_means
 
@@ -71,6 +72,12 @@ def nsa(
     >>> index.num_heads, bool((index.states()[0, 0] == index.states()[0, 1]).all())
     (4, True)
     """
+    key = None
+    if mask is None:
+        key = bound.key_of("nsa", q, k, block, budget, forced, causal, scale, executor, compression)
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     reasons: list[str] = []
     grid = None
     with collecting(reasons):
@@ -84,6 +91,10 @@ def nsa(
             reasons.append(f"k must have at least {compression[0]} keys to compress; got {grid.shape.seqlen_kv}")
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
+    if key is not None and bound.remember(key, bound.of_compressed_keys(grid, compression, budget, forced)):
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     length, stride = compression
     xp, num_parts, num_keys = grid.xp, length // stride, grid.shape.seqlen_kv
     count = (num_keys - length) // stride + 1

@@ -165,6 +165,10 @@ class Grid:
         """
         return Stairs(step_q, step_kv, step_q + self.offset - needed_keys) if self.is_causal else None
 
+    def stairs_from(self, first: int) -> Mask | None:
+        """The causal mask between the queries from one on and the keys; None without one."""
+        return Stairs(1, 1, first + self.offset) if self.is_causal else None
+
     def rule(self, budget: Budget, forced: Forced) -> ChoiceRule:
         """Everything that decides which blocks of a row are kept but their scores and a mask of the caller's."""
         return ChoiceRule(

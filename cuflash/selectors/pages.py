@@ -7,6 +7,7 @@ from typing import Any
 from ..arrays import Array, accumulator_dtype, is_array, no_array, whole_number
 from ..cache import KVCache
 from ..errors import UnsupportedProblem, collecting
+from . import bound
 from .budget import Budget, Forced
 from .grid import Grid
 
@@ -99,6 +100,12 @@ def quest(
     """
     if isinstance(k, KVCache):
         return _of_cache(q, k, budget, page_size, forced, causal)
+    key = None
+    if isinstance(budget, Budget) and budget.mass is None:
+        key = bound.key_of("quest", q, k, page_size, budget, forced, causal, None, "auto")
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     reasons: list[str] = []
     grid = None
     with collecting(reasons):
@@ -109,6 +116,10 @@ def quest(
         grid = Grid.of(q, k, (1, page_size or 1), {"budget": budget}, forced, causal, None, None)
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
+    if key is not None and bound.remember(key, bound.of_page_bounds(grid, budget, forced)):
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     bounds = _bounds(grid)
     return grid.index(grid.chosen(bounds, bounds, budget, forced))
 

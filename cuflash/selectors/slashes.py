@@ -10,6 +10,7 @@ from ..arrays import Array, whole_number
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..study.block_mass import block_mass
+from . import bound
 from .budget import Budget, Forced, choose
 from .grid import Grid
 
@@ -75,6 +76,13 @@ def vertical_slash(
     >>> bool((index.states()[0, 0].diagonal() > 0).all())
     True
     """
+    key = None
+    if mask is None and type(slash) is Budget and slash.threshold is None:
+        more = slash, num_queries
+        key = bound.key_of("vertical_slash", q, k, block, vertical, forced, causal, scale, executor, *more)
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     reasons: list[str] = []
     grid = None
     with collecting(reasons):
@@ -83,15 +91,15 @@ def vertical_slash(
         grid = Grid.of(q, k, block, {"vertical": vertical, "slash": slash}, forced, causal, mask, scale)
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
+    if key is not None and bound.remember(key, bound.of_slashes(grid, vertical, slash, num_queries, forced)):
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     xp, (block_q, block_kv), (num_rows, num_columns) = grid.xp, grid.block, grid.size
     seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
     first = max(seqlen_q - num_queries, 0)
     last = grid.q[..., first:, :]
-    stairs = grid.stairs(1, 1)
-    mass = block_mass(
-        last, grid.k, block=1, scale=grid.scale, mask=None if stairs is None else _later(stairs, first),
-        executor=executor,
-    )  # fmt: skip
+    mass = block_mass(last, grid.k, block=1, scale=grid.scale, mask=grid.stairs_from(first), executor=executor)
     by_key = mass.sum(axis=-2)
     # Distance o of the query in row r is the key in column r + first + offset - o.
     distance = xp.arange(max(seqlen_q + grid.offset, 0))[None, :]
@@ -108,11 +116,6 @@ def vertical_slash(
     has_distance = _has_any(xp, distances, start_q + grid.offset - stop_kv + 1, stop_q + grid.offset - start_kv)
     kept, eligible = grid.forced(forced) | has_key | has_distance, grid.eligible()
     return grid.index(kept if eligible is None else kept & eligible)
-
-
-def _later(stairs: Any, first: int) -> Any:
-    """Stairs of the rows from one on."""
-    return type(stairs)(stairs.step_q, stairs.step_kv, stairs.last + first * stairs.step_q)
 
 
 def _has_any(xp: Any, chosen: Array, start: Array, stop: Array) -> Array:

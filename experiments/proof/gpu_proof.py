@@ -427,20 +427,25 @@ def run_masses() -> int:
 
 
 def specs_of_selectors() -> set[KernelSpec]:
-    """The kernels that choose blocks and average rows, for the dtypes of these calls."""
+    """The kernels of selectors, for the dtypes of these calls."""
     return every_selection_spec(tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES))
 
 
 def run_selectors() -> int:
-    """Choose blocks by means of rows and by diagonals; return the number of calls."""
+    """Choose blocks by every selector that has kernels of its own; return the number of calls."""
     import cupy
 
-    budget = cuflash.selectors.Budget(top_k=2)
+    few = {"budget": cuflash.selectors.Budget(top_k=2)}
+    of_blocks = {"block": 32, "causal": True}
+    calls: dict[str, dict[str, Any]] = {
+        **dict.fromkeys(("pooled", "antidiagonal", "nsa", "random"), few | of_blocks), "quest": few,
+        "vertical_slash": of_blocks | dict.fromkeys(("vertical", "slash"), few["budget"]),
+    }  # fmt: skip
     for dtype in MASS_DTYPES:
         x = cupy.full((2, 200, 64), 1, as_dtype("dtype", dtype))
-        cuflash.selectors.pooled(x, x, block=32, budget=budget, causal=True)
-        cuflash.selectors.antidiagonal(x, x, block=32, budget=budget, causal=True)
-    return 2 * len(MASS_DTYPES)
+        for name, options in calls.items():
+            getattr(cuflash.selectors, name)(x, x, **options)
+    return len(calls) * len(MASS_DTYPES)
 
 
 # Calls on operands of 8 bits: columns, rows that share a scale, and what else the call has.

@@ -16,7 +16,8 @@ Rows of `cupy` are calls of `cuflash.attention` and others on CuPy's arrays. Row
 calls on tensors and arrays of these libraries, which DLPack hands over; `cuflash.torch` and `cuflash.jax` are the
 functions of these modules. A vjp's time is that of the backward pass alone; `out=` is `attention` with it, and
 `dropout` is `attention` with a new offset in each call. A selector chooses a quarter of the blocks of a causal call,
-and makes their index.
+and makes their index; `vertical_slash` keeps as many keys, and as many distances, as others keep blocks of a row, and
+`quest` chooses a quarter of the pages for the last query.
 
 Found:  a warm call on CuPy's arrays keeps the host for some tens of microseconds; docs/performance.md has the table.
 
@@ -45,9 +46,12 @@ from harness import UNPUBLISHED, atomic_path, why_no_gpu
 
 PLACES = 64
 LAUNCH_EACH = 8  # calls of a case between two empty launches
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 4, 64, 64
+HEADS, KV_HEADS, HEAD_DIM, BLOCK, PAGE = 16, 4, 64, 64, 16
 OPERATIONS = ("attention", "grouped heads", "out=", "dropout", "attention_vjp", "vjp", "plan.forward", "plan.backward")
-SELECTORS = ("selectors.pooled", "selectors.antidiagonal", "selectors.random")
+SELECTORS = tuple(
+    f"selectors.{name}"
+    for name in ("pooled", "antidiagonal", "nsa", "vertical_slash", "quest", "oracle", "local", "random")
+)
 MASKS = (
     "none", "causal", "same BlockIndex", "new BlockIndex", "new BlockIndex on the device", "new bool array",
     "new BlockPattern",
@@ -131,10 +135,22 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
 def cases_of_selectors(inputs: Inputs) -> Iterator[Case]:
     """Selectors on CuPy's arrays, which they choose blocks of; the mask that they make is not used here."""
     tokens = inputs.places[0][0].shape[-2]
-    given: dict[str, Any] = {"block": BLOCK, "budget": Budget(top_k=max(1, tokens // BLOCK // 4)), "causal": True}
+    few = Budget(top_k=max(1, tokens // BLOCK // 4))
+    of_blocks: dict[str, Any] = {"block": BLOCK, "causal": True}
+    of_pages = {"budget": Budget(top_k=max(1, tokens // PAGE // 4)), "page_size": PAGE}
+    options = {
+        "selectors.vertical_slash": of_blocks | {"vertical": few, "slash": few},
+        "selectors.quest": of_pages,
+    }
     for name in SELECTORS:
-        select = partial(getattr(selectors, name.partition(".")[2]), **given)
-        yield Case("cupy", name, lambda turn, mask: inputs.places[turn][:2], select, takes_mask=False)
+        select = partial(getattr(selectors, name.partition(".")[2]), **options.get(name, of_blocks | {"budget": few}))
+        first = tokens - 1 if name == "selectors.quest" else 0  # which chooses for the last query alone
+
+        def inputs_from(turn: int, mask: Any, first: int = first) -> tuple[Any, Any]:
+            q, k = inputs.places[turn][:2]
+            return q[:, first:], k
+
+        yield Case("cupy", name, inputs_from, select, takes_mask=False)
 
 
 def cases_of_torch(inputs: Inputs) -> Iterator[Case]:

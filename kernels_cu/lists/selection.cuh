@@ -2,7 +2,9 @@
 #include <ptx/thread.cuh>
 
 // The parameters of the kernels of selectors: lists_pool computes means of blocks of rows, lists_draw draws scores of
-// blocks, and lists_choose chooses blocks by their scores. cuflash/planning/selection_kernels.py has the same records
+// blocks, lists_spread adds up the masses of compressed keys, lists_slash_sums those of keys and of distances, whose
+// choice lists_crossings hands to blocks, lists_page_bounds bounds the scores of pages, and lists_choose chooses blocks
+// by their scores. cuflash/planning/selection_kernels.py has the same records
 // as NumPy dtypes.
 namespace cuflash::lists {
 
@@ -42,6 +44,53 @@ struct PooledRows {
 struct Pooling {
   PooledRows q, k;
   int64_t num_thread_blocks_of_q;
+};
+
+// Masses [groups, heads of a group, num_q_blocks, num_compressed] of compressed keys, and the scores [groups, heads of a
+// group, num_q_blocks, num_kv_blocks] of blocks. Keys lie in parts of equal length.
+struct Spread {
+  const void* masses;      // accumulators
+  void* scores;            // accumulators, the same for each head of a group
+  int32_t num_groups, group_size;
+  int32_t num_q_blocks, num_kv_blocks, num_compressed;
+  int32_t num_parts;       // parts that a compressed key stands for, the first of which has its number
+  int32_t parts_of_block;
+  int32_t padding;
+};
+
+// Masses [matrices, rows, keys] of single keys, and their sums [matrices, keys] and [matrices, distances]. Distance o of
+// row r is at key r + first_diagonal_key - o.
+struct SlashSums {
+  const void* masses;      // accumulators; so are the sums
+  void* of_keys;
+  void* of_distances;
+  int64_t first_diagonal_key;
+  int32_t num_matrices, num_rows, num_keys, num_distances;
+};
+
+// Chosen keys [matrices, keys] and distances [matrices, distances], and scores [matrices, num_q_blocks, num_kv_blocks].
+struct Crossings {
+  const uint8_t* keys;
+  const uint8_t* distances;
+  void* scores;            // accumulators
+  int64_t offset;          // query i and key i + offset are at distance 0
+  int32_t num_matrices, num_q_blocks, num_kv_blocks;
+  int32_t seqlen_q, seqlen_kv, num_distances, block_q, block_kv;
+};
+
+// Queries [*batch, heads, rows, columns], keys that each group of heads shares, and the bounds [*batch, heads, queries,
+// pages].
+struct StridedRows {
+  const void* data;
+  int64_t batch_strides[3];  // in elements; so are the others
+  int64_t head_stride, row_stride, column_stride;
+};
+struct PageBounds {
+  StridedRows q, k;
+  void* bounds;            // accumulators
+  int64_t num_bounds;
+  int32_t batch[3];
+  int32_t num_heads, group_size, num_queries, num_keys, num_columns, num_pages, page_size;
 };
 
 struct Draw {

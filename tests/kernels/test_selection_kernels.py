@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import cupy_machine
 import numpy as np
 import pytest
 from cuflash import selectors
-from cuflash.executors import index_maker, selecting
+from cuflash.arrays import accumulator_dtype
+from cuflash.executors import gpu, index_maker, selecting
 from cuflash.executors.bound_launch import BoundLaunch
 from cuflash.executors.decoding import offset_of
 from cuflash.executors.sim import Simulator
+from cuflash.planning import selection_kernels
 from cuflash.planning.selection_kernels import (
     CHOICE, DRAW, POOLING, ChoiceRule, drawing_launch, means_shape, pooling_launch,
 )  # fmt: skip
 from cuflash.selectors import Budget, Forced, baselines, bound
 from cuflash.selectors.budget import Diagonal, choose
-from cuflash.selectors.grid import block_means
+from cuflash.selectors.grid import Grid, block_means
 from executors import needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,12 +136,138 @@ def test_the_kernel_makes_the_means_of_blocks() -> None:
     check_means()
 
 
+def run(executor: str, made: Any, *arrays: Any) -> None:
+    """Run a kernel on arrays in the order in which it reads and then writes them."""
+    launch, grid, record = made
+    if executor == "gpu":
+        on_device, target = [to_device(each) for each in arrays], gpu.current_target()
+        selecting.bound_kernel(made, target)([each.data.ptr for each in on_device], target.stream())
+        for each, result in zip(arrays[len(launch.reads) :], on_device[len(launch.reads) :]):
+            each[...] = result.get()
+        return
+    places = [(0, offset_of(record.dtype, name)) for name in (*launch.reads, *launch.writes)]
+    BoundLaunch(launch, grid, [record], places, Simulator())([array.ctypes.data for array in arrays], None)
+
+
+def check_spread(executor: str = "sim", planning: Any = selection_kernels) -> None:
+    """Compressed key c stands for the parts c, c + 1 and c + 2, of which blocks have four; sums are exact."""
+    masses = np.random.default_rng(0).integers(0, 9, (2, 6, 5, 17)).astype(np.float32)
+    scores = np.full((2, 6, 5, 5), np.nan, np.float32)
+    run(executor, planning.spreading_launch(masses.shape, 5, 3, (3, 4), masses.dtype), masses, scores)
+    of_parts = np.zeros((2, 6, 5, 20))
+    for n in range(3):
+        of_parts[..., n : n + 17] += masses
+    of_groups = of_parts.reshape(2, 2, 3, 5, 5, 4).sum((-1, 2))
+    np.testing.assert_array_equal(scores, of_groups.repeat(3, axis=1))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("case", [((30, 41), 11), ((41, 38), -3), ((41, 30), 0)])
+def test_kernels_sum_masses_of_slashes_and_find_what_they_cross(executor: str, case: Any) -> None:
+    check_slashes(*case, executor)
+
+
+def check_slashes(
+    lengths: tuple[int, int], offset: int, executor: str = "sim", planning: Any = selection_kernels
+) -> None:
+    """Keys are chosen in one head and distances in the other; sums of whole numbers are exact."""
+    rng, (seqlen_q, seqlen_kv), first = np.random.default_rng(0), lengths, 23
+    count = planning.num_distances(seqlen_q, offset)
+    assert count == seqlen_q + offset
+    masses = rng.integers(0, 9, (2, seqlen_q - first, seqlen_kv)).astype(np.float32)
+    of_keys, of_distances = (np.full((2, length), np.nan, np.float32) for length in (seqlen_kv, count))
+    made = planning.slash_summing_launch(masses.shape, first + offset, count, masses.dtype)
+    run(executor, made, masses, of_keys, of_distances)
+    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_kv)
+    distance = i + offset - j
+    np.testing.assert_array_equal(of_keys, masses.sum(1))
+    expected = [(masses * (distance[first:] == o)).sum((1, 2)) for o in range(count)]
+    np.testing.assert_array_equal(of_distances, np.transpose(expected))
+    keys, distances = np.zeros((2, seqlen_kv), bool), np.zeros((2, count), bool)
+    keys[0, [0, 8, 23]], distances[1, [0, 7, 21, 33]] = True, True
+    scores = np.full((2, -(-seqlen_q // 4), -(-seqlen_kv // 8)), np.nan, np.float32)
+    run(executor, planning.crossing_launch(2, lengths, (4, 8), offset, scores.dtype), keys, distances, scores)
+    elements = np.zeros((2, 4 * scores.shape[1], 8 * scores.shape[2]), bool)
+    elements[0, :seqlen_q, :seqlen_kv] = np.isin(j, [0, 8, 23])
+    elements[1, :seqlen_q, :seqlen_kv] = np.isin(distance, [0, 7, 21, 33])
+    np.testing.assert_array_equal(scores, elements.reshape(2, scores.shape[1], 4, -1, 8).any((2, 4)))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_kernel_hands_masses_of_compressed_keys_to_blocks(executor: str) -> None:
+    check_spread(executor)
+
+
+def check_page_bounds(executor: str = "sim", planning: Any = selection_kernels) -> None:
+    """Batch entries and heads share keys, rows have gaps, the last page is short; whole numbers make exact products."""
+    rng = np.random.default_rng(0)
+    q = rng.integers(-9, 10, (2, 3, 4, 5, 80)).astype(np.float16)[..., ::2]
+    k = rng.integers(-9, 10, (1, 3, 2, 19, 40)).astype(np.float16)
+    k[0, 1, 0, 7, 3], q[1, 2, 3, 4, 39] = np.nan, np.nan
+    bounds = np.full((2, 3, 4, 5, 4), 7, np.float32)
+    run(executor, planning.page_bounding_launch(q, k, (2, 3), 6), q, k, bounds)
+    np.testing.assert_array_equal(bounds, selectors.page_bounds(q, k, page_size=6))
+    assert np.isnan(bounds).any()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_kernel_bounds_scores_of_pages(executor: str) -> None:
+    check_page_bounds(executor)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_rounding_lifts_no_score_above_the_bound_of_its_page(executor: str) -> None:
+    """Sums over columns have one order for pages of every size, and rounding keeps the order of numbers."""
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        st.integers(0, 2**32 - 1), st.integers(1, 40), st.sampled_from([3, 4, 16]), st.sampled_from([1, 7, 64]),
+        st.sampled_from([np.float16, np.float32, np.float64]),
+    )  # fmt: skip
+    def check(seed: int, seqlen_kv: int, page_size: int, head_dim: int, dtype: Any) -> None:
+        rng = np.random.default_rng(seed)
+        q, k = (rng.standard_normal((2, length, head_dim)).astype(dtype) for length in (3, seqlen_kv))
+        found = []
+        for size in (page_size, 1):
+            bounds = np.full((2, 3, -(-seqlen_kv // size)), np.nan, accumulator_dtype(q.dtype))
+            run(executor, selection_kernels.page_bounding_launch(q, k, (), size), q, k, bounds)
+            found.append(bounds)
+        assert (found[0] >= np.maximum.reduceat(found[1], range(0, seqlen_kv, page_size), axis=-1)).all()
+
+    check()
+
+
+@needs_compiler
+def test_the_kernel_makes_means_of_overlapping_runs() -> None:
+    check_runs()
+
+
+def check_runs(planning: Any = selection_kernels) -> None:
+    """Runs of 12 rows begin at every fourth row of arrays with gaps; sums of whole numbers are exact."""
+    rng = np.random.default_rng(0)
+    q, k = rng.integers(-9, 10, (2, 3, 9, 10)).astype(np.float32)[..., ::2], rng.integers(-9, 10, (2, 3, 31, 5))
+    k = k.astype(np.float32)
+    launch, grid, record = planning.pooling_launch((q, planning.runs_of_rows(k, 12, 4)), (1, 12))
+    made = np.full(q.shape, np.nan, np.float32), np.full((2, 3, 5, 5), np.nan, np.float32)
+    inner = offset_of(POOLING["q"], "means")
+    places = [(0, offset_of(POOLING, name) + at) for name in "qk" for at in (0, inner)]
+    addresses = [array.ctypes.data for array in (q, made[0], k, made[1])]
+    BoundLaunch(launch, grid, [record], places, Simulator())(addresses, None)
+    np.testing.assert_array_equal(made[0], q)
+    sums = np.stack([k[..., start : start + 12, :].sum(-2) for start in range(0, 20, 4)], axis=-2)
+    np.testing.assert_array_equal(made[1], sums / np.float32(12))
+
+
 @pytest.fixture
 def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
         monkeypatch.setattr(index_maker, "_makers", {})
         monkeypatch.setattr(bound, "_selections", {})
         yield machine
+
+
+def budgets_of(name: str, budget: Budget) -> dict[str, Budget]:
+    return dict.fromkeys(("vertical", "slash") if name == "vertical_slash" else ("budget",), budget)
 
 
 def check_selections(machine: Any) -> None:
@@ -148,20 +277,57 @@ def check_selections(machine: Any) -> None:
         "pooled": {"block": (16, 24), "causal": "bottom_right"},
         "antidiagonal": {"block": (16, 32), "stride": 4},
         "random": {"block": 16, "causal": "bottom_right", "seed": 2**64 - 5},
+        "local": {"block": (16, 24), "causal": "bottom_right"},
+        "oracle": {"block": (16, 24), "causal": "bottom_right"},
+        "nsa": {"block": (16, 24), "compression": (12, 4), "causal": "bottom_right"},
+        "vertical_slash": {"block": (4, 8), "num_queries": 9, "causal": "bottom_right"},
+        "quest": {"page_size": 12, "causal": "bottom_right"},
     }.items():
         select = getattr(selectors, name)
-        for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2)):
+        for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2) if name != "quest" else Budget(top_k=5)):
             for _ in range(2):
                 q, k = rng.standard_normal((4, 84, 24))[..., ::2], rng.standard_normal((2, 92, 12))
                 q, k = np.array([q, 2 * q]), np.array([k, k])
-                more = {"budget": budget, "forced": Forced(sink=1, local=1)} | options
+                more = budgets_of(name, budget) | {"forced": Forced(sink=1, local=1)} | options
                 index = select(machine.asarray(q), machine.asarray(k), **more)
                 np.testing.assert_array_equal(index.on_host.states(), select(q, k, **more).states())
 
 
 def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
     check_selections(cupy)
-    assert len(bound._selections) == 6
+    assert len(bound._selections) == 16
+
+
+@pytest.mark.parametrize("name", ["local", "oracle", "nsa", "vertical_slash", "quest"])
+def test_kernels_select_what_formulas_do(cupy: Any, name: str) -> None:
+    """Lengths cut blocks off, heads share keys, diagonals start before key 0, and blocks are forced; in float64."""
+    blocks = st.sampled_from([(8, 8), (5, 16), (16, 4)])
+    more = {
+        "nsa": st.fixed_dictionaries({"block": blocks, "compression": st.sampled_from([(4, 4), (8, 4), (12, 2)])}),
+        "vertical_slash": st.fixed_dictionaries({"block": blocks, "num_queries": st.sampled_from([1, 9, 300])}),
+        "quest": st.fixed_dictionaries({"page_size": st.sampled_from([1, 7, 16])}),
+    }
+    most = st.builds(Budget, top_k=st.integers(1, 9), min_blocks=st.integers(0, 4))
+    masses = st.builds(Budget, mass=st.sampled_from([0.3, 0.9]), min_blocks=st.integers(0, 4))
+
+    @settings(max_examples=20, deadline=None)
+    @given(
+        st.integers(1, 70), st.integers(12, 90), st.sampled_from([False, "top_left", "bottom_right"]),
+        st.builds(Forced, sink=st.integers(0, 2), local=st.integers(0, 2), diagonal=st.booleans()),
+        most if name == "quest" else most | masses, more.get(name, st.fixed_dictionaries({"block": blocks})),
+        st.integers(0, 2**32 - 1),
+    )  # fmt: skip
+    def check(
+        seqlen_q: int, seqlen_kv: int, causal: Any, forced: Forced, budget: Budget, options: dict[str, Any], seed: int
+    ) -> None:
+        rng, select = np.random.default_rng(seed), getattr(selectors, name)
+        q, k = rng.standard_normal((2, 4, seqlen_q, 6)), rng.standard_normal((2, 2, seqlen_kv, 6))
+        given_options = budgets_of(name, budget) | {"forced": forced, "causal": causal} | options
+        found = select(cupy.asarray(q), cupy.asarray(k), **given_options)
+        expected = select(q, k, **given_options)
+        np.testing.assert_array_equal(found.on_host.states(), expected.states())
+
+    check()
 
 
 def check_turned_columns(machine: Any) -> None:
@@ -194,18 +360,73 @@ def test_a_gpu_turns_groups_of_columns() -> None:
     check_turned_columns(cupy)
 
 
-def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any) -> None:
+LISTS = ["classify", "ranks", "pointers", "entries"]
+LAUNCHES = {
+    "pooled": ["pool", "block_mass", "choose", *LISTS],
+    "oracle": ["block_mass", "choose", *LISTS],
+    "nsa": ["pool", "block_mass", "spread", "choose", *LISTS],
+    "local": LISTS,
+    "quest": ["page_bounds", "choose", *LISTS],
+    "vertical_slash": ["block_mass", "slash_sums", "choose", "choose", "crossings", "choose", *LISTS],
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any, name: str) -> None:
     q, k = np.random.default_rng(0).standard_normal((2, 2, 64, 8)).astype(np.float16)
-    on_device, options = (cupy.asarray(q), cupy.asarray(k)), {"block": 16, "budget": Budget(top_k=2), "causal": True}
-    first = selectors.pooled(*on_device, **options)
-    monkeypatch.setattr(selectors.estimates, "Grid", None)
+    on_device, options = (cupy.asarray(q), cupy.asarray(k)), budgets_of(name, Budget(top_k=2)) | {"causal": True}
+    options |= {"page_size": 16} if name == "quest" else {"block": 16}
+    select = getattr(selectors, name)
+    first = select(*on_device, **options)
+    monkeypatch.setattr(sys.modules[select.__module__], "Grid", None)
     cupy.log.clear()
     before = cupy.allocated
-    again = selectors.pooled(*on_device, **options)
-    launches = [entry for kind, *_, entry in cupy.log if kind == "launch"]
-    assert launches == ["pool", "block_mass", "choose", "classify", "ranks", "pointers", "entries"]
+    again = select(*on_device, **options)
+    assert [entry for kind, *_, entry in cupy.log if kind == "launch"] == LAUNCHES[name]
     assert cupy.allocated == before + 1  # the index's lists
     np.testing.assert_array_equal(again.on_host.states(), first.on_host.states())
+
+
+def test_an_index_that_is_written_to_changes_no_later_one(cupy: Any) -> None:
+    """The blocks of `local` are remembered, and each call makes lists of its own."""
+    q, options = cupy.asarray(np.zeros((2, 64, 8), np.float16)), {"block": 16, "budget": Budget(top_k=2)}
+    expected = selectors.local(q.get(), q.get(), **options).states()
+    for _ in range(3):
+        index = selectors.local(q, q, **options)
+        np.testing.assert_array_equal(index.on_host.states(), expected)
+        index.indptr[...] = 0
+        index.kinds[...] = 0
+
+
+def test_streams_wait_for_blocks_that_another_stream_copied(cupy: Any) -> None:
+    """While the copy is under way other streams wait for it, and once it is there, a capture reads it."""
+    q, options = cupy.asarray(np.zeros((2, 64, 8), np.float16)), {"block": 16, "budget": Budget(top_k=2)}
+    cupy.events_are_reached = False
+    selectors.local(q, q, **options)
+    (selection,) = bound._selections.values()
+    (event,) = [number for kind, *_, number in cupy.log if kind == "record"]
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cupy.log.clear()
+        selectors.local(q, q, **options)
+        assert cupy.log[0] == ("wait", stream.ptr, event)
+        selection._lists._copied.is_reached = True
+        stream.begin_capture()
+        index = selectors.local(q, q, **options)
+        graph = stream.end_capture()
+    assert selection in gpu._pinned
+    graph.launch()
+    np.testing.assert_array_equal(index.on_host.states(), selectors.local(q.get(), q.get(), **options).states())
+
+
+def test_blocks_are_not_remembered_from_within_a_capture(cupy: Any) -> None:
+    q = cupy.asarray(np.zeros((2, 64, 8), np.float16))
+    grid = Grid.of(q, q, 16, {"budget": Budget(top_k=2)}, Forced(), False, None, None)
+    kept = np.eye(4, dtype=bool)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        assert bound.of_places(grid, kept) is None
+        stream.end_capture()
+    assert bound.of_places(grid, kept) is not None
 
 
 @pytest.mark.gpu

@@ -11,7 +11,9 @@ from executors import CPU, SIM, Run
 from mutations.python_guards import part
 from test_block_mass import summed
 from test_recall import weights
-from test_selection_kernels import check_choice, check_draws, check_means
+from test_selection_kernels import (
+    check_choice, check_draws, check_means, check_page_bounds, check_runs, check_slashes, check_spread,
+)  # fmt: skip
 from test_selectors import by_sorting, means, of_antidiagonal, of_nsa, of_pooled
 
 import cuflash
@@ -81,6 +83,40 @@ def the_kernel_draws() -> None:
 
 def the_kernel_makes_means() -> None:
     check_means()
+
+
+def the_kernels_of_pages_and_slashes_are_right() -> None:
+    check_spread()
+    check_slashes((30, 41), 11)
+    check_slashes((41, 30), 0)
+    check_page_bounds()
+
+
+def selections_tell_kernels_where(library: ModuleType) -> None:
+    planning = part(library, "planning.selection_kernels")
+    check_spread(planning=planning)
+    check_slashes((41, 38), -3, planning=planning)
+    check_page_bounds(planning=planning)
+    check_runs(planning)
+
+
+def fixed_blocks_stay(library: ModuleType) -> None:
+    """A stream waits for the copy of the blocks, whose address makes the index; a captured selection is held."""
+    selecting, told = part(library, "executors.selecting"), []
+    lists = SimpleNamespace(use=told.append)
+
+    def guarded(owner: Any, arrays: dict[str, Any]) -> Any:
+        lists.arrays = arrays
+        return lists
+
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    target = SimpleNamespace(guarded=guarded, sent=np.copy, mask_address=id, current_stream=lambda: stream)
+    selection = selecting.FixedSelection(np.eye(2, dtype=bool), lambda kept: lambda *given: given, target)
+    assert selection.makes_index and selection("q", "k") == (id(lists.arrays["kept"]), stream)
+    assert told == [stream] and selection not in selecting.gpu._pinned
+    stream.is_capturing = lambda: True
+    selection("q", "k")
+    assert told == [stream, stream] and selection in selecting.gpu._pinned
 
 
 def selections_share_memory(library: ModuleType) -> None:

@@ -7,14 +7,17 @@ from mutations.planting import Edit
 from mutations.selector_guards import (
     an_index_hands_its_lists_over,
     budgets_are_exact,
+    fixed_blocks_stay,
     rooflines_are_right,
     selections_are_right,
     selections_share_memory,
+    selections_tell_kernels_where,
     slashes_are_right,
     the_host_sums_masses,
     the_kernel_chooses,
     the_kernel_draws,
     the_kernel_makes_means,
+    the_kernels_of_pages_and_slashes_are_right,
     the_kernel_sums_masses,
 )
 
@@ -25,7 +28,10 @@ CHOOSE, POOL, AT_CALL = "lists/choose.cu", "lists/pool.cu", "planning/list_kerne
 BUDGET, GRID, ESTIMATES = "selectors/budget.py", "selectors/grid.py", "selectors/estimates.py"
 SLASHES, PAGES, NSA = "selectors/slashes.py", "selectors/pages.py", "selectors/compressed.py"
 ROOFLINE = "study/roofline.py"
-SELECTING = "executors/selecting.py"
+SELECTING, LAUNCHES = "executors/selecting.py", "planning/selection_kernels.py"
+SPREAD, SLASH_SUMS, CROSSINGS, BOUNDS = (
+    f"lists/{name}.cu" for name in ("spread", "slash_sums", "crossings", "page_bounds")
+)
 FAULTS = {
     selections_share_memory: {
         "blocks that are kept lie over the scores": Edit(
@@ -151,6 +157,65 @@ FAULTS = {
             POOL, "pool_block", "static_cast<Accumulator>(last - first)", "static_cast<Accumulator>(rows.block)"
         ),
         "heads are batch entries": Edit(POOL, "pool_block", "matrix /= rows.num_heads;", ""),
+    },
+    the_kernels_of_pages_and_slashes_are_right: {
+        "a compressed key counts once in each block": Edit(
+            SPREAD, "lists_spread", "static_cast<Accumulator>(end - begin) * masses[c]", "masses[c]"
+        ),
+        "a block has the compressed keys that begin in it": Edit(
+            SPREAD, "lists_spread", "start - spread.num_parts + 1 > 0 ? start - spread.num_parts + 1 : 0", "start"
+        ),
+        "compressed keys beyond the last are read": Edit(
+            SPREAD, "lists_spread", "stop < spread.num_compressed ? stop : spread.num_compressed", "stop"
+        ),
+        "scores are written for the first head of a group": Edit(
+            SPREAD, "lists_spread", "[row * spread.num_kv_blocks", "[first_row * spread.num_kv_blocks"
+        ),
+        "groups are as large as heads": Edit(
+            SPREAD, "lists_spread", "/ spread.num_q_blocks * spread.group_size", "/ spread.num_q_blocks"
+        ),
+        "distances are of the first queries": Edit(
+            SLASH_SUMS, "lists_slash_sums", "row + sums.first_diagonal_key - distance", "row - distance"
+        ),
+        "keys after the last are those of the next row": Edit(
+            SLASH_SUMS, "lists_slash_sums", "key >= 0 && key < sums.num_keys", "key >= 0"
+        ),
+        "distances of a head are those of the first": Edit(
+            SLASH_SUMS, "lists_slash_sums", "[matrix * sums.num_distances + distance]", "[distance]"
+        ),
+        "distances run one too far": Edit(CROSSINGS, "lists_crossings", "- stop_kv + 1", "- stop_kv"),
+        "a short block crosses distances beyond its queries": Edit(
+            CROSSINGS, "lists_crossings", "end_q < grid.seqlen_q ? end_q : grid.seqlen_q", "end_q"
+        ),
+        "no column is kept": Edit(CROSSINGS, "lists_crossings", "start_kv, stop_kv, grid", "start_kv, start_kv, grid"),
+        "distances before 0 are read": Edit(CROSSINGS, "has_any", "start > 0 ? start : 0", "start"),
+        "bounds are of the greatest key alone": Edit(BOUNDS, "lists_page_bounds", "x * least", "x * greatest"),
+        "NaN of a key is lost": Edit(
+            BOUNDS, "greater", "x >= y || x != x ? x : y", "x >= y ? x : y"
+        ),
+        "a short page goes on": Edit(
+            BOUNDS, "lists_page_bounds", "end < bounds.num_keys ? end : bounds.num_keys", "end"
+        ),
+        "heads of a group have keys of their own": Edit(
+            BOUNDS, "lists_page_bounds", "head / bounds.group_size", "head % bounds.group_size"
+        ),
+    },
+    selections_tell_kernels_where: {
+        "runs begin at each row": Edit(LAUNCHES, "runs_of_rows", "row_step * stride", "row_step"),
+        "the last run is left out": Edit(LAUNCHES, "runs_of_rows", "// stride + 1", "// stride"),
+        "all batch entries share keys": Edit(
+            LAUNCHES, "page_bounding_launch", "step if extent == size else 0", "0"
+        ),
+        "queries before key 0 have distances": Edit(LAUNCHES, "num_distances", "seqlen_q + offset", "seqlen_q"),
+        "blocks have as many parts as compressed keys": Edit(
+            LAUNCHES, "spreading_launch", '"parts_of_block": parts[1]', '"parts_of_block": parts[0]'
+        ),
+    },
+    fixed_blocks_stay: {
+        "a stream does not wait for the copy": Edit(
+            SELECTING, "FixedSelection.__call__", "self._lists.use(stream)", "pass"
+        ),
+        "a graph's blocks are forgotten": Edit(SELECTING, "FixedSelection.__call__", "gpu.hold(self)", "pass"),
     },
     the_kernel_draws: {
         "numbers have 32 bits": Edit("lists/draw.cu", "lists_draw", "words[0].at[0] >> 8", "words[0].at[0]"),

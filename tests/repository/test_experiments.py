@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import cuflash
+import cupy_machine
 import numpy as np
 import pytest
 from cuflash.compiler.nvrtc import Resources
@@ -628,6 +629,20 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     }  # fmt: skip
     of_hopper = {case.structure.head_dim for _, case in found if case.kernel == "sm90"}
     assert of_hopper == {40, 64, 128, 256}
+
+
+def test_the_proof_s_selectors_launch_every_kernel_of_selectors(load, tmp_path, monkeypatch) -> None:
+    proof = load("gpu_proof")
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        machine.runs_kernels = False
+        monkeypatch.setattr("cuflash.executors.index_maker._makers", {})
+        monkeypatch.setattr("cuflash.executors.selecting._choosers", {})
+        monkeypatch.setattr("cuflash.selectors.bound._selections", {})
+        monkeypatch.setattr("cuflash.selectors.grid._facts", {})
+        assert proof.run_selectors() == 18
+        loaded = {(function.spec.entry, function.spec.dtype) for function in machine.launchable}
+    expected = {(spec.entry, spec.dtype) for spec in proof.specs_of_selectors()}
+    assert expected <= loaded and {entry for entry, _ in expected} <= set(machine.launched)
 
 
 def test_what_a_device_does_not_run_is_not_asked_for(load) -> None:
@@ -1653,6 +1668,20 @@ def test_tables_of_calls_show_every_row_with_its_commit(load, name: str) -> None
         column = "us" if name == "decode" else "ms"
         for row, line in zip(values, shown):
             assert f"| {float(row[column]):.3g} |" in line
+
+
+def test_every_selector_is_timed(load) -> None:
+    """The calls that a GPU's host makes run on NumPy's arrays too, and choose some blocks of each row."""
+    experiment = load("host_time")
+    inputs = experiment.Inputs(256, lambda array: array)
+    found = {case.operation: case for case in experiment.cases_of_selectors(inputs)}
+    every = {f"selectors.{name}" for name in dir(cuflash.selectors)} - {"selectors.Budget", "selectors.Forced"}
+    assert set(found) == every - {"selectors.page_bounds"} == set(experiment.SELECTORS)
+    for name, case in found.items():
+        index = case.call(*case.prepare(3, None))
+        rows = (index.states() > 0).sum(-1)
+        keeps_more = name in ("selectors.vertical_slash", "selectors.quest", "selectors.nsa")  # pages, or forced blocks
+        assert rows.min() >= 1 and (rows.max() > 1) == keeps_more
 
 
 def test_empty_launches_are_timed_between_the_calls_of_a_case(load) -> None:
