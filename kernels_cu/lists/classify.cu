@@ -15,6 +15,7 @@ struct MaskMatrix {
     const int head = matrix % p.num_heads, batch_entry = matrix / p.num_heads;
     int64_t start = head * p.mask_head_stride;
     int rest = batch_entry;
+#pragma unroll 1  // unrolled, it spills 16 bytes on sm_90
     for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
       start += rest % p.batch[axis] * p.mask_batch_strides[axis];
       rest /= p.batch[axis];
