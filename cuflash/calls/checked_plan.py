@@ -125,7 +125,7 @@ def require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:
 
 
 def further_reasons(q: Any, k: Any, v: Any, options: Options) -> list[str]:
-    """What is wrong with a call whose operands of 8 bits are refused, beside these operands."""
+    """Return the further reasons to refuse a call whose 8-bit operands are refused: those of its other arguments."""
     reasons: list[str] = []
     with suppress(UnsupportedProblem):  # which is among the reasons already
         q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()

@@ -105,12 +105,10 @@ class ListSource:
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tuple[ListSource, Array] | None:
         """Return the sources of a mask's lists, and its array; None for a mask that the kernels do not serve."""
-        factors = mask.operands if type(mask) is And else (mask,)
-        closed = tuple(factor for factor in factors if factor.has_intervals)
-        others = [factor for factor in factors if not factor.has_intervals]
-        if len(others) != 1 or any(True for factor in closed for _ in held_arrays(factor)):
+        parts = _kept_and_closed(mask)
+        if parts is None:
             return None
-        (kept,) = others
+        kept, closed = parts
         if not isinstance(kept, (ResolvedDense, BlockGrid)) or len(shape.batch) > BATCH_AXES:
             return None
         if 0 in (shape.num_batch, *shape[1:]):
@@ -331,14 +329,22 @@ def work_of_kernels(
     return work_list(mask, shape, tile, is_ordered=is_ordered) if found is None else ListedAtCall.of(found[0])
 
 
-def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
-    """The work of a block index that carries lists, perhaps intersected with closed forms; None of any other mask."""
+def _kept_and_closed(mask: Mask) -> tuple[Mask, tuple[Mask, ...]] | None:
+    """The one factor of a mask that has no row intervals, and the others, which must hold no arrays; None otherwise."""
     factors = mask.operands if type(mask) is And else (mask,)
     closed = tuple(factor for factor in factors if factor.has_intervals)
     others = [factor for factor in factors if not factor.has_intervals]
     if len(others) != 1 or any(True for factor in closed for _ in held_arrays(factor)):
         return None
-    (grid,) = others
+    return others[0], closed
+
+
+def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
+    """The work of a block index that carries lists, perhaps intersected with closed forms; None of any other mask."""
+    parts = _kept_and_closed(mask)
+    if parts is None:
+        return None
+    grid, closed = parts
     if not isinstance(grid, IndexGrid) or grid.index.carried is None:
         return None
     carried, block = grid.index.carried.source, listed_block(mask, tile)

@@ -24,7 +24,7 @@ _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "ui
 
 
 class Printing:
-    """What prints a program as CUDA: `compiler.score_text`, which imports this module and not the other way round."""
+    """Holds the function that prints a program as CUDA; `compiler.score_text`, which imports this module, sets it."""
 
     text: ClassVar[Callable[[Program], str]]
 

@@ -351,7 +351,7 @@ def measured(name: str, config: Config) -> Iterator[Record]:
 
 
 def calls_of(methods: Mapping[str, Method], way: str, do: Any) -> dict[str, Callable[[], Any]]:
-    """What computes a pass, of the libraries that have it; a backward pass makes no mask."""
+    """Return the call of a pass by library, of the libraries that have the pass; a backward pass makes no mask."""
     if way == "forward":
         return {library: method.forward for library, method in methods.items()}
     return {

@@ -53,7 +53,7 @@ struct Spread {
   void* scores;            // accumulators, the same for each head of a group
   int32_t num_groups, group_size;
   int32_t num_q_blocks, num_kv_blocks, num_compressed;
-  int32_t num_parts;       // parts that a compressed key stands for, the first of which has its number
+  int32_t num_parts;       // compressed key n stands for the parts n to n + num_parts - 1
   int32_t parts_of_block;
   int32_t padding;
 };

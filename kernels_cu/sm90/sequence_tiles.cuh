@@ -67,8 +67,8 @@ CUFLASH_DEVICE attention::WorkTile queries_of_block(const attention::Params& par
   return block;
 }
 
-// Take the first tile from queries, of which there are some. It ends with its first query's sequence, if the tile takes
-// more than two steps for that; short sequences share a tile. Called by a warp.
+// Remove the first tile from `queries`, which must not be empty, and return it. If the keys of its first sequence take
+// more than two steps, the tile ends with that sequence; otherwise short sequences share it. Called by a warp.
 template <int Height, int Width>
 CUFLASH_DEVICE attention::WorkTile take_tile(const attention::Params& params, attention::WorkTile& queries) {
   attention::WorkTile tile = queries;

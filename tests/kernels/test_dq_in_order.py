@@ -136,7 +136,7 @@ on_hopper = pytest.mark.parametrize(
 
 
 def check_tiles_that_see_no_key(run: Run = HOPPER) -> None:
-    """What such a tile of queries has in place of the number of its last tile of keys is not taken for NaN."""
+    """Checks of CUFLASH_CHECK pass where a tile of queries sees no key, and so has no last tile of keys to number."""
     example = example_of("dropout", "causal", "128")
     example = example.but(k=example.k[..., :40, :], v=example.v[..., :40, :])  # seen by the last 40 of 330 queries
     with patch.dict("os.environ", CUFLASH_CHECK="1"):

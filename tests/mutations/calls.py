@@ -32,7 +32,7 @@ class Traced:
 
 
 class Tracer(Traced):
-    """What JAX's transformations pass: it is named so."""
+    """Stands for the tracer that JAX's transformations pass; refusals know it by the name of its class."""
 
 
 def refuses(call, *words):
