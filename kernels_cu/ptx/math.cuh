@@ -13,6 +13,13 @@ CUFLASH_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// log2(x), error below 2^-22, relative where |log2(x)| > 1; subnormal x counts as 0.
+CUFLASH_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / x with an error of at most one unit in the last place; infinite for subnormal x; subnormal results become 0.
 CUFLASH_DEVICE float reciprocal_approx(float x) {
   float y;

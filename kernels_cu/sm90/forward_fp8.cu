@@ -20,34 +20,49 @@ constexpr int kProducerRegisters = kIsWide ? 24 : 40;
 constexpr int kConsumerRegisters = kIsWide ? 240 : kMinBlocks == 1 ? 232 : 216;
 static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
 
-// Return the scale of a row of an operand.
-CUFLASH_DEVICE float scale_of_row(const attention::Matrices& scales, const attention::BatchHead& batch_head, int head, int row,
+// Return the scales of an operand's rows in one head.
+CUFLASH_DEVICE const float* scales_of_head(const attention::Matrices& scales, const attention::BatchHead& batch_head,
+                                           int head) {
+  return attention::matrix<float>(scales, batch_head, head, 0, 1).data;
+}
+// Return the scale of a row, of all scales of its head.
+CUFLASH_DEVICE float scale_of_row(const float* of_head, const attention::Matrices& scales, int row,
                                   int64_t rows_of_a_scale) {
-  const int number = row / static_cast<int>(rows_of_a_scale);
-  return attention::matrix<float>(scales, batch_head, head, 0, 1).at(number, 0);
+  // mostly a shift: divisions were a fifth of what the warp that copies K executes (experiments/results/fp8_steps.log, 11)
+  const int number = rows_of_a_scale == kBlockKv ? row / kBlockKv : row / static_cast<int>(rows_of_a_scale);
+  return of_head[number * scales.row_stride];
 }
 
 struct Fp8Hooks : ForwardHooks {
+  // Read the scales of a step; only the elected thread does.
+  static CUFLASH_DEVICE ScalesOfStep read_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info,
+                                                 int first_key, bool is_first) {
+    if (!elect_one()) return {};
+    StepScales& of_tile = step_scales();
+    if (is_first) {
+      of_tile.of_keys = scales_of_head(scales.k_scale, tile_info.work.batch_head, tile_info.kv_head);
+      of_tile.of_values = scales_of_head(scales.v_scale, tile_info.work.batch_head, tile_info.kv_head);
+    }
+    return {scale_of_row(of_tile.of_keys, scales.k_scale, first_key, scales.k_rows),
+            scale_of_row(of_tile.of_values, scales.v_scale, first_key, scales.v_rows)};
+  }
+
   // Store the scales of a step. Its values are added to the sum of the step before if that sum has few steps and a
   // similar scale.
-  static CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage,
-                                          int first_key, bool is_first) {
-    const attention::BatchHead& batch_head = tile_info.work.batch_head;
-    const float key = scale_of_row(scales.k_scale, batch_head, tile_info.kv_head, first_key, scales.k_rows);
-    const float value = scale_of_row(scales.v_scale, batch_head, tile_info.kv_head, first_key, scales.v_rows);
-    if (elect_one()) {
-      StepScales& written = step_scales();
-      const float value_log2 = ptx::log2_accurate(value), shift = value_log2 - written.sum_scale_log2;
-      const bool starts = is_first || written.num_steps_of_sum == kStepsOfSum || !(fabsf(shift) <= kLargestShift);
-      written.steps[stage] = {key, starts ? 0 : shift, starts ? 1 : ptx::exp2_approx(-shift),
-                              !starts ? -1 : is_first ? 0 : written.sum_scale};
-      if (starts) {
-        written.sum_scale = value;
-        written.sum_scale_log2 = value_log2;
-      }
-      written.num_steps_of_sum = starts ? 1 : written.num_steps_of_sum + 1;
-      written.value[stage] = written.sum_scale;
+  static CUFLASH_DEVICE void write_scales(const ScalesOfStep& scales, int stage, bool is_first) {
+    if (!elect_one()) return;
+    StepScales& written = step_scales();
+    const auto [key, value] = scales;
+    const float value_log2 = ptx::log2_approx(value), shift = value_log2 - written.sum_scale_log2;
+    const bool starts = is_first || written.num_steps_of_sum == kStepsOfSum || !(fabsf(shift) <= kLargestShift);
+    written.steps[stage] = {key, starts ? 0 : shift, starts ? 1 : ptx::exp2_approx(-shift),
+                            !starts ? -1 : is_first ? 0 : written.sum_scale};
+    if (starts) {
+      written.sum_scale = value;
+      written.sum_scale_log2 = value_log2;
     }
+    written.num_steps_of_sum = starts ? 1 : written.num_steps_of_sum + 1;
+    written.value[stage] = written.sum_scale;
   }
 };
 
@@ -56,11 +71,12 @@ using VOperand = tile::KMajor<SmemV>;
 // Store the factors of the scores of a thread's rows, without the scale of keys.
 CUFLASH_DEVICE void read_row_scales(attention::ScalesArgument scales, unsigned num_tiles_done) {
   const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
+  const float* const of_head = scales_of_head(scales.q_scale, work.batch_head, work.batch_head.head);
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
     const int row = min(work.first + Scores::first_row() + Scores::row(i), work.last - 1);
     thread_state().row_scales[i] = shared().softmax_scale_log2 *
-        scale_of_row(scales.q_scale, work.batch_head, work.batch_head.head, row, scales.q_rows);
+        scale_of_row(of_head, scales.q_scale, row, scales.q_rows);
   }
 }
 

@@ -21,9 +21,11 @@ struct alignas(16) StepScales {
     float ended_scale;  // scale of the sum that ends before the step; negative if the step continues the sum
   };
   Step steps[kNumStages];
-  float value[kNumStages];  // scale of the sum that has the step's values
-  float sum_scale, sum_scale_log2;  // of the last step; used by the producer alone
+  // Used by the producer alone: the scales of K and of V that the tile has, and the sum of the last step.
+  const float *of_keys, *of_values;
+  float sum_scale, sum_scale_log2;
   int num_steps_of_sum;
+  float value[kNumStages];  // scale of the sum that has the step's values
 };
 // State of a consumer thread in shared memory, which saves registers: the scales of its rows, and their maxima.
 struct alignas(16) ThreadState {

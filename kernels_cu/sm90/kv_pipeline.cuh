@@ -72,8 +72,8 @@ CUFLASH_DEVICE void init_barriers() {
 // Run the role of a producer warp. `Hooks` has what kernels do themselves:
 //   write_empty_rows(params, work, sink)
 //       write the results of a tile whose queries see no key
-//   write_scales(scales, tile_info, stage, key, is_first)
-//       with operands of 8 bits: store the scales of a step beside its message
+//   read_scales(scales, tile_info, key, is_first), write_scales(scales_of_step, stage, is_first)
+//       with operands of 8 bits: return the scales of a step, and store them beside its message
 template <class Hooks>
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
                             attention::SinkArgument sink, attention::PagesArgument pages,

@@ -101,6 +101,11 @@ CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const at
   return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
 }
 
+// The scales of K and of V in a step of operands of 8 bits.
+struct ScalesOfStep {
+  float key, value;
+};
+
 template <class Hooks>
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
                               attention::PagesArgument pages, attention::ScalesArgument scales) {
@@ -126,6 +131,9 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
       const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
                                    is_shifted, is_last_of_tile);
       if (kFetchesTileEarly ? is_first : is_last_of_tile) tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done + 1)].empty);
+      ScalesOfStep of_step{};
+      // before the slot is empty, so that the copy of K does not wait for the scales
+      if constexpr (config::kIsQuantized) of_step = Hooks::read_scales(scales, tile_info, start, is_first);
       wait_slot(k, phase_of(num_k_blocks));
       StepMessage& message = shared().messages[stage];
       if (tile::lane() < kNumConsumers) message.flags[tile::lane()] = flags;
@@ -133,7 +141,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.block = block;
         message.unread_start = start;
       }
-      if constexpr (config::kIsQuantized) Hooks::write_scales(scales, tile_info, stage, start, is_first);
+      if constexpr (config::kIsQuantized) Hooks::write_scales(of_step, stage, is_first);
       __syncwarp();
       load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
                     ends_inside_block(block, params.shape.seqlen_kv));

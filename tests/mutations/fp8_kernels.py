@@ -11,6 +11,10 @@ FAULTS = {
         "K's scale is V's": Edit(
             FORWARD, "write_scales", "written.steps[stage] = {key,", "written.steps[stage] = {value,"
         ),
+        "scales of V are those of the first head": Edit(
+            FORWARD, "read_scales", "scales_of_head(scales.v_scale, tile_info.work.batch_head, tile_info.kv_head)",
+            "scales_of_head(scales.v_scale, tile_info.work.batch_head, 0)",
+        ),
         "windows begin in the middle of a scale": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
             "if (config::kIsQuantized && visit_range.start < visit_range.stop) "
@@ -46,8 +50,7 @@ FAULTS = {
             SOFTMAX, "finalize", "row_max[i] - kWeightExponent", "row_max[i]"
         ),
         "all rows have the first row's scale": Edit(
-            FORWARD, "read_row_scales", "work.batch_head.head, row, scales.q_rows",
-            "work.batch_head.head, 0, scales.q_rows",
+            FORWARD, "read_row_scales", "scales.q_scale, row, scales.q_rows", "scales.q_scale, 0, scales.q_rows",
         ),
     },
     fp8_is_scheduled_right: {

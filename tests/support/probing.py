@@ -306,13 +306,14 @@ def math() -> Launch:
         short = np.where(number, x.astype(ml_dtypes.bfloat16).view(np.uint16), 0x7FFF).astype(np.uint32)
         power = np.exp2(x.astype(np.float64))
     with np.errstate(divide="ignore", invalid="ignore"):
+        logarithm = np.log2(x.astype(np.float64)) + np.where((x < 0.5) | (x > 2), 0, 2)
         reciprocal = 1 / np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x).astype(np.float64)
         right_reciprocal = np.where(np.abs(reciprocal) < 2.0**-126, np.copysign(0, reciprocal), reciprocal)
     rounded = (bits.astype(np.uint64) + 0x1000 & 0xFFFFE000).astype(np.uint32)
     is_normal = number & (power >= 2.0**-126) & (power < 2.0**128)
     right_power = np.where(is_normal, power, 0)
     floats, words_ = (lambda: np.zeros(count, np.float32)), (lambda: np.zeros(count, np.uint32))
-    arguments = [x, floats(), floats(), words_(), words_(), words_(), floats(), floats(), np.int32(count)]
+    arguments = [x, floats(), floats(), words_(), words_(), words_(), *(floats() for _ in range(3)), np.int32(count)]
     expected = {
         1: Expected(every.view(np.float16).astype(np.float32)),
         2: Expected(every.view(ml_dtypes.bfloat16).astype(np.float32)),
@@ -321,6 +322,7 @@ def math() -> Launch:
         5: Expected(np.where(number, rounded, 0)),
         6: Expected(right_power, ulps=2, where=number & (power < 2.0**128)),
         7: Expected(right_reciprocal, ulps=2, where=number),
+        8: Expected(logarithm, ulps=3, where=(x >= 2.0**-126) & np.isfinite(x)),
     }
     for dtype, half_bits in ((np.float32, 12), (np.float64, 27)):
         some = np.exp(np.random.default_rng(3).uniform(-4, 4, 64)).astype(dtype)

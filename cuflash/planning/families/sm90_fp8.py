@@ -156,7 +156,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     operands = _Q_STAGES * spec.block_q * spec.head_dim
     operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
     storage = storage_bytes(spec, _Q_STAGES)
-    scales = 20 * spec.num_stages + 12
+    scales = 20 * spec.num_stages + 28
     end = operands + storage + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
     return end + -end % 1024 + (2 * spec.block_q * spec.value_dim if spec.dtype.itemsize == 2 else 0)
 

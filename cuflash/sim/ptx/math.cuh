@@ -14,6 +14,11 @@ CUFLASH_DEVICE float exp2_approx(float x) {
   return y != y ? __uint_as_float(kCanonicalNan) : y < 0x1p-126f ? 0.0f : y;
 }
 
+CUFLASH_DEVICE float log2_approx(float x) {
+  const float y = ::log2f(__builtin_fabsf(x) < 0x1p-126f ? 0.0f : x);
+  return y != y ? __uint_as_float(kCanonicalNan) : y;
+}
+
 CUFLASH_DEVICE float reciprocal_approx(float x) {
   const float y = 1 / (__builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0, x) : x);
   return __builtin_fabsf(y) < 0x1p-126f ? __builtin_copysignf(0, y) : y;
