@@ -33,6 +33,7 @@ from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
+from cuflash.planning.families.sm90 import in_small_tiles
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.families.family import DIMS
 from cuflash.planning.routing import FAMILIES, PREFILL_FAMILIES, mass_kernel
@@ -151,6 +152,8 @@ def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
     finishing = {replace(spec, fuses_dq_epilogue=True) for spec in counting if spec.entry != "convert_dq"}
     window = replace(specs["backward"], counts_dq_arrivals=True, fuses_dq_epilogue=True)
     ordered = replace(specs["forward"], is_ordered=True)
+    if max(ordered.head_dim, ordered.value_dim) == 128:  # of short sequences
+        finishing.add(in_small_tiles(specs["forward"]))
     return counting | finishing | {window, ordered, replace(ordered, cuts_sequences=True)}
 
 

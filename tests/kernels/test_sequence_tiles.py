@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.blocks.work_list import IntervalWork
-from executors import needs_compiler
+from executors import Run, needs_compiler
 from hypothesis import given
 from hypothesis import strategies as st
 from probing import sequence_tiles
+from test_packed_sequences import check_alone, packed_structure
+from test_sm90 import on_sm90
 
 import cuflash
 from cuflash import masks, sim
@@ -112,16 +114,27 @@ def test_a_tile_ends_with_its_sequence_whatever_follows() -> None:
 
 
 def check_choice(library: ModuleType) -> None:
-    """Tiles are cut where sequences have 1024 keys on average, whether the host sees offsets or their number."""
+    """Kernels are chosen by the keys of a sequence on average, whether the host sees offsets or their number."""
     at_each_call = import_module(f"{library.__name__}.masks.at_each_call").at_each_call
     q = library.ShapeDtype((2, 8192, 128), np.dtype(np.float16))
-    for sequences, is_cut in ((1, True), (8, True), (9, False), (64, False)):
+    for sequences, is_long, rows in ((1, True, 128), (10, True, 128), (11, False, 128), (31, False, 128), (32, False, 64)):
         mask = library.masks.Sequences(np.linspace(0, 8192, sequences + 1).astype(np.int32), causal=True)
         for asked in (mask, at_each_call(mask)):
             planned = library.plan(q, q, q, mask=asked, kernel="sm90", device=library.DeviceSpec.gpu("H100")).plan
             forward = planned.specs["forward"]
-            assert (forward.is_ordered, forward.cuts_sequences) == (True, is_cut), (sequences, asked)
+            chosen = forward.is_ordered, forward.cuts_sequences, forward.block_q
+            assert chosen == (is_long, is_long, rows), (sequences, asked)
 
 
-def test_tiles_are_cut_where_sequences_are_long() -> None:
+def test_long_and_short_sequences_have_kernels_of_their_own() -> None:
     check_choice(cuflash)
+
+
+@on_sm90
+@pytest.mark.parametrize("case", ["full", "causal", "last meets last"])
+def test_short_sequences_are_each_sequence_alone_in_small_tiles(run: Run, case: str) -> None:
+    """Tiles have 64 queries where rows have 128 columns and sequences at most 256 keys on average."""
+    dims = {"head_dim": 128, "value_dim": 128}
+    forward = run.kernel_plan(run.rounded(packed_structure(case, dtype="float16", **dims).example())).specs["forward"]
+    assert (forward.block_q, forward.min_blocks, forward.is_ordered) == (64, 2, False)
+    check_alone(run, case, "float16", **dims)

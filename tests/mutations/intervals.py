@@ -52,7 +52,7 @@ def queries_are_cut_into_tiles() -> None:
     assert_parts(masks.Sequences(np.array([0, 20, 150]), causal=True) & masks.Lengths(q=149, kv=90), 150)
 
 
-def tiles_are_cut_where_sequences_are_long(library: ModuleType) -> None:
+def sequences_have_kernels_by_their_length(library: ModuleType) -> None:
     check_choice(library)
 
 
@@ -150,15 +150,17 @@ FAULTS = {
             TILES, "take_tile", "queries.first = tile.last", "queries.first += Height"
         ),
     },
-    tiles_are_cut_where_sequences_are_long: {
-        "all sequences are long": Edit(CHOICE, "_has_long_sequences", "bool(keys >= LONG_SEQUENCE)", "True"),
-        "none is": Edit(CHOICE, "_has_long_sequences", "bool(keys >= LONG_SEQUENCE)", "False"),
+    sequences_have_kernels_by_their_length: {
+        "all sequences are long": Edit(CHOICE, "_forward_of_sequences", "keys >= LONG_SEQUENCE", "True"),
+        "none is": Edit(CHOICE, "_forward_of_sequences", "keys >= LONG_SEQUENCE", "False"),
+        "none is short": Edit(CHOICE, "_forward_of_sequences", "keys > SHORT_SEQUENCE", "True"),
+        "shorter sequences have an order": Edit(CHOICE, "_forward_of_sequences", "is_ordered=False", "is_ordered=True"),
         "a length that is known is not read": Edit(
-            CHOICE, "_has_long_sequences", "keys = work.mean_length", "keys = None"
+            CHOICE, "_keys_of_sequence", "return work.mean_length", "return None"
         ),
-        "the host counts one sequence too few": Edit(CHOICE, "_has_long_sequences", "(1 + (np.diff", "((np.diff"),
+        "the host counts one sequence too few": Edit(CHOICE, "_keys_of_sequence", "(1 + (np.diff", "((np.diff"),
         "keys of a sequence are further ones": Edit(
-            CHOICE, "_has_long_sequences", "np.diff(work.lo, axis=-1) > 1", "np.diff(work.lo, axis=-1) > 2000"
+            CHOICE, "_keys_of_sequence", "np.diff(work.lo, axis=-1) > 1", "np.diff(work.lo, axis=-1) > 2000"
         ),
     },
     calls_read_offsets_anew: {

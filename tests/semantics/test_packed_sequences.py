@@ -200,9 +200,9 @@ def each_alone(example):
         yield rows, keys, example.but(**arrays, dlse=example.dlse[..., rows], mask=alone)
 
 
-def check_alone(run, case, dtype):
+def check_alone(run, case, dtype, **dims):
     """Each packed sequence gets the results of that sequence alone, within the bounds of both."""
-    example = run.rounded(packed_structure(case, dtype=dtype).example())
+    example = run.rounded(packed_structure(case, dtype=dtype, **dims).example())
     results, bounds = run.everything(example), example.bounds
     outside = np.ones(example.q.shape[-2], bool)
     for rows, keys, alone in each_alone(example):

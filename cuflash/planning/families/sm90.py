@@ -61,7 +61,9 @@ _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256:
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
-LONG_SEQUENCE = 1024  # keys from which on tiles end with their sequences; experiments/results/packed_steps.log, 11
+# Keys of a sequence on average from which on tiles end with their sequences and are taken in order, and up to which
+# they are small: experiments/results/packed_steps.log, 13.
+LONG_SEQUENCE, SHORT_SEQUENCE = 768, 256
 _STAGED_KEYS = 128  # keys of a step, where elements of a captured array lie beside them
 # Lists: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
@@ -142,7 +144,7 @@ class Sm90(Family):
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
-        chosen = _ordered(chosen, work) | dict(specs or {})
+        chosen = _ordered(problem, chosen, work) | dict(specs or {})
         forward, backward = chosen["forward"], chosen["backward"]
         tiles = problem.num_heads * query_tiles(problem, work, forward.block_q)
         counter = self._counter(problem)
@@ -295,7 +297,7 @@ def _takes_changed_weights(backward: KernelSpec) -> bool:
     return backward.entry == "backward" and backward.dq_atomic_width > 0
 
 
-def _ordered(specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSpec]:
+def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSpec]:
     """The kernels; those that walk ordered row intervals take tiles in the order, where tiles divide its blocks."""
     if not isinstance(work, IntervalWork) or not work.is_ordered:
         return specs
@@ -306,19 +308,39 @@ def _ordered(specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSp
         for entry, spec in specs.items()
     }
     made = {entry: replace(spec, is_ordered=True) if divides[entry] else spec for entry, spec in specs.items()}
-    cuts = divides["forward"] and _has_long_sequences(work)
-    return made | {"forward": replace(made["forward"], cuts_sequences=cuts)}
+    return made | {"forward": _forward_of_sequences(problem, made["forward"], _keys_of_sequence(work))}
 
 
-def _has_long_sequences(work: IntervalWork) -> bool:
-    """Return whether sequences have many keys on average, where that is known without waiting for a device.
+def _forward_of_sequences(problem: Problem, forward: KernelSpec, keys: float | None) -> KernelSpec:
+    """The forward kernel for packed sequences of so many keys on average; the same kernel where they are not known.
+
+    Tiles of long sequences end with them. Tiles of others take nearly equally long, so that an order would cost more
+    than it gains. Small tiles, two thread blocks of which share a multiprocessor, have less to wait for between tiles.
+    """
+    if keys is None or not forward.is_ordered:
+        return forward
+    if keys >= LONG_SEQUENCE:
+        return replace(forward, cuts_sequences=True)
+    unordered = replace(forward, is_ordered=False)
+    changes_weights = problem.score is not None or problem.dropout is not None
+    if keys > SHORT_SEQUENCE or max(forward.head_dim, forward.value_dim) != 128 or changes_weights:
+        return unordered
+    return in_small_tiles(unordered)
+
+
+def in_small_tiles(forward: KernelSpec) -> KernelSpec:
+    """The forward kernel in tiles of 64 queries, two thread blocks of which share a multiprocessor."""
+    return replace(forward, block_q=ROWS, block_kv=ROWS, num_warps=8, min_blocks=2, num_stages=_STAGES)
+
+
+def _keys_of_sequence(work: IntervalWork) -> float | None:
+    """The keys of a sequence on average, where they are known without waiting for a device.
 
     On the host one sequence follows another where the first key that queries see moves on by more than one.
     """
-    keys = work.mean_length
-    if keys is None and isinstance(work.lo, np.ndarray):
-        keys = work.seqlen_kv / (1 + (np.diff(work.lo, axis=-1) > 1).sum(axis=-1).max(initial=0))
-    return keys is not None and bool(keys >= LONG_SEQUENCE)
+    if work.mean_length is not None or not isinstance(work.lo, np.ndarray):
+        return work.mean_length
+    return float(work.seqlen_kv / (1 + (np.diff(work.lo, axis=-1) > 1).sum(axis=-1).max(initial=0)))
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
