@@ -28,13 +28,16 @@ CUFLASH_DEVICE const float* scales_of_head(const attention::Matrices& scales, co
 // Return the scale of a row, of all scales of its head.
 CUFLASH_DEVICE float scale_of_row(const float* of_head, const attention::Matrices& scales, int row,
                                   int64_t rows_of_a_scale) {
-  // mostly a shift: divisions were a fifth of what the warp that copies K executes (experiments/results/fp8_steps.log, 11)
-  const int number = rows_of_a_scale == kBlockKv ? row / kBlockKv : row / static_cast<int>(rows_of_a_scale);
-  return of_head[number * scales.row_stride];
+  const int rows = static_cast<int>(rows_of_a_scale);
+  return of_head[(rows == kBlockKv ? row / kBlockKv : row / rows) * scales.row_stride];  // mostly a shift
 }
 
 struct Fp8Hooks : ForwardHooks {
-  // Read the scales of a step; only the elected thread does.
+  struct ScalesOfStep {
+    float key, value;
+  };
+
+  // Return the scales of a step to the elected thread.
   static CUFLASH_DEVICE ScalesOfStep read_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info,
                                                  int first_key, bool is_first) {
     if (!elect_one()) return {};
@@ -49,7 +52,7 @@ struct Fp8Hooks : ForwardHooks {
 
   // Store the scales of a step. Its values are added to the sum of the step before if that sum has few steps and a
   // similar scale.
-  static CUFLASH_DEVICE void write_scales(const ScalesOfStep& scales, int stage, bool is_first) {
+  static CUFLASH_DEVICE void store_scales(const ScalesOfStep& scales, int stage, bool is_first) {
     if (!elect_one()) return;
     StepScales& written = step_scales();
     const auto [key, value] = scales;

@@ -8,7 +8,8 @@
 // tiles until none is left. This file has the masks and barriers of consumers and the roles of warps.
 namespace cuflash {
 
-// Producer warps: one schedules tiles, one loads Q, dO and K, and one loads V.
+// Producer warps: one schedules tiles, one loads Q, dO and K, one loads V, and one loads the staged array or stores the
+// scales of operands of 8 bits.
 enum ProducerWarp { kLoadsKeys, kLoadsValues, kSchedulesTiles };
 
 
@@ -51,14 +52,15 @@ CUFLASH_DEVICE void init_kept_barriers(const KeptRing<true>& ring) {
 CUFLASH_DEVICE void init_barriers() {
   tile::PipelineSlot* const slots = shared().q;
   for (int i = 0; i < kQStages + 2 * kNumStages; ++i) {
+    const bool is_k = i >= kQStages && i < kQStages + kNumStages;
     ptx::mbarrier_init(ptx::shared_address(&slots[i].full),
-                       (kLoadsDo && i < kQStages ? 2 : 1) * tile::kArrivalsPerWarp);
+                       ((kLoadsDo && i < kQStages) || (config::kIsQuantized && is_k) ? 2 : 1) * tile::kArrivalsPerWarp);
     ptx::mbarrier_init(ptx::shared_address(&slots[i].empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
   }
   init_kept_barriers(shared());
   for (const tile::PipelineSlot& tile_info_slot : shared().tile_info_slots) {
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.full), tile::kArrivalsPerWarp);
-    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), (2 + kStagesArray) * tile::kArrivalsPerWarp);
+    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), (2 + kStagesArray + config::kIsQuantized) * tile::kArrivalsPerWarp);
   }
   if constexpr (kStagesArray)
     for (int i = 0; i < kNumStages * kNumConsumers; ++i) {
@@ -72,7 +74,7 @@ CUFLASH_DEVICE void init_barriers() {
 // Run the role of a producer warp. `Hooks` has what kernels do themselves:
 //   write_empty_rows(params, work, sink)
 //       write the results of a tile whose queries see no key
-//   read_scales(scales, tile_info, key, is_first), write_scales(scales_of_step, stage, is_first)
+//   read_scales(scales, tile_info, key, is_first), store_scales(scales_of_step, stage, is_first)
 //       with operands of 8 bits: return the scales of a step, and store them beside its message
 template <class Hooks>
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
@@ -80,10 +82,11 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
                             attention::ScalesArgument scales, const score::Function& score,
                             StagedMapArgument staged_map) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == kLoadsKeys) load_keys<Hooks>(params, maps, pages, scales);
+  if (warp == kLoadsKeys) load_keys(params, maps, pages);
   else if (warp == kLoadsValues) load_values(params, maps, pages);
   else if (warp == kSchedulesTiles) schedule_tiles<Hooks>(params, maps, sink, pages);
   else if constexpr (kStagesArray) load_array(params, score, staged_map);
+  else write_scales<Hooks>(params, scales);
 }
 
 }  // namespace cuflash

@@ -101,14 +101,8 @@ CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const at
   return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
 }
 
-// The scales of K and of V in a step of operands of 8 bits.
-struct ScalesOfStep {
-  float key, value;
-};
-
-template <class Hooks>
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
-                              attention::PagesArgument pages, attention::ScalesArgument scales) {
+                              attention::PagesArgument pages) {
   using namespace attention;
   unsigned num_k_blocks = 0, num_tiles_done = 0;  // numbers of blocks and tiles that are loaded
   while (true) {
@@ -131,9 +125,6 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
       const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
                                    is_shifted, is_last_of_tile);
       if (kFetchesTileEarly ? is_first : is_last_of_tile) tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done + 1)].empty);
-      ScalesOfStep of_step{};
-      // before the slot is empty, so that the copy of K does not wait for the scales
-      if constexpr (config::kIsQuantized) of_step = Hooks::read_scales(scales, tile_info, start, is_first);
       wait_slot(k, phase_of(num_k_blocks));
       StepMessage& message = shared().messages[stage];
       if (tile::lane() < kNumConsumers) message.flags[tile::lane()] = flags;
@@ -141,7 +132,6 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.block = block;
         message.unread_start = start;
       }
-      if constexpr (config::kIsQuantized) Hooks::write_scales(of_step, stage, is_first);
       __syncwarp();
       load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
                     ends_inside_block(block, params.shape.seqlen_kv));
@@ -175,6 +165,32 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
       wait_slot(shared().v[stage], phase_of(num_v_blocks));
       load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
       ++num_v_blocks;
+    }
+    tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
+  }
+}
+
+// Store the scales of all steps of operands of 8 bits, which arrive with K. A warp of its own does, since the one that
+// copies K would do it later than consumers need K.
+template <class Hooks>
+CUFLASH_DEVICE void write_scales(const attention::Params&, attention::NoScales) {}
+template <class Hooks>
+CUFLASH_DEVICE void write_scales(const attention::Params& params, const attention::Scales& scales) {
+  using namespace attention;
+  unsigned num_k_blocks = 0;
+  // all slots but the first are empty at the start
+  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);
+  for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
+    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
+    if (tile_info.is_end) return;
+    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+    bool is_first = true;
+    for (KvBlock block; blocks.next(block); ++num_k_blocks, is_first = false) {
+      const tile::PipelineSlot& k = shared().k[stage_of(num_k_blocks)];
+      const auto of_step = Hooks::read_scales(scales, tile_info, block.start, is_first);
+      wait_slot(k, phase_of(num_k_blocks));
+      Hooks::store_scales(of_step, stage_of(num_k_blocks), is_first);
+      tile::arrive(k.full);
     }
     tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
   }

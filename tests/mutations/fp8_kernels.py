@@ -9,7 +9,7 @@ FORWARD, SOFTMAX, PIPELINE = "sm90/forward_fp8.cu", "attention/softmax_fp8.cuh",
 FAULTS = {
     fp8_is_right: {
         "K's scale is V's": Edit(
-            FORWARD, "write_scales", "written.steps[stage] = {key,", "written.steps[stage] = {value,"
+            FORWARD, "store_scales", "written.steps[stage] = {key,", "written.steps[stage] = {value,"
         ),
         "scales of V are those of the first head": Edit(
             FORWARD, "read_scales", "scales_of_head(scales.v_scale, tile_info.work.batch_head, tile_info.kv_head)",
@@ -25,12 +25,12 @@ FAULTS = {
             PIPELINE, "load_operand", "slot.full, 0, kIsTransposed ? first : 0)", "slot.full, 0, 0)"
         ),
         "a sum of values has the next one's scale": Edit(
-            FORWARD, "write_scales", "is_first ? 0 : written.sum_scale}", "is_first ? 0 : value}"
+            FORWARD, "store_scales", "is_first ? 0 : written.sum_scale}", "is_first ? 0 : value}"
         ),
         "weights leave out what their values' scale is beyond the sum's": Edit(
-            FORWARD, "write_scales", "starts ? 0 : shift,", "0,"
+            FORWARD, "store_scales", "starts ? 0 : shift,", "0,"
         ),
-        "sums of weights take it in": Edit(FORWARD, "write_scales", "starts ? 1 : ptx::exp2_approx(-shift)", "1"),
+        "sums of weights take it in": Edit(FORWARD, "store_scales", "starts ? 1 : ptx::exp2_approx(-shift)", "1"),
         "values of a step are added to a sum that has ended": Edit(
             FORWARD, "consume_tiles", "next.start(s, values, p, group, num_k_blocks, ended_scale < 0)",
             "next.start(s, values, p, group, num_k_blocks, true)",
