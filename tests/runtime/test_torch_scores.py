@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import matmul
+
 import numpy as np
 import pytest
 
@@ -12,6 +15,7 @@ from torch_machine import on_device  # noqa: E402
 
 import cuflash.torch  # noqa: E402
 from cuflash import Score, api, masks, scores  # noqa: E402
+from cuflash.testing import Example, assert_within_bounds  # noqa: E402
 from warped_score import warped  # noqa: E402
 
 attention = cuflash.torch.attention
@@ -39,7 +43,7 @@ def as_numpy(tensor):
     return tensor.detach().numpy()
 
 
-def expected(names, *, dtype=np.float64, **tensors):
+def expected(names, *, dtype, **tensors):
     """Return o, lse and gradients that calls with NumPy's arrays give."""
     q, k, v, do = (as_numpy(tensor).astype(dtype) for tensor in (Q, K, V, DO))
     options = options_of(**tensors, to=lambda x: as_numpy(x).astype(dtype) if x.is_floating_point() else as_numpy(x))
@@ -49,6 +53,33 @@ def expected(names, *, dtype=np.float64, **tensors):
 
 
 EVERY = {"bias": BIAS, "sink": SINK, "slope": SLOPE, "table": TABLE}
+
+
+def in_float32(tensor):
+    """Return NumPy's array of a tensor, real numbers in float32."""
+    return as_numpy(tensor.float() if tensor.is_floating_point() else tensor)
+
+
+def require_bounds(found, *, do=DO, dlse=None, mask=None, wrt=(), sink=None, bias=None, score=None, softcap=None):
+    """Require that float32 results of Q, K and V, by their names, are within their bounds of the exact ones.
+
+    Options are those of a call with NumPy's arrays; the cap is first, then the bias, then the score.
+    """
+    parts = [] if score is None else [score if isinstance(score, Score) else Score(score)]
+    parts += ([] if bias is None else [scores.bias(bias)]) + ([] if softcap is None else [scores.softcap(softcap)])
+    given = {name: in_float32(tensor) for name, tensor in {"q": Q, "k": K, "v": V, "do": do}.items()}
+    given |= {"dlse": dlse, "mask": mask, "sink": sink, "score": reduce(matmul, parts) if parts else None}
+    named = {name: as_numpy(tensor.cpu()) for name, tensor in found.items()}
+    others = {name: named.pop(name) for name in wrt}
+    assert_within_bounds(Example(**given, wrt=wrt), **named, others=others)
+
+
+def require_bounds_of_every_operand(results, needed, dlse):
+    """Require that o, lse, and gradients of q, k, v and of these operands, in a call with all, are within bounds."""
+    names = "o", "lse", "dq", "dk", "dv", *("dsink" if name == "sink" else name for name in needed)
+    options = options_of(**EVERY, to=in_float32) | {"wrt": tuple(name for name in needed if name != "sink")}
+    found = dict(zip(names, results, strict=True))
+    require_bounds(found, dlse=dlse, mask=masks.Causal("top_left"), **options)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -97,9 +128,12 @@ def test_only_operands_that_require_gradients_have_them(tmp_path, monkeypatch, p
             found = torch.autograd.grad(
                 ours, [q, k, v, *(leaves[name] for name in needed)], [DO.to(of_torch), torch.from_numpy(lse)]
             )
+            assert all(mine.dtype == of_torch for mine in (*ours, *found))
+            if place == "gpu":
+                require_bounds_of_every_operand([*ours, *found], needed, lse)
+                continue
             for mine, theirs in zip([*ours, *found], [o, lse, *gradients], strict=True):
-                np.testing.assert_allclose(as_numpy(mine), theirs, rtol=1e-4, atol=1e-5)
-                assert mine.dtype == of_torch
+                assert (as_numpy(mine) == theirs).all()
 
     if place == "cpu":
         check(torch.clone)
@@ -113,55 +147,50 @@ def test_only_operands_that_require_gradients_have_them(tmp_path, monkeypatch, p
 def test_operands_on_a_gpu_have_gradients_captured_or_not(needed):
     if not torch.cuda.is_available():
         pytest.skip("PyTorch finds no GPU")
-    o, lse, gradients = expected(needed, **EVERY)
 
     def to(tensor):
         return tensor.to("cuda", torch.float32 if tensor.is_floating_point() else None)
 
     q, k, v = (to(tensor).requires_grad_() for tensor in (Q, K, V))
     leaves = {name: to(tensor).requires_grad_(name in needed) for name, tensor in EVERY.items()}
-    do, dlse = to(DO), torch.from_numpy(lse).to("cuda", torch.float32)
-
-    place = to(PLACE)
+    dlse = np.random.default_rng(8).standard_normal(DO.shape[:-1], dtype=np.float32)
+    place, cotangents = to(PLACE), [to(DO), torch.from_numpy(dlse).to("cuda")]
 
     def step():
         ours = attention(q, k, v, **options_of(**leaves, place=place), causal="top_left", return_lse=True)
-        return [*ours, *torch.autograd.grad(ours, [q, k, v, *(leaves[name] for name in needed)], [do, dlse])]
-
-    def check(found):
-        for mine, theirs in zip(found, [o, lse, *gradients], strict=True):
-            np.testing.assert_allclose(as_numpy(mine.cpu()), theirs, rtol=1e-3, atol=1e-4)
+        return [*ours, *torch.autograd.grad(ours, [q, k, v, *(leaves[name] for name in needed)], cotangents)]
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        check(step())
+        require_bounds_of_every_operand(step(), needed, dlse)
         with torch.cuda.graph(graph, stream=stream):
             captured = step()
         graph.replay()
     torch.cuda.synchronize()
-    check(captured)
+    require_bounds_of_every_operand(captured, needed, dlse)
 
 
 @pytest.mark.parametrize("executor", ["cpu", "sim"])
 def test_results_are_those_of_the_same_arrays(executor):
-    o, lse, _ = expected([], dtype=np.float32, **EVERY)
     given = options_of(**EVERY, to=lambda x: x.float() if x.is_floating_point() else x)
     ours = attention(Q.float(), K.float(), V.float(), **given, causal="top_left", executor=executor, return_lse=True)
     assert not ours[0].requires_grad
-    for mine, theirs in zip(ours, (o, lse)):
-        assert (as_numpy(mine) == theirs).all() if executor == "cpu" else np.allclose(mine, theirs, 1e-4, 1e-5)
+    arrays, options = map(in_float32, (Q, K, V)), options_of(**EVERY, to=in_float32)
+    theirs = cuflash.attention(*arrays, **options, causal="top_left", executor=executor, return_lse=True)
+    assert all((as_numpy(mine) == right).all() for mine, right in zip(ours, theirs, strict=True))
+    require_bounds(dict(zip(("o", "lse"), ours)), mask=masks.Causal("top_left"), **options)
 
 
 def test_gradients_of_a_gathered_table_repeat_on_kernels():
-    """The gradient is that of the default form, and gradients that no tensor requires are not computed."""
+    """The gradient is within its bound in both forms, and gradients that no tensor requires are not computed."""
     tensors = [tensor.float().requires_grad_() for tensor in (Q, K, V)]
-    found = []
+    options = options_of(slope=SLOPE, table=TABLE, to=in_float32)
     for deterministic in (False, True):
         table = TABLE.float().requires_grad_()
         given = options_of(slope=SLOPE.float(), table=table)
         attention(*tensors, **given, executor="sim", deterministic=deterministic).sum().backward()
-        found.append(as_numpy(table.grad))
-    assert np.allclose(*found, rtol=1e-4, atol=1e-5) and found[0].any()
+        require_bounds({"table": table.grad}, do=torch.ones_like(DO), wrt=("table",), **options)
+        assert table.grad.any()
 
 
 def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkeypatch):
@@ -174,18 +203,19 @@ def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkey
         {"score": lambda s, b, h, i, j: s * 1.5},
     ]  # fmt: skip
 
-    def sent(options):
+    def sent(options, send=on_device):
         score = options.get("score")
         if isinstance(score, Score):
-            return {"score": score.with_arrays({name: on_device(array) for name, array in score.arrays.items()})}
-        return {name: on_device(each) if isinstance(each, torch.Tensor) else each for name, each in options.items()}
+            return {"score": score.with_arrays({name: send(array) for name, array in score.arrays.items()})}
+        return {name: send(each) if isinstance(each, torch.Tensor) else each for name, each in options.items()}
 
-    host = [attention(q, k, v, **options) for options in calls]
+    for options in calls:
+        require_bounds({"o": attention(q, k, v, **options)}, **sent(options, as_numpy))
     with torch_machine.installed(monkeypatch, tmp_path / "cache"):
         for _ in range(2):
-            for options, o in zip(calls, host):
-                found = attention(*map(on_device, (q, k, v)), **sent(options))
-                np.testing.assert_allclose(as_numpy(found), o, rtol=1e-4, atol=1e-5)
+            for options in calls:
+                o = attention(*map(on_device, (q, k, v)), **sent(options))
+                require_bounds({"o": o}, **sent(options, as_numpy))
         monkeypatch.setattr(api, "planned", lambda *given: pytest.fail("planned again"))
         attention(*map(on_device, (q, k, v)), **sent({"score": scores.alibi(2 * SLOPE.float())}))
 
