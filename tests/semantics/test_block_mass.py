@@ -12,7 +12,7 @@ from executors import CPU, DTYPES, SIM, Run, needs_compiler, on_every_executor, 
 from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
-from test_recall import problems, weights
+from test_recall import EXACT, problems, tolerance, weights
 
 import cuflash
 from cuflash import DeviceSpec, masks
@@ -26,21 +26,6 @@ def summed(p: Any, block: tuple[int, int]) -> Any:
     sums = np.add.reduceat(np.add.reduceat(p, q_starts, axis=-2), kv_starts, axis=-1)
     has_key = (p > 0).any(-1)
     return sums / np.maximum(np.add.reduceat(has_key.astype(int), q_starts, axis=-1), 1)[..., None]
-
-
-def tolerance(q: Any, k: Any, eps: float, block: tuple[int, int]) -> float:
-    """Relative error of a mass, to first order: twice that of a score's products, since lse has it too, and of sums.
-
-    Exponentials, and products of tensor cores, err by some units in the last place more.
-    """
-    wide_q, wide_k = np.abs(q.astype(np.float64)), np.abs(k.astype(np.float64))
-    wide_k = wide_k.repeat(q.shape[-3] // k.shape[-3], axis=-3)
-    dim, num_keys = q.shape[-1], k.shape[-2]
-    largest = (wide_q @ wide_k.swapaxes(-1, -2)).max() * dim**-0.5
-    return float(eps * (4 * (dim + 4) * largest + 2 * num_keys + block[0] + 16))
-
-
-EXACT = np.finfo(np.float64).eps
 
 
 def masses(run: Run, q: Any, k: Any, *, mask: Any = None, lse: Any = None, **options: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_recall import EXACT, tolerance
 
 import cuflash
 from cuflash import masks
@@ -61,7 +62,7 @@ def test_the_oracle_keeps_the_blocks_of_most_mass(causal: bool, block: int) -> N
     assert len(measured) >= 2
     for found in measured:
         (count,) = {count for count in best if np.isclose(shares[count], found.density)}
-        assert np.isclose(found.recall, best[count].sum(-1).mean() / 50, rtol=1e-9)
+        assert np.isclose(found.recall, best[count].sum(-1).mean() / 50, rtol=tolerance(Q, K, EXACT, (50, 50)), atol=0)
         assert count == grid or shares[count + 1] > found.at_most
 
 
@@ -76,7 +77,9 @@ def test_a_measurement_is_what_recall_says_of_the_blocks(name: str, monkeypatch:
         for row, mask in zip([row for row in rows if isinstance(row, survey.Measurement)], used, strict=True):
             expected = cuflash.recall(Q, K, V, mask, causal=causal, scale=scale)
             of_heads = expected.mass.mean(-1)
-            assert (row.recall, row.lowest_head) == pytest.approx((of_heads.mean(), of_heads.min()), rel=1e-12)
+            # Sums of n positive numbers in two orders differ by at most n roundoffs each.
+            summed = pytest.approx((of_heads.mean(), of_heads.min()), rel=expected.mass.size * EXACT, abs=0)
+            assert (row.recall, row.lowest_head) == summed
             assert row.output_error == expected.output_error and 0 < row.density <= row.at_most
 
 
