@@ -23,13 +23,16 @@ import cuflash
 import cupy_machine
 import numpy as np
 import pytest
+from cuflash import masks
 from cuflash.compiler.nvrtc import Resources
+from cuflash.testing import Example, assert_within_bounds
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 ARCHIVE = EXPERIMENTS / "data" / "minilm_activations.npz"
+SIX_DIGITS = 5e-6  # what rounding to the six digits of a file changes, relatively
 
 
 @pytest.fixture
@@ -887,7 +890,7 @@ def test_tolerance_health_counts_its_examples_and_goes_on_where_it_was(load, tmp
     for drawn in shards:
         kept = done[drawn["dtype"], drawn["shard"]]
         assert [kept[name] for name in experiment.OUTPUTS] == pytest.approx(
-            [drawn[name] for name in experiment.OUTPUTS], rel=1e-5
+            [drawn[name] for name in experiment.OUTPUTS], rel=SIX_DIGITS, abs=0
         )
         assert kept["examples"] == drawn["examples"] and kept["worst_o"] == drawn["worst_o"]
     records = experiment.run(config)
@@ -916,7 +919,7 @@ def test_score_bounds_goes_on_where_it_ended(load, tmp_path: Path, monkeypatch: 
     assert experiment.kept_shards(2) == {}
     experiment.write_csv(experiment.SHARDS, [drawn | {"commit": "0123456"}], experiment.OF_A_SHARD)
     (kept,) = experiment.kept_shards(2).values()
-    assert kept["examples"] == 2 and kept["dq"] == pytest.approx(drawn["dq"], rel=1e-5)
+    assert kept["examples"] == 2 and kept["dq"] == pytest.approx(drawn["dq"], rel=SIX_DIGITS, abs=0)
     assert experiment.kept_shards(3) == {}
     machine["commit"] = "7654321"
     assert experiment.kept_shards(2) == {}
@@ -1564,10 +1567,10 @@ def test_flash_attention_4_is_called_with_tokens_first_and_its_own_options(load,
         case = experiment.CASES[name]
         made, notes = experiment.peers_of(("flash_attn_4",), case, True, operands, do, case.arrays(2, 40))
         assert notes == {} and given[-1][0] == (1, 40, 2, 8) and {*given[-1][1]} == {"causal", wanted}
-        expected, vjp = cuflash.attention_vjp(*operands, causal=True)
-        np.testing.assert_allclose(made["flash_attn_4"].forward()[0][0].transpose(0, 1), expected, atol=1e-5)
-        for gradient, right in zip(made["flash_attn_4"].backward(), vjp(do)):
-            np.testing.assert_allclose(gradient[0].transpose(0, 1), right, atol=1e-4)
+        found = [made["flash_attn_4"].forward()[0], *made["flash_attn_4"].backward()]
+        named = zip(("o", "dq", "dk", "dv"), (tensor[0].transpose(0, 1).detach().numpy() for tensor in found))
+        example = Example(**dict(zip("qkv", operands, strict=True)), do=do, mask=masks.Causal())
+        assert_within_bounds(example, **dict(named))
 
 
 def test_scores_are_shown_beside_their_fastest_peer(load) -> None:
