@@ -374,7 +374,8 @@ def test_what_int32_does_not_count_is_refused():
 def test_the_last_keys_of_the_longest_sequence_are_found(executor, made):
     keys = np.broadcast_to(np.zeros((1, 1), np.float32), (MAX_SEQLEN, 1))
     _, lse = cuflash.attention(keys[:1], keys, keys, mask=made, executor=executor, return_lse=True)
-    assert lse == pytest.approx(math.log(5))
+    # Two roundoffs of the logarithm, one of the change of its base, and one of that base's constant.
+    assert (abs(lse - math.log(5)) <= 4 * np.finfo(np.float32).eps / 2 * math.log(5)).all()
 
 
 def test_lists_hold_the_longest_lengths():

@@ -11,6 +11,7 @@ from types import ModuleType
 import numpy as np
 from mutations.planting import Edit
 from mutations.python_guards import part
+from test_recall import EXACT, tolerance
 
 SIGNS = (AssertionError, ValueError, SystemExit)  # exceptions by which guards see a fault
 Q, K, V = np.random.default_rng(0).standard_normal((3, 2, 20, 4))
@@ -42,7 +43,8 @@ def measurements_are_right(library: ModuleType) -> None:
                     of_heads = (mass * forms[fitting]).sum((-1, -2)) / 20
                     expected.append((limit, densities[fitting], of_heads.mean(), of_heads.min()))
                 before = fitting
-            np.testing.assert_allclose(surveyed(library, name, causal=causal), expected, rtol=1e-9)
+            relative = tolerance(2 * Q * Q.shape[-1] ** 0.5, K, EXACT, (20, 20))  # the scale is 2
+            np.testing.assert_allclose(surveyed(library, name, causal=causal), expected, rtol=relative)
 
 
 def studies_go_on(library: ModuleType) -> None:

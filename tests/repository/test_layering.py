@@ -330,7 +330,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import numpy as np, cuflash
 q = np.ones((2, 4, 3), np.float32)
-assert np.allclose(cuflash.attention(q, q, q, causal=True), 1)
+assert (abs(cuflash.attention(q, q, q, causal=True) - 1) <= np.finfo(np.float32).eps).all()  # means of ones
 o, vjp = cuflash.attention_vjp(q, q, q, mask=cuflash.masks.Causal())
 assert vjp(o).dq.shape == q.shape
 print("fine")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -43,12 +44,15 @@ def test_pages_are_chosen_for_single_queries(shootout: ModuleType) -> None:
 
 
 def test_all_blocks_have_no_error_and_equal_gradients(shootout: ModuleType) -> None:
-    """In float64, selecting all blocks changes no gradient; gradients of three times the size have a distance of 2."""
+    """In float64, selecting all blocks changes no gradient by more than float32's rounding, in which distances are.
+
+    Gradients of three times the size have a distance of 2.
+    """
     q, k, v, causal = shootout.columns(64, 2)
     heads = *(x.astype(float) for x in (q, k, v)), causal
     index = shootout.selection("local", heads, 16, 4)()
     right = shootout.gradients(heads)
-    assert shootout.distance(shootout.gradients(heads, index), right) < 1e-6
+    assert shootout.distance(shootout.gradients(heads, index), right) <= np.finfo(np.float32).eps
     assert shootout.distance([3 * x for x in right], right) == pytest.approx(2)
     zeros = [0 * x for x in right[:2]]
     assert 0 < shootout.distance([*zeros, right[2]], right) < 1
