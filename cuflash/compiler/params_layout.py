@@ -24,7 +24,9 @@ from ..planning.list_kernels import LIST_PARAMS
 from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.quantizing import QUANTIZE, TRANSPOSE
 from ..planning.scales import SCALES, SCALE_ARRAYS
-from ..planning.selection_kernels import CHOICE, DRAW, POOLED_ROWS, POOLING
+from ..planning.selection_kernels import (
+    CHOICE, CHOICES, CROSSINGS, DRAW, KEY_SCORES, POOLED_ROWS, POOLING, SLASH_SUMS,
+)  # fmt: skip
 from ..planning.sinks import SINK
 
 _POINTER = np.uint64
@@ -119,7 +121,10 @@ def assertions(parts: Collection[str] = (), *, host: bool = False) -> str:
 _LIST_RECORDS = {
     "lists/params.cuh": {"Params": LIST_PARAMS},
     "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
-    "lists/selection.cuh": {"Choice": CHOICE, "PooledRows": POOLED_ROWS, "Pooling": POOLING, "Draw": DRAW},
+    "lists/selection.cuh": {
+        "Choice": CHOICE, "Choices": CHOICES, "PooledRows": POOLED_ROWS, "Pooling": POOLING, "Draw": DRAW,
+        "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS,
+    },
 }
 
 

@@ -12,7 +12,8 @@ from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
 from ..planning.launches import Launch, Workspace
 from ..planning.selection_kernels import (
-    CHOICE, DRAW, POOLING, ChoiceRule, Rows, drawing_launch, means_shape, pooling_launch,
+    CHOICE, CHOICES, DRAW, POOLING, ChoiceRule, Rows, crossing_launch, drawing_launch, means_shape, num_words,
+    pooling_launch, wide_choosing_launch,
 )  # fmt: skip
 from . import gpu
 from .bound_launch import BoundLaunch
@@ -39,7 +40,7 @@ class Chooser:
     """
 
     def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], dtype: np.dtype[Any], target: gpu.Gpu) -> None:
-        launch, grid, record = rule.launch(shape, dtype)
+        launch, grid, record = rule.launch(shape, dtype, gpu.current_device().tile_memory_bytes)
         gpu.compile_kernels([launch.spec], target)
         names = ("scores", "shares", "allowed", "forced", "kept")
         places = [(0, offset_of(CHOICE, name)) for name in names]
@@ -49,6 +50,62 @@ class Chooser:
     def __call__(self, kept: int, scores: int, shares: int, stream: Any, allowed: int = 0, forced: int = 0) -> None:
         """Write the blocks that are kept, for arrays at these addresses; 0 where there is none."""
         self._launch((scores, shares, allowed, forced, kept), stream)
+
+
+class PositionChooser:
+    """The kernel that chooses keys, and distances between queries and keys, by sums of their masses, in one launch.
+
+    Parameters
+    ----------
+    rules : (ChoiceRule, ChoiceRule)
+        For keys and for distances.
+    shapes : (tuple of int, tuple of int)
+        [..., 1, keys] and [..., 1, distances]
+    dtype : numpy.dtype
+        Of sums: float32 or float64.
+    target : Gpu
+        The device; the kernel is compiled now.
+    """
+
+    def __init__(
+        self, rules: tuple[ChoiceRule, ChoiceRule], shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        dtype: np.dtype[Any], target: gpu.Gpu,
+    ) -> None:  # fmt: skip
+        launch, grid, record = wide_choosing_launch(
+            rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True
+        )
+        gpu.compile_kernels([launch.spec], target)
+        starts = [offset_of(CHOICES, part) for part in ("first", "second")]
+        places = [(0, at + offset_of(CHOICE, name)) for at in starts for name in ("scores", "shares", "kept")]
+        self._launch = BoundLaunch(launch, grid, [record], places, target)
+        self._start_of_distances = 4 * num_words(shapes[0])
+        self.chosen = Workspace((sum(map(num_words, shapes)),), np.dtype(np.uint32))
+
+    def __call__(self, chosen: int, keys: int, distances: int, stream: Any) -> None:
+        """Write a bit for each that is chosen, all keys before all distances, for arrays at these addresses."""
+        self._launch((keys, keys, chosen, distances, distances, chosen + self._start_of_distances), stream)
+
+
+class Crosser:
+    """The kernel that keeps the blocks which chosen keys and distances cross.
+
+    Parameters
+    ----------
+    rule : ChoiceRule
+        Which blocks are forced, and which may be kept.
+    shape : tuple of int
+        [..., rows, columns] of the blocks.
+    target : Gpu
+        The device; the kernel is compiled now.
+    """
+
+    def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], target: gpu.Gpu) -> None:
+        self._launch = bound_kernel(crossing_launch(rule, shape), target)
+        self.kept = Workspace(shape, np.dtype(bool))
+
+    def __call__(self, kept: int, chosen: int, shares: int, stream: Any) -> None:
+        """Write the blocks that are kept, as `Chooser` does; what is chosen has the place of scores, without shares."""
+        self._launch((chosen, kept), stream)
 
 
 def chosen(
@@ -174,7 +231,7 @@ class Scoring(NamedTuple):
     Attributes
     ----------
     workspaces : dict of Workspace by name
-        The first one holds the scores.
+        The first one holds the scores, or what else blocks are chosen by.
     launch : callable (q, k, addresses, stream)
         `addresses` are those of the workspaces. It returns the arrays that the kernels read or write besides.
     has_shares : bool
@@ -194,12 +251,12 @@ class Selection:
     Parameters
     ----------
     scoring : Scoring
-    choose : Chooser
+    choose : Chooser or Crosser
     make_index : IndexMaker
     target : Gpu
     """
 
-    def __init__(self, scoring: Scoring, choose: Chooser, make_index: IndexMaker, target: gpu.Gpu) -> None:
+    def __init__(self, scoring: Scoring, choose: Chooser | Crosser, make_index: IndexMaker, target: gpu.Gpu) -> None:
         self._score, self._has_shares = scoring.launch, scoring.has_shares
         self._choose, self._make_index = choose, make_index
         self._workspaces = target.workspaces({**scoring.workspaces, "kept": choose.kept})

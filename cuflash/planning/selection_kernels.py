@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import e, log2, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +21,11 @@ CHOICE = np.dtype(
         ("offset", np.int64),
         *((name, np.int32) for name in ("num_rows", "num_q_blocks", "num_kv_blocks", "seqlen_q", "block_q")),
         *((name, np.int32) for name in ("block_kv", "count", "has_threshold", "is_causal", "num_sinks", "num_local")),
-        *((name, np.int32) for name in ("has_diagonal", "keeps_places", "padding")),
+        *((name, np.int32) for name in ("has_diagonal", "keeps_places", "keeps_bits")),
     ],
     align=True,
 )
+CHOICES = np.dtype([("first", CHOICE), ("second", CHOICE)], align=True)
 POOLED_ROWS = np.dtype(
     [
         ("data", np.uint64),
@@ -46,18 +48,18 @@ SPREAD = np.dtype(
 )
 SLASH_SUMS = np.dtype(
     [
-        *((name, np.uint64) for name in ("masses", "of_keys", "of_distances")),
+        *((name, np.uint64) for name in ("scores", "runs", "of_keys", "of_distances")),
         ("first_diagonal_key", np.int64),
-        *((name, np.int32) for name in ("num_matrices", "num_rows", "num_keys", "num_distances")),
+        *((name, np.int32) for name in ("num_matrices", "num_rows", "num_keys", "num_distances", "num_runs")),
+        ("padding", np.int32),
     ],
     align=True,
 )
 CROSSINGS = np.dtype(
     [
-        *((name, np.uint64) for name in ("keys", "distances", "scores")),
-        ("offset", np.int64),
-        *((name, np.int32) for name in ("num_matrices", "num_q_blocks", "num_kv_blocks", "seqlen_q", "seqlen_kv")),
-        *((name, np.int32) for name in ("num_distances", "block_q", "block_kv")),
+        *((name, np.uint64) for name in ("chosen", "kept")),
+        ("grid", CHOICE),
+        *((name, np.int32) for name in ("seqlen_kv", "num_distances")),
     ],
     align=True,
 )
@@ -66,6 +68,19 @@ STRIDED_ROWS = np.dtype(
         ("data", np.uint64),
         ("batch_strides", np.int64, (BATCH_AXES,)),
         *((f"{axis}_stride", np.int64) for axis in ("head", "row", "column")),
+    ],
+    align=True,
+)
+KEY_SCORES = np.dtype(
+    [
+        ("q", STRIDED_ROWS),
+        ("k", STRIDED_ROWS),
+        *((name, np.uint64) for name in ("scores", "runs")),
+        ("scale_log2", np.float64),
+        ("first_diagonal_key", np.int64),
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("num_heads", "group_size", "num_rows", "num_keys", "num_columns")),
+        *((name, np.int32) for name in ("is_causal", "padding")),
     ],
     align=True,
 )
@@ -83,14 +98,19 @@ PAGE_BOUNDS = np.dtype(
 )
 DRAW = np.dtype([("numbers", np.uint64), ("num_cells", np.uint64), ("seed", np.uint64)])
 _WARPS = 4
+# Queries, keys and columns of a tile, and warps, of the kernels that have others than none and `_WARPS`.
+_SIZES = {"choose_wide": (0, 0, 0, 32), "key_scores": (64, 64, 32, _WARPS), "slash_sums": (64, 0, 0, 32)}
 _ROOM = 48 << 10  # bytes of shared memory that a thread block has on every chip
+_SUM_BYTES = 8  # of a warp's sum, in a thread block that has a row to itself
+_WIDE, _FEW = 1024, 256  # see `ChoiceRule.launch`
 
 
 def selection_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
-    """The kernel "pool" or "page_bounds" for rows of a dtype, "draw", or another one for scores of a dtype."""
+    """A kernel for rows of a dtype, as "pool", "page_bounds" and "key_scores" are, or for accumulators of one."""
+    block_q, block_kv, head_dim, num_warps = _SIZES.get(entry, (0, 0, 0, _WARPS))
     return KernelSpec(
-        family="lists", entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=_WARPS,
-        min_blocks=1,
+        family="lists", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=0, block_q=block_q, block_kv=block_kv,
+        num_warps=num_warps, min_blocks=1,
     )  # fmt: skip
 
 
@@ -131,26 +151,80 @@ class ChoiceRule:
     num_local: int
     has_diagonal: bool
 
-    def launch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Launch, int, Any]:
-        """Return the launch for scores of a shape [..., rows, columns], its thread blocks, and its record."""
+    def launch(self, shape: tuple[int, ...], dtype: np.dtype[Any], room: int = _ROOM) -> tuple[Launch, int, Any]:
+        """Return the launch for scores of a shape [..., rows, columns], its thread blocks, and its record.
+
+        A choice walks a row at least 33 times, with about 6 instructions for 32 columns where their places are in
+        shared memory. A warp that has a row to itself takes them one after the other, but many warps share a
+        multiprocessor. A thread block of 32 warps shares a row, and each of its warps takes about 30 instructions more
+        in each walk to add counts up, as many as for 160 columns. By this count a thread block for each row is faster
+        from about 1024 columns on, while rows are too few to fill a GPU with warps: up to 256. The record begins with a
+        `CHOICE` in both forms.
+
+        Parameters
+        ----------
+        shape : tuple of int
+        dtype : numpy.dtype
+            Of scores: float32 or float64.
+        room : int
+            Bytes of shared memory that a thread block may have for places, which are computed anew where it is short.
+        """
+        if shape[-1] > _WIDE and prod(shape[:-1]) <= _FEW:
+            return wide_choosing_launch((self,), (shape,), dtype, room)
+        places = 4 * _WARPS * shape[-1]
+        record, is_kept = self._record(shape, places <= _ROOM), places <= _ROOM
+        launch = Launch(
+            spec=selection_spec("choose", dtype), tiles=0, shared_bytes=places if is_kept else 0, reads=("scores",),
+            writes=("kept",),
+        )  # fmt: skip
+        return launch, -(-int(record["num_rows"]) // _WARPS), record
+
+    def _record(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> Any:
         *_, num_q_blocks, num_kv_blocks = shape
-        num_rows, places = prod(shape[:-1]), 4 * _WARPS * num_kv_blocks
         record = np.zeros((), CHOICE)
         numbers = {
-            "mass": self.mass, "threshold": self.threshold or 0.0, "offset": self.offset, "num_rows": num_rows,
-            "num_q_blocks": num_q_blocks, "num_kv_blocks": num_kv_blocks, "seqlen_q": self.lengths[0],
-            "block_q": self.block[0], "block_kv": self.block[1], "count": min(self.count, num_kv_blocks),
-            "has_threshold": self.threshold is not None, "is_causal": self.is_causal,
-            "num_sinks": min(self.num_sinks, num_kv_blocks), "num_local": min(self.num_local, num_kv_blocks),
-            "has_diagonal": self.has_diagonal, "keeps_places": places <= _ROOM,
+            "mass": self.mass, "threshold": self.threshold or 0.0, "offset": self.offset,
+            "num_rows": prod(shape[:-1]), "num_q_blocks": num_q_blocks, "num_kv_blocks": num_kv_blocks,
+            "seqlen_q": self.lengths[0], "block_q": self.block[0], "block_kv": self.block[1],
+            "count": min(self.count, num_kv_blocks), "has_threshold": self.threshold is not None,
+            "is_causal": self.is_causal, "num_sinks": min(self.num_sinks, num_kv_blocks),
+            "num_local": min(self.num_local, num_kv_blocks), "has_diagonal": self.has_diagonal,
+            "keeps_places": keeps_places, "keeps_bits": keeps_bits,
         }  # fmt: skip
         for name, number in numbers.items():
             record[name] = number
-        spec = selection_spec("choose", dtype)
-        launch = Launch(
-            spec=spec, tiles=0, shared_bytes=places if places <= _ROOM else 0, reads=("scores",), writes=("kept",)
-        )
-        return launch, -(-num_rows // _WARPS), record
+        return record
+
+
+def wide_choosing_launch(
+    rules: Sequence[ChoiceRule], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], room: int = _ROOM,
+    *, keeps_bits: bool = False,
+) -> tuple[Launch, int, Any]:
+    """Return the launch with a thread block for each row of one or two grids, its thread blocks, and its record.
+
+    Parameters
+    ----------
+    rules : one or two of ChoiceRule
+    shapes : as many tuples of int
+        [..., rows, columns]
+    dtype, room
+        As `ChoiceRule.launch` takes them.
+    keeps_bits : bool
+        What is kept has a bit, not a byte: the lowest of a word first, in as many as `num_words` tells.
+    """
+    spec, record = selection_spec("choose_wide", dtype), np.zeros((), CHOICES)
+    of_sums = most = _SUM_BYTES * spec.num_warps
+    for part, rule, shape in zip(("first", "second"), rules, shapes):
+        needed = of_sums + 4 * shape[-1]
+        record[part] = rule._record(shape, needed <= room, keeps_bits=keeps_bits)
+        most = max(most, needed if needed <= room else 0)
+    launch = Launch(spec=spec, tiles=0, shared_bytes=most, reads=("scores",), writes=("kept",))
+    return launch, sum(prod(shape[:-1]) for shape in shapes), record
+
+
+def num_words(shape: tuple[int, ...]) -> int:
+    """The words of 32 bits that hold a bit for each column of rows [..., columns], each row from a word on."""
+    return prod(shape[:-1]) * -(-shape[-1] // 32)
 
 
 def pooling_launch(arrays: tuple[Any, Any], block: tuple[int, int]) -> tuple[Launch, int, Any]:
@@ -232,53 +306,91 @@ def spreading_launch(
     return _launch_of_threads("spread", dtype, SPREAD, numbers, num_cells, reads=("masses",), writes=("scores",))
 
 
+def key_scoring_launch(
+    q: Any, k: Any, batch: tuple[int, ...], scale: float, first_diagonal_key: int | None
+) -> tuple[Launch, int, Any]:
+    """Return the launch that scores single keys, its thread blocks, and its record without an address.
+
+    Parameters
+    ----------
+    q, k : arrays or Rows
+        Their layouts alone matter.
+    batch : tuple of int
+        What the leading axes of both broadcast to.
+    scale : float
+        The softmax scale.
+    first_diagonal_key : int or None
+        The last key, which need not exist, that the first query sees under a causal mask; None without one.
+    """
+    num_matrices, record = _of_rows(KEY_SCORES, q, k, batch)
+    num_rows, num_keys = q.shape[-2], k.shape[-2]
+    numbers = {
+        "scale_log2": scale * log2(e), "first_diagonal_key": first_diagonal_key or 0, "num_rows": num_rows,
+        "num_keys": num_keys, "is_causal": first_diagonal_key is not None,
+    }  # fmt: skip
+    for name, number in numbers.items():
+        record[name] = number
+    spec = selection_spec("key_scores", q.dtype)
+    pitch = spec.head_dim + 16 // spec.accumulator.itemsize  # a row of a tile has 16 bytes of padding
+    launch = Launch(
+        spec=spec, tiles=0, shared_bytes=(spec.block_q + spec.block_kv) * pitch * spec.accumulator.itemsize,
+        reads=("q", "k"), writes=("scores", "runs"),
+    )  # fmt: skip
+    return launch, num_matrices * -(-num_rows // spec.block_q) * num_key_runs(num_keys), record
+
+
+def num_key_runs(num_keys: int) -> int:
+    """The number of runs of keys of which the kernel of scores adds exponentials up."""
+    return -(-num_keys // _SIZES["key_scores"][1])
+
+
 def slash_summing_launch(
-    mass_shape: tuple[int, ...], first_diagonal_key: int, num_distances: int, dtype: np.dtype[Any]
+    score_shape: tuple[int, ...], first_diagonal_key: int, num_distances: int, dtype: np.dtype[Any]
 ) -> tuple[Launch, int, Any]:
     """Return the launch that adds up masses of keys and of distances, its thread blocks, and its record.
 
     Parameters
     ----------
-    mass_shape : tuple of int
+    score_shape : tuple of int
         [..., rows, keys]
     first_diagonal_key : int
         The key, which need not exist, at distance 0 of the first row.
     num_distances : int
         Distances from 0 on.
     dtype : numpy.dtype
-        Of masses and sums.
+        Of scores and sums.
     """
-    *heads, num_rows, num_keys = mass_shape
+    *heads, num_rows, num_keys = score_shape
+    record, spec = np.zeros((), SLASH_SUMS), selection_spec("slash_sums", dtype)
     numbers = {
         "first_diagonal_key": first_diagonal_key, "num_matrices": prod(heads), "num_rows": num_rows,
-        "num_keys": num_keys, "num_distances": num_distances,
+        "num_keys": num_keys, "num_distances": num_distances, "num_runs": num_key_runs(num_keys),
     }  # fmt: skip
-    num_sums, writes = prod(heads) * (num_keys + num_distances), ("of_keys", "of_distances")
-    return _launch_of_threads("slash_sums", dtype, SLASH_SUMS, numbers, num_sums, reads=("masses",), writes=writes)
+    for name, number in numbers.items():
+        record[name] = number
+    launch = Launch(
+        spec=spec, tiles=0, shared_bytes=2 * spec.block_q * dtype.itemsize, reads=("scores", "runs"),
+        writes=("of_keys", "of_distances"),
+    )  # fmt: skip
+    return launch, prod(heads) * -(-(num_keys + num_distances) // spec.num_threads), record
 
 
-def crossing_launch(
-    num_matrices: int, lengths: tuple[int, int], block: tuple[int, int], offset: int, dtype: np.dtype[Any]
-) -> tuple[Launch, int, Any]:
-    """Return the launch that scores blocks which chosen keys and distances cross, its thread blocks, and its record.
+def crossing_launch(rule: ChoiceRule, shape: tuple[int, ...]) -> tuple[Launch, int, Any]:
+    """Return the launch that keeps blocks which chosen keys and distances cross, its thread blocks, and its record.
 
     Parameters
     ----------
-    num_matrices : int
-        Grids of blocks, each with keys and distances of its own.
-    lengths, block, offset
-        As in `ChoiceRule`.
-    dtype : numpy.dtype
-        Of scores.
+    rule : ChoiceRule
+        Its budget does not matter.
+    shape : tuple of int
+        [..., rows, columns] of the blocks.
     """
-    num_q_blocks, num_kv_blocks = (-(-length // side) for length, side in zip(lengths, block))
     numbers = {
-        "offset": offset, "num_matrices": num_matrices, "num_q_blocks": num_q_blocks, "num_kv_blocks": num_kv_blocks,
-        "seqlen_q": lengths[0], "seqlen_kv": lengths[1], "num_distances": num_distances(lengths[0], offset),
-        "block_q": block[0], "block_kv": block[1],
+        "grid": rule._record(shape, False), "seqlen_kv": rule.lengths[1],
+        "num_distances": num_distances(rule.lengths[0], rule.offset),
     }  # fmt: skip
-    num_cells, reads = num_matrices * num_q_blocks * num_kv_blocks, ("keys", "distances")
-    return _launch_of_threads("crossings", dtype, CROSSINGS, numbers, num_cells, reads=reads, writes=("scores",))
+    dtype = np.dtype(np.float32)  # of no array: there are no scores
+    return _launch_of_threads("crossings", dtype, CROSSINGS, numbers, prod(shape), reads=("chosen",), writes=("kept",))
 
 
 def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> tuple[Launch, int, Any]:
@@ -293,7 +405,23 @@ def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int)
     page_size : int
         Keys of a page.
     """
-    record = np.zeros((), PAGE_BOUNDS)
+    num_matrices, record = _of_rows(PAGE_BOUNDS, q, k, batch)
+    num_pages = -(-k.shape[-2] // page_size)
+    num_bounds = num_matrices * q.shape[-2] * num_pages
+    numbers = {
+        "num_bounds": num_bounds, "num_queries": q.shape[-2], "num_keys": k.shape[-2], "num_pages": num_pages,
+        "page_size": page_size,
+    }  # fmt: skip
+    for name, number in numbers.items():
+        record[name] = number
+    spec = selection_spec("page_bounds", q.dtype)
+    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("bounds",))
+    return launch, -(-num_bounds // _WARPS), record
+
+
+def _of_rows(layout: np.dtype[Any], q: Any, k: Any, batch: tuple[int, ...]) -> tuple[int, Any]:
+    """The number of batch entries and heads, and a record that tells how rows of q and of k lie."""
+    record = np.zeros((), layout)
     sizes = (1,) * (BATCH_AXES - len(batch)) + batch
     for name, array in (("q", q), ("k", k)):
         missing = (0,) * (BATCH_AXES + 3 - array.ndim)
@@ -302,18 +430,9 @@ def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int)
         over = tuple(step if extent == size else 0 for step, extent, size in zip(steps, extents, sizes))
         record[name] = (0, over, *steps[-3:])
     num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))
-    num_pages = -(-k.shape[-2] // page_size)
-    num_bounds = prod(sizes) * num_heads * q.shape[-2] * num_pages
-    numbers = {
-        "num_bounds": num_bounds, "batch": sizes, "num_heads": num_heads, "group_size": num_heads // kv_heads,
-        "num_queries": q.shape[-2], "num_keys": k.shape[-2], "num_columns": q.shape[-1], "num_pages": num_pages,
-        "page_size": page_size,
-    }  # fmt: skip
-    for name, number in numbers.items():
-        record[name] = number
-    spec = selection_spec("page_bounds", q.dtype)
-    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("bounds",))
-    return launch, -(-num_bounds // _WARPS), record
+    record["batch"], record["num_heads"], record["group_size"] = sizes, num_heads, num_heads // kv_heads
+    record["num_columns"] = q.shape[-1]
+    return prod(sizes) * num_heads, record
 
 
 def num_distances(seqlen_q: int, offset: int) -> int:
@@ -325,7 +444,7 @@ def _launch_of_threads(
     entry: str,
     dtype: np.dtype[Any],
     layout: np.dtype[Any],
-    numbers: dict[str, int],
+    numbers: dict[str, Any],
     num_threads: int,
     *,
     reads: tuple[str, ...],
@@ -356,8 +475,8 @@ def means_shape(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
 
 def every_selection_spec(dtypes: tuple[np.dtype[Any], ...]) -> set[KernelSpec]:
     """The kernels for arrays of some dtypes."""
-    of_masses = ("choose", "spread", "slash_sums", "crossings")
+    of_masses = ("choose", "choose_wide", "spread", "slash_sums")
     choosing = {selection_spec(entry, accumulator_dtype(dtype)) for entry in of_masses for dtype in dtypes}
-    drawing = {selection_spec("draw", np.dtype(np.float32))}
-    of_rows = {selection_spec(entry, dtype) for entry in ("pool", "page_bounds") for dtype in dtypes}
-    return choosing | drawing | of_rows
+    of_none = {selection_spec(entry, np.dtype(np.float32)) for entry in ("draw", "crossings")}
+    of_rows = {selection_spec(entry, dtype) for entry in ("pool", "page_bounds", "key_scores") for dtype in dtypes}
+    return choosing | of_none | of_rows

@@ -11,15 +11,17 @@ from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..executors import checks, gpu
 from ..executors.index_maker import IndexMaker, maker_of
-from ..executors.selecting import Chooser, Drawer, FixedSelection, Pooler, Scoring, Selection, bound_kernel
+from ..executors.selecting import (
+    Chooser, Crosser, Drawer, FixedSelection, Pooler, PositionChooser, Scoring, Selection, bound_kernel,
+)  # fmt: skip
 from ..planning.launches import Workspace
 from ..planning.options import Options
 from ..planning.selection_kernels import (
-    ChoiceRule, crossing_launch, num_distances, page_bounding_launch, runs_of_rows, slash_summing_launch,
-    spreading_launch,
+    ChoiceRule, key_scoring_launch, num_distances, num_key_runs, page_bounding_launch, runs_of_rows,
+    slash_summing_launch, spreading_launch,
 )  # fmt: skip
 from ..plans import layout_key
-from ..study.block_mass import BoundMass, bound_block_mass
+from ..study.block_mass import MAX_DIM, BoundMass, bound_block_mass
 from .budget import Budget, Forced
 from .grid import Grid
 
@@ -165,38 +167,38 @@ def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget,
 def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, forced: Forced) -> Selection | None:
     """The selection of blocks that chosen keys and distances cross; None where the kernels do not serve it."""
     (seqlen_q, seqlen_kv), target = (grid.shape.seqlen_q, grid.shape.seqlen_kv), gpu.current_target()
-    distances = num_distances(seqlen_q, grid.offset)
-    if _is_empty(grid):
+    # What `block_mass` refuses is left to it.
+    is_served = 1 <= grid.q.shape[-1] <= MAX_DIM and 2**-64 <= abs(grid.scale) <= 2**64
+    if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES or not is_served:
         return None
-    first = max(seqlen_q - num_queries, 0)
-    mass = bound_block_mass(grid.q[..., first:, :], grid.k, (1, 1), grid.stairs_from(first), grid.scale)
-    if mass is None:
+    make_index = _maker(grid)
+    if make_index is None:
         return None
-    launch_mass, made = mass.launches.launch, mass.results["mass"]
-    first_byte, heads, dtype = first * grid.q.strides[-2], grid.heads, made.dtype
-    add = bound_kernel(slash_summing_launch(made.shape, first + grid.offset, distances, dtype), target)
-    lengths, num_matrices = (seqlen_q, seqlen_kv), grid.shape.num_batch * grid.shape.num_heads
-    cross = bound_kernel(crossing_launch(num_matrices, lengths, grid.block, grid.offset, dtype), target)
-    keys, slashes = (
-        Chooser(_rule_of_row(budget, length), (*heads, 1, length), dtype, target)
-        for budget, length in ((vertical, seqlen_kv), (slash, distances))
-    )
+    first, heads, dtype = max(seqlen_q - num_queries, 0), grid.heads, accumulator_dtype(grid.q.dtype)
+    diagonal, distances = first + grid.offset, num_distances(seqlen_q, grid.offset)
+    last, last_key = grid.q[..., first:, :], diagonal if grid.is_causal else None
+    score_keys = bound_kernel(key_scoring_launch(last, grid.k, grid.shape.batch, grid.scale, last_key), target)
+    score_shape = (*heads, seqlen_q - first, seqlen_kv)
+    add = bound_kernel(slash_summing_launch(score_shape, diagonal, distances, dtype), target)
+    rules = _rule_of_row(vertical, seqlen_kv), _rule_of_row(slash, distances)
+    shapes = (*heads, 1, seqlen_kv), (*heads, 1, distances)
+    choose = PositionChooser(rules, shapes, dtype, target)
+    cross = Crosser(grid.rule(vertical, forced), (*heads, *grid.size), target)
+    first_byte = first * grid.q.strides[-2]
 
-    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
-        of_scores, of_mass, of_lse, of_keys, of_distances, kept_keys, kept_distances = room
-        read = launch_mass([q.data.ptr + first_byte, k.data.ptr, of_mass, of_lse], stream)
-        add((of_mass, of_keys, of_distances), stream)
-        keys(kept_keys, of_keys, of_keys, stream)
-        slashes(kept_distances, of_distances, of_distances, stream)
-        cross((kept_keys, kept_distances, of_scores), stream)
-        return read
+    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
+        chosen, scores, runs, of_keys, of_distances = room
+        score_keys((q.data.ptr + first_byte, k.data.ptr, scores, runs), stream)
+        add((scores, runs, of_keys, of_distances), stream)
+        choose(chosen, of_keys, of_distances, stream)
+        return ()
 
     workspaces = {
-        "scores": Workspace((*heads, *grid.size), dtype), **_workspaces(mass),
-        "of_keys": Workspace((*heads, seqlen_kv), dtype), "of_distances": Workspace((*heads, distances), dtype),
-        "kept_keys": keys.kept, "kept_distances": slashes.kept,
+        "chosen": choose.chosen, "key_scores": Workspace(score_shape, dtype),
+        "runs": Workspace((*score_shape[:-1], num_key_runs(seqlen_kv), 2), dtype),
+        "of_keys": Workspace(shapes[0], dtype), "of_distances": Workspace(shapes[1], dtype),
     }  # fmt: skip
-    return _by_scores(grid, Scoring(workspaces, score, has_shares=False), Budget(threshold=0.5, min_blocks=0), forced)
+    return Selection(Scoring(workspaces, score, has_shares=False), cross, make_index, target)
 
 
 def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
@@ -257,9 +259,15 @@ def _workspaces(mass: BoundMass) -> dict[str, Workspace]:
 
 def _by_scores(grid: Grid, scoring: Scoring, budget: Budget, forced: Forced) -> Selection | None:
     """A selection by scores; None where no kernels make the index."""
-    target, shape = gpu.current_target(), (*grid.heads, *grid.size)
-    make_index = maker_of(namespace(grid.q).empty(shape, bool), grid.mask, grid.shape, grid.block)
+    target, make_index = gpu.current_target(), _maker(grid)
     if make_index is None:
         return None
     dtype = next(iter(scoring.workspaces.values())).dtype
-    return Selection(scoring, Chooser(grid.rule(budget, forced), shape, dtype, target), make_index, target)
+    choose = Chooser(grid.rule(budget, forced), (*grid.heads, *grid.size), dtype, target)
+    return Selection(scoring, choose, make_index, target)
+
+
+def _maker(grid: Grid) -> IndexMaker | None:
+    """What makes the index of blocks that are kept, bool [*heads, rows, columns]; None where no kernels do."""
+    kept = namespace(grid.q).empty((*grid.heads, *grid.size), bool)
+    return maker_of(kept, grid.mask, grid.shape, grid.block)

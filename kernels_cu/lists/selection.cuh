@@ -2,10 +2,10 @@
 #include <ptx/thread.cuh>
 
 // The parameters of the kernels of selectors: lists_pool computes means of blocks of rows, lists_draw draws scores of
-// blocks, lists_spread adds up the masses of compressed keys, lists_slash_sums those of keys and of distances, whose
-// choice lists_crossings hands to blocks, lists_page_bounds bounds the scores of pages, and lists_choose chooses blocks
-// by their scores. cuflash/planning/selection_kernels.py has the same records
-// as NumPy dtypes.
+// blocks, lists_spread adds up the masses of compressed keys, lists_key_scores multiplies queries by single keys,
+// lists_slash_sums adds up the masses of keys and of distances, whose choice lists_crossings hands to blocks,
+// lists_page_bounds bounds the scores of pages, and lists_choose and lists_choose_wide choose blocks by their scores.
+// cuflash/planning/selection_kernels.py has the same records as NumPy dtypes.
 namespace cuflash::lists {
 
 constexpr int kSelectionThreads = 32 * config::kNumWarps;
@@ -16,7 +16,7 @@ struct Choice {
   const void* shares;      // accumulators: shares that count for `mass`; null if all eligible blocks count alike
   const uint8_t* allowed;  // whether each block may be kept; null if all may
   const uint8_t* forced;   // blocks that must be kept if they may, beside those of the numbers below; or null
-  uint8_t* kept;
+  uint8_t* kept;           // a byte for each block, or with `keeps_bits` a bit, in words of 32 of a row from the lowest bit on
   double mass;             // the part of the shares that kept blocks hold, or 0
   double threshold;        // the score from which on blocks are kept
   int64_t offset;          // query i and key i + offset are on the diagonal
@@ -27,7 +27,10 @@ struct Choice {
   int32_t is_causal;       // blocks after a row's last diagonal one may not be kept
   int32_t num_sinks, num_local, has_diagonal;  // forced blocks
   int32_t keeps_places;    // shared memory has room for the places of a row of each warp
-  int32_t padding;
+  int32_t keeps_bits;      // of lists_choose_wide alone
+};
+struct Choices {
+  Choice first, second;  // the second one may have no rows
 };
 
 // Arrays [*batch, heads, rows, columns], and means [batch and heads, blocks, columns] of their blocks of rows in C
@@ -58,33 +61,53 @@ struct Spread {
   int32_t padding;
 };
 
-// Masses [matrices, rows, keys] of single keys, and their sums [matrices, keys] and [matrices, distances]. Distance o of
-// row r is at key r + first_diagonal_key - o.
-struct SlashSums {
-  const void* masses;      // accumulators; so are the sums
-  void* of_keys;
-  void* of_distances;
-  int64_t first_diagonal_key;
-  int32_t num_matrices, num_rows, num_keys, num_distances;
-};
-
-// Chosen keys [matrices, keys] and distances [matrices, distances], and scores [matrices, num_q_blocks, num_kv_blocks].
-struct Crossings {
-  const uint8_t* keys;
-  const uint8_t* distances;
-  void* scores;            // accumulators
-  int64_t offset;          // query i and key i + offset are at distance 0
-  int32_t num_matrices, num_q_blocks, num_kv_blocks;
-  int32_t seqlen_q, seqlen_kv, num_distances, block_q, block_kv;
-};
-
-// Queries [*batch, heads, rows, columns], keys that each group of heads shares, and the bounds [*batch, heads, queries,
-// pages].
+// Arrays [*batch, heads, rows, columns].
 struct StridedRows {
   const void* data;
   int64_t batch_strides[3];  // in elements; so are the others
   int64_t head_stride, row_stride, column_stride;
 };
+
+// Queries, keys that each group of heads shares, their scores [*batch, heads, queries, keys] in base 2, and the runs
+// [*batch, heads, queries, runs] of keys.
+struct KeyScores {
+  StridedRows q, k;
+  void* scores;                // accumulators, -inf where a causal mask has no key
+  void* runs;                  // as KeyRun
+  double scale_log2;           // the softmax scale times log2(e)
+  int64_t first_diagonal_key;  // the last key, which need not exist, that query 0 sees under a causal mask
+  int32_t batch[3];
+  int32_t num_heads, group_size, num_rows, num_keys, num_columns;
+  int32_t is_causal, padding;
+};
+
+// The greatest score of a query and a run of keys, and the sum of exp2(score - greatest), 0 if no key is seen.
+struct KeyRun {
+  config::Accumulator greatest, sum;
+};
+
+// Scores [matrices, rows, keys] of single keys in base 2 and their runs [matrices, rows, runs], and sums of masses
+// [matrices, keys] and [matrices, distances]. Distance o of row r is at key r + first_diagonal_key - o.
+struct SlashSums {
+  const void* scores;      // accumulators; so are the sums
+  const void* runs;        // as KeyRun
+  void* of_keys;
+  void* of_distances;
+  int64_t first_diagonal_key;
+  int32_t num_matrices, num_rows, num_keys, num_distances, num_runs;
+  int32_t padding;
+};
+
+// Bits of chosen keys [matrices, keys], as a choice keeps them, after them those of chosen distances [matrices, distances],
+// and the blocks that they cross.
+struct Crossings {
+  const uint32_t* chosen;
+  uint8_t* kept;
+  Choice grid;             // without arrays and scores: which blocks may be kept, and which must be
+  int32_t seqlen_kv, num_distances;
+};
+
+// Queries, keys that each group of heads shares, and the bounds [*batch, heads, queries, pages].
 struct PageBounds {
   StridedRows q, k;
   void* bounds;            // accumulators

@@ -1,24 +1,70 @@
-// Adds up masses of single keys, [matrices, rows, keys], over the rows of each key, and over the rows of each distance
-// between a query and a key: one thread for each sum, in the order of the rows. cuflash/selectors/slashes.py is the
-// specification.
+// Adds up masses of single keys over the rows of each key, and over the rows of each distance between a query and a key: one
+// thread for each sum, in the order of the rows. A mass is the exponential of a score less its row's lse, which each thread
+// block makes of the row's runs of keys. cuflash/selectors/slashes.py is the specification.
 #include <lists/selection.cuh>
+#include <ptx/math.cuh>
+#include <ptx/shared.cuh>
+#include <tile/element.cuh>
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+namespace cuflash::lists {
+
+using config::Accumulator;
+using config::kBlockQ;
+
+// What a mass of a row is made of: exp2(score - shift) times a factor, which is 0 for a row without a key.
+struct RowMass {
+  Accumulator shift, factor;
+};
+
+// Called by a warp.
+CUFLASH_DEVICE RowMass mass_of_row(const KeyRun* runs, int num_runs) {
+  Accumulator greatest = ptx::negative_infinity<Accumulator>(), sum = 0;
+  for (int run = ptx::lane(); run < num_runs; run += 32) greatest = tile::maximum(greatest, runs[run].greatest);
+  for (int offset = 16; offset > 0; offset /= 2)
+    greatest = tile::maximum(greatest, __shfl_xor_sync(0xffffffffu, greatest, offset));
+  const Accumulator shift = greatest == ptx::negative_infinity<Accumulator>() ? Accumulator(0) : greatest;
+  for (int run = ptx::lane(); run < num_runs; run += 32)
+    sum += runs[run].sum * ptx::exp2_accurate(runs[run].greatest - shift);
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  return {shift, sum == 0 ? Accumulator(0) : 1 / sum};
+}
+
+}  // namespace cuflash::lists
+
+extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cuflash::config::kMinBlocks)
 lists_slash_sums(const __grid_constant__ cuflash::lists::SlashSums sums) {
   using namespace cuflash;
-  using config::Accumulator;
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * lists::kSelectionThreads + ptx::thread_index();
-  const int64_t of_matrix = static_cast<int64_t>(sums.num_keys) + sums.num_distances, matrix = number / of_matrix;
-  if (matrix >= sums.num_matrices) return;
-  const int64_t place = number % of_matrix, distance = place - sums.num_keys;
+  using namespace cuflash::lists;
+  const int64_t of_matrix = static_cast<int64_t>(sums.num_keys) + sums.num_distances;
+  const int64_t blocks_of_matrix = (of_matrix + kSelectionThreads - 1) / kSelectionThreads;
+  const int64_t matrix = blockIdx.x / blocks_of_matrix;
+  const int64_t place = blockIdx.x % blocks_of_matrix * kSelectionThreads + ptx::thread_index();
+  const int64_t distance = place - sums.num_keys;
   const bool is_key = distance < 0;
-  const Accumulator* const masses =
-      static_cast<const Accumulator*>(sums.masses) + matrix * sums.num_rows * sums.num_keys;
+  const Accumulator* const scores =
+      static_cast<const Accumulator*>(sums.scores) + matrix * sums.num_rows * sums.num_keys;
+  const KeyRun* const runs = static_cast<const KeyRun*>(sums.runs) + matrix * sums.num_rows * sums.num_runs;
+  RowMass* const rows = ptx::dynamic_shared<RowMass>();
   Accumulator sum = 0;
-  for (int64_t row = 0; row < sums.num_rows; ++row) {
-    const int64_t key = is_key ? place : row + sums.first_diagonal_key - distance;
-    if (key >= 0 && key < sums.num_keys) sum += masses[row * sums.num_keys + key];
+  for (int first = 0; first < sums.num_rows; first += kBlockQ) {
+    const int last = min(first + kBlockQ, sums.num_rows);
+    __syncthreads();  // the rows before are read
+    for (int row = first + ptx::thread_index() / 32; row < last; row += config::kNumWarps) {
+      const RowMass mass = mass_of_row(runs + static_cast<int64_t>(row) * sums.num_runs, sums.num_runs);
+      if (ptx::lane() == 0) rows[row - first] = mass;
+    }
+    __syncthreads();  // these are there
+    if (place >= of_matrix) continue;
+#pragma unroll 4
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t key = is_key ? place : row + sums.first_diagonal_key - distance;
+      if (key >= 0 && key < sums.num_keys) {
+        const RowMass& mass = rows[row - first];
+        sum += ptx::exp2_accurate(scores[row * sums.num_keys + key] - mass.shift) * mass.factor;
+      }
+    }
   }
+  if (place >= of_matrix) return;
   if (is_key) static_cast<Accumulator*>(sums.of_keys)[matrix * sums.num_keys + place] = sum;
   else static_cast<Accumulator*>(sums.of_distances)[matrix * sums.num_distances + distance] = sum;
 }

@@ -9,7 +9,7 @@ import cupy_machine
 import numpy as np
 import pytest
 from cuflash import selectors
-from cuflash.arrays import accumulator_dtype
+from cuflash.arrays import DTYPES, accumulator_dtype
 from cuflash.executors import gpu, index_maker, selecting
 from cuflash.executors.bound_launch import BoundLaunch
 from cuflash.executors.decoding import offset_of
@@ -21,23 +21,35 @@ from cuflash.planning.selection_kernels import (
 from cuflash.selectors import Budget, Forced, baselines, bound
 from cuflash.selectors.budget import Diagonal, choose
 from cuflash.selectors.grid import Grid, block_means
+from cuflash.sim import Schedule
 from executors import needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
-BUDGETS = st.one_of(
-    st.builds(lambda k, m: Budget(top_k=k, min_blocks=m), st.integers(1, 40), st.integers(0, 9)),
-    st.builds(lambda x, m: Budget(mass=x, min_blocks=m), st.sampled_from([0.25, 0.5, 0.875, 1.0]), st.integers(0, 9)),
-    st.builds(lambda x, m: Budget(threshold=x, min_blocks=m), st.sampled_from([-1.0, 0.0, 0.5]), st.integers(0, 9)),
-)
+
+
+def every_budget(most: int) -> Any:
+    few = st.integers(0, most // 4)
+    return st.one_of(
+        st.builds(lambda k, m: Budget(top_k=k, min_blocks=m), st.integers(1, most), few),
+        st.builds(lambda x, m: Budget(mass=x, min_blocks=m), st.sampled_from([0.25, 0.5, 0.875, 1.0]), few),
+        st.builds(lambda x, m: Budget(threshold=x, min_blocks=m), st.sampled_from([-1.0, 0.0, 0.5]), few),
+    )
 
 
 @st.composite
-def choices(draw: Any) -> Any:
-    """Draw scores with ties, NaN and infinities, shares with exact sums, a rule, and blocks that the caller forces."""
-    lengths = draw(st.integers(1, 90)), draw(st.integers(1, 700))
-    block = draw(st.sampled_from([(8, 8), (5, 16), (16, 3)]))
+def choices(draw: Any, *, is_wide: bool = False) -> Any:
+    """Draw scores with ties, NaN and infinities, shares with exact sums, a rule, and blocks that the caller forces.
+
+    Rows that are wide have thread blocks to themselves, and runs of 1024 blocks with many equal scores.
+    """
+    if is_wide:
+        lengths = draw(st.integers(1, 24)), draw(st.integers(1025, 4000))
+        block = draw(st.sampled_from([(8, 1), (5, 1)]))
+    else:
+        lengths = draw(st.integers(1, 90)), draw(st.integers(1, 700))
+        block = draw(st.sampled_from([(8, 8), (5, 16), (16, 3)]))
     rows, columns = (-(-length // side) for length, side in zip(lengths, block))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     dtype = draw(st.sampled_from([np.float32, np.float64]))
@@ -46,7 +58,7 @@ def choices(draw: Any) -> Any:
         scores.reshape(-1)[rng.integers(0, scores.size, 5)] = [np.nan, np.inf, -np.inf, -0.0, -np.nan]
     shares = (rng.integers(0, 5, scores.shape) / 64).astype(dtype) if draw(st.booleans()) else None
     allowed, forced = (rng.random(scores.shape) < odds if draw(st.booleans()) else None for odds in (0.7, 0.1))
-    budget = draw(BUDGETS)
+    budget = draw(every_budget(columns if is_wide else 40))
     must = Forced(sink=draw(st.integers(0, 2)), local=draw(st.integers(0, 3)), diagonal=draw(st.booleans()))
     offset = draw(st.sampled_from([0, lengths[1] - lengths[0]]))
     return scores, shares, allowed, forced, budget, must, lengths, block, offset, draw(st.booleans())
@@ -93,11 +105,61 @@ def test_the_kernel_keeps_what_the_specification_says(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_rows_longer_than_shared_memory_are_chosen_from(executor: str) -> None:
-    scores = np.random.default_rng(0).standard_normal((1, 3, 4000)).astype(np.float32)
-    for budget in (Budget(top_k=77), Budget(threshold=2.0)):
-        case = scores, None, None, None, budget, Forced(sink=1), (24, 32000), (8, 8), 0, False
+def test_thread_blocks_choose_from_wide_rows(executor: str) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(choices(is_wide=True))
+    def check(case: Any) -> None:
+        scores, block = case[0], case[7]
+        assert block[1] == 1 and rule_of(*case[4:]).launch(scores.shape, scores.dtype)[0].spec.entry == "choose_wide"
         check_choice(executor, case)
+
+    check()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("shape", "entry"), [((1, 257, 3100), "choose"), ((1, 2, 60000), "choose_wide")])
+def test_rows_longer_than_shared_memory_are_chosen_from(executor: str, shape: Any, entry: str) -> None:
+    scores = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    for budget in (Budget(top_k=77), Budget(threshold=2.0)):
+        given_rule = budget, Forced(sink=1), (8 * shape[1], 8 * shape[2]), (8, 8), 0, False
+        launch, _, record = rule_of(*given_rule).launch(shape, scores.dtype, 227 << 10)
+        record = record if entry == "choose" else record["first"]
+        assert (launch.spec.entry, bool(record["keeps_places"])) == (entry, False)
+        check_choice(executor, (scores, None, None, None, *given_rule))
+
+
+def check_pair(planning: Any = selection_kernels) -> None:
+    """One launch chooses from two grids, by rules of their own, whatever the order of warps."""
+    rng, names = np.random.default_rng(0), ("scores", "shares", "kept")
+    grids = [(rng.integers(0, 9, shape) / 16).astype(np.float32) for shape in ((3, 2, 1100), (3, 2, 40))]
+    budgets = Budget(mass=0.5), Budget(top_k=7)
+    rules = [rule_of(budget, Forced(diagonal=False), (1, x.shape[-1]), (1, 1), 0, False)
+             for budget, x in zip(budgets, grids)]  # fmt: skip
+    shapes = [x.shape for x in grids]
+    launch, grid, record = planning.wide_choosing_launch(rules, shapes, grids[0].dtype, keeps_bits=True)
+    assert grid == 12
+    starts = [offset_of(planning.CHOICES, part) for part in ("first", "second")]
+    places = [(0, at + offset_of(CHOICE, name)) for at in starts for name in names]
+    for order in ("round_robin", "first_warp", "last_warp"):
+        kept = [np.full((6, planning.num_words(x.shape) // 6), 7, np.uint32) for x in grids]
+        machine = Simulator(schedule=Schedule(order=order))
+        addresses = [x.ctypes.data for scores, found in zip(grids, kept) for x in (scores, scores, found)]
+        BoundLaunch(launch, grid, [record], places, machine)(addresses, None)
+        for scores, found, budget in zip(grids, kept, budgets):
+            expected = choose(scores, scores, None, None, budget).reshape(6, -1)
+            np.testing.assert_array_equal(found, words_of(expected))
+
+
+def words_of(kept: Any) -> Any:
+    """Bits of rows [rows, columns] in words of 32, the first in the lowest bit."""
+    padded = np.zeros((len(kept), -(-kept.shape[-1] // 32) * 32), bool)
+    padded[:, : kept.shape[-1]] = kept
+    return np.packbits(padded, axis=-1, bitorder="little").view("<u4")
+
+
+@needs_compiler
+def test_one_launch_chooses_from_two_grids() -> None:
+    check_pair()
 
 
 def check_draws() -> None:
@@ -162,7 +224,39 @@ def check_spread(executor: str = "sim", planning: Any = selection_kernels) -> No
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("case", [((30, 41), 11), ((41, 38), -3), ((41, 30), 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_scores_single_keys(executor: str, dtype: Any) -> None:
+    check_key_scores(dtype, executor)
+
+
+def check_key_scores(dtype: Any, executor: str = "sim", planning: Any = selection_kernels) -> None:
+    """Batch entries and heads share keys, rows have gaps, queries and keys have short last tiles, and some see no key.
+
+    Whole numbers make exact products, whose differences are exponents of powers of two: so sums of these are exact too.
+    """
+    rng, scale = np.random.default_rng(0), np.log(2)
+    for num_columns, first_key in ((40, None), (5, -3), (72, 60)):
+        q = rng.integers(-1, 2, (2, 3, 4, 70, 2 * num_columns)).astype(dtype)[..., ::2]
+        k = (rng.integers(-1, 2, (1, 3, 2, 131, num_columns)) * (np.arange(num_columns) % 7 == 4)).astype(dtype)
+        made = planning.key_scoring_launch(q, k, (2, 3), scale, first_key)
+        shape, of_sums = (2, 3, 4, 70, 131), accumulator_dtype(q.dtype)
+        scores, runs = np.full(shape, 7, of_sums), np.full((*shape[:-1], planning.num_key_runs(131), 2), 7, of_sums)
+        run(executor, made, q, k, scores, runs)
+        expected = q.astype(np.float64) @ np.swapaxes(k.astype(np.float64).repeat(2, axis=2), -1, -2)
+        if first_key is not None:
+            expected[..., np.arange(131) > np.arange(70)[:, None] + first_key] = -np.inf
+        np.testing.assert_array_equal(scores, expected)
+        expected = np.concatenate([expected, np.full((*shape[:-1], 3 * 64 - 131), -np.inf)], axis=-1)
+        of_runs = expected.reshape(*shape[:-1], 3, 64)
+        greatest = of_runs.max(-1)
+        assert np.ptp(scores[scores > -np.inf]) < 24
+        np.testing.assert_array_equal(runs[..., 0], greatest)
+        shift = np.where(greatest > -np.inf, greatest, 0)
+        np.testing.assert_array_equal(runs[..., 1], np.exp2(of_runs - shift[..., None]).sum(-1))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("case", [((30, 41), 11), ((41, 38), -3), ((41, 30), 0), ((160, 150), 0), ((41, 1400), 1359)])
 def test_kernels_sum_masses_of_slashes_and_find_what_they_cross(executor: str, case: Any) -> None:
     check_slashes(*case, executor)
 
@@ -170,27 +264,45 @@ def test_kernels_sum_masses_of_slashes_and_find_what_they_cross(executor: str, c
 def check_slashes(
     lengths: tuple[int, int], offset: int, executor: str = "sim", planning: Any = selection_kernels
 ) -> None:
-    """Keys are chosen in one head and distances in the other; sums of whole numbers are exact."""
+    """Other keys and distances are chosen in each head; sums of powers of two are exact.
+
+    The exponentials of a row add up to 4, or the row has no key.
+    """
     rng, (seqlen_q, seqlen_kv), first = np.random.default_rng(0), lengths, 23
-    count = planning.num_distances(seqlen_q, offset)
+    count, num_runs = planning.num_distances(seqlen_q, offset), -(-seqlen_kv // 64)
     assert count == seqlen_q + offset
-    masses = rng.integers(0, 9, (2, seqlen_q - first, seqlen_kv)).astype(np.float32)
+    shift = rng.integers(-9, 10, (2, seqlen_q - first, 1)).astype(np.float32)
+    shift[:, 5] = -np.inf
+    scores = np.where(shift > -np.inf, shift, -np.inf) + rng.integers(-3, 1, (2, seqlen_q - first, seqlen_kv))
+    scores = scores.astype(np.float32)
+    runs = np.zeros((2, seqlen_q - first, num_runs, 2), np.float32)
+    runs[..., 0], runs[..., 1] = shift - 1, 1 / 32  # that of all but one is a part, and one has the rest
+    runs[..., -1, 0], runs[..., -1, 1] = shift[..., 0], 4 - (num_runs - 1) / 64
+    runs[:, 5, :, 1] = 0
+    masses = np.exp2(scores - np.where(shift > -np.inf, shift, 0)) / 4
     of_keys, of_distances = (np.full((2, length), np.nan, np.float32) for length in (seqlen_kv, count))
-    made = planning.slash_summing_launch(masses.shape, first + offset, count, masses.dtype)
-    run(executor, made, masses, of_keys, of_distances)
+    made = planning.slash_summing_launch(scores.shape, first + offset, count, scores.dtype)
+    run(executor, made, scores, runs, of_keys, of_distances)
     i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_kv)
     distance = i + offset - j
     np.testing.assert_array_equal(of_keys, masses.sum(1))
-    expected = [(masses * (distance[first:] == o)).sum((1, 2)) for o in range(count)]
-    np.testing.assert_array_equal(of_distances, np.transpose(expected))
+    has_distance = distance[first:] >= 0
+    expected = [np.bincount(distance[first:][has_distance], of_head[has_distance], count) for of_head in masses]
+    np.testing.assert_array_equal(of_distances, expected)
     keys, distances = np.zeros((2, seqlen_kv), bool), np.zeros((2, count), bool)
     keys[0, [0, 8, 23]], distances[1, [0, 7, 21, 33]] = True, True
-    scores = np.full((2, -(-seqlen_q // 4), -(-seqlen_kv // 8)), np.nan, np.float32)
-    run(executor, planning.crossing_launch(2, lengths, (4, 8), offset, scores.dtype), keys, distances, scores)
-    elements = np.zeros((2, 4 * scores.shape[1], 8 * scores.shape[2]), bool)
-    elements[0, :seqlen_q, :seqlen_kv] = np.isin(j, [0, 8, 23])
-    elements[1, :seqlen_q, :seqlen_kv] = np.isin(distance, [0, 7, 21, 33])
-    np.testing.assert_array_equal(scores, elements.reshape(2, scores.shape[1], 4, -1, 8).any((2, 4)))
+    keys[0, -1], distances[:, -1] = True, True  # the last distance lies before those of the next head
+    chosen = np.concatenate([words_of(keys).reshape(-1), words_of(distances).reshape(-1)])
+    shape = 2, -(-seqlen_q // 4), -(-seqlen_kv // 8)
+    elements = np.zeros((2, 4 * shape[1], 8 * shape[2]), bool)
+    for head, of_head in enumerate(elements[:, :seqlen_q, :seqlen_kv]):
+        of_head |= np.isin(j, np.flatnonzero(keys[head])) | np.isin(distance, np.flatnonzero(distances[head]))
+    crossed = elements.reshape(2, shape[1], 4, -1, 8).any((2, 4))
+    diagonal = Diagonal.of(np, lengths, (4, 8), offset)
+    for must, is_causal in ((Forced(sink=1, local=2, diagonal=False), True), (Forced(), True), (Forced(), False)):
+        kept, rule = np.full(shape, 7, np.uint8), rule_of(Budget(top_k=1), must, lengths, (4, 8), offset, is_causal)
+        run(executor, planning.crossing_launch(rule, shape), chosen, kept)
+        np.testing.assert_array_equal(kept, (crossed | diagonal.forced(must)) & (diagonal.is_met | (not is_causal)))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -298,6 +410,21 @@ def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: An
     assert len(bound._selections) == 16
 
 
+@pytest.mark.parametrize("num_queries", [64, 100])
+@pytest.mark.parametrize("budget", [Budget(top_k=20), Budget(mass=0.25)])
+def test_keys_and_distances_of_long_rows_are_those_of_the_host(cupy: Any, budget: Budget, num_queries: int) -> None:
+    """Thousands of keys lie in many runs, and in several runs of a thread block's width; one head has a NaN."""
+    rng = np.random.default_rng(0)
+    q, k = (3 * rng.standard_normal((2, 2, length, 40)) for length in (150, 2300))
+    q[1, 0, -5, 3] = np.nan
+    options = budgets_of("vertical_slash", budget) | {"block": (16, 32), "causal": "bottom_right"}
+    options["num_queries"] = num_queries
+    index = selectors.vertical_slash(cupy.asarray(q), cupy.asarray(k), **options)
+    expected = selectors.vertical_slash(q, k, **options).states()
+    np.testing.assert_array_equal(index.on_host.states(), expected)
+    assert 0.02 < (expected[0] > 0).mean() < 0.8
+
+
 @pytest.mark.parametrize("name", ["local", "oracle", "nsa", "vertical_slash", "quest"])
 def test_kernels_select_what_formulas_do(cupy: Any, name: str) -> None:
     """Lengths cut blocks off, heads share keys, diagonals start before key 0, and blocks are forced; in float64."""
@@ -367,7 +494,7 @@ LAUNCHES = {
     "nsa": ["pool", "block_mass", "spread", "choose", *LISTS],
     "local": LISTS,
     "quest": ["page_bounds", "choose", *LISTS],
-    "vertical_slash": ["block_mass", "slash_sums", "choose", "choose", "crossings", "choose", *LISTS],
+    "vertical_slash": ["key_scores", "slash_sums", "choose_wide", "crossings", *LISTS],
 }
 
 

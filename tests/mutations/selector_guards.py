@@ -12,13 +12,15 @@ from mutations.python_guards import part
 from test_block_mass import summed
 from test_recall import EXACT, tolerance, weights
 from test_selection_kernels import (
-    check_choice, check_draws, check_means, check_page_bounds, check_runs, check_slashes, check_spread,
+    check_choice, check_draws, check_key_scores, check_means, check_page_bounds, check_pair, check_runs, check_slashes,
+    check_spread,
 )  # fmt: skip
 from test_selectors import by_sorting, means, of_antidiagonal, of_nsa, of_pooled
 
 import cuflash
+from cuflash.sim import SimulationError
 
-SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions by which guards see a fault
 CAUSAL = np.tri(8, dtype=bool)
 EVERY_BUDGET = [
     cuflash.selectors.Budget(**rule)
@@ -77,6 +79,20 @@ def the_kernel_chooses() -> None:
         check_choice("sim", (scores, None, None, None, *case[4:]))
 
 
+def thread_blocks_choose_from_wide_rows() -> None:
+    """Runs of 1024 blocks are full of equal scores; the last block that is taken ends a run, or lies within one."""
+    rng, must = np.random.default_rng(0), cuflash.selectors.Forced(diagonal=False)
+    for most, rule in (
+        (0, {"top_k": 2048}), (1, {"top_k": 1700}), (1, {"top_k": 700}), (1, {"mass": 0.8125}), (1, {"mass": 1.0}),
+        (1, {"threshold": 0.5, "min_blocks": 2000}),
+    ):  # fmt: skip
+        scores = (rng.integers(0, most + 1, (1, 2, 3001)) / 2).astype(np.float32)
+        shares = (rng.integers(1, 5, scores.shape) / 64).astype(np.float32)
+        budget = cuflash.selectors.Budget(**rule)
+        check_choice("sim", (scores, shares, None, None, budget, must, (16, 3001), (8, 1), 0, False))
+    check_pair()
+
+
 def the_kernel_draws() -> None:
     check_draws()
 
@@ -89,6 +105,8 @@ def the_kernels_of_pages_and_slashes_are_right() -> None:
     check_spread()
     check_slashes((30, 41), 11)
     check_slashes((41, 30), 0)
+    check_slashes((160, 2200), 2040)
+    check_key_scores(np.dtype(np.float16))
     check_page_bounds()
 
 
@@ -96,6 +114,7 @@ def selections_tell_kernels_where(library: ModuleType) -> None:
     planning = part(library, "planning.selection_kernels")
     check_spread(planning=planning)
     check_slashes((41, 38), -3, planning=planning)
+    check_key_scores(np.dtype(np.float16), planning=planning)
     check_page_bounds(planning=planning)
     check_runs(planning)
 

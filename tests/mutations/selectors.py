@@ -19,18 +19,20 @@ from mutations.selector_guards import (
     the_kernel_makes_means,
     the_kernels_of_pages_and_slashes_are_right,
     the_kernel_sums_masses,
+    thread_blocks_choose_from_wide_rows,
 )
 
 MASS, KERNEL, SUMS = "executors/cpu_mass.py", "simt/block_mass.cu", "attention/block_mass.cuh"
 CUTS, HALVES, WALK = "attention/mass_grid.cuh", "attention/mass_sums.cuh", "attention/mass_walk.cuh"
 HOPPER = "sm90/block_mass.cu"
-CHOOSE, POOL, AT_CALL = "lists/choose.cu", "lists/pool.cu", "planning/list_kernels.py"
+CHOOSE, WIDE, POOL = "lists/row_choice.cuh", "lists/choose_wide.cu", "lists/pool.cu"
+AT_CALL = "planning/list_kernels.py"
 BUDGET, GRID, ESTIMATES = "selectors/budget.py", "selectors/grid.py", "selectors/estimates.py"
 SLASHES, PAGES, NSA = "selectors/slashes.py", "selectors/pages.py", "selectors/compressed.py"
 ROOFLINE = "study/roofline.py"
 SELECTING, LAUNCHES = "executors/selecting.py", "planning/selection_kernels.py"
-SPREAD, SLASH_SUMS, CROSSINGS, BOUNDS = (
-    f"lists/{name}.cu" for name in ("spread", "slash_sums", "crossings", "page_bounds")
+SPREAD, KEY_SCORES, SLASH_SUMS, CROSSINGS, BOUNDS = (
+    f"lists/{name}.cu" for name in ("spread", "key_scores", "slash_sums", "crossings", "page_bounds")
 )
 FAULTS = {
     selections_share_memory: {
@@ -132,25 +134,62 @@ FAULTS = {
     },
     the_kernel_chooses: {
         "the last of equal scores comes first": Edit(
-            CHOOSE, "Row", "--missing) end = start + __ffs(equal) - 1;", "--missing) end = start + 31 - __clz(equal);"
+            CHOOSE, "Row", "--missing) end = from + __ffs(equal) - 1;", "--missing) end = from + 31 - __clz(equal);"
         ),
         "-0 is less than 0": Edit(CHOOSE, "Row", "0.0f - (", "-("),
         "NaN comes first": Edit(CHOOSE, "Row", "as_float != as_float", "false"),
         "scores above 0 are in reverse": Edit(CHOOSE, "Row", "bits ^ (bits >> 31 & 0x7fffffff)", "bits"),
         "equal scores are all taken": Edit(
-            CHOOSE, "lists_choose", "!end.is_before(End{place, column})", "place <= end.place"
+            CHOOSE, "choose_of_row", "!end.is_before(End{place, column})", "place <= end.place"
         ),
         "forced blocks beyond the budget are dropped": Edit(
-            CHOOSE, "lists_choose", "if (end.is_before(of_count)) end", "end"
+            CHOOSE, "choose_of_row", "if (end.is_before(of_count)) end", "end"
         ),
         "a score of the threshold is too low": Edit(
-            CHOOSE, "lists_choose", "row.score(column) >=", "row.score(column) >"
+            CHOOSE, "choose_of_row", "row.score(column) >=", "row.score(column) >"
         ),
         "diagonals before key 0 are rounded up": Edit(CHOOSE, "floor_divided", "-((by - 1 - x) / by)", "x / by"),
-        "local blocks begin one too early": Edit(CHOOSE, "Row", "(choice.num_local - 1)", "choice.num_local"),
+        "local blocks begin one too early": Edit(CHOOSE, "BlocksOfRow", "(choice.num_local - 1)", "choice.num_local"),
         "shares that reach the part are not enough": Edit(
             CHOOSE, "Row", "return !(shares_before(at) >= needed);", "return shares_before(at) <= needed;"
         ),
+    },
+    thread_blocks_choose_from_wide_rows: {
+        "blocks of a run are not counted": Edit(CHOOSE, "Row", "missing -= count_of_run;", ""),
+        "a run is taken that has too many equal blocks": Edit(
+            CHOOSE, "Row", "count_of_run <= missing", "count_of_run <= missing + 512"
+        ),
+        "the last block of a run is left out": Edit(
+            CHOOSE, "Row", "missing -= count_of_run; end = start + Threads::kThreads - 1;",
+            "missing -= count_of_run; end = start + Threads::kThreads - 2;",
+        ),
+        "shares of a run are not added": Edit(CHOOSE, "Row", "sum += sum_of_run;", ""),
+        "blocks end with the first warp of a run": Edit(
+            CHOOSE, "Row", "from < start + Threads::kThreads && missing > 0", "from < start + 32 && missing > 0"
+        ),
+        "shares end with the first warp of a run": Edit(
+            CHOOSE, "Row", "from < start + Threads::kThreads && !(sum", "from < start + 32 && !(sum"
+        ),
+        "a warp's sum is the block's": Edit(
+            CHOOSE, "BlockOfRow", "x = sum_of_warp(ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : T(0));", ""
+        ),
+        "sums are read before all warps have written": Edit(
+            CHOOSE, "BlockOfRow", "] = x; __syncthreads();", "] = x;"
+        ),
+        "sums are replaced before all warps have read": Edit(
+            CHOOSE, "BlockOfRow", "T(0)); __syncthreads();", "T(0));"
+        ),
+        "places lie over sums": Edit(WIDE, "lists_choose_wide", "room + BlockOfRow::kBytes", "room"),
+        "bits of neighbours are swapped": Edit(
+            CHOOSE, "choose_of_row", "word * 32 + ptx::lane()", "word * 32 + (ptx::lane() ^ 1)"
+        ),
+        "bits of rows replace each other": Edit(
+            CHOOSE, "choose_of_row", "row.first / choice.num_kv_blocks * num_words", "0"
+        ),
+        "the second grid is the first": Edit(
+            WIDE, "lists_choose_wide", "? choices.first : choices.second", "? choices.first : choices.first"
+        ),
+        "the second grid has one row": Edit(WIDE, "lists_choose_wide", "? number : number - num_first", "? number : 0"),
     },
     the_kernel_makes_means: {
         "means of a short block count missing rows": Edit(
@@ -174,6 +213,33 @@ FAULTS = {
         "groups are as large as heads": Edit(
             SPREAD, "lists_spread", "/ spread.num_q_blocks * spread.group_size", "/ spread.num_q_blocks"
         ),
+        "a query sees the key after its last": Edit(KEY_SCORES, "lists_key_scores", "key > row", "key >= row"),
+        "keys after the last have scores": Edit(KEY_SCORES, "lists_key_scores", "key >= last_key ||", ""),
+        "every chunk has the first columns": Edit(
+            KEY_SCORES, "lists_key_scores", "k.columns(first, last)", "k.columns(0, last - first)"
+        ),
+        "heads of a group have other keys": Edit(KEY_SCORES, "rows_of", "/ group_size", "% group_size"),
+        "batch entries share queries": Edit(KEY_SCORES, "rows_of", "% params.batch[axis] * rows", "% 1 * rows"),
+        "runs of a query replace each other": Edit(KEY_SCORES, "lists_key_scores", "* num_runs + run]", "* num_runs]"),
+        "the exponentials of a run without a key are NaN": Edit(
+            KEY_SCORES, "lists_key_scores",
+            "greatest == ptx::negative_infinity<Accumulator>() ? Accumulator(0) : greatest", "greatest",
+        ),
+        "a row has the scores of the tile's first": Edit(
+            KEY_SCORES, "lists_key_scores", "+ first_row) * params.num_keys", ") * params.num_keys"
+        ),
+        "a row without a key divides by 0": Edit(
+            SLASH_SUMS, "mass_of_row", "sum == 0 ? Accumulator(0) : 1 / sum", "1 / sum"
+        ),
+        "exponentials of runs are added under their own maxima": Edit(
+            SLASH_SUMS, "mass_of_row", "* ptx::exp2_accurate(runs[run].greatest - shift)", ""
+        ),
+        "lse is of the first 32 runs' last": Edit(
+            SLASH_SUMS, "mass_of_row", "sum += runs[run].sum", "sum = runs[run].sum"
+        ),
+        "masses are added before their rows' lse is there": Edit(
+            SLASH_SUMS, "lists_slash_sums", "] = mass; } __syncthreads();", "] = mass; }"
+        ),
         "distances are of the first queries": Edit(
             SLASH_SUMS, "lists_slash_sums", "row + sums.first_diagonal_key - distance", "row - distance"
         ),
@@ -187,7 +253,15 @@ FAULTS = {
         "a short block crosses distances beyond its queries": Edit(
             CROSSINGS, "lists_crossings", "end_q < grid.seqlen_q ? end_q : grid.seqlen_q", "end_q"
         ),
-        "no column is kept": Edit(CROSSINGS, "lists_crossings", "start_kv, stop_kv, grid", "start_kv, start_kv, grid"),
+        "no column is kept": Edit(
+            CROSSINGS, "lists_crossings", "start_kv, stop_kv, num_keys", "start_kv, start_kv, num_keys"
+        ),
+        "forced blocks are left out": Edit(CROSSINGS, "lists_crossings", "row.is_forced(column) ||", ""),
+        "blocks after the diagonal are kept": Edit(CROSSINGS, "lists_crossings", "row.is_eligible(column) &&", ""),
+        "all bits of the last word are read": Edit(CROSSINGS, "has_any", "~0u >> (31 - (stop - 1) % 32)", "~0u"),
+        "all bits of the first word are read": Edit(CROSSINGS, "has_any", "~0u << start % 32", "~0u"),
+        "a word is left out": Edit(CROSSINGS, "has_any", "word <= last", "word < last"),
+        "distances are keys": Edit(CROSSINGS, "lists_crossings", "+ num_matrices * words_of_keys +", "+"),
         "distances before 0 are read": Edit(CROSSINGS, "has_any", "start > 0 ? start : 0", "start"),
         "bounds are of the greatest key alone": Edit(BOUNDS, "lists_page_bounds", "x * least", "x * greatest"),
         "NaN of a key is lost": Edit(
@@ -204,8 +278,9 @@ FAULTS = {
         "runs begin at each row": Edit(LAUNCHES, "runs_of_rows", "row_step * stride", "row_step"),
         "the last run is left out": Edit(LAUNCHES, "runs_of_rows", "// stride + 1", "// stride"),
         "all batch entries share keys": Edit(
-            LAUNCHES, "page_bounding_launch", "step if extent == size else 0", "0"
+            LAUNCHES, "_of_rows", "step if extent == size else 0", "0"
         ),
+        "exponentials are in base e": Edit(LAUNCHES, "key_scoring_launch", "scale * log2(e)", "scale"),
         "queries before key 0 have distances": Edit(LAUNCHES, "num_distances", "seqlen_q + offset", "seqlen_q"),
         "blocks have as many parts as compressed keys": Edit(
             LAUNCHES, "spreading_launch", '"parts_of_block": parts[1]', '"parts_of_block": parts[0]'

@@ -1,0 +1,14 @@
+// Chooses blocks of each row of one or two grids, one thread block for each row: for few rows of many blocks, each of which
+// would keep a single warp busy for long.
+#include <lists/row_choice.cuh>
+
+extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cuflash::config::kMinBlocks)
+lists_choose_wide(const __grid_constant__ cuflash::lists::Choices choices) {
+  using namespace cuflash;
+  using namespace cuflash::lists;
+  const int number = blockIdx.x, num_first = choices.first.num_rows;
+  const bool is_first = number < num_first;
+  unsigned char* const room = ptx::dynamic_shared<unsigned char>();
+  Row<BlockOfRow> row(is_first ? choices.first : choices.second, is_first ? number : number - num_first, {room});
+  choose_of_row(row, reinterpret_cast<uint32_t*>(room + BlockOfRow::kBytes));
+}

@@ -1,0 +1,243 @@
+#pragma once
+#include <lists/selection.cuh>
+#include <ptx/math.cuh>
+#include <ptx/shared.cuh>
+
+// Chooses blocks of a row of a grid: those of the highest scores, the lower number among equal scores, as many as a budget
+// allows; forced blocks come first. Every block has a place in the order, a number that is lower the sooner the block is
+// taken. The last place that is taken is found by bisection, which counts the blocks before a place, or adds up their
+// shares. cuflash/selectors/budget.py is the specification.
+namespace cuflash::lists {
+
+using config::Accumulator;
+
+constexpr uint32_t kForcedPlace = 0, kNotEligiblePlace = ~0u;
+
+CUFLASH_DEVICE int64_t floor_divided(int64_t x, int64_t by) { return x >= 0 ? x / by : -((by - 1 - x) / by); }
+
+template <class T>
+CUFLASH_DEVICE T sum_of_warp(T x) {
+  for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
+  return x;
+}
+
+// The threads that choose from a row, all of which call each function of the row: a warp.
+struct WarpOfRow {
+  static constexpr int kThreads = 32;
+
+  CUFLASH_DEVICE int index() const { return ptx::lane(); }
+  CUFLASH_DEVICE void wait() const { __syncwarp(); }
+  template <class T>
+  CUFLASH_DEVICE T sum(T x) const {
+    return sum_of_warp(x);
+  }
+};
+
+// A thread block, whose warps add up their sums in shared memory, always in one order.
+struct BlockOfRow {
+  static constexpr int kThreads = kSelectionThreads;
+  static constexpr int kBytes = sizeof(double) * config::kNumWarps;
+  static_assert(config::kNumWarps <= 32, "a lane has the sum of a warp");
+
+  void* sums;  // kBytes of shared memory
+
+  CUFLASH_DEVICE int index() const { return ptx::thread_index(); }
+  CUFLASH_DEVICE void wait() const { __syncthreads(); }
+  template <class T>
+  CUFLASH_DEVICE T sum(T x) const {
+    T* const of_warps = static_cast<T*>(sums);
+    x = sum_of_warp(x);
+    if (ptx::lane() == 0) of_warps[ptx::thread_index() / 32] = x;
+    __syncthreads();  // all warps have written
+    x = sum_of_warp(ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : T(0));
+    __syncthreads();  // all warps have read
+    return x;
+  }
+};
+
+// The end of the chosen blocks: all blocks of places before one, and of this place the blocks up to a column.
+struct End {
+  uint32_t place;
+  int column;
+
+  CUFLASH_DEVICE bool is_before(const End& other) const {
+    return place != other.place ? place < other.place : column < other.column;
+  }
+};
+
+// A row of the grid: which of its blocks may be kept, and which must be.
+struct BlocksOfRow {
+  const Choice& choice;
+  int64_t first;  // cell
+  int64_t diagonal_first, diagonal_last;
+
+  CUFLASH_DEVICE BlocksOfRow(const Choice& of, int row)
+      : choice(of), first(static_cast<int64_t>(row) * of.num_kv_blocks) {
+    const int64_t start = static_cast<int64_t>(row % of.num_q_blocks) * of.block_q, stop = start + of.block_q;
+    diagonal_first = floor_divided(start + of.offset, of.block_kv);
+    diagonal_last = floor_divided((stop < of.seqlen_q ? stop : of.seqlen_q) + of.offset - 1, of.block_kv);
+  }
+
+  CUFLASH_DEVICE bool is_eligible(int column) const {
+    return (!choice.is_causal || column <= diagonal_last) && (choice.allowed == nullptr || choice.allowed[first + column]);
+  }
+
+  CUFLASH_DEVICE bool is_forced(int column) const {
+    if (column <= diagonal_last) {
+      const int64_t start = diagonal_last - (choice.num_local - 1);
+      if (column >= start || (choice.has_diagonal && column >= diagonal_first)) return true;
+    }
+    return column < choice.num_sinks || (choice.forced != nullptr && choice.forced[first + column]);
+  }
+};
+
+// A row of the grid, and the threads that choose from it.
+template <class Threads>
+struct Row : BlocksOfRow {
+  const Threads threads;
+  uint32_t* places = nullptr;  // the places of the row's blocks, if they are stored
+
+  CUFLASH_DEVICE Row(const Choice& of, int row, Threads of_row) : BlocksOfRow(of, row), threads(of_row) {}
+
+  CUFLASH_DEVICE Accumulator score(int column) const {
+    return static_cast<const Accumulator*>(choice.scores)[first + column];
+  }
+
+  CUFLASH_DEVICE uint32_t place(int column) const { return places == nullptr ? new_place(column) : places[column]; }
+
+  // Store the places of all blocks in shared memory.
+  CUFLASH_DEVICE void keep_places(uint32_t* room) {
+    for (int column = threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)
+      room[column] = new_place(column);
+    threads.wait();
+    places = room;
+  }
+
+  // Return the order of a score as a float: -0 is 0, and NaN is the least.
+  CUFLASH_DEVICE uint32_t new_place(int column) const {
+    if (!is_eligible(column)) return kNotEligiblePlace;
+    if (is_forced(column)) return kForcedPlace;
+    const float as_float = static_cast<float>(score(column));
+    const float negated = 0.0f - (as_float != as_float ? ptx::negative_infinity<float>() : as_float);
+    const int32_t bits = static_cast<int32_t>(__float_as_uint(negated));
+    return static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
+  }
+
+  CUFLASH_DEVICE double share(int column) const {
+    return choice.shares == nullptr ? 1.0 : static_cast<double>(static_cast<const Accumulator*>(choice.shares)[first + column]);
+  }
+
+  // Return the number of blocks, or the sum of shares, whose places are before one.
+  CUFLASH_DEVICE int count_before(uint32_t place_of_end) const {
+    int count = 0;
+    for (int column = threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)
+      count += place(column) < place_of_end;
+    return threads.sum(count);
+  }
+  CUFLASH_DEVICE double shares_before(uint32_t place_of_end) const {
+    double sum = 0;
+    for (int column = threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)
+      sum += place(column) < place_of_end ? share(column) : 0.0;
+    return threads.sum(sum);
+  }
+
+  // Return the greatest place for which `is_taken` holds. It holds for 0, and for no place after one for which it does
+  // not.
+  template <class IsTaken>
+  static CUFLASH_DEVICE uint32_t last_place(IsTaken is_taken) {
+    uint32_t found = 0;
+    for (uint32_t bit = 1u << 31; bit != 0; bit /= 2)
+      if (is_taken(found | bit)) found |= bit;
+    return found;
+  }
+
+  // Choose a number of first blocks.
+  CUFLASH_DEVICE End end_of_count(int count) const {
+    const uint32_t last = last_place([&](uint32_t at) { return count_before(at) < count; });
+    int missing = count - count_before(last), end = -1;
+    for (int start = 0; start < choice.num_kv_blocks && missing > 0; start += Threads::kThreads) {
+      if constexpr (Threads::kThreads > 32) {
+        const int count_of_run = threads.sum(static_cast<int>(is_at(start + threads.index(), last)));
+        if (count_of_run <= missing) {  // all blocks of this place in the run are taken
+          missing -= count_of_run;
+          end = start + Threads::kThreads - 1;
+          continue;
+        }
+      }
+      for (int from = start; from < start + Threads::kThreads && missing > 0; from += 32) {
+        uint32_t equal = __ballot_sync(0xffffffffu, is_at(from + ptx::lane(), last));
+        for (; equal != 0 && missing > 0; equal &= equal - 1, --missing) end = from + __ffs(equal) - 1;
+      }
+    }
+    return {last, end};
+  }
+
+  // Choose the fewest first blocks whose shares add up to a part of all shares; all blocks if a share is NaN.
+  CUFLASH_DEVICE End end_of_mass(double mass) const {
+    const double needed = mass * shares_before(kNotEligiblePlace);
+    const uint32_t last = last_place([&](uint32_t at) { return !(shares_before(at) >= needed); });
+    double sum = shares_before(last);
+    int end = -1;
+    for (int start = 0; start < choice.num_kv_blocks && !(sum >= needed); start += Threads::kThreads) {
+      if constexpr (Threads::kThreads > 32) {
+        const int column = start + threads.index();
+        const double sum_of_run = threads.sum(is_at(column, last) ? share(column) : 0.0);
+        if (!(sum + sum_of_run >= needed)) {  // all blocks of this place in the run are taken
+          sum += sum_of_run;
+          end = start + Threads::kThreads - 1;
+          continue;
+        }
+      }
+      for (int from = start; from < start + Threads::kThreads && !(sum >= needed); from += 32) {
+        uint32_t equal = __ballot_sync(0xffffffffu, is_at(from + ptx::lane(), last));
+        for (; equal != 0 && !(sum >= needed); equal &= equal - 1) {
+          end = from + __ffs(equal) - 1;
+          sum += share(end);
+        }
+      }
+    }
+    return {last, end};
+  }
+
+  CUFLASH_DEVICE bool is_at(int column, uint32_t at) const {
+    return column < choice.num_kv_blocks && place(column) == at;
+  }
+};
+
+// Write which blocks of a row are kept. `room` is shared memory for the row's places, if they are stored.
+template <class Threads>
+CUFLASH_DEVICE void choose_of_row(Row<Threads>& row, uint32_t* room) {
+  const Choice& choice = row.choice;
+  if (choice.keeps_places) row.keep_places(room);
+  End end{kForcedPlace, choice.num_kv_blocks};
+  if (choice.count > 0) {
+    const End of_count = row.end_of_count(choice.count);
+    if (end.is_before(of_count)) end = of_count;
+  }
+  if (choice.mass > 0) {
+    const End of_mass = row.end_of_mass(choice.mass);
+    if (end.is_before(of_mass)) end = of_mass;
+  }
+  const auto is_kept = [&](int column) {
+    const uint32_t place = row.place(column);
+    if (place == kNotEligiblePlace) return false;
+    return !end.is_before(End{place, column}) ||
+           (choice.has_threshold && row.score(column) >= static_cast<Accumulator>(choice.threshold));
+  };
+  if constexpr (Threads::kThreads > 32) {
+    if (choice.keeps_bits) {
+      const int num_words = (choice.num_kv_blocks + 31) / 32;
+      uint32_t* const words = reinterpret_cast<uint32_t*>(choice.kept) + row.first / choice.num_kv_blocks * num_words;
+      for (int word = row.threads.index() / 32; word < num_words; word += Threads::kThreads / 32) {
+        const int column = word * 32 + ptx::lane();
+        const uint32_t bits = __ballot_sync(0xffffffffu, column < choice.num_kv_blocks && is_kept(column));
+        if (ptx::lane() == 0) words[word] = bits;
+      }
+      return;
+    }
+  }
+  for (int column = row.threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)
+    choice.kept[row.first + column] = is_kept(column);
+}
+
+}  // namespace cuflash::lists
