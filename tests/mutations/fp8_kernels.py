@@ -54,6 +54,15 @@ FAULTS = {
         ),
     },
     fp8_is_scheduled_right: {
+        "K comes without its scales": Edit(
+            "sm90/kv_pipeline.cuh", "init_barriers", "(config::kIsQuantized && is_k)", "false"
+        ),
+        "a tile is left before its scales are stored": Edit(
+            "sm90/kv_pipeline.cuh", "init_barriers", "kStagesArray + config::kIsQuantized)", "kStagesArray)"
+        ),
+        "scales are stored in a slot that is not empty": Edit(
+            PIPELINE, "write_scales", "wait_slot(k, phase_of(num_k_blocks));", ""
+        ),
         "Q is left before the scores are made": Edit(
             FORWARD, "consume_tiles",
             "read_row_scales(scales, num_tiles_done); flags",

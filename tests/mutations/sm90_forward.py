@@ -267,8 +267,7 @@ FAULTS = {
         ),
         "a task is left before V is brought": Edit(
             "sm90/kv_pipeline.cuh", "init_barriers",
-            "&tile_info_slot.empty), (2 + kStagesArray) * tile::kArrivalsPerWarp);",
-            "&tile_info_slot.empty), (1 + kStagesArray) * tile::kArrivalsPerWarp);",
+            "&tile_info_slot.empty), (2 + kStagesArray", "&tile_info_slot.empty), (1 + kStagesArray",
         ),
         "a task is left before its results are written": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
@@ -303,8 +302,7 @@ FAULTS = {
     gradients_in_two_walks_are_right: {
         "dO is not counted": Edit(
             "sm90/kv_pipeline.cuh", "init_barriers",
-            "(kLoadsDo && i < kQStages ? 2 : 1) * tile::kArrivalsPerWarp",
-            "tile::kArrivalsPerWarp",
+            "(kLoadsDo && i < kQStages) ||", "false ||",
         ),
         "the end is told once": Edit(
             "sm90/kv_producer.cuh", "load_keys", "if constexpr (kLoadsDo) tile::arrive(q.full);", ""
