@@ -24,6 +24,7 @@ from .classify import BlockKind, extents, row_intervals, unpack
 from .classify_on_device import column_lists, longest_first
 from .index import BlockIndex
 from .index_mask import IndexGrid, IndexMask
+from .sequence_tiles import sequence_bounds, tile_starts
 
 
 MAX_LENGTH = 255  # blocks: orders of row intervals count what is longer as this long
@@ -47,6 +48,7 @@ class IntervalWork:
     the keys of a tile of rows, the rows of a tile of keys, and the full part of either binary searches.
     Where `is_ordered`, kernels take blocks of rows, and of keys, in the order of their lengths. `mean_length` is how
     many keys a sequence has on average, of those that do not see each other, where the host knows it.
+    Where `sequence_tile` is given, as the rows and keys of a tile, there are tiles that end with their sequences too.
     """
 
     seqlen_q: int
@@ -58,6 +60,7 @@ class IntervalWork:
     hi: Array | None = None
     is_ordered: bool = False
     mean_length: float | None = None
+    sequence_tile: tuple[int, int] | None = None
 
     def __getstate__(self) -> Any:
         return without_memos(self)
@@ -80,7 +83,38 @@ class IntervalWork:
     @property
     def lists(self) -> dict[str, Array]:
         """The arrays that kernels read, by name."""
-        return {} if self.lo is None else {"lo": self.lo, "hi": self.hi} | self.orders
+        return {} if self.lo is None else {"lo": self.lo, "hi": self.hi} | self.orders | self.sequence_tiles
+
+    @cached_property
+    def sequence_tiles(self) -> dict[str, Array]:
+        """The first row, and the first key, of each tile that ends with its sequence, int32.
+
+        They are q_blocks [matrices, tiles + 1] and kv_blocks likewise; column_entries [matrices, tiles] numbers the
+        tiles of keys, those that most queries see first.
+        """
+        if self.sequence_tile is None or self.lo is None or self.hi is None:
+            return {}
+        lo, hi = (np.reshape(side, (-1, self.seqlen_q)) for side in (self.lo, self.hi))
+        bounds = sequence_bounds(lo, self.seqlen_kv)
+        starts_q, starts_kv = (tile_starts(each, height) for each, height in zip(bounds, self.sequence_tile))
+        lengths = np.stack(
+            [
+                np.searchsorted(of_lo, starts[1:] - 1, side="right") - np.searchsorted(of_hi, starts[:-1], side="right")
+                for of_lo, of_hi, starts in zip(lo, hi, starts_kv)
+            ]
+        )
+        order = _longest_first(_in_blocks(lengths, self.sequence_tile[0]), MAX_LENGTH)
+        return {"q_blocks": starts_q, "kv_blocks": starts_kv, "column_entries": order}
+
+    def with_sequence_tiles(self, tile: tuple[int, int]) -> IntervalWork:
+        """This work with tiles of so many queries and keys that end with their sequences."""
+        return replace(self, sequence_tile=tile)
+
+    @property
+    def num_sequence_tiles(self) -> tuple[int, int]:
+        """Tiles of queries and of keys of a matrix that end with their sequences, empty ones among them."""
+        found = self.sequence_tiles
+        return (found["q_blocks"].shape[1] - 1, found["kv_blocks"].shape[1] - 1) if found else (0, 0)
 
     @cached_property
     def orders(self) -> dict[str, Array]:

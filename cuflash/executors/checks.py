@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import Array, Namespace, to_host
 from ..blocks.classify import BlockKind
-from ..blocks.work_list import ListedWork, WorkList
+from ..blocks.work_list import IntervalWork, ListedWork, WorkList
 from ..planning.routing import family_of
 from ..planning.spec import KernelSpec
 
@@ -105,6 +105,13 @@ def check_lists(work: WorkList, lists: Mapping[str, Array]) -> None:
         for name in ("lo", "hi"):
             _in_range(name, host[name], 0, length + 1)
             _require(name, np.diff(host[name], axis=-1) >= 0, "never decreases along the rows")
+    if isinstance(work, IntervalWork) and work.sequence_tile is not None and "q_blocks" in host:
+        for name, end, height in zip(("q_blocks", "kv_blocks"), (work.seqlen_q, work.seqlen_kv), work.sequence_tile):
+            sizes = np.diff(host[name], axis=-1)
+            _require(name, (sizes >= 0) & (sizes <= height), f"has tiles of 0..{height} rows")
+            _require(name, host[name][..., [0, -1]] == [0, end], f"starts with 0 and ends with {end}")
+        order, numbers = np.sort(host["column_entries"], axis=-1), np.arange(work.num_sequence_tiles[1])
+        _require("column_entries", order == numbers, f"holds each of 0..{len(numbers) - 1} once a matrix")
 
 
 def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]) -> None:

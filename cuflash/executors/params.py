@@ -330,7 +330,8 @@ def _work(work: WorkList) -> tuple[Any, ...]:
         batch, num_heads, _ = (1, 1, 0) if work.lo is None else work.lo.shape
         shared = (num_heads if batch > 1 else 0, 1 if num_heads > 1 else 0)  # of the orders
         block = (work.block_q, work.block_kv)
-        return (*_band(lower, upper), 0, 0, *_leading_strides(work.lo), *lists, *shared, *block, 0, 0)
+        tiles = work.num_sequence_tiles
+        return (*_band(lower, upper), 0, 0, *_leading_strides(work.lo), *lists, *shared, *block, *tiles)
     index = work.index
     shared = (index.num_heads if index.batch > 1 else 0, 1 if index.num_heads > 1 else 0)
     grid = (index.num_q_blocks, index.num_kv_blocks)

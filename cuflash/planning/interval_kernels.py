@@ -17,6 +17,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..blocks.classify import extents, row_intervals
+from ..blocks.sequence_tiles import num_tiles
 from ..blocks.work_list import IntervalWork
 from ..masks.base import And, Mask
 from ..masks.content import held_arrays
@@ -30,7 +31,7 @@ _ALIGNMENT = 256  # bytes; of each result in the array that holds all of them
 _UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 _SIDES = ("q", "kv")
 _MOST_THREADS = 1 << 30  # kernels number them in int32
-_OF_ORDERS_ALONE = ("row_lengths", "column_lengths")  # which no attention kernel reads
+_OF_ORDERS_ALONE = ("row_lengths", "column_lengths", "tile_lengths")  # which no attention kernel reads
 # Mirrors `kernels_cu/lists/interval_params.cuh`.
 INTERVAL_PARAMS = np.dtype(
     [
@@ -40,13 +41,15 @@ INTERVAL_PARAMS = np.dtype(
         *((name, _POINTER) for name in ("rows_lo", "rows_hi")),
         *((f"rows_{axis}_stride", np.int64) for axis in ("batch", "head")),
         *((name, _POINTER) for name in ("lo", "hi", "row_lengths", "column_lengths", "row_order", "column_order")),
+        *((name, _POINTER) for name in ("q_blocks", "kv_blocks", "tile_lengths", "column_entries")),
         *((name, np.int64) for name in ("left", "right")),
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "num_offsets")),
         *((f"{side}_itemsize", np.int32) for side in _SIDES),
         *((f"is_{side}_signed", np.int32) for side in _SIDES),
         ("is_bottom_right", np.int32),
-        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks", "padding")),
+        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
+        *((name, np.int32) for name in ("tile_q", "tile_kv", "num_q_tiles", "num_kv_tiles", "padding")),
     ],
     align=True,
 )
@@ -91,6 +94,8 @@ class IntervalSource:
         Blocks of queries and of keys that are ordered by their lengths.
     batch, num_heads : int
         Over which the intervals vary; 1 where they do not.
+    tile : (int, int), optional
+        Queries and keys of tiles that end with their sequences.
     """
 
     offsets: tuple[_Offsets, _Offsets]
@@ -104,6 +109,7 @@ class IntervalSource:
     block: tuple[int, int] | None
     batch: int
     num_heads: int
+    tile: tuple[int, int] | None = None
     row_names = MappingProxyType({"lo": "rows_lo", "hi": "rows_hi"})  # fields of the record for the arrays of `rows`
 
     @classmethod
@@ -149,9 +155,20 @@ class IntervalSource:
         return -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
 
     @property
+    def num_tiles(self) -> tuple[int, int]:
+        """Tiles of queries and of keys of a matrix that end with their sequences, empty ones among them."""
+        if self.tile is None:
+            return 0, 0
+        sequences = self.num_offsets + 1  # before the first offset and behind the last one too
+        return num_tiles(self.shape.seqlen_q, self.tile[0], sequences), num_tiles(
+            self.shape.seqlen_kv, self.tile[1], sequences
+        )
+
+    @property
     def num_threads(self) -> int:
-        """The number of threads: one for each query, and for each block that is ordered."""
-        return self.batch * self.num_heads * (self.shape.seqlen_q + sum(self.num_blocks))
+        """The number of threads: one for each query, and for each block and each start of a tile."""
+        starts = 0 if self.tile is None else sum(self.num_tiles) + 2
+        return self.batch * self.num_heads * (self.shape.seqlen_q + sum(self.num_blocks) + starts)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -160,6 +177,10 @@ class IntervalSource:
         found: dict[str, tuple[int, ...]] = {"lo": self.extents, "hi": self.extents}
         if self.block is not None:
             found |= {"row_lengths": rows, "column_lengths": columns, "row_order": rows, "column_order": columns}
+        if self.tile is not None:
+            matrices, (of_q, of_kv) = self.batch * self.num_heads, self.num_tiles
+            found |= {"q_blocks": (matrices, of_q + 1), "kv_blocks": (matrices, of_kv + 1)}
+            found |= {"tile_lengths": (matrices, of_kv), "column_entries": (matrices, of_kv)}
         return found
 
     @cached_property
@@ -201,13 +222,16 @@ class IntervalSource:
         record["num_offsets"] = self.num_offsets
         record["block_q"], record["block_kv"] = self.block or (0, 0)
         record["num_q_blocks"], record["num_kv_blocks"] = self.num_blocks
+        record["tile_q"], record["tile_kv"] = self.tile or (0, 0)
+        record["num_q_tiles"], record["num_kv_tiles"] = self.num_tiles
         return record
 
     def launches(self) -> list[tuple[KernelSpec, int, int]]:
         """The kernels with their thread blocks, and the bytes of their shared memory."""
         threads = {"intervals": self.num_threads}
         if self.block is not None:
-            threads["interval_orders"] = 32 * self.batch * self.num_heads * sum(self.num_blocks)
+            ordered = sum(self.num_blocks) + self.num_tiles[1]
+            threads["interval_orders"] = 32 * self.batch * self.num_heads * ordered
         specs = ((INTERVAL_SPECS[entry], number) for entry, number in threads.items())
         return [(spec, -(-number // spec.num_threads), 0) for spec, number in specs]
 
@@ -255,6 +279,13 @@ class IntervalsAtCall(IntervalWork):
         """Return this work with row intervals that lie in an array of bytes, which a call has made."""
         views = self.source.views(found)
         return replace(self, lo=views["lo"], hi=views["hi"])
+
+    def with_sequence_tiles(self, tile: tuple[int, int]) -> IntervalsAtCall:
+        return replace(self, sequence_tile=tile, source=replace(self.source, tile=tile))
+
+    @property
+    def num_sequence_tiles(self) -> tuple[int, int]:
+        return self.source.num_tiles
 
     @property
     def nbytes(self) -> int:

@@ -219,7 +219,8 @@ def gpu_plan(
 
 def _work(problem: Problem, mask: Mask, device: DeviceSpec, family: Family) -> WorkList:
     block = family.list_block(problem, device)
-    return work_of_kernels(mask, problem.mask_shape, block, is_ordered=family.takes_orders)
+    work = work_of_kernels(mask, problem.mask_shape, block, is_ordered=family.takes_orders)
+    return family.with_sequence_tiles(work)
 
 
 def _visits_all(work: WorkList) -> bool:

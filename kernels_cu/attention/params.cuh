@@ -43,13 +43,16 @@ struct WorkList {
   const int32_t* hi;
   int64_t interval_batch_stride, interval_head_stride;
   const int32_t* row_pointers;  // [batch or 1, heads or 1, num_q_blocks], then one more; null without a list
-  const int32_t* kv_blocks;  // [entries], as are q_blocks, kinds and tiles
+  // [entries], as are q_blocks, kinds and tiles. Without a list, in kernels that cut sequences: the first key of each
+  // tile that ends with its sequence, [batch or 1, heads or 1, num_kv_blocks + 1], and in q_blocks likewise queries
+  const int32_t* kv_blocks;
   const int32_t* q_blocks;
   const uint8_t* kinds;
   const int32_t* tiles;
   const uint8_t* bits;             // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
   const int32_t* column_pointers;  // [batch or 1, heads or 1, num_kv_blocks], then one more
-  const int32_t* column_entries;   // entry numbers, column after column
+  // entry numbers, column after column; without a list the tiles of keys that kv_blocks has, the longest first
+  const int32_t* column_entries;
   const int32_t* column_steps;  // [entries] 4 * q_block + kind, in the order of column_entries
   // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first, or of most keys without a list, if the
   // kernel takes an order; else null
@@ -57,7 +60,7 @@ struct WorkList {
   const int32_t* column_order;     // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
   int32_t list_batch_stride, list_head_stride;  // counted in matrices of the list; 0 if an axis shares them
   int32_t block_q, block_kv;  // sizes of a block of the list, or of the orders
-  int32_t num_q_blocks, num_kv_blocks;
+  int32_t num_q_blocks, num_kv_blocks;  // of a list, or tiles that end with their sequences
 };
 
 // Workspaces of the naive kernels alone: whole matrices [seqlen_q, seqlen_kv], float32.

@@ -1,5 +1,6 @@
-// Orders the blocks of queries, and those of keys, of each matrix by length: the longest first, and the last one first
-// among equals. A warp finds the place of a block by counting the blocks before it.
+// Orders the blocks of queries, those of keys, and the tiles of keys that end with sequences, of each matrix by length:
+// the longest first, and the last one first among equals. A warp finds the place of a block by counting the blocks
+// before it.
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>
 
@@ -28,4 +29,6 @@ lists_interval_orders(const __grid_constant__ cuflash::lists::IntervalParams par
   if (warp < num_rows) put_in_order(params.row_lengths, params.row_order, warp, params.num_q_blocks);
   else if (warp < num_rows + num_columns)
     put_in_order(params.column_lengths, params.column_order, warp - num_rows, params.num_kv_blocks);
+  else if (warp < num_rows + num_columns + params.num_matrices * params.num_kv_tiles)
+    put_in_order(params.tile_lengths, params.column_entries, warp - num_rows - num_columns, params.num_kv_tiles);
 }

@@ -22,6 +22,10 @@ struct IntervalParams {
   int32_t* column_lengths;                // [matrix, kv block] blocks of queries that see a block of keys
   int32_t* row_order;                     // [matrix, q block] blocks of queries, the longest first; as in attention/params.cuh
   int32_t* column_order;
+  int32_t* q_blocks;                      // [matrix, q tile, and one more] first query of tiles that end with sequences, or null
+  int32_t* kv_blocks;                     // [matrix, kv tile, and one more] likewise of keys
+  int32_t* tile_lengths;                  // [matrix, kv tile] blocks of queries that see a tile of keys
+  int32_t* column_entries;                // [matrix, kv tile] tiles of keys, the longest first
   int64_t left, right;                    // keys on either side of the diagonal
   int32_t batch[kBatchAxes];  // extents of the batch axes
   int32_t num_matrices, num_heads;
@@ -30,6 +34,7 @@ struct IntervalParams {
   int32_t is_q_signed, is_kv_signed;
   int32_t is_bottom_right;                // the diagonal ends with each sequence; else it starts with it
   int32_t block_q, block_kv, num_q_blocks, num_kv_blocks;
+  int32_t tile_q, tile_kv, num_q_tiles, num_kv_tiles;  // tiles that end with sequences; 0 without
   int32_t padding;
 };
 

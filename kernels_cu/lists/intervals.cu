@@ -117,6 +117,37 @@ CUFLASH_DEVICE int column_length(const Matrix& matrix, int number) {
   return blocks_of(matrix.rows_by<false>(last) - matrix.rows_by<true>(first), params.block_q);
 }
 
+// Return the first row of a tile that ends with its sequence, as cuflash/blocks/sequence_tiles.py numbers them. Rows
+// before the first sequence, and behind the last one, count as one each.
+CUFLASH_DEVICE int tile_start(const Offsets& offsets, int num_offsets, int length, int height, int number) {
+  const auto bound = [&](int sequence) {
+    return static_cast<int>(sequence == 0 ? 0 : sequence > num_offsets ? length
+                                                                       : clipped(offsets.at(sequence - 1), 0, length));
+  };
+  const auto first_number = [&](int sequence) { return bound(sequence) / height + sequence; };
+  int sequence = 0;
+  for (int end = num_offsets + 1; sequence + 1 < end;) {
+    const int middle = (sequence + end) / 2;
+    if (first_number(middle) <= number) sequence = middle;
+    else end = middle;
+  }
+  const int64_t start = bound(sequence) + int64_t{height} * (number - first_number(sequence));
+  return static_cast<int>(clipped(start, 0, bound(sequence + 1)));
+}
+
+CUFLASH_DEVICE int start_of_q_tile(const Matrix& matrix, int number) {
+  const IntervalParams& params = matrix.params;
+  return tile_start(matrix.q, params.num_offsets, params.seqlen_q, params.tile_q, number);
+}
+CUFLASH_DEVICE int start_of_kv_tile(const Matrix& matrix, int number) {
+  const IntervalParams& params = matrix.params;
+  return tile_start(matrix.kv, params.num_offsets, params.seqlen_kv, params.tile_kv, number);
+}
+CUFLASH_DEVICE int tile_length(const Matrix& matrix, int number) {
+  const int first = start_of_kv_tile(matrix, number), end = start_of_kv_tile(matrix, number + 1);
+  return blocks_of(matrix.rows_by<false>(end - 1) - matrix.rows_by<true>(first), matrix.params.tile_q);
+}
+
 }  // namespace cuflash::lists
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cuflash::config::kMinBlocks)
@@ -124,16 +155,26 @@ lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
   using namespace cuflash::lists;
   const int thread = blockIdx.x * kThreads + threadIdx.x;
   const int num_blocks = params.row_order == nullptr ? 0 : params.num_q_blocks + params.num_kv_blocks;
-  const int of_matrix = num_blocks + params.seqlen_q;  // blocks first, since they take longer
+  const int num_starts = params.q_blocks == nullptr ? 0 : params.num_q_tiles + params.num_kv_tiles + 2;
+  const int of_matrix = num_blocks + num_starts + params.seqlen_q;  // queries last, since they take least
   const int number = thread / of_matrix, at = thread % of_matrix;
   if (number >= params.num_matrices) return;
   const Matrix matrix(params, number);
-  if (at >= num_blocks) {
-    const int query = at - num_blocks;
+  if (at >= num_blocks + num_starts) {
+    const int query = at - num_blocks - num_starts;
     const Interval keys = matrix.keys_of(query);
     const int64_t row = static_cast<int64_t>(number) * params.seqlen_q + query;
     params.lo[row] = static_cast<int32_t>(keys.lo);
     params.hi[row] = static_cast<int32_t>(keys.hi);
+  } else if (at >= num_blocks) {
+    const int tile = at - num_blocks, kv_tile = tile - params.num_q_tiles - 1;
+    if (kv_tile < 0) {
+      params.q_blocks[number * (params.num_q_tiles + 1) + tile] = start_of_q_tile(matrix, tile);
+    } else {
+      params.kv_blocks[number * (params.num_kv_tiles + 1) + kv_tile] = start_of_kv_tile(matrix, kv_tile);
+      if (kv_tile < params.num_kv_tiles)
+        params.tile_lengths[number * params.num_kv_tiles + kv_tile] = tile_length(matrix, kv_tile);
+    }
   } else if (at < params.num_q_blocks) {
     params.row_lengths[number * params.num_q_blocks + at] = row_length(matrix, at);
   } else {

@@ -37,8 +37,9 @@ CUFLASH_DEVICE void finish_dq(const attention::Params& params, WarpDq& dq, const
   const attention::BatchHead& batch_head = shared().works[message.work].tile.batch_head;
   const auto all = attention::matrix<Element>(params.dq, batch_head, batch_head.head, params.shape.seqlen_q,
                                               params.shape.head_dim);
-  const auto rows = all.rows(message.block.start,
-                             attention::query_tile_end<Listed>(params, message.block.start, kBlockQ));
+  const auto rows = all.rows(message.block.start, config::kCutsSequences
+                                 ? message.block.stop
+                                 : attention::query_tile_end<Listed>(params, message.block.start, kBlockQ));
   const float scale = static_cast<float>(params.shape.softmax_scale);
 #pragma unroll
   for (int first = 0; first < WarpDq::kColumnTiles; first += 4) {

@@ -101,10 +101,10 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   using namespace cuflash;
   using namespace cuflash::attention;
   reset_tile_counter(params);
-  const WorkTile work = query_tile_reversed<Listed>(params, kBlockQ);
+  const WorkTile work = own_query_tile(params);
   if (work.is_empty()) return;
   if (work.first == 0 && threadIdx.x == 0) reset_dq_semaphore(params, work.batch_head);
-  QueryStats& stats = query_stats(params, work.batch_head)[query_tile_number<Listed>(params, work.first, kBlockQ)];
+  QueryStats& stats = query_stats(params, work.batch_head)[own_query_number(params, work)];
   if (threadIdx.x < 32) {
     compute_query_stats(stats, params, work);
     if constexpr (kLastArrivalFinishesDq) init_dq_arrivals<kBlockKv, Element>(params, work, stats.arrivals);

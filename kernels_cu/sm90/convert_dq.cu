@@ -9,9 +9,9 @@ sm90_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
-  const WorkTile work = query_tile_reversed<Listed>(params, kBlockQ);
+  const WorkTile work = own_query_tile(params);
   if (work.is_empty()) return;
-  const int64_t tile = query_tile_number(params, work.first, kBlockQ);
+  const int64_t tile = own_query_number<DynamicListed>(params, work);
   const DqSumLayout sum(matrix<float>(params.dq_sum, work.batch_head, work.batch_head.head, 0, 0).data +
                         tile * params.dq_sum.row_stride);
   WarpDq dq;

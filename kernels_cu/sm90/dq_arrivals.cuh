@@ -1,7 +1,6 @@
 #pragma once
-#include <attention/block_iterator.cuh>
+#include <sm90/sequence_parts.cuh>
 #include <tile/counter.cuh>
-#include <tile/range.cuh>
 
 // Sums of dQ under lists with few tiles of keys for each tile of queries. The first tile of keys that arrives at a tile
 // of queries stores its part of dQ, so that no kernel sets the sums to 0 before; the other tiles wait until it has, and
@@ -79,6 +78,7 @@ template <int Width, class Element>
 CUFLASH_DEVICE void init_dq_arrivals(const Params& params, const WorkTile& work, DqArrivals& arrivals) {
   int num;
   if constexpr (config::kIsListed) num = num_expected_arrivals<Width>(params, work);
+  else if constexpr (config::kCutsSequences) num = num_visiting_parts<Width>(params, work);
   else num = num_visiting_key_tiles<Width>(params, work);
   if (threadIdx.x == 0) arrivals = {0, num};
   if (num > 0) return;

@@ -9,12 +9,38 @@ namespace cuflash {
 
 CUFLASH_DEVICE bool elect_one() { return ptx::elect_one_lane(); }
 
+// Return the end of the keys that lie in the slots of a tile. Where sequences are cut, those past a short tile are keys
+// of the next sequence.
+CUFLASH_DEVICE int end_of_keys(const attention::Params& params, const attention::WorkTile& work) {
+  if constexpr (config::kCutsSequences) return min(work.first + kBlockKv, params.shape.seqlen_kv);
+  else return work.last;
+}
+
 // Return the keys of the tile that some query of the head sees. Rows of K at other keys must become 0: they may hold
 // NaN, and the product dS K multiplies them by a dS of 0.
 CUFLASH_DEVICE attention::Interval visible_keys(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
   return {max(work.first, interval(params, work.batch_head, 0).lo),
-          min(work.last, interval(params, work.batch_head, params.shape.seqlen_q - 1).hi)};
+          min(end_of_keys(params, work), interval(params, work.batch_head, params.shape.seqlen_q - 1).hi)};
+}
+
+// Return the number of a step's tile of queries.
+CUFLASH_DEVICE int step_number(const attention::Params& params, const attention::KvBlock& block) {
+  if constexpr (config::kCutsSequences) return block.entry;
+  else return attention::query_tile_number<Listed>(params, block.start, kBlockQ);
+}
+
+// Return whether a query past a short step, in its slot, has no key. Where sequences are cut, the others are queries of
+// the next sequences. Called by the first warp.
+CUFLASH_DEVICE bool has_empty_rows_past(const attention::Params& params, const attention::BatchHead& batch_head,
+                                        const attention::KvBlock& block) {
+  bool is_empty = false;
+#pragma unroll 1
+  for (int row = block.stop + ptx::lane(); row < min(block.start + kBlockQ, params.shape.seqlen_q); row += 32) {
+    const attention::Interval keys = interval(params, batch_head, row);
+    is_empty |= keys.lo >= keys.hi;
+  }
+  return __any_sync(0xffffffffu, is_empty);
 }
 
 // Return whether the slot of a step has rows that must be 0: queries without a key, whatever Q and dO hold there, and
@@ -22,9 +48,10 @@ CUFLASH_DEVICE attention::Interval visible_keys(const attention::Params& params,
 CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const HeadWork& work,
                                      const attention::KvBlock& block) {
   using namespace attention;
-  if (block.stop < min(block.start + kBlockQ, params.shape.seqlen_q)) return true;
+  if (block.stop < min(block.start + kBlockQ, params.shape.seqlen_q))
+    if (!config::kCutsSequences || has_empty_rows_past(params, work.tile.batch_head, block)) return true;
   if constexpr (kHasScore)  // a score function may hide a query from all keys
-    if (work.stats[query_tile_number<Listed>(params, block.start, kBlockQ)].has_empty_rows) return true;
+    if (work.stats[step_number(params, block)].has_empty_rows) return true;
   if (block.kind == BlockKind::kFull) return false;
   if (!Listed::has_list(params.work) && params.work.lo == nullptr) {  // a band: queries without a key are at its ends
     const BatchHead& batch_head = work.tile.batch_head;
@@ -32,7 +59,7 @@ CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const Head
         last = interval(params, batch_head, block.stop - 1);
     return first.lo >= first.hi || last.lo >= last.hi;
   }
-  return work.stats[query_tile_number<Listed>(params, block.start, kBlockQ)].has_empty_rows;
+  return work.stats[step_number(params, block)].has_empty_rows;
 }
 
 // Start the copies of an operand, or leave them to the copy warps (`threads_copy`). `extra_bytes` of other copies
@@ -59,19 +86,32 @@ CUFLASH_DEVICE bool advance_tile(const attention::Params& params, int work_slot)
   SharedStorage& smem = shared();
   __syncwarp();
   if (threadIdx.x == 0) {  // a comparison takes fewer registers than elect.sync
-    const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
+    const int num_tiles = config::kCutsSequences ? attention::num_key_parts(params)
+                                                 : attention::num_key_tiles<Listed>(params, kBlockKv);
     int number;
     if constexpr (kTakesTilesInOrder) number = attention::next_tile_number_in_order(params, num_tiles);
     else number = smem.has_tile ? attention::next_tile_number(params, num_tiles) : attention::first_tile_number();
     smem.has_tile = number < num_tiles;
     if (smem.has_tile)
-      smem.works[ptx::opaque(work_slot)].tile = kFinishesDqInOrder
+      smem.works[ptx::opaque(work_slot)].tile = config::kCutsSequences
+                                              ? attention::key_part_at<kBlockKv>(params, number)
+                                              : kFinishesDqInOrder
                                               ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
                                               : attention::key_tile_at<Listed>(params, kBlockKv, number,
                                                                                config::kAddsDqInOrder);
   }
   __syncwarp();
   return smem.has_tile;
+}
+
+// Store the range of queries that visit a tile of keys, and the first tile of them, where sequences are cut. Called by
+// the first warp.
+template <class Range>
+CUFLASH_DEVICE void store_part_range(const attention::Params& params, const attention::WorkTile& work,
+                                     attention::VisitRange visit_range, Range& to) {
+  const auto queries = attention::SequenceParts<kBlockQ>::of_queries(params, work.batch_head);
+  visit_range.first_entry = queries.find(visit_range.start);
+  if (elect_one()) to = {visit_range, queries};
 }
 
 // Find the range of queries that visit a tile of keys. If the mask has an interval for each query, eight threads search
@@ -98,11 +138,12 @@ CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const atte
   }
   const auto found = [&](int which) { return __shfl_sync(0xffffffffu, first, 8 * which); };
   VisitRange visit_range{found(0), found(1), found(2), found(3)};
+  if constexpr (config::kCutsSequences) return store_part_range(params, work, visit_range, shared().visit_range);
   if (!elect_one()) return;
   // Keys past those of the last query have no visitor: aligned to tiles, their range would hold the last tile.
   if (visit_range.start >= params.shape.seqlen_q) visit_range.stop = visit_range.start = 0;
   find_list_entries(params, work, visit_range);
-  shared().visit_range = aligned_to_tiles(params, visit_range, kBlockQ);
+  static_cast<VisitRange&>(shared().visit_range) = aligned_to_tiles(params, visit_range, kBlockQ);
 }
 
 // Find the staged array of a head. Return the flag of steps whose elements TMA cannot copy. Called by one thread.
@@ -167,7 +208,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       }
     }
     __syncwarp();
-    BlockIterator<kBlockQ, OverQBlocks, Listed> blocks(params, smem.visit_range);
+    QueryVisits<config::kCutsSequences>::Steps blocks(params, smem.visit_range);
     KvBlock block;
     for (bool loads_k = !has_k || params.work.interval_head_stride != 0; blocks.next(block); loads_k = false) {
       const bool zero_fills = has_rows_to_zero(params, head_work, block);
@@ -201,7 +242,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         }
         message.flags = flags;
         message.work = work_slot;
-        const int number = query_tile_number<Listed>(params, block.start, kBlockQ);
+        const int number = step_number(params, block);
         if constexpr (kMakesDq) message.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
         QueryStats& stats = head_work.stats[number];
         if constexpr (kFirstArrivalStoresDq && kMakesDq) message.arrivals = &stats.arrivals.count;

@@ -79,6 +79,18 @@ struct HeadWork : ArrayCoords<kStagesArray> {
   attention::DqSchedule dq;
 };
 
+// The range of queries that visit a tile of keys, and what walks its steps: tiles of sequences where these are cut.
+template <bool CutsSequences>
+struct QueryVisits {
+  using Range = attention::VisitRange;
+  using Steps = attention::BlockIterator<kBlockQ, attention::OverQBlocks, Listed>;
+};
+template <>
+struct QueryVisits<true> {
+  using Range = attention::PartRange<kBlockQ>;
+  using Steps = attention::PartIterator<kBlockQ>;
+};
+
 // How a step's dQ is finished: the dQ writer adds it to sums (kNot), or consumers finish it, alone (kAlone) or with the
 // sums of other tiles (kWithSums).
 enum class DqFinish : int { kNot, kAlone, kWithSums };
@@ -96,7 +108,7 @@ struct SharedStorage {
   // State of the producer, in shared memory to save registers: whether it has a tile, the phases of the next K and V as
   // flags of a message, and the visit range of a head.
   int has_tile, kv_phases;
-  attention::VisitRange visit_range;
+  QueryVisits<config::kCutsSequences>::Range visit_range;
   DqFinish dq_finish;  // of the present step, if the last tile that arrives finishes dQ
   uint64_t dq_sum_loaded;  // sums of dQ have arrived in the staging buffer
 };

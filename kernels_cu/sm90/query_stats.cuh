@@ -26,6 +26,17 @@ constexpr bool kFirstArrivalStoresDq =
 constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && config::kFusesDqEpilogue;
 constexpr float kLargestPlainLse2 = 1 << 14;
 
+// Return the tile of queries that a thread block works on; below, the number of its statistics and sums of dQ.
+CUFLASH_DEVICE attention::WorkTile own_query_tile(const attention::Params& params) {
+  if constexpr (config::kCutsSequences) return attention::query_part_reversed<kBlockQ>(params).work;
+  else return attention::query_tile_reversed<Listed>(params, kBlockQ);
+}
+template <class L = Listed>
+CUFLASH_DEVICE int own_query_number(const attention::Params& params, const attention::WorkTile& work) {
+  if constexpr (config::kCutsSequences) return attention::query_part_reversed<kBlockQ>(params).number;
+  else return attention::query_tile_number<L>(params, work.first, kBlockQ);
+}
+
 // Return the statistics of the first tile of a matrix; those of further tiles follow.
 CUFLASH_DEVICE QueryStats* query_stats(const attention::Params& params, const attention::BatchHead& batch_head) {
   return reinterpret_cast<QueryStats*>(attention::matrix<float>(params.delta, batch_head, batch_head.head, 0, 0).data);

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import device_double as device
 import numpy as np
 import pytest
 from cuflash import api, masks
 from cuflash.blocks.classify import row_intervals
+from cuflash.blocks.sequence_tiles import tile_starts
 from cuflash.blocks.work_list import IntervalWork
 from cuflash.executors import gpu
 from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
 from cuflash.masks import MaskShape
 from cuflash.masks.sequences import ResolvedSequences
+from cuflash.planning.families import sm90
 from cuflash.planning.interval_kernels import IntervalsAtCall, IntervalSource
 from cuflash.testing import Example, assert_within_bounds
 from executors import hostile_schedules, needs_compiler, to_device
@@ -20,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_device_masks import sent
 from test_list_kernels import passes
+from test_sm90 import SIM90
 
 import cuflash
 
@@ -27,6 +32,7 @@ RNG = np.random.default_rng(0)
 EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
 DTYPES = tuple(np.dtype(kind) for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"))
 BLOCK = (16, 8)  # that are ordered
+TILE = (6, 10)  # that ends with its sequence
 CLOSED = [None, masks.SlidingWindow(7, 3, "top_left"), masks.Causal("bottom_right"), masks.Lengths(q=30, kv=33)]
 
 
@@ -58,7 +64,7 @@ def cases(draw):
 def found_by_kernel(mask, shape, convert, target, address, stream):
     """Return the source of a mask's intervals and the kernels' results by name; `convert` sends the offsets."""
     resolved = sent(mask, convert).resolve(shape)
-    source = IntervalSource.of(resolved, shape, BLOCK)
+    source = replace(IntervalSource.of(resolved, shape, BLOCK), tile=TILE)
     parts = getattr(resolved, "operands", (resolved,))
     arrays = next(part for part in parts if isinstance(part, ResolvedSequences)).source.arrays
     return source, source.views(ListMaker(source, target)(map(address, arrays), stream))
@@ -77,9 +83,27 @@ def assert_found(mask, shape, source, found):
     work = IntervalWork(
         seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, lo=lo, hi=hi, is_ordered=True
     )
-    for name, wanted in work.lists.items():
+    for name, wanted in (work.lists | tiles_of_offsets(mask, shape, lo, hi)).items():
         assert found[name].dtype == wanted.dtype == np.int32
         np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+
+
+def tiles_of_offsets(mask, shape, lo, hi):
+    """Return where tiles of sequences start, and the order of those of keys, by the offsets of the mask."""
+    sequences = next(part for part in getattr(mask, "operands", (mask,)) if isinstance(part, masks.Sequences))
+    batch, num_heads, _ = lo.shape
+    starts = []
+    for offsets, length, height in zip((sequences.arrays[0], sequences.arrays[-1]), shape[2:], TILE):
+        inner = np.clip(offsets.astype(np.float64), 0, length).astype(np.int64)
+        bounds = np.concatenate([np.zeros_like(inner[..., :1]), inner, np.full_like(inner[..., :1], length)], axis=-1)
+        bounds = np.broadcast_to(bounds, (*(shape.batch if batch > 1 else bounds.shape[:-1]), bounds.shape[-1]))
+        starts.append(np.repeat(tile_starts(bounds.reshape(batch, -1), height), num_heads, axis=0))
+    first, end = starts[1][:, :-1, None], starts[1][:, 1:, None]
+    lo, hi = (side.reshape(batch * num_heads, 1, -1) for side in (lo, hi))
+    seen = (lo < end).sum(-1) - (hi <= first).sum(-1)
+    lengths = np.clip(-(-seen // TILE[0]), 0, 255)
+    order = np.argsort(lengths, axis=1, kind="stable")[:, ::-1].astype(np.int32)
+    return {"q_blocks": starts[0], "kv_blocks": starts[1], "column_entries": order}
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -114,10 +138,11 @@ def test_any_order_of_threads_finds_the_same_intervals():
 def test_offsets_that_break_their_condition_stay_within_the_keys(offsets):
     mask = masks.Sequences(device.DeviceArray(np.array(offsets, np.int64)), causal=True)
     shape = MaskShape((), 1, 40, 40)
-    source = IntervalSource.of(ResolvedSequences(mask, shape), shape, None)
+    source = replace(IntervalSource.of(ResolvedSequences(mask, shape), shape, None), tile=TILE)
     made = ListMaker(source, Simulator())([mask.q_offsets._host.ctypes.data], None)
     work = IntervalsAtCall.of(source, (64, 64)).with_intervals(made)
-    assert all(((side >= 0) & (side <= 40)).all() for side in (work.lo, work.hi))
+    starts = [source.views(made)[name] for name in ("q_blocks", "kv_blocks")]
+    assert all(((side >= 0) & (side <= 40)).all() for side in (work.lo, work.hi, *starts))
 
 
 def test_masks_that_the_kernel_does_not_serve_are_left_to_the_array_form():
@@ -234,3 +259,23 @@ def test_new_sequences_wait_for_nothing_and_can_be_captured():
             graph.launch(stream)
             stream.synchronize()
             require_bounds(masks.Sequences(OFFSETS[turn], causal=True), o=o.get())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_backward_tiles_of_new_sequences_end_with_them(cupy, monkeypatch, name):
+    """Calls find the tiles of their own offsets on the device; launches are shared."""
+    monkeypatch.setattr(sm90, "LONG_SEQUENCE", 0)
+    length, scale = 400, 10  # of the offsets
+    q, k, v, do = RNG.standard_normal((4, 2, 1, length, 128)).astype(np.float16)
+    arrays, sent_do = [cupy.asarray(each) for each in (q, k, v)], cupy.asarray(do)
+    for turn in range(3):
+        cupy.log.clear()
+        mask = MASKS[name](lambda offsets: cupy.asarray(offsets * scale), turn)
+        results = passes(mask, arrays, sent_do, kernel="sm90")
+        assert cupy.launched == ["intervals", "interval_orders", "forward", "backward_statistics", "backward"]
+        example = SIM90.rounded(
+            Example(q=q, k=k, v=v, mask=MASKS[name](lambda offsets: offsets * scale, turn), do=do)
+        )
+        assert_within_bounds(example, **dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=True)))
+        planned = cuflash.plan(*arrays, mask=mask, kernel="sm90").plan
+        assert planned.specs["backward"].cuts_sequences

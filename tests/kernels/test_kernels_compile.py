@@ -152,14 +152,17 @@ def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
     finishing = {replace(spec, fuses_dq_epilogue=True) for spec in counting if spec.entry != "convert_dq"}
     window = replace(specs["backward"], counts_dq_arrivals=True, fuses_dq_epilogue=True)
     ordered = replace(specs["forward"], is_ordered=True)
+    walk = specs["backward"]
+    is_cut = (walk.block_q, walk.block_kv) == (64, 128)  # queries and keys of tiles that end with their sequences
+    cut = {replace(spec, cuts_sequences=True) for spec in counting | finishing if is_cut}
     if max(ordered.head_dim, ordered.value_dim) == 128:  # of short sequences
         finishing.add(in_small_tiles(specs["forward"]))
-    return counting | finishing | {window, ordered, replace(ordered, cuts_sequences=True)}
+    return counting | finishing | cut | {window, ordered, replace(ordered, cuts_sequences=True)}
 
 
 def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
     """The kernels that a call with a sink has beside a kernel, or in its place."""
-    if spec.name in ("naive_softmax", "sm90_backward_statistics"):
+    if spec.name in ("naive_softmax", "sm90_backward_statistics") and not spec.cuts_sequences:
         found = {gradient_spec(spec.accumulator, spec)}
     else:
         found = {gradient_spec(spec.accumulator), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()

@@ -1,4 +1,7 @@
-"""Tiles of queries of packed sequences, as kernels of the sm90 family cut them: parts, and what they save."""
+"""Tiles of packed sequences, as kernels of the sm90 family cut them: parts, and what they save.
+
+Forward, kernels cut queries by row intervals; backward, arrays have where tiles of queries and of keys start.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from test_sm90 import on_sm90
 
 import cuflash
 from cuflash import masks, sim
+from cuflash.masks import MaskShape
 
 HEIGHT, WIDTH = 32, 16
 HOSTILE = sim.Schedule(seed=3, order="random", shuffle_lanes=True)
@@ -39,10 +43,10 @@ def tiles_of(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, place: str = "sim"
     return taken
 
 
-def alone(offsets: Any) -> list[tuple[int, int]]:
+def alone(offsets: Any, height: int = HEIGHT) -> list[tuple[int, int]]:
     """Return the tiles that each sequence has in a call of its own."""
     return [
-        (first, min(first + HEIGHT, end)) for start, end in pairwise(offsets) for first in range(start, end, HEIGHT)
+        (first, min(first + height, end)) for start, end in pairwise(offsets) for first in range(start, end, height)
     ]
 
 
@@ -113,6 +117,67 @@ def test_a_tile_ends_with_its_sequence_whatever_follows() -> None:
     assert (64, 70) in tiles_of(masks.Sequences(np.array([0, 70, 75, 80, 160]), causal=True), 160, 160)
 
 
+def backward_tiles(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, library: ModuleType = cuflash) -> list[Any]:
+    """Return the first rows of the backward tiles of queries and of keys, with the length behind them."""
+    work_list = import_module(f"{library.__name__}.blocks.work_list").work_list
+    shape = MaskShape((), 1, seqlen_q, seqlen_kv)
+    work = work_list(mask.resolve(shape), shape, (16, 16), is_ordered=True).with_sequence_tiles((HEIGHT, WIDTH))
+    assert work.num_sequence_tiles == tuple(work.lists[name].shape[1] - 1 for name in ("q_blocks", "kv_blocks"))
+    return [work.lists[name][0] for name in ("q_blocks", "kv_blocks")]
+
+
+def check_backward_tiles(
+    lengths: list[int], keys: list[int], causal: Any = False, library: ModuleType = cuflash
+) -> None:
+    """Tiles are those of calls of each sequence alone, and a tile is found near the number of multiples before it."""
+    offsets = [np.cumsum([0, *side]) for side in (lengths, keys)]
+    mask = library.masks.Sequences(*offsets, causal=causal)
+    found = backward_tiles(mask, int(offsets[0][-1]), int(offsets[1][-1]), library)
+    for starts, bounds, height in zip(found, offsets, (HEIGHT, WIDTH)):
+        tiles = [(int(first), int(last)) for first, last in pairwise(starts) if first < last]
+        assert tiles == alone(bounds, height), (bounds, height)
+        for number, (first, last) in enumerate(pairwise(starts)):
+            assert first == last or last - 1 - height * len(lengths) < number * height < last + height * len(lengths)
+        assert len(starts) - 1 == bounds[-1] // height + len(lengths)
+
+
+@given(st.lists(st.tuples(st.integers(1, 150), st.integers(2, 150)), min_size=1, max_size=6), st.booleans())
+def test_backward_tiles_are_those_of_calls_of_their_own(lengths: list[tuple[int, int]], is_square: bool) -> None:
+    queries, keys = ([side[n] for side in lengths] for n in (1, 1 if is_square else 0))
+    check_backward_tiles(queries, [max(2, each) for each in keys], "bottom_right" if is_square else False)
+
+
+@given(
+    offsets=st.lists(st.integers(0, 200), min_size=2, max_size=6).map(sorted),
+    window=st.none() | st.tuples(st.integers(0, 60), st.none()),
+    lengths=st.none() | st.tuples(st.integers(0, 200), st.integers(0, 200)),
+)
+def test_each_row_is_in_one_backward_tile(offsets: list[int], window: Any, lengths: Any) -> None:
+    mask: masks.Mask = masks.Sequences(np.array(offsets), causal=True, window=window)
+    if lengths is not None:  # queries and keys past them belong to no sequence
+        mask = mask & masks.Lengths(q=lengths[0], kv=lengths[1])
+    for starts, height in zip(backward_tiles(mask, 200, 200), (HEIGHT, WIDTH)):
+        assert starts[0] == 0 and starts[-1] == 200 and starts.dtype == np.int32
+        assert ((np.diff(starts) >= 0) & (np.diff(starts) <= height)).all()
+
+
+def check_order(library: ModuleType) -> None:
+    """Tiles of keys that most queries see come first."""
+    work = import_module(f"{library.__name__}.blocks.work_list").IntervalWork(
+        seqlen_q=96, seqlen_kv=96, block_q=16, block_kv=16, lo=np.repeat([0, 20], [20, 76])[None, None],
+        hi=1 + np.arange(96)[None, None], sequence_tile=(HEIGHT, WIDTH),
+    )  # fmt: skip
+    tiles = work.lists
+    starts, order = tiles["kv_blocks"][0], tiles["column_entries"][0]
+    assert starts.tolist() == [0, 16, 20, 36, 52, 68, 84, 96, 96]  # of 20 and 76 keys
+    # tiles have 20, 4, 76, 60, 44, 28, 12 and no queries; the last of equally many blocks of 32 comes first
+    assert order.tolist() == [2, 4, 3, 6, 5, 1, 0, 7]
+
+
+def test_tiles_of_keys_that_most_queries_see_come_first() -> None:
+    check_order(cuflash)
+
+
 def check_choice(library: ModuleType) -> None:
     """Kernels are chosen by the keys of a sequence on average, whether the host sees offsets or their number."""
     at_each_call = import_module(f"{library.__name__}.masks.at_each_call").at_each_call
@@ -125,6 +190,44 @@ def check_choice(library: ModuleType) -> None:
             forward = planned.specs["forward"]
             chosen = forward.is_ordered, forward.cuts_sequences, forward.block_q
             assert chosen == (is_long, is_long, rows), (sequences, asked)
+            check_backward_launches(planned, is_long, sequences + 2 * (asked is not mask))
+
+
+def check_backward_launches(planned: Any, is_cut: bool, sequences: int) -> None:
+    """Backward kernels are cut likewise, and there is a place for each of their tiles."""
+    launches, made = planned.kernels.backward.launches, planned.kernels.backward
+    assert all(launch.spec.cuts_sequences == is_cut for launch in launches.values())
+    assert planned.work.num_sequence_tiles == ((8192 // 64 + sequences, 8192 // 128 + sequences) if is_cut else (0, 0))
+    more = sequences if is_cut else 0
+    assert launches["backward"].tiles == 2 * (8192 // 128 + more)
+    assert launches["backward_statistics"].tiles == 2 * (8192 // 64 + more)
+    assert all(made.workspaces[name].shape[1] == 8192 // 64 + more for name in ("dq_sum",) if name in made.workspaces)
+
+
+def check_other_kernels(library: ModuleType) -> None:
+    """Kernels that read tiles at multiples cut no sequences."""
+    half, table = np.dtype(np.float16), np.zeros((2, 32), np.float32)
+    relative = library.scores.relative_position(table, bidirectional=True)
+    changes: dict[str, dict[str, Any]] = {
+        "results repeat": {"deterministic": True},
+        "results repeat with a score function": {"deterministic": True, "softcap": 30.0},
+        "a bias is staged": {"bias": library.ShapeDtype((2, 4096, 4096), half), "wrt": "bias"},
+        "a table has bins": {"score": relative, "wrt": "table"},
+        "a sink has a gradient": {"sink": library.ShapeDtype((2,), np.dtype(np.float32)), "wrt": "sink"},
+        "64 columns": {"dim": 64},
+        "192 columns": {"dim": 192},
+    }
+    mask, device = library.masks.Sequences(np.array([0, 2000, 4096]), causal=True), library.DeviceSpec.gpu("H100")
+    for change, options in changes.items():
+        q = library.ShapeDtype((2, 4096, options.pop("dim", 128)), half)
+        planned = library.plan(q, q, q, mask=mask, kernel="sm90", device=device, **options).plan
+        launches = planned.kernels.backward.launches.values()
+        assert planned.specs["forward"].cuts_sequences, change
+        assert not any(launch.spec.cuts_sequences for launch in launches), change
+
+
+def test_other_kernels_cut_keys_at_multiples() -> None:
+    check_other_kernels(cuflash)
 
 
 def test_long_and_short_sequences_have_kernels_of_their_own() -> None:

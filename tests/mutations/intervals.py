@@ -11,7 +11,10 @@ from cuflash.masks import MaskShape
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_interval_kernels import assert_found, on_simulator
-from test_sequence_tiles import HEIGHT, alone, assert_parts, check_choice, tiles_of
+from test_sequence_tiles import (
+    HEIGHT, WIDTH, alone, assert_parts, backward_tiles, check_backward_tiles, check_choice, check_order,
+    check_other_kernels, tiles_of,
+)  # fmt: skip
 
 SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 _RNG = np.random.default_rng(0)
@@ -54,6 +57,16 @@ def queries_are_cut_into_tiles() -> None:
 
 def sequences_have_kernels_by_their_length(library: ModuleType) -> None:
     check_choice(library)
+    check_other_kernels(library)
+
+
+def backward_tiles_end_with_sequences(library: ModuleType) -> None:
+    check_backward_tiles([70, 90, 129, 40], [16, 90, 33, 40], library=library)
+    check_backward_tiles([64, 70, 5, 60], [64, 70, 5, 60], "bottom_right", library)
+    window = library.masks.Sequences(np.array([0, 150]), causal=True, window=(9, None))
+    numbers = [len(starts) for starts in backward_tiles(window, 150, 150, library)]
+    assert numbers == [150 // HEIGHT + 2, 150 // WIDTH + 2]
+    check_order(library)
 
 
 def calls_read_offsets_anew(library: ModuleType) -> None:
@@ -77,7 +90,7 @@ def calls_read_offsets_anew(library: ModuleType) -> None:
 
 
 KERNEL, ORDERS, SOURCE = "lists/intervals.cu", "lists/interval_orders.cu", "planning/interval_kernels.py"
-TILES, CHOICE = "sm90/sequence_tiles.cuh", "planning/families/sm90.py"
+TILES, CHOICE, PARTS = "sm90/sequence_tiles.cuh", "planning/families/sm90.py", "blocks/sequence_tiles.py"
 FAULTS = {
     intervals_are_those_of_the_array_form: {
         "a sequence starts after its first query": Edit(
@@ -116,6 +129,21 @@ FAULTS = {
             ORDERS, "put_in_order", "&& other > number", "&& other < number"
         ),
         "matrices have one order": Edit(ORDERS, "put_in_order", "number / num_blocks * num_blocks", "0"),
+        "a sequence has no tile more than multiples": Edit(KERNEL, "tile_start", "/ height + sequence;", "/ height;"),
+        "a sequence starts a tile early": Edit(
+            KERNEL, "tile_start", "first_number(middle) <= number", "first_number(middle) <= number + 1"
+        ),
+        "tiles go on in the next sequence": Edit(KERNEL, "tile_start", "bound(sequence + 1)", "length"),
+        "rows behind the last sequence have no tiles": Edit(
+            KERNEL, "tile_start", "end = num_offsets + 1", "end = num_offsets"
+        ),
+        "tiles of keys start where queries do": Edit(
+            KERNEL, "start_of_kv_tile", "tile_start(matrix.kv,", "tile_start(matrix.q,"
+        ),
+        "queries that see a tile are counted by keys": Edit(KERNEL, "tile_length", "params.tile_q", "params.tile_kv"),
+        "a tile has the queries of its first key": Edit(
+            KERNEL, "tile_length", "rows_by<false>(end - 1)", "rows_by<false>(first)"
+        ),
     },
     queries_are_cut_into_tiles: {
         "a sequence starts a query late": Edit(TILES, "next_sequence", "+ __ffs(chunk)", "+ __ffs(chunk) + 1"),
@@ -161,6 +189,58 @@ FAULTS = {
         "the host counts one sequence too few": Edit(CHOICE, "_keys_of_sequence", "(1 + (np.diff", "((np.diff"),
         "keys of a sequence are further ones": Edit(
             CHOICE, "_keys_of_sequence", "np.diff(work.lo, axis=-1) > 1", "np.diff(work.lo, axis=-1) > 2000"
+        ),
+        "no work has backward tiles": Edit(
+            CHOICE, "Sm90.with_sequence_tiles", "else work.with_sequence_tiles(_SEQUENCE_TILE)", "else work"
+        ),
+        "short sequences have backward tiles": Edit(
+            CHOICE, "Sm90.with_sequence_tiles", "keys is None or keys < LONG_SEQUENCE", "keys is None"
+        ),
+        "all kernels cut sequences": Edit(
+            CHOICE, "_with_cut_sequences", "or work.sequence_tile != (backward.block_q, backward.block_kv)",
+            "or work.sequence_tile is None",
+        ),
+        "kernels that add in order cut sequences": Edit(
+            CHOICE, "_with_cut_sequences", "and not backward.adds_dq_in_order", ""
+        ),
+        "a staged array starts anywhere": Edit(CHOICE, "_with_cut_sequences", "or backward.score_is_staged", ""),
+        "bins have too little memory": Edit(CHOICE, "_with_cut_sequences", "or backward.score_bins", ""),
+        "a sink's gradient reads statistics elsewhere": Edit(
+            CHOICE, "_with_cut_sequences", 'or "sink" in problem.wrt', ""
+        ),
+        "statistics are not cut": Edit(
+            CHOICE, "_with_cut_sequences", '("backward_statistics", "backward", "convert_dq")',
+            '("backward", "convert_dq")',
+        ),
+        "there are places for tiles at multiples": Edit(
+            CHOICE, "Sm90._backward", "rows, columns = work.num_sequence_tiles", ""
+        ),
+        "calls have tiles of the host": Edit(
+            SOURCE, "IntervalSource.num_tiles", "sequences = self.num_offsets + 1", "sequences = self.num_offsets - 1"
+        ),
+    },
+    backward_tiles_end_with_sequences: {
+        "there is no tile more for each sequence": Edit(
+            PARTS, "num_tiles", "length // height + num_sequences", "-(-length // height)"
+        ),
+        "a sequence starts with the number of its multiples": Edit(
+            PARTS, "tile_starts", "of_matrix[:-1] // height + np.arange(sequences)", "of_matrix[:-1] // height"
+        ),
+        "tiles go on in the next sequence": Edit(
+            PARTS, "tile_starts", "np.minimum(starts, of_matrix[sequence + 1])", "np.minimum(starts, of_matrix[-1])"
+        ),
+        "tiles start a sequence early": Edit(PARTS, "tile_starts", 'side="right") - 1', 'side="left") - 1'),
+        "each query of a window starts a sequence": Edit(
+            PARTS, "sequence_bounds", "np.diff(of_matrix) > 1", "np.diff(of_matrix) > 0"
+        ),
+        "sequences start a query early": Edit(PARTS, "sequence_bounds", "> 1) + 1", "> 1)"),
+        "keys start where queries do": Edit(PARTS, "sequence_bounds", "padded(of_lo[of_matrix],", "padded(of_matrix,"),
+        "queries are counted in tiles of keys": Edit(
+            "blocks/work_list.py", "IntervalWork.sequence_tiles", "self.sequence_tile[0]", "self.sequence_tile[1]"
+        ),
+        "a tile has the queries of all keys before": Edit(
+            "blocks/work_list.py", "IntervalWork.sequence_tiles",
+            '- np.searchsorted(of_hi, starts[:-1], side="right")', "",
         ),
     },
     calls_read_offsets_anew: {

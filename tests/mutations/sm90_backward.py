@@ -7,11 +7,13 @@ from mutations.sm90_guards import (
     finished_gradients_are_right,
     gradients_are_right,
     gradients_in_two_walks_are_right,
+    gradients_of_cut_sequences_are_right,
     gradients_of_intervals_are_right,
     gradients_of_lists_are_right,
     wide_gradients_are_right,
 )
 
+PARTS = "sm90/sequence_parts.cuh"
 FAULTS = {
     gradients_are_right: {
         "keys past those of the last query visit its tile": Edit(
@@ -31,8 +33,8 @@ FAULTS = {
         ),
         "K is kept where no query sees it": Edit(
             "sm90/q_producer.cuh", "visible_keys",
-            "max(work.first, interval(params, work.batch_head, 0).lo), min(work.last,",
-            "work.first, max(work.last,",
+            "max(work.first, interval(params, work.batch_head, 0).lo), min(end_of_keys(params, work),",
+            "work.first, max(end_of_keys(params, work),",
         ),
         "every step is whole": Edit(
             "sm90/q_producer.cuh", "produce", "smem.kv_phases | (is_full_block ?", "smem.kv_phases | (true ?"
@@ -421,6 +423,73 @@ FAULTS = {
             "if (takes_number) queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number));",
             "if (takes_number) { queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number)); "
             "queries.last = tile_at(params, pages, number).last; }",
+        ),
+    },
+    gradients_of_cut_sequences_are_right: {
+        "a tile goes on in the next sequence": Edit(
+            PARTS, "SequenceParts.last", "min(starts[number + 1], starts[number] + Height)", "starts[number] + Height"
+        ),
+        "keys of the next sequence are stored too": Edit(
+            PARTS, "key_part_at", "work.last = keys.last(number);", "work.last = min(work.first + Height, keys.length);"
+        ),
+        "the first step is lost": Edit(
+            PARTS, "PartIterator", "number_(visit_range.first_entry)", "number_(visit_range.first_entry + 1)"
+        ),
+        "the tile before a sequence is found": Edit(
+            PARTS, "SequenceParts.find", "num_tiles)] > row)", "num_tiles)] >= row)"
+        ),
+        "the second tile that may have a row is found": Edit(
+            PARTS, "SequenceParts.find", "__ffs(is_behind) - 1", "__ffs(is_behind)"
+        ),
+        "rows have the tiles of multiples": Edit(
+            PARTS, "SequenceParts.find", "return from + __ffs(is_behind) - 1", "return from"
+        ),
+        "queries of further entries start some elements early": Edit(
+            PARTS, "SequenceParts.of_queries", "(list.num_q_blocks + 1)", "(list.num_q_blocks - 3)"
+        ),
+        "keys of further entries start some elements early": Edit(
+            PARTS, "SequenceParts.of_keys", "(list.num_kv_blocks + 1)", "(list.num_kv_blocks - 3)"
+        ),
+        "heads that share keys have tiles of their own": Edit(
+            PARTS, "SequenceParts.of_keys", "batch_head.head -= batch_head.head % params.shape.group_size;", ""
+        ),
+        "empty tiles count": Edit(PARTS, "num_visiting_parts", "first < last &&", ""),
+        "a tile behind the last key counts": Edit(PARTS, "num_visiting_parts", "first < hi &&", "first <= hi &&"),
+        "a tile before the first key counts": Edit(PARTS, "num_visiting_parts", "last > lo;", "last >= lo;"),
+        "late sequences have too few tiles": Edit(
+            PARTS, "num_visiting_parts", "hi / Height + 1 + keys.num_tiles - keys.length / Height", "hi / Height + 1"
+        ),
+        "tiles of the last query alone count": Edit(
+            PARTS, "num_visiting_parts", "queries.first).lo", "queries.last - 1).lo"
+        ),
+        "steps end a tile late": Edit(
+            PARTS, "PartIterator.next", "start >= visit_range_.stop", "start > visit_range_.stop"
+        ),
+        "steps are full before all queries see all keys": Edit(
+            PARTS, "PartIterator.next", "start >= visit_range_.full_start &&", ""
+        ),
+        "steps are full where queries leave keys": Edit(
+            PARTS, "PartIterator.next", "&& stop <= visit_range_.full_stop", ""
+        ),
+        "statistics lie by multiples": Edit(
+            "sm90/query_stats.cuh", "own_query_number", "attention::query_part_reversed<kBlockQ>(params).number",
+            "work.first / kBlockQ",
+        ),
+        "steps read statistics by multiples": Edit(
+            "sm90/q_producer.cuh", "step_number", "return block.entry;", "return block.start / kBlockQ;"
+        ),
+        "queries of no sequence are alive": Edit(
+            "sm90/q_producer.cuh", "has_empty_rows_past", "is_empty |= keys.lo >= keys.hi;", ""
+        ),
+        "queries past the first 32 are alive": Edit(
+            "sm90/q_producer.cuh", "has_empty_rows_past", "row += 32", "row += 64"
+        ),
+        "dQ of the next sequence is stored too": Edit(
+            "sm90/backward_epilogue.cuh", "finish_dq", "? message.block.stop :", "? message.block.start + kBlockQ :"
+        ),
+        "tiles of keys that count are those of multiples": Edit(
+            "sm90/dq_arrivals.cuh", "init_dq_arrivals", "num = num_visiting_parts<Width>(params, work)",
+            "num = num_visiting_key_tiles<Width>(params, work)",
         ),
     },
     gradients_of_lists_are_right: {

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
+from math import inf
 from typing import Any
 
 import numpy as np
 from cuflash.executors.sim import Simulator
 from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.testing import Example, Structure, assert_within_bounds
-from fused_dq import of_lists, on_few_processors
+from fused_dq import of_intervals, of_lists, on_few_processors
 from poison import MARGIN, call
 from test_dq_of_intervals import STRUCTURES as OF_INTERVALS
 from test_dq_of_intervals import assert_all_right as assert_intervals_right
+from test_dq_of_intervals import cut_from, outside_poisoned
 from test_dq_of_lists import STRUCTURES as OF_LISTS
 from test_dq_of_lists import assert_all_right
 from test_dq_semaphore import STRUCTURES as FINISHED
@@ -178,9 +181,10 @@ def backward_structures() -> list[Structure]:
 
 
 @with_fewest_tiles(0)
+@cut_from(inf)
 @of_lists(finishes=False)
 def gradients_are_right() -> None:
-    """NaN lies in queries without a key, in keys that no query attends, and past the lengths."""
+    """Steps start at multiples; NaN lies in queries without a key, in keys that no query sees, and past the lengths."""
     for number, clean in enumerate(cleaned(backward_structures) + with_large_lse()):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:
@@ -265,7 +269,23 @@ def gradients_of_intervals_are_right() -> None:
     names = ("queries past all sequences", "a window of tiles", "sequences", "a sequence that ends in a tile")
     for number, name in enumerate(names):
         use = (ArrivalUse.FINISH, ArrivalUse.STORE)[number // 2]
-        assert_intervals_right(half(OF_INTERVALS[name]), SIM90, use, FewBlocks(sim.Schedule(seed=number), most=2))
+        with cut_from(0 if number == 3 else inf):
+            assert_intervals_right(half(OF_INTERVALS[name]), SIM90, use, FewBlocks(sim.Schedule(seed=number), most=2))
+
+
+@with_fewest_tiles(0)
+def gradients_of_cut_sequences_are_right() -> None:
+    """NaN lies outside all sequences."""
+    names = (
+        "sequences", "an end past the next sequence", "sequences in a window", "of each entry and wide",
+        "queries past all sequences", "chunks of keys", "chunks of heads that share keys",
+    )  # fmt: skip
+    for (number, name), use in product(enumerate(names), (ArrivalUse.FINISH, ArrivalUse.STORE)):
+        clean = half(OF_INTERVALS[name])
+        example = outside_poisoned(clean) if number < 2 else clean
+        with of_intervals(use):
+            found = call(example, SIM90, FewBlocks(sim.Schedule(seed=number), most=2), margin=ALIGNED)
+        assert_within_bounds(clean, **found)
 
 
 def structures_of_two_walks() -> list[Structure]:

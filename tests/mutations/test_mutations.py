@@ -65,7 +65,8 @@ OF_LONG_RUNS = (
 # test_dq_of_intervals, test_sm90_two_walks and test_split, show that these pass.
 RUN_IN_LONG = (
     sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right,
-    sm90_guards.gradients_of_intervals_are_right, sm90_guards.gradients_in_two_walks_are_right,
+    sm90_guards.gradients_of_intervals_are_right, sm90_guards.gradients_of_cut_sequences_are_right,
+    sm90_guards.gradients_in_two_walks_are_right,
     sm90_guards.wide_gradients_are_right, kernel_guards.parts_are_right,
 )  # fmt: skip
 

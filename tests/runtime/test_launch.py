@@ -26,6 +26,7 @@ from cuflash.compiler import nvrtc as compiling
 from cuflash.executors.params import ParamsTemplate, View
 from cuflash.compiler.params_layout import PARAMS
 from cuflash.planning import plan_cache
+from cuflash.planning.families import sm90
 from cuflash.testing import Example, assert_within_bounds
 from refusals import reasons_of
 from foreign import Foreign
@@ -935,6 +936,23 @@ def test_corrupt_intervals_are_named(checked):
     ready.plan.work.hi[..., 5] = 1000
     with pytest.raises(RuntimeError, match=r"the work list's hi breaks its rule at \[0, 0, 5\]: it is in 0..40"):
         ready.forward(Q, K, V)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "rule"),
+    [
+        ("q_blocks", 1, 0, "has tiles of 0..64 rows"), ("kv_blocks", 2, 0, "has tiles of 0..128 rows"),
+        ("kv_blocks", 0, 1, "starts with 0 and ends with 300"), ("column_entries", 0, 3, "holds each of 0..3 once"),
+    ],
+)  # fmt: skip
+def test_corrupt_tiles_of_sequences_are_named_before_any_launch(checked, monkeypatch, name, place, value, rule):
+    monkeypatch.setattr(simulated, "_kernel", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(sm90, "LONG_SEQUENCE", 0)
+    q = np.zeros((2, 300, 128), np.float16)
+    ready = cuflash.plan(q, q, q, mask=masks.Sequences(np.array([0, 110, 300])), kernel="sm90", executor="sim")
+    ready.plan.work.lists[name][..., place] = value
+    with pytest.raises(RuntimeError, match=rf"the work list's {name} breaks its rule at \[.*\]: it {rule}"):
+        ready.forward(q, q, q)
 
 
 def test_checks_wait_for_each_kernel_on_the_device_and_name_the_one_that_failed(cupy, checked):

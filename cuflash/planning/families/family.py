@@ -55,6 +55,10 @@ class Family(ABC):
     waits_at_barriers: ClassVar[bool] = False
     takes_orders: ClassVar[bool] = False
 
+    def with_sequence_tiles(self, work: WorkList) -> WorkList:
+        """The work, with tiles that end with their sequences where a kernel of the family takes them."""
+        return work
+
     def __eq__(self, other: object) -> bool:
         """A family holds nothing of its own, so that one of a pickled plan is the one of FAMILIES."""
         return type(self) is type(other)

@@ -42,6 +42,7 @@ from .sm90_dq import adding_in_order, dq_semaphore_order, fuses_dq_epilogue_of_l
 from .sm90_storage import NO_PRODUCTS, ROWS, boxes, query_stats_words, shared_bytes
 
 LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made for the kernels
+_SEQUENCE_TILE = (64, 128)  # queries and keys of backward tiles that end with their sequences
 _STAGES, _NARROW_STAGES = 2, 4  # powers of two, as rings count; up to 64 columns more stages fit
 _MMA_COLUMNS = 16  # columns of a product
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
@@ -104,6 +105,12 @@ class Sm90(Family):
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         return LIST_BLOCK
 
+    def with_sequence_tiles(self, work: WorkList) -> WorkList:
+        if not isinstance(work, IntervalWork) or not work.is_ordered:
+            return work
+        keys = _keys_of_sequence(work)
+        return work if keys is None or keys < LONG_SEQUENCE else work.with_sequence_tiles(_SEQUENCE_TILE)
+
     def specs(
         self,
         problem: Problem,
@@ -157,6 +164,7 @@ class Sm90(Family):
             backward_pass = _SM80.backward(problem, work, chosen)
         else:
             chosen, order = self._with_fused_dq(problem, device, work, chosen, order)
+            chosen = _with_cut_sequences(problem, work, chosen)
             backward_pass = self._backward(problem, device, work, chosen, order.dq)
             backward_pass = sink_backward(backward_pass, problem, chosen["backward_statistics"])
         return Kernels(
@@ -198,9 +206,11 @@ class Sm90(Family):
         dq_order: DqSemaphoreOrder | None,
     ) -> Pass:
         backward, statistics = specs["backward"], specs["backward_statistics"]
-        rows = query_tiles(problem, work, backward.block_q)
-        query_tile_count = problem.num_heads * rows
-        key_tile_count = problem.num_kv_heads * key_tiles(problem, work, backward.block_kv)
+        rows, columns = query_tiles(problem, work, backward.block_q), key_tiles(problem, work, backward.block_kv)
+        if backward.cuts_sequences:
+            assert isinstance(work, IntervalWork)
+            rows, columns = work.num_sequence_tiles
+        query_tile_count, key_tile_count = problem.num_heads * rows, problem.num_kv_heads * columns
         *leading, _ = problem.lse_shape()
         workspaces = {
             "delta": Workspace((*leading, rows * query_stats_words(backward)), problem.accumulator),
@@ -309,6 +319,22 @@ def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> 
     }
     made = {entry: replace(spec, is_ordered=True) if divides[entry] else spec for entry, spec in specs.items()}
     return made | {"forward": _forward_of_sequences(problem, made["forward"], _keys_of_sequence(work))}
+
+
+def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
+    """The kernels; those of the backward pass cut sequences if the work has such tiles of their size.
+
+    They count arrivals at queries, in any order. Parts of a staged array start at multiples of a tile, and so do the
+    queries of the kernel that makes a sink's gradient; bins of a table leave no shared memory.
+    """
+    backward = specs["backward"]
+    if not isinstance(work, IntervalWork) or work.sequence_tile != (backward.block_q, backward.block_kv):
+        return specs
+    counts = backward.counts_dq_arrivals and not backward.adds_dq_in_order and backward.name == "sm90_backward"
+    if not counts or backward.score_is_staged or backward.score_bins or "sink" in problem.wrt:
+        return specs
+    entries = [entry for entry in ("backward_statistics", "backward", "convert_dq") if entry in specs]
+    return specs | {entry: replace(specs[entry], cuts_sequences=True) for entry in entries}
 
 
 def _forward_of_sequences(problem: Problem, forward: KernelSpec, keys: float | None) -> KernelSpec:

@@ -14,6 +14,7 @@ _ARRAY_ALIGNMENT = 1024  # of a staged array's slots, whose rows are permuted by
 _KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
 _COORDS = 12  # more bytes of a tile's message if dO is loaded too
 _ARRAY_COORDS = 16  # more bytes of a tile's message if an array is staged
+_QUERY_PARTS = 24  # more bytes of a range of queries if backward tiles end with their sequences
 _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 88, 104, 48
 _MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
 _MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu, the tile without its queries
@@ -41,6 +42,7 @@ def shared_bytes(spec: KernelSpec) -> int:
         queries = 4 * (spec.block_q // 16 + query_stats_words(spec) + spec.block_q * -(-spec.block_kv // 32))
         work = _BACKWARD_WORK + _ARRAY_COORDS * spec.score_is_staged
         storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * work + _BACKWARD_OTHER
+        storage += _QUERY_PARTS * spec.cuts_sequences
         storage += _SLOT * (2 + stages + do_stages)
         storage += -storage % 16
         bins = 4 * WARP_LANES * spec.score_bins * (spec.num_warps - 4)

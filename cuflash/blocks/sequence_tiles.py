@@ -1,0 +1,76 @@
+"""Tiles of rows that start and end with packed sequences: where they start, numbered such that a kernel finds them.
+
+Rows are parted into sequences; those before the first one, and those after the last one, count as a sequence too.
+Sequence n starts at row s[n], and its first tile has the number s[n] // height + n. So as many tiles are enough as the
+rows have multiples of the height, and one more for each sequence; the last tiles of a sequence may be empty. The number
+of the tile that has a row i is between i // height and that plus the number of sequences.
+`kernels_cu/lists/intervals.cu` finds the same from offsets on the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Array
+
+
+def num_tiles(length: int, height: int, num_sequences: int) -> int:
+    """Numbers of tiles of a matrix.
+
+    >>> num_tiles(300, 64, 2)
+    6
+    """
+    return length // height + num_sequences
+
+
+def tile_starts(bounds: Array, height: int) -> Array:
+    """The first row of each tile and, behind them, the length, int32 [matrices, tiles + 1].
+
+    Parameters
+    ----------
+    bounds : int array [matrices, sequences + 1]
+        The first row of each sequence and, behind them, the length. They start with 0 and never decrease.
+    height : int
+        Rows of a tile, at most.
+
+    >>> import numpy as np
+    >>> tile_starts(np.array([[0, 100, 300]]), 64).tolist()
+    [[0, 64, 100, 164, 228, 292, 300]]
+    """
+    bounds = np.asarray(bounds, np.int64)
+    sequences = bounds.shape[1] - 1
+    numbers = np.arange(num_tiles(int(bounds[0, -1]), height, sequences))
+    found = []
+    for of_matrix in bounds:
+        first_number = of_matrix[:-1] // height + np.arange(sequences)
+        sequence = np.searchsorted(first_number, numbers, side="right") - 1
+        starts = of_matrix[sequence] + height * (numbers - first_number[sequence])
+        found.append([*np.minimum(starts, of_matrix[sequence + 1]), of_matrix[-1]])
+    return np.array(found, np.int32)
+
+
+def sequence_bounds(lo: Array, seqlen_kv: int) -> tuple[Array, Array]:
+    """Bounds of the queries, and of the keys, of sequences, as `tile_starts` takes them, from the first keys of rows.
+
+    Where one sequence follows another, the first key that queries see moves on by more than one; in a window it moves
+    by one.
+
+    Parameters
+    ----------
+    lo : int array [matrices, seqlen_q]
+
+    >>> import numpy as np
+    >>> queries, keys = sequence_bounds(np.array([[0, 0, 4, 4, 4]]), 9)
+    >>> queries.tolist(), keys.tolist()
+    ([[0, 2, 5]], [[0, 4, 9]])
+    """
+    seqlen_q = lo.shape[1]
+    rows = [np.flatnonzero(np.diff(of_matrix) > 1) + 1 for of_matrix in lo]
+    most = max(map(len, rows), default=0)
+
+    def padded(firsts: Array, length: int) -> list[int]:
+        return [0, *firsts.tolist(), *[length] * (most + 1 - len(firsts))]
+
+    queries = [padded(of_matrix, seqlen_q) for of_matrix in rows]
+    keys = [padded(of_lo[of_matrix], seqlen_kv) for of_lo, of_matrix in zip(lo, rows)]
+    return np.array(queries), np.array(keys)

@@ -1,0 +1,126 @@
+#pragma once
+#include <attention/block_iterator.cuh>
+#include <tile/range.cuh>
+
+// Tiles that start and end with packed sequences, of queries and of keys, in the backward pass. Arrays of the work list
+// have where they start: cuflash/blocks/sequence_tiles.py numbers them. A tile may be empty.
+namespace cuflash::attention {
+
+// The first rows of the tiles of a batch entry and head, and the length behind them; a tile has at most Height rows.
+template <int Height>
+struct SequenceParts {
+  const int32_t* starts;
+  int num_tiles, length;
+
+  static CUFLASH_DEVICE SequenceParts of_queries(const Params& params, const BatchHead& batch_head) {
+    const WorkList& list = params.work;
+    return {list.q_blocks + list_index(list, batch_head) * (list.num_q_blocks + 1), list.num_q_blocks,
+            params.shape.seqlen_q};
+  }
+  // Query heads that share keys have the tiles of the first of these heads.
+  static CUFLASH_DEVICE SequenceParts of_keys(const Params& params, BatchHead batch_head) {
+    const WorkList& list = params.work;
+    batch_head.head -= batch_head.head % params.shape.group_size;
+    return {list.kv_blocks + list_index(list, batch_head) * (list.num_kv_blocks + 1), list.num_kv_blocks,
+            params.shape.seqlen_kv};
+  }
+
+  CUFLASH_DEVICE int first(int number) const { return starts[number]; }
+  // A tile is never higher than Height, whatever offsets a caller gave.
+  CUFLASH_DEVICE int last(int number) const { return min(starts[number + 1], starts[number] + Height); }
+
+  // Return the number of the tile that has a row, or num_tiles if there is no such row. Called by a warp.
+  CUFLASH_DEVICE int find(int row) const {
+    for (int from = row / Height; from < num_tiles; from += 32) {  // tiles before have at most Height rows each
+      const uint32_t is_behind = __ballot_sync(0xffffffffu, starts[min(from + ptx::lane() + 1, num_tiles)] > row);
+      if (is_behind != 0) return from + __ffs(is_behind) - 1;
+    }
+    return num_tiles;
+  }
+};
+
+// Return the number of tiles of Height keys that visit a tile of queries: those that have rows from the first key that
+// the first query sees to the last key that the last query sees. Called by a warp.
+template <int Height>
+CUFLASH_DEVICE int num_visiting_parts(const Params& params, const WorkTile& queries) {
+  const auto keys = SequenceParts<Height>::of_keys(params, queries.batch_head);
+  const int lo = interval(params, queries.batch_head, queries.first).lo,
+      hi = interval(params, queries.batch_head, queries.last - 1).hi;
+  // each sequence has at most one tile more than its length has multiples of Height
+  const int end = min(keys.num_tiles, hi / Height + 1 + keys.num_tiles - keys.length / Height);
+  return tile::warp_sum(lo / Height, end, [&](int number) {
+    const int first = keys.first(number), last = keys.last(number);
+    return first < last && first < hi && last > lo;
+  });
+}
+
+// A tile of queries or of keys, and its number within its matrix.
+struct SequencePart {
+  WorkTile work;
+  int number;
+};
+
+// Return the tile of queries that a thread block works on, in reverse order as `query_tile_reversed`.
+template <int Height>
+CUFLASH_DEVICE SequencePart query_part_reversed(const Params& params) {
+  const TileAxis numbers{params.work.num_q_blocks, 1, 0, nullptr, true, params.shape.heads_per_l2_group};
+  const TileScheduler scheduler(params.shape, numbers, 1);
+  const int rank = scheduler.num_batch_heads * scheduler.num_tiles - 1 - blockIdx.x;
+  SequencePart part{work_tile(params, numbers, scheduler, 1, tile_order_at(numbers, scheduler, rank))};
+  const auto queries = SequenceParts<Height>::of_queries(params, part.work.batch_head);
+  part.number = part.work.first;
+  part.work.first = queries.first(part.number);
+  part.work.last = queries.last(part.number);
+  return part;
+}
+
+// Return the number of tiles of keys, for persistent blocks; below, the tile of a number, the longest of a head first.
+CUFLASH_DEVICE TileAxis key_parts(const Params& params) {
+  return {params.work.num_kv_blocks, params.shape.group_size, 1, params.work.column_entries, false,
+          params.shape.kv_heads_per_l2_group};
+}
+CUFLASH_DEVICE int num_key_parts(const Params& params) {
+  const TileScheduler scheduler(params.shape, key_parts(params), 1);
+  return scheduler.num_batch_heads * scheduler.num_tiles;
+}
+template <int Height>
+CUFLASH_DEVICE WorkTile key_part_at(const Params& params, int rank) {
+  WorkTile work = work_tile(params, key_parts(params), 1, rank);
+  const auto keys = SequenceParts<Height>::of_keys(params, work.batch_head);
+  const int number = work.first;
+  work.first = keys.first(number);
+  work.last = keys.last(number);
+  return work;
+}
+
+// The range of queries that visit a tile of keys, and their tiles, of which the first one has number first_entry.
+template <int Height>
+struct PartRange : VisitRange {
+  SequenceParts<Height> parts;
+};
+
+// Walks the tiles of queries that visit a tile of keys. The entry of a block is its number.
+template <int Height>
+class PartIterator {
+ public:
+  CUFLASH_DEVICE PartIterator(const Params&, const PartRange<Height>& visit_range)
+      : visit_range_(visit_range), number_(visit_range.first_entry) {}
+
+  CUFLASH_DEVICE bool next(KvBlock& block) {
+    for (; number_ < visit_range_.parts.num_tiles; ++number_) {
+      const int start = visit_range_.parts.first(number_), stop = visit_range_.parts.last(number_);
+      if (start >= visit_range_.stop) return false;
+      if (start >= stop) continue;
+      const bool is_full = start >= visit_range_.full_start && stop <= visit_range_.full_stop;
+      block = {start, stop, is_full ? BlockKind::kFull : BlockKind::kInterval, number_++};
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  const PartRange<Height>& visit_range_;
+  int number_;
+};
+
+}  // namespace cuflash::attention
