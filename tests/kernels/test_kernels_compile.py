@@ -33,7 +33,7 @@ from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
-from cuflash.planning.families.sm90 import in_small_tiles
+from cuflash.planning.families.sm90 import SHORT_SEQUENCES, in_small_tiles
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.families.family import DIMS
 from cuflash.planning.routing import FAMILIES, PREFILL_FAMILIES, mass_kernel
@@ -155,7 +155,7 @@ def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
     walk = specs["backward"]
     is_cut = (walk.block_q, walk.block_kv) == (64, 128)  # queries and keys of tiles that end with their sequences
     cut = {replace(spec, cuts_sequences=True) for spec in counting | finishing if is_cut}
-    if max(ordered.head_dim, ordered.value_dim) == 128:  # of short sequences
+    if max(ordered.head_dim, ordered.value_dim) <= max(SHORT_SEQUENCES):
         finishing.add(in_small_tiles(specs["forward"]))
     return counting | finishing | cut | {window, ordered, replace(ordered, cuts_sequences=True)}
 

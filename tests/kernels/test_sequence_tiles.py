@@ -178,56 +178,27 @@ def test_tiles_of_keys_that_most_queries_see_come_first() -> None:
     check_order(cuflash)
 
 
+# Columns: number of sequences in 8192 keys -> whether tiles are ordered, whether they end with sequences, their queries.
+CHOICES = {
+    64: {10: (True, False, 128), 11: (False, False, 128), 15: (False, False, 128), 16: (False, False, 64)},
+    128: {1: (True, True, 128), 10: (True, True, 128), 11: (False, False, 128), 31: (False, False, 128),
+          32: (False, False, 64)},
+    256: {10: (True, False, 128), 11: (False, False, 128), 64: (False, False, 128)},
+}  # fmt: skip
+
+
 def check_choice(library: ModuleType) -> None:
     """Kernels are chosen by the keys of a sequence on average, whether the host sees offsets or their number."""
     at_each_call = import_module(f"{library.__name__}.masks.at_each_call").at_each_call
-    q = library.ShapeDtype((2, 8192, 128), np.dtype(np.float16))
-    for sequences, rows in ((1, 128), (10, 128), (11, 128), (31, 128), (32, 64)):
-        is_long = sequences <= 10
-        mask = library.masks.Sequences(np.linspace(0, 8192, sequences + 1).astype(np.int32), causal=True)
-        for asked in (mask, at_each_call(mask)):
-            planned = library.plan(q, q, q, mask=asked, kernel="sm90", device=library.DeviceSpec.gpu("H100")).plan
-            forward = planned.specs["forward"]
-            chosen = forward.is_ordered, forward.cuts_sequences, forward.block_q
-            assert chosen == (is_long, is_long, rows), (sequences, asked)
-            check_backward_launches(planned, is_long, sequences + 2 * (asked is not mask))
-
-
-def check_backward_launches(planned: Any, is_cut: bool, sequences: int) -> None:
-    """Backward kernels are cut likewise, and there is a place for each of their tiles."""
-    launches, made = planned.kernels.backward.launches, planned.kernels.backward
-    assert all(launch.spec.cuts_sequences == is_cut for launch in launches.values())
-    assert planned.work.num_sequence_tiles == ((8192 // 64 + sequences, 8192 // 128 + sequences) if is_cut else (0, 0))
-    more = sequences if is_cut else 0
-    assert launches["backward"].tiles == 2 * (8192 // 128 + more)
-    assert launches["backward_statistics"].tiles == 2 * (8192 // 64 + more)
-    assert all(made.workspaces[name].shape[1] == 8192 // 64 + more for name in ("dq_sum",) if name in made.workspaces)
-
-
-def check_other_kernels(library: ModuleType) -> None:
-    """Kernels that read tiles at multiples cut no sequences."""
-    half, table = np.dtype(np.float16), np.zeros((2, 32), np.float32)
-    relative = library.scores.relative_position(table, bidirectional=True)
-    changes: dict[str, dict[str, Any]] = {
-        "results repeat": {"deterministic": True},
-        "results repeat with a score function": {"deterministic": True, "softcap": 30.0},
-        "a bias is staged": {"bias": library.ShapeDtype((2, 4096, 4096), half), "wrt": "bias"},
-        "a table has bins": {"score": relative, "wrt": "table"},
-        "a sink has a gradient": {"sink": library.ShapeDtype((2,), np.dtype(np.float32)), "wrt": "sink"},
-        "64 columns": {"dim": 64},
-        "192 columns": {"dim": 192},
-    }
-    mask, device = library.masks.Sequences(np.array([0, 2000, 4096]), causal=True), library.DeviceSpec.gpu("H100")
-    for change, options in changes.items():
-        q = library.ShapeDtype((2, 4096, options.pop("dim", 128)), half)
-        planned = library.plan(q, q, q, mask=mask, kernel="sm90", device=device, **options).plan
-        launches = planned.kernels.backward.launches.values()
-        assert planned.specs["forward"].cuts_sequences, change
-        assert not any(launch.spec.cuts_sequences for launch in launches), change
-
-
-def test_other_kernels_cut_keys_at_multiples() -> None:
-    check_other_kernels(cuflash)
+    for columns, choices in CHOICES.items():
+        q = library.ShapeDtype((2, 8192, columns), np.dtype(np.float16))
+        for sequences, expected in choices.items():
+            mask = library.masks.Sequences(np.linspace(0, 8192, sequences + 1).astype(np.int32), causal=True)
+            for asked in (mask, at_each_call(mask)):
+                planned = library.plan(q, q, q, mask=asked, kernel="sm90", device=library.DeviceSpec.gpu("H100")).plan
+                forward = planned.specs["forward"]
+                chosen = forward.is_ordered, forward.cuts_sequences, forward.block_q
+                assert chosen == expected, (columns, sequences, asked)
 
 
 def test_long_and_short_sequences_have_kernels_of_their_own() -> None:
@@ -235,10 +206,10 @@ def test_long_and_short_sequences_have_kernels_of_their_own() -> None:
 
 
 @on_sm90
-@pytest.mark.parametrize("case", ["full", "causal", "last meets last"])
-def test_short_sequences_are_each_sequence_alone_in_small_tiles(run: Run, case: str) -> None:
-    """Tiles have 64 queries where rows have 128 columns and sequences at most 256 keys on average."""
-    dims = {"head_dim": 128, "value_dim": 128}
+@pytest.mark.parametrize(("case", "columns"), [("full", 128), ("causal", 64), ("last meets last", 128)])
+def test_short_sequences_are_each_sequence_alone_in_small_tiles(run: Run, case: str, columns: int) -> None:
+    """Tiles have 64 queries where sequences have at most 256 keys on average."""
+    dims = {"head_dim": columns, "value_dim": columns}
     forward = run.kernel_plan(run.rounded(packed_structure(case, dtype="float16", **dims).example())).specs["forward"]
     assert (forward.block_q, forward.min_blocks, forward.is_ordered) == (64, 2, False)
     check_alone(run, case, "float16", **dims)

@@ -61,6 +61,7 @@ def with_fewest_tiles(number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "MIN_TILES_PER_PROCESSOR", number)
         patch.setattr(sm90, "LONG_SEQUENCE", 0)
+        patch.setattr(sm90, "CUT_WIDTHS", {64, 128, 192, 256})
         with plans_of_its_own():
             yield
 

@@ -181,7 +181,11 @@ FAULTS = {
     sequences_have_kernels_by_their_length: {
         "all sequences are long": Edit(CHOICE, "_forward_of_sequences", "keys >= LONG_SEQUENCE", "True"),
         "none is": Edit(CHOICE, "_forward_of_sequences", "keys >= LONG_SEQUENCE", "False"),
-        "none is short": Edit(CHOICE, "_forward_of_sequences", "keys > SHORT_SEQUENCE", "True"),
+        "none is short": Edit(CHOICE, "_forward_of_sequences", "keys > SHORT_SEQUENCES.get(width, 0)", "True"),
+        "wide rows have small tiles": Edit(CHOICE, "_forward_of_sequences", "SHORT_SEQUENCES.get(width, 0)", "256"),
+        "tiles of wide rows end with sequences": Edit(
+            CHOICE, "_forward_of_sequences", "forward.is_ordered and width in CUT_WIDTHS", "forward.is_ordered"
+        ),
         "shorter sequences have an order": Edit(CHOICE, "_forward_of_sequences", "is_ordered=False", "is_ordered=True"),
         "a length that is known is not read": Edit(
             CHOICE, "_keys_of_sequence", "return work.mean_length", "return None"

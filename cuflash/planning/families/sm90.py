@@ -62,9 +62,12 @@ _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256:
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
-# Keys of a sequence on average from which on tiles end with their sequences and are taken in order, and up to which
-# they are small: experiments/results/packed_steps.log, 13.
-LONG_SEQUENCE, SHORT_SEQUENCE = 768, 256
+# Packed sequences, as measured in experiments/results/packed_steps.log, 13 and 14: keys of a sequence on average from
+# which on tiles are taken in order, keys up to which they are small, by the wider of the two dimensions, and for which
+# of these forward tiles end with long sequences.
+LONG_SEQUENCE = 768
+SHORT_SEQUENCES = {64: 512, 128: 256}
+CUT_WIDTHS = frozenset({128})
 _STAGED_KEYS = 128  # keys of a step, where elements of a captured array lie beside them
 # Lists: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
@@ -340,18 +343,17 @@ def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, Kerne
 def _forward_of_sequences(problem: Problem, forward: KernelSpec, keys: float | None) -> KernelSpec:
     """The forward kernel for packed sequences of so many keys on average; the same kernel where they are not known.
 
-    Tiles of long sequences end with them. Tiles of others take nearly equally long, so that an order would cost more
-    than it gains. Small tiles, two thread blocks of which share a multiprocessor, have less to wait for between tiles.
+    Tiles of sequences that are not long take nearly equally long, so that an order would cost more than it gains. Small
+    tiles, two thread blocks of which share a multiprocessor, have less to wait for between tiles.
     """
-    if keys is None or not forward.is_ordered:
+    if keys is None:
         return forward
+    width = next(width for width in _FORWARD if width >= max(forward.head_dim, forward.value_dim))
     if keys >= LONG_SEQUENCE:
-        return replace(forward, cuts_sequences=True)
+        return replace(forward, cuts_sequences=forward.is_ordered and width in CUT_WIDTHS)
     unordered = replace(forward, is_ordered=False)
     changes_weights = problem.score is not None or problem.dropout is not None
-    if keys > SHORT_SEQUENCE or max(forward.head_dim, forward.value_dim) != 128 or changes_weights:
-        return unordered
-    return in_small_tiles(unordered)
+    return unordered if changes_weights or keys > SHORT_SEQUENCES.get(width, 0) else in_small_tiles(unordered)
 
 
 def in_small_tiles(forward: KernelSpec) -> KernelSpec:
