@@ -21,8 +21,8 @@ events with the level-2 cache written over before it: medians, and the width of 
 products forward and five backward, over the scores that the mask keeps. `ratio` is the time of the fastest other
 library over a row's own: above 1, the row is faster than all of them.
 
-Found:  on an H100 sequences of 64 to 4096 tokens take 1.00 to 1.08 times the time of the fastest other library, short
-ones 0.50 to 0.78, and windows 0.90 to 0.99; docs/packed_sequences.md has the table.
+Found:  on an H200 sequences of 64 to 4096 tokens take 0.97 to 1.06 times the time of the fastest other library, short
+ones 1.05 to 1.15 forward and 0.55 backward, and windows 0.90 to 1.05; docs/packed_sequences.md has the table.
 
 Cost: Minutes of a GPU.
 """

@@ -13,9 +13,9 @@ and `ratio` is the time of `peer` over ours: cuDNN in 8 bits where it runs, our 
 `prepare_ms` is the time of `quantize` for q, k and v, with the transposition of v, and `prepare_share` its share of
 our time. TFLOP/s count two products of the scores that the mask keeps.
 
-Found:  on an H100, full and causal calls in 8 bits take 0.92 to 1.00 of the time of our own bfloat16 with 128 columns,
-and 1.13 to 1.17 with 64; lists of an eighth of the blocks 0.96 to 1.05. cuDNN's 8 bits take 0.84 to 0.91 of our time
-with 128 columns. results/fp8_steps.log has what was tried, and why.
+Found:  on an H100, full and causal calls in 8 bits take 0.89 to 0.98 of the time of our own bfloat16 with 128 columns,
+and 1.12 to 1.16 with 64; lists of an eighth of the blocks 0.96 to 1.05, and less since (results/fp8_steps.log, 11).
+cuDNN's 8 bits take 0.84 to 0.92 of our time with 128 columns.
 
 Cost: Minutes of a GPU.
 """

@@ -190,15 +190,55 @@ CHOICES = {
 def check_choice(library: ModuleType) -> None:
     """Kernels are chosen by the keys of a sequence on average, whether the host sees offsets or their number."""
     at_each_call = import_module(f"{library.__name__}.masks.at_each_call").at_each_call
+    device = library.DeviceSpec.gpu("H100")
     for columns, choices in CHOICES.items():
         q = library.ShapeDtype((2, 8192, columns), np.dtype(np.float16))
         for sequences, expected in choices.items():
             mask = library.masks.Sequences(np.linspace(0, 8192, sequences + 1).astype(np.int32), causal=True)
             for asked in (mask, at_each_call(mask)):
-                planned = library.plan(q, q, q, mask=asked, kernel="sm90", device=library.DeviceSpec.gpu("H100")).plan
+                planned = library.plan(q, q, q, mask=asked, kernel="sm90", device=device).plan
                 forward = planned.specs["forward"]
                 chosen = forward.is_ordered, forward.cuts_sequences, forward.block_q
                 assert chosen == expected, (columns, sequences, asked)
+                if columns == 128:
+                    check_backward_launches(planned, expected[1], sequences + 2 * (asked is not mask))
+
+
+def check_backward_launches(planned: Any, is_cut: bool, sequences: int) -> None:
+    """Backward kernels are cut likewise, and there is a place for each of their tiles."""
+    launches, made = planned.kernels.backward.launches, planned.kernels.backward
+    assert all(launch.spec.cuts_sequences == is_cut for launch in launches.values())
+    assert planned.work.num_sequence_tiles == ((8192 // 64 + sequences, 8192 // 128 + sequences) if is_cut else (0, 0))
+    more = sequences if is_cut else 0
+    assert launches["backward"].tiles == 2 * (8192 // 128 + more)
+    assert launches["backward_statistics"].tiles == 2 * (8192 // 64 + more)
+    assert all(made.workspaces[name].shape[1] == 8192 // 64 + more for name in ("dq_sum",) if name in made.workspaces)
+
+
+def check_other_kernels(library: ModuleType) -> None:
+    """Kernels that read tiles at multiples cut no sequences."""
+    half, table = np.dtype(np.float16), np.zeros((2, 32), np.float32)
+    relative = library.scores.relative_position(table, bidirectional=True)
+    changes: dict[str, dict[str, Any]] = {
+        "results repeat": {"deterministic": True},
+        "results repeat with a score function": {"deterministic": True, "softcap": 30.0},
+        "a bias is staged": {"bias": library.ShapeDtype((2, 4096, 4096), half), "wrt": "bias"},
+        "a table has bins": {"score": relative, "wrt": "table"},
+        "a sink has a gradient": {"sink": library.ShapeDtype((2,), np.dtype(np.float32)), "wrt": "sink"},
+        "64 columns": {"dim": 64},
+        "192 columns": {"dim": 192},
+    }
+    mask, device = library.masks.Sequences(np.array([0, 2000, 4096]), causal=True), library.DeviceSpec.gpu("H100")
+    for change, options in changes.items():
+        q = library.ShapeDtype((2, 4096, options.pop("dim", 128)), half)
+        planned = library.plan(q, q, q, mask=mask, kernel="sm90", device=device, **options).plan
+        launches = planned.kernels.backward.launches.values()
+        assert planned.specs["forward"].cuts_sequences == ("columns" not in change), change
+        assert not any(launch.spec.cuts_sequences for launch in launches), change
+
+
+def test_other_kernels_cut_keys_at_multiples() -> None:
+    check_other_kernels(cuflash)
 
 
 def test_long_and_short_sequences_have_kernels_of_their_own() -> None:
