@@ -178,7 +178,7 @@ def test_tiles_of_keys_that_most_queries_see_come_first() -> None:
     check_order(cuflash)
 
 
-# Columns: number of sequences in 8192 keys -> whether tiles are ordered, whether they end with sequences, their queries.
+# Columns: sequences in 8192 keys -> whether forward tiles are ordered, whether they end with sequences, their queries.
 CHOICES = {
     64: {10: (True, False, 128), 11: (False, False, 128), 15: (False, False, 128), 16: (False, False, 64)},
     128: {1: (True, True, 128), 10: (True, True, 128), 11: (False, False, 128), 31: (False, False, 128),
