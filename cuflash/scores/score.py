@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
+from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -204,7 +205,11 @@ class Score:
         shared = [name for name in self.arrays if name in other.arrays and self.arrays[name] is not other.arrays[name]]
         if shared:
             raise UnsupportedProblem(
-                [f"{name} names an array of {self.name} and another of {other.name}: rename one" for name in shared]
+                [
+                    f"{name} names an array of {self.name} and another of {other.name}: give one of them another name, "
+                    f"by renamed({{{name!r}: {name + '_2'!r}}})"
+                    for name in shared
+                ]
             )
         outer, inner, outer_names, inner_names = self.function, other.function, [*self.arrays], [*other.arrays]
 
@@ -214,6 +219,60 @@ class Score:
 
         composed.__name__ = f"{self.name} @ {other.name}"
         return Score.of_reserved(composed, **{**other.arrays, **self.arrays}).remade_by(operator.matmul, self, other)
+
+    def renamed(self, names: Mapping[str, str]) -> Score:
+        """Give captured arrays other names, so that a score can be composed with one of its kind.
+
+        Gradients come under the new names.
+
+        Parameters
+        ----------
+        names : mapping of str to str
+            The new name of each array that gets one, by its old name.
+
+        Returns
+        -------
+        Score
+            The same function of arrays of these names.
+
+        Raises
+        ------
+        TypeError
+            `names` is no mapping.
+        UnsupportedProblem
+            There is no array of an old name, or a new name is no Python name, is reserved, or is another array's; all
+            reasons at once.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuflash.scores import temperature
+        >>> first, second = (temperature(np.full(2, factor, np.float32)) for factor in (2, 3))
+        >>> both = second.renamed({"per_head": "again"}) @ first
+        >>> float(both(1.0, 0, 0, 0, 0)), [*both.arrays]
+        (6.0, ['per_head', 'again'])
+        """
+        if not isinstance(names, Mapping):
+            raise TypeError(f"names must be a mapping of old names to new ones; got {describe(names)}")
+        known = ", ".join(self.arrays)
+        old_names = [name for name in names if name not in self.arrays]
+        reasons = [f"names must have names of captured arrays, {known}; got {describe(name)}" for name in old_names]
+        for new in names.values():
+            if not isinstance(new, str) or not new.isidentifier() or iskeyword(new) or new in RESERVED:
+                reasons.append(f"names must be Python names other than {', '.join(RESERVED)}; got {describe(new)}")
+        new_names = {old: names.get(old, old) for old in self.arrays}
+        if not reasons and len(set(new_names.values())) < len(new_names):
+            reasons.append(f"names must differ from array to array; got {', '.join(new_names.values())}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        function = self.function
+
+        def renamed(s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
+            return function(s, b, h, i, j, **{old: arrays[new] for old, new in new_names.items()})
+
+        renamed.__name__ = self.name
+        made = Score.of_reserved(renamed, **{new: self.arrays[old] for old, new in new_names.items()})
+        return made.remade_by(Score.renamed, self, dict(names))
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Score:
         """Put other arrays of the same dtypes and numbers of axes in place of the captured ones, without tracing again.

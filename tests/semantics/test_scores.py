@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ TEN = {
     "T5": scores.relative_position(RNG.standard_normal((4, 32)).astype(np.float32), bidirectional=True),
     "clipped relative": Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -16, 16) + 16], near=NEAR),
     "temperature": scores.temperature(PER_HEAD),
+    "two temperatures": scores.temperature(PER_HEAD).renamed({"per_head": "again"}) @ scores.temperature(PER_HEAD + 1),
     "learnable number": Score(lambda s, b, h, i, j, tau: s * tau + tau, tau=np.array(0.7, np.float32)),
     "boost": Score(lambda s, b, h, i, j: np.where(np.abs(i - j) <= 8, 2 * s, s)),
     "softcap and alibi": scores.alibi(SLOPES) @ scores.softcap(2.0),
@@ -481,7 +483,10 @@ WRONG = [
         {"score": scores.relative_position(np.zeros((2, 8)), bidirectional=True), "wrt": "bucket"},
         "wrt must name real arrays; got 'bucket', which holds no reals and has no gradient",
     ),
-    ({"score": scores.bias(Q[:, :, :3]), "bias": Q[:, :, :3] + 1}, "bias names an array of bias and another of bias"),
+    (
+        {"score": scores.bias(Q[:, :, :3]), "bias": Q[:, :, :3] + 1},
+        r"bias names an array of bias and another of bias: .* by renamed\({'bias': 'bias_2'}\)",
+    ),
 ]
 
 
@@ -489,6 +494,40 @@ WRONG = [
 def test_wrong_arguments_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(cuflash.UnsupportedProblem, match=told):
         cuflash.attention_vjp(Q, Q, Q, **options)
+
+
+def test_arrays_of_other_names_are_the_same_arrays() -> None:
+    table = NEAR[:2, :5]
+    score = Score(lambda s, b, h, i, j, near, far: s + near[h, 0] - far[h, 1], near=table, far=table + 1)
+    other = score.renamed({"far": "near", "near": "far"})
+    assert other.arrays["near"] is score.arrays["far"] and other.name == score.name
+    assert float(other(0.0, 0, 1, 0, 0)) == float(score(0.0, 0, 1, 0, 0)) == table[1, 0] - (table + 1)[1, 1]
+    shared = scores.temperature(PER_HEAD)
+    made = pickle.loads(pickle.dumps(shared.renamed({"per_head": "again"}) @ shared))
+    assert [*made.arrays] == ["per_head", "again"] and float(made(1.0, 0, 3, 0, 0)) == PER_HEAD[3] ** 2
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ({"slope": "x"}, "names must have names of captured arrays, slopes; got 'slope'"),
+        ({"slopes": "q"}, "names must be Python names other than q, .*; got 'q'"),
+        ({"slopes": "a b"}, "names must be Python names other than .*; got 'a b'"),
+        ({"slopes": "lambda"}, "got 'lambda'"),
+        ({"slopes": 3}, "got 3"),
+    ],
+)
+def test_wrong_names_are_refused(names: Any, told: str) -> None:
+    with pytest.raises(cuflash.UnsupportedProblem, match=told):
+        scores.alibi(SLOPES).renamed(names)
+
+
+def test_two_arrays_of_one_name_are_refused() -> None:
+    score = Score(lambda s, b, h, i, j, x, y: s + x[h] * y[h], x=SLOPES, y=SLOPES)
+    with pytest.raises(cuflash.UnsupportedProblem, match="names must differ from array to array; got y, y"):
+        score.renamed({"x": "y"})
+    with pytest.raises(TypeError, match="names must be a mapping .*; got 'x'"):
+        score.renamed("x")  # type: ignore[arg-type]
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
