@@ -76,8 +76,8 @@ SPILLS = {
     # by a sixth (experiments/results/selection_steps.log).
     **{("sm90_block_mass", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
     **{("sm90_block_mass watched", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
-    # With a list and a sink, 112 to 172 without. Consumers keep two accumulators, and the producer, which walks a list, has 24
-    # registers.
+    # With a list and a sink, 112 to 172 without. Consumers keep two accumulators, and the producer, which walks a list,
+    # has 24 registers.
     **{("sm90_forward_fp8", dtype, 128): 260 for dtype in (*_HALVES, np.dtype(np.float32))},
     ("sm80_forward", np.dtype(np.float32), 192): 12,  # of tf32x3, on sm_100, where a tile holds few queries
     # With score functions and dropout, of tiles that plain attention has: what a function computes of several elements
