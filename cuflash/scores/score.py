@@ -254,7 +254,7 @@ class Score:
         """
         if not isinstance(names, Mapping):
             raise TypeError(f"names must be a mapping of old names to new ones; got {describe(names)}")
-        known = ", ".join(self.arrays)
+        known = ", ".join(self.arrays) or f"of which {self.name} has none"
         old_names = [name for name in names if name not in self.arrays]
         reasons = [f"names must have names of captured arrays, {known}; got {describe(name)}" for name in old_names]
         for new in names.values():

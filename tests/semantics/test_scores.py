@@ -530,6 +530,11 @@ def test_two_arrays_of_one_name_are_refused() -> None:
         score.renamed("x")  # type: ignore[arg-type]
 
 
+def test_a_score_without_arrays_tells_so_where_one_is_renamed() -> None:
+    with pytest.raises(cuflash.UnsupportedProblem, match="captured arrays, of which softcap has none; got 'x'"):
+        scores.softcap(2.0).renamed({"x": "y"})
+
+
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(cuflash.UnsupportedProblem) as error:
         cuflash.attention_vjp(Q, Q, Q, softcap=-1, score=lambda s, b, h, i, j: s if s else 0, scale="1", wrt=3)
