@@ -25,7 +25,7 @@ from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.quantizing import QUANTIZE, TRANSPOSE
 from ..planning.scales import SCALES, SCALE_ARRAYS
 from ..planning.selection_kernels import (
-    CHOICE, CHOICES, CROSSINGS, DRAW, KEY_SCORES, POOLED_ROWS, POOLING, SLASH_SUMS,
+    CHOICE, CHOICES, CROSSINGS, DRAW, KEY_SCORES, PAGE_BOUNDS, POOLED_ROWS, POOLING, SLASH_SUMS, SPREAD, STRIDED_ROWS,
 )  # fmt: skip
 from ..planning.sinks import SINK
 
@@ -123,7 +123,8 @@ _LIST_RECORDS = {
     "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
     "lists/selection.cuh": {
         "Choice": CHOICE, "Choices": CHOICES, "PooledRows": POOLED_ROWS, "Pooling": POOLING, "Draw": DRAW,
-        "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS,
+        "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
+        "StridedRows": STRIDED_ROWS, "PageBounds": PAGE_BOUNDS,
     },
 }
 

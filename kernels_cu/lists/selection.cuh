@@ -26,7 +26,7 @@ struct Choice {
   int32_t has_threshold;
   int32_t is_causal;       // blocks after a row's last diagonal one may not be kept
   int32_t num_sinks, num_local, has_diagonal;  // forced blocks
-  int32_t keeps_places;    // shared memory has room for the places of a row of each warp
+  int32_t keeps_places;    // shared memory has room for the places of all rows that a thread block chooses from
   int32_t keeps_bits;      // of lists_choose_wide alone
 };
 struct Choices {
