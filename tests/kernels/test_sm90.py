@@ -58,6 +58,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
 
 @contextmanager
 def with_fewest_tiles(number: int) -> Iterator[None]:
+    """Give calls with so many tiles a processor the tiles of large calls, and cut packed sequences of every length."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "MIN_TILES_PER_PROCESSOR", number)
         patch.setattr(sm90, "LONG_SEQUENCE", 0)
