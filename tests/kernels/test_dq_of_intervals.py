@@ -56,6 +56,11 @@ def structures() -> dict[str, Structure]:
         "a sequence that ends in a tile": Structure(
             **square, **wide, mask=masks.Sequences(np.array([0, 300, 301, 520]), causal=True)
         ),
+        # the numbers of a sequence's tiles are up to 50 more than those of multiples
+        "a long sequence after 50 short ones": Structure(
+            **heads, **wide, seqlen_q=400, seqlen_kv=400,
+            mask=masks.Sequences(np.array([*range(0, 150, 3), 400]), causal=True),
+        ),
         "of full sequences": Structure(**square, **wide, mask=masks.Sequences(np.array([0, 70, 200, 500]))),
         "sequences in a window": Structure(
             **square, **wide, mask=masks.Sequences(np.array([0, 90, 350, 520]), causal=True, window=(100, None))

@@ -444,6 +444,7 @@ FAULTS = {
         "rows have the tiles of multiples": Edit(
             PARTS, "SequenceParts.find", "return from + __ffs(is_behind) - 1", "return from"
         ),
+        "32 tiles are passed over": Edit(PARTS, "SequenceParts.find", "from += 32", "from += 64"),
         "queries of further entries start some elements early": Edit(
             PARTS, "SequenceParts.of_queries", "(list.num_q_blocks + 1)", "(list.num_q_blocks - 3)"
         ),

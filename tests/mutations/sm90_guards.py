@@ -279,6 +279,7 @@ def gradients_of_cut_sequences_are_right() -> None:
     names = (
         "sequences", "an end past the next sequence", "sequences in a window", "of each entry and wide",
         "queries past all sequences", "chunks of keys", "chunks of heads that share keys",
+        "a long sequence after 50 short ones",
     )  # fmt: skip
     for (number, name), use in product(enumerate(names), (ArrivalUse.FINISH, ArrivalUse.STORE)):
         clean = half(OF_INTERVALS[name])
