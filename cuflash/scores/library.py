@@ -78,7 +78,9 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
 
 def softcap_reasons(cap: Any) -> list[str]:
     """Why a number cannot cap scores."""
-    if is_number(cap) and 0 < cap <= sys.float_info.max:
+    # NumPy's narrow floats become wide: beside one of these the largest float64 is rounded to infinity.
+    wide = float(cap) if isinstance(cap, np.floating) else cap
+    if is_number(wide) and 0 < wide <= sys.float_info.max:
         return []
     return [f"softcap must be a positive finite number; got {describe(cap)}"]
 

@@ -377,8 +377,11 @@ FAULTS = {
             "for name in plan.gradients_made:",
             'for name in ("dq", "dk", "dv"):',
         ),
-        "a cap of 0 is taken": Edit(LIBRARY, "softcap_reasons", "0 < cap", "0 <= cap"),
+        "a cap of 0 is taken": Edit(LIBRARY, "softcap_reasons", "0 < wide", "0 <= wide"),
         "a cap of inf is taken": Edit(LIBRARY, "softcap_reasons", "<= sys.float_info.max", ""),
+        "a narrow cap of NumPy is compared as it is": Edit(
+            LIBRARY, "softcap_reasons", "float(cap) if isinstance(cap, np.floating) else cap", "cap"
+        ),
         "a bool bias is taken": Edit(LIBRARY, "bias", "dtype not in DTYPES", "False"),
         "a float64 bias is taken": Edit(OPERANDS, "_bias_reasons", "dtype == _WIDEST != accumulator", "False"),
         "the bias's shape is not looked at": Edit(

@@ -530,6 +530,17 @@ def test_two_arrays_of_one_name_are_refused() -> None:
         score.renamed("x")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.longdouble, np.int8])
+def test_a_cap_may_be_a_number_of_numpy(dtype: Any) -> None:
+    assert scores.softcap(dtype(3)).numbers == scores.softcap(3.0).numbers
+    infinity = np.inf if dtype is np.int8 else dtype(np.inf)
+    for wrong in (infinity, -infinity, dtype(0)):
+        with pytest.raises(cuflash.UnsupportedProblem, match="softcap must be a positive finite number"):
+            scores.softcap(wrong)
+        with pytest.raises(cuflash.UnsupportedProblem, match="softcap must be a positive finite number"):
+            cuflash.attention(Q, Q, Q, softcap=wrong)
+
+
 def test_a_score_without_arrays_tells_so_where_one_is_renamed() -> None:
     with pytest.raises(cuflash.UnsupportedProblem, match="captured arrays, of which softcap has none; got 'x'"):
         scores.softcap(2.0).renamed({"x": "y"})
