@@ -54,7 +54,8 @@ CUFLASH_DEVICE void init_barriers() {
   for (int i = 0; i < kQStages + 2 * kNumStages; ++i) {
     const bool is_k = i >= kQStages && i < kQStages + kNumStages;
     ptx::mbarrier_init(ptx::shared_address(&slots[i].full),
-                       ((kLoadsDo && i < kQStages) || (config::kIsQuantized && is_k) ? 2 : 1) * tile::kArrivalsPerWarp);
+                       ((kLoadsDo && i < kQStages) || (config::kIsQuantized && is_k) ? 2 : 1) *
+                           tile::kArrivalsPerWarp);
     ptx::mbarrier_init(ptx::shared_address(&slots[i].empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
   }
   init_kept_barriers(shared());

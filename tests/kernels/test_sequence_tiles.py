@@ -187,6 +187,16 @@ CHOICES = {
 }  # fmt: skip
 
 
+TWO = (0, 4096, 8192)
+OTHER_CHOICES = [  # offsets and a window -> whether forward tiles are ordered, and their queries
+    (((0, 4096, *range(4160, 8193, 64)), None), (False, 64)),
+    (((0, 1192, *range(1892, 8193, 700)), None), (False, 128)),
+    ((TWO, (199, None)), (False, 64)),
+    ((TWO, (199, 100)), (False, 128)),
+    ((TWO, (3000, None)), (True, 128)),
+]
+
+
 def check_choice(library: ModuleType) -> None:
     """Kernels are chosen by the keys of a sequence on average, whether the host sees offsets or their number."""
     at_each_call = import_module(f"{library.__name__}.masks.at_each_call").at_each_call
@@ -202,6 +212,13 @@ def check_choice(library: ModuleType) -> None:
                 assert chosen == expected, (columns, sequences, asked)
                 if columns == 128:
                     check_backward_launches(planned, expected[1], sequences + 2 * (asked is not mask))
+    for (offsets, window), expected in OTHER_CHOICES:
+        is_causal = window is None or window[1] is None
+        mask = library.masks.Sequences(np.array(offsets, np.int32), causal=is_causal, window=window)
+        q = library.ShapeDtype((2, 8192, 128), np.dtype(np.float16))
+        for asked in (mask, at_each_call(mask)):
+            forward = library.plan(q, q, q, mask=asked, kernel="sm90", device=device).plan.specs["forward"]
+            assert (forward.is_ordered, forward.block_q) == expected, (offsets, window, asked)
 
 
 def check_backward_launches(planned: Any, is_cut: bool, sequences: int) -> None:

@@ -190,6 +190,9 @@ FAULTS = {
         "a length that is known is not read": Edit(
             CHOICE, "_keys_of_sequence", "return work.mean_length", "return None"
         ),
+        "windows are as long as their sequences": Edit(
+            CHOICE, "_keys_of_sequence", "min(keys, (work.hi - work.lo).max(initial=0))", "keys"
+        ),
         "the host counts one sequence too few": Edit(CHOICE, "_keys_of_sequence", "(1 + (np.diff", "((np.diff"),
         "keys of a sequence are further ones": Edit(
             CHOICE, "_keys_of_sequence", "np.diff(work.lo, axis=-1) > 1", "np.diff(work.lo, axis=-1) > 2000"

@@ -362,13 +362,15 @@ def in_small_tiles(forward: KernelSpec) -> KernelSpec:
 
 
 def _keys_of_sequence(work: IntervalWork) -> float | None:
-    """The keys of a sequence on average, where they are known without waiting for a device.
+    """The keys of a sequence on average, or of a shorter window, where they are known without waiting for a device.
 
     On the host one sequence follows another where the first key that queries see moves on by more than one.
     """
     if work.mean_length is not None or not isinstance(work.lo, np.ndarray):
         return work.mean_length
-    return float(work.seqlen_kv / (1 + (np.diff(work.lo, axis=-1) > 1).sum(axis=-1).max(initial=0)))
+    assert work.hi is not None
+    keys = work.seqlen_kv / (1 + (np.diff(work.lo, axis=-1) > 1).sum(axis=-1).max(initial=0))
+    return float(min(keys, (work.hi - work.lo).max(initial=0)))
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
