@@ -80,6 +80,8 @@ def within(
         starts["q_starts"] = _starts("q_offsets", q_offsets, "seqlen_q", seqlen_q)
     with collecting(reasons):
         starts["kv_starts"] = _starts(*of_keys, "seqlen_q" if is_shared and seqlen_kv is None else "seqlen_kv", of_rows)
+    if not reasons and not is_shared:
+        reasons += _count_reasons(q_offsets, kv_offsets)
     if reasons:
         raise UnsupportedProblem(dict.fromkeys(reasons))
 
@@ -89,6 +91,14 @@ def within(
     restarted.__name__ = f"within of {score.name}"
     made = Score.of_reserved(restarted, **score.arrays, **starts)
     return made.remade_by(within, score, q_offsets, kv_offsets, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+
+
+def _count_reasons(q_offsets: Any, kv_offsets: Any) -> list[str]:
+    """Why offsets of queries and of keys, each of which is fine, are not those of the same sequences."""
+    of_queries, of_keys = (as_int_array(offsets).shape[-1] - 1 for offsets in (q_offsets, kv_offsets))
+    if of_queries == of_keys:
+        return []
+    return [f"kv_offsets must hold as many sequences as q_offsets, {of_queries}; got {of_keys}"]
 
 
 def _behind(position: Any, start: Any) -> Any:

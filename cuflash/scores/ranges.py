@@ -140,6 +140,12 @@ def _index_reasons(
     for axis, n in enumerate(load.args, leading):
         extent = shape[axis]
         least, most = known[n]
+        if program.instructions[n].op == "h" and extent != most + 1:
+            reasons.append(
+                f"axis {axis} of {name} must have an element for each of {most + 1} query heads, as h is its index; "
+                f"got shape {shape}"
+            )
+            continue
         if least >= 0 and most < extent:
             continue
         fix = f"clip it, np.clip({expression(program, n)}, 0, {extent - 1})" if extent else "give it elements"

@@ -20,7 +20,9 @@ from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curv
 from .trace import trace
 
 MAX_ARRAYS = 8
-RESERVED = ("q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "dropout_seed", "s", "b", "h", "i", "j")
+RESERVED = (
+    "q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "dropout_seed", "s", "b", "h", "i", "j", "self",
+)  # fmt: skip
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
@@ -289,6 +291,8 @@ class Score:
 
         Raises
         ------
+        TypeError
+            `arrays` is no mapping.
         UnsupportedProblem
             An array is missing, or is not of the traced kind; all reasons at once.
 
@@ -299,6 +303,8 @@ class Score:
         >>> float(score.with_arrays({"slope": np.full(2, 3.0)})(0.0, 0, 0, 0, 0))
         -3.0
         """
+        if not isinstance(arrays, Mapping):
+            raise TypeError(f"arrays must be a mapping of names to arrays; got {describe(arrays)}")
         reasons = []
         for kind in self.program.arrays:
             array = arrays.get(kind.name)

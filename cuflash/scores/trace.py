@@ -56,6 +56,7 @@ _UFUNCS: dict[Any, str] = {
     np.isfinite: "isfinite",
 }
 _OTHERS = ("square", "reciprocal", "where", "clip")
+_SIGNATURES: dict[Any, str] = {np.where: "np.where(condition, a, b)", np.clip: "np.clip(x, least, most)"}
 _KNOWN = ", ".join(sorted({ufunc.__name__ for ufunc in _UFUNCS} | set(_OTHERS)))
 
 
@@ -196,6 +197,8 @@ class Symbol:
         if function is np.clip and len(args) + len(options) == 3:
             x, low, high = args if not options else inspect.signature(_clip).bind(*args, **options).args
             return self._clipped(x, low, high)
+        if function in _SIGNATURES:
+            raise ProgramError(f"np.{function.__name__} must be called as {_SIGNATURES[function]} in a score function")
         name = getattr(function, "__name__", str(function))
         raise ProgramError(f"np.{name} has no counterpart in a kernel; there are: {_KNOWN}")
 

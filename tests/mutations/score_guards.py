@@ -297,6 +297,9 @@ def indices_are_proven(library):
         assert (reason in found[0]) if reason else (found == []), reason
     score = library.Score(lambda s, b, h, i, j, a: s + a[..., h], a=np.zeros((5, 3)))
     assert len(ranges.range_reasons(score.program, [(5, 3)], (2,), EXTENTS, "float32")) == 1
+    for num_heads in (EXTENTS["h"] - 1, EXTENTS["h"] + 1):
+        score = library.Score(lambda s, b, h, i, j, a: s + a[h], a=np.zeros(num_heads))
+        assert len(ranges.range_reasons(score.program, [(num_heads,)], (2,), EXTENTS, "float32")) == 1
     far = library.Score(lambda s, b, h, i, j: s - np.abs(i - j))
     assert ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24 + 1}, "float32")
     assert not ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24}, "float32")

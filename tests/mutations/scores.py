@@ -212,6 +212,7 @@ FAULTS = {
             RANGES, "_range_of", "in product((a, b), (c, d))", "in ((a, c), (b, d))"
         ),
         "an index may be the extent": Edit(RANGES, "_index_reasons", "most < extent", "most <= extent"),
+        "more elements than heads are taken": Edit(RANGES, "_index_reasons", "extent != most + 1", "extent <= most"),
         "an index may be -1": Edit(RANGES, "_index_reasons", "least >= 0 and", ""),
         "what an array holds is trusted": Edit(
             RANGES, "_range_of",

@@ -324,6 +324,10 @@ REFUSED = {
     "end": (lambda s, b, h, i, j, table: s + table[h, -1], {"table": TABLE}, "from the start of its axis; got -1"),
     "naive": (lambda s, b, h, i, j, table: s + table, {"table": TABLE}, "index it, as in table[..., i, j]"),
     "condition": (lambda s, b, h, i, j: s + (i == j), {}, "a comparison is no number: use np.where(condition, a, b)"),
+    "where of one branch": (
+        lambda s, b, h, i, j: np.where(s > 0, s), {}, "np.where must be called as np.where(condition, a, b)"
+    ),
+    "clip from below": (lambda s, b, h, i, j: np.clip(s, 0), {}, "np.clip must be called as np.clip(x, least, most)"),
     "where": (lambda s, b, h, i, j: np.where(s, s, 0), {}, "np.where takes a comparison first"),
     "bits": (lambda s, b, h, i, j: np.where(i & 1, s, 0), {}, "& | ~ and np.logical_* take comparisons"),
     "mod": (lambda s, b, h, i, j: s + i % j, {}, "// and % take an integer expression and a positive integer literal"),
@@ -335,6 +339,7 @@ REFUSED = {
     "signature": (lambda s, b, h, i: s, {}, "must take (s, b, h, i, j); got <lambda>(s, b, h, i)"),
     "missing": (lambda s, b, h, i, j: s, {"slope": SLOPE}, "must take (s, b, h, i, j, slope)"),
     "reserved": (lambda s, b, h, i, j, bias: s, {"bias": SLOPE}, "score arrays may not be called q, k, v, o, lse, do,"),
+    "self": (lambda s, b, h, i, j, self: s * self, {"self": SLOPE}, "got self"),
     "complex": (lambda s, b, h, i, j, x: s, {"x": np.zeros(2, complex)}, "x's dtype must be float16, bfloat16,"),
     "swapped": (lambda s, b, h, i, j, x: s, {"x": np.zeros(2, ">i4")}, "x's dtype must be float16"),
     "many": (
@@ -459,6 +464,16 @@ def test_an_index_is_proven_or_refused(index, extent: int, reason: str) -> None:
     score = Score(f, near=np.zeros(extent), x=np.zeros(20, np.int32))
     found = range_reasons(score.program, [(extent,), (20,)], (2,), EXTENTS, "float32")
     assert (reason in found[0]) if reason else (found == [])
+
+
+@pytest.mark.parametrize("num_heads", [EXTENTS["h"] - 1, EXTENTS["h"] + 1, 0])
+def test_an_axis_of_heads_has_an_element_for_each(num_heads: int) -> None:
+    score = Score(lambda s, b, h, i, j, a: s + a[0, h], a=np.zeros((1, num_heads)))
+    (found,) = range_reasons(score.program, [(1, num_heads)], (2,), EXTENTS, "float32")
+    told = f"axis 1 of a must have an element for each of {EXTENTS['h']} query heads, as h is its index; got shape"
+    assert found == f"{told} (1, {num_heads})"
+    clipped = Score(lambda s, b, h, i, j, a: s + a[np.minimum(h, 1)], a=np.zeros(9))
+    assert range_reasons(clipped.program, [(9,)], (2,), EXTENTS, "float32") == []
 
 
 def test_leading_axes_must_fit_the_batch() -> None:

@@ -477,7 +477,10 @@ WRONG = [
     ({"bias": np.zeros((3, 3), int)}, "bias must be .*; got int64: convert it with bias.astype"),
     ({"bias": np.zeros((3, 3))}, "bias must be float16, bfloat16, float32; got float64: float64 is for float64 q"),
     ({"bias": np.zeros((2, 3), np.float32)}, r"bias must broadcast to .* = \(2, 3, 3\); got \(2, 3\)"),
-    ({"score": scores.alibi(np.zeros(1))}, r"index 0 of slopes may be 0..1 and the axis has 1: clip it"),
+    (
+        {"score": scores.alibi(np.zeros(1))},
+        r"axis 0 of slopes must have an element for each of 2 query heads, as h is its index; got shape \(1,\)",
+    ),
     ({"score": scores.alibi(np.zeros(2)), "wrt": "slope"}, "wrt must name arrays .* there are 'slopes'; got 'slope'"),
     (
         {"score": scores.relative_position(np.zeros((2, 8)), bidirectional=True), "wrt": "bucket"},
@@ -494,6 +497,13 @@ WRONG = [
 def test_wrong_arguments_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(cuflash.UnsupportedProblem, match=told):
         cuflash.attention_vjp(Q, Q, Q, **options)
+
+
+def test_a_transposed_table_is_refused() -> None:
+    """Other libraries keep T5's table as [num_buckets, num_heads]."""
+    score = scores.relative_position(np.zeros((32, 2), np.float32), bidirectional=False)
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"axis 0 of table .* 2 query heads, .*; got shape \(32, 2\)"):
+        cuflash.attention(Q, Q, Q, score=score)
 
 
 def test_arrays_of_other_names_are_the_same_arrays() -> None:
@@ -514,6 +524,7 @@ def test_arrays_of_other_names_are_the_same_arrays() -> None:
         ({"slopes": "q"}, "names must be Python names other than q, .*; got 'q'"),
         ({"slopes": "a b"}, "names must be Python names other than .*; got 'a b'"),
         ({"slopes": "lambda"}, "got 'lambda'"),
+        ({"slopes": "self"}, "got 'self'"),
         ({"slopes": 3}, "got 3"),
     ],
 )
@@ -528,6 +539,8 @@ def test_two_arrays_of_one_name_are_refused() -> None:
         score.renamed({"x": "y"})
     with pytest.raises(TypeError, match="names must be a mapping .*; got 'x'"):
         score.renamed("x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="arrays must be a mapping of names to arrays; got 3"):
+        score.with_arrays(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.longdouble, np.int8])
