@@ -108,7 +108,7 @@ def nsa(
     pieces = xp.zeros((*mass.shape[:-1], grid.size[1] * (grid.block[1] // stride)), dtype=mass.dtype)
     for n in range(num_parts):
         pieces[..., n : n + count] += mass
-    scores = pieces.reshape(*mass.shape[:-1], grid.size[1], -1).sum(axis=-1)
+    scores = pieces.reshape(*mass.shape[:-1], grid.size[1], grid.block[1] // stride).sum(axis=-1)
     if grid.has_heads:
         groups = grid.k.shape[-3]
         size = grid.shape.num_heads // groups if groups else 1

@@ -204,8 +204,8 @@ def antidiagonal(
         if index is not None:
             return index
     rows, columns = (
-        padded(x, -(-x.shape[-2] // stride) * stride).reshape(*x.shape[:-2], -1, stride, x.shape[-1])
-        for x in (grid.q, grid.k)
+        padded(x, groups * stride).reshape(*x.shape[:-2], groups, stride, x.shape[-1])
+        for x, groups in ((x, -(-x.shape[-2] // stride)) for x in (grid.q, grid.k))
     )
     # A row of q holds the queries of a group in reverse, so that its product with a row of k is an antidiagonal.
     rows, columns = (x.reshape(*x.shape[:-2], stride * x.shape[-1]) for x in (rows[..., ::-1, :], columns))

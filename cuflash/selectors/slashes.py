@@ -97,6 +97,8 @@ def vertical_slash(
             return index
     xp, (block_q, block_kv), (num_rows, num_columns) = grid.xp, grid.block, grid.size
     seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
+    if not seqlen_kv:
+        return grid.index(xp.zeros((*grid.heads, num_rows, num_columns), bool))
     first = max(seqlen_q - num_queries, 0)
     last = grid.q[..., first:, :]
     mass = block_mass(last, grid.k, block=1, scale=grid.scale, mask=grid.stairs_from(first), executor=executor)
@@ -106,7 +108,7 @@ def vertical_slash(
     column = xp.arange(first, seqlen_q)[:, None] + grid.offset - distance
     exists = (column >= 0) & (column < seqlen_kv)
     rows = xp.arange(seqlen_q - first)[:, None]
-    by_distance = (mass[..., rows, xp.clip(column, 0, max(seqlen_kv - 1, 0))] * exists).sum(axis=-2)
+    by_distance = (mass[..., rows, xp.clip(column, 0, seqlen_kv - 1)] * exists).sum(axis=-2)
     keys = choose(by_key, by_key, None, None, vertical)
     distances = choose(by_distance, by_distance, None, None, slash)
     start_q, start_kv = xp.arange(num_rows)[:, None] * block_q, xp.arange(num_columns)[None, :] * block_kv

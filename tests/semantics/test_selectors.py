@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuflash.selectors import Budget, Forced, budget as budgets, grid as grids
 from cuflash.testing import Example, assert_within_bounds
-from executors import CPU, Run, on_every_executor
+from executors import CPU, RUNS, Run, on_every_executor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_device_masks_gpu import captured
@@ -366,6 +366,24 @@ def test_two_axes_are_one_head() -> None:
     q = np.random.default_rng(8).standard_normal((32, 8))
     for name in (*ON_KERNELS, "moba", "random", "local", "quest"):
         assert select(name, CPU, q, q, causal=True).shape == (1, 1, 32, 32)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("name", [*ON_KERNELS, "moba", "random", "local", "quest"])
+@pytest.mark.parametrize(("heads", "seqlen_q", "seqlen_kv"), [(0, 20, 20), (2, 0, 20), (2, 20, 0)])
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_what_is_empty_has_an_empty_index(
+    run: Run, name: str, heads: int, seqlen_q: int, seqlen_kv: int, causal: Any
+) -> None:
+    q, k = np.ones((3, heads, seqlen_q, 8), np.float32), np.ones((3, heads, seqlen_kv, 8), np.float32)
+    if name == "nsa" and not seqlen_kv:
+        with pytest.raises(cuflash.UnsupportedProblem, match="k must have at least 8 keys to compress; got 0"):
+            select(name, run, q, k, causal=causal)
+        return
+    index = select(name, run, q, k, causal=causal)
+    assert index.shape[2:] == (seqlen_q, seqlen_kv) and index.num_entries == 0
+    o = run.get(cuflash.attention(*(run.put(x) for x in (q, k, k)), mask=index, **run.options))
+    assert o.shape == q.shape and not o.any()
 
 
 WRONG = [
