@@ -64,6 +64,6 @@ def _magnitudes(x: Quantized) -> Array:
     floored = np.where(numbers == 0, 0, np.maximum(numbers, _SMALLEST_NORMAL))
     scale = x.scale.astype(np.float64)
     if x.per == "block":
-        scale = np.repeat(scale, x.block, axis=-1)[..., : x.shape[-2]]
+        scale = np.repeat(scale, min(x.block, x.shape[-2]), axis=-1)[..., : x.shape[-2]]
     made: Array = floored * scale[..., None]
     return made

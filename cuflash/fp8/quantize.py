@@ -121,6 +121,11 @@ class Quantized:
         array
             Of the shape of data.
 
+        Raises
+        ------
+        UnsupportedProblem
+            The dtype is neither of the two.
+
         Examples
         --------
         >>> import numpy as np, cuflash
@@ -128,9 +133,11 @@ class Quantized:
         >>> cuflash.quantize(x).scaled()
         array([[  1.,   2.,   3., 448.]], dtype=float32)
         """
-        scale = self.scale
+        dtype, scale = as_dtype("dtype", dtype), self.scale
+        if dtype not in (np.float32, np.float64):
+            raise UnsupportedProblem([f"dtype must be float32 or float64; got {dtype}: cast the result"])
         if self.per == "block":
-            scale = namespace(scale).repeat(scale, self.block, axis=-1)[..., : self.shape[-2]]
+            scale = namespace(scale).repeat(scale, min(self.block, self.shape[-2]), axis=-1)[..., : self.shape[-2]]
         with np.errstate(invalid="ignore"):
             scaled: Array = e4m3.to_float32(self.data).astype(dtype) * scale[..., None].astype(dtype)
         return scaled
@@ -303,6 +310,7 @@ def _parts_and_scale(x: Array, per: str, block: int, largest: Any) -> tuple[Arra
     xp = namespace(x)
     *leading, rows, columns = x.shape
     if per == "block":
+        block = min(block, max(rows, 1))  # a longer block has all rows, and no zeros are put behind them
         missing = -rows % block
         if missing:
             x = xp.concatenate([x, xp.zeros((*leading, missing, columns), x.dtype)], axis=-2)
@@ -320,8 +328,8 @@ def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
     reasons = []
     if not isinstance(per, str) or per not in PARTS:
         reasons.append(f"per must be one of {', '.join(map(repr, PARTS))}; got {describe(per)}: 'block' is the default")
-    if not is_int(block) or block < 16 or block % 16:
-        reasons.append(f"block must be a multiple of 16, at least 16; got {describe(block)}: 128 is one")
+    if not is_int(block) or not 16 <= block < 2**31 or block % 16:
+        reasons.append(f"block must be a multiple of 16, at least 16, below 2**31; got {describe(block)}: 128 is one")
     if rotation is not None and not isinstance(rotation, Rotation):
         reasons.append(f"rotate must be a Rotation or None; got {describe(rotation)}: Rotation(head_dim) makes one")
     elif rotation is not None and x.ndim and x.shape[-1] != rotation.head_dim:

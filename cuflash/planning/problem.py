@@ -332,6 +332,11 @@ def _is_finite(scale: Any) -> bool:
 
 def precision_reasons(q: Array, precision: str) -> list[str]:
     """Why products of q's dtype cannot be made at a precision."""
+    if isinstance(precision, str) and precision == "fp8":  # of a call that does not quantise
+        return [
+            "precision must not be 'fp8' here, as it stands for q, k and v in 8 bits: give what cuflash.quantize makes "
+            "of them"
+        ]
     if not isinstance(precision, str) or precision not in PRECISIONS:
         return [f"precision must be {', '.join(map(repr, (*PRECISIONS, 'fp8')))}; got {describe(precision)}"]
     dtype = getattr(q, "dtype", np.float32)  # another check refuses what is no array

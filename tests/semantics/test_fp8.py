@@ -105,6 +105,16 @@ def test_numbers_are_nearest_ones_of_their_block(
     np.testing.assert_array_equal(x8.dequantized(), x8.scaled() if rotation is None else rotation.undo(x8.scaled()))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 40])
+def test_a_block_longer_than_the_rows_takes_no_memory(rows: int) -> None:
+    """A block of 2^31 - 16 rows of zeros would not fit this machine."""
+    x = np.random.default_rng(3).standard_normal((2, rows, 16), dtype=np.float32)
+    long, head = cuflash.quantize(x, block=2**31 - 16), cuflash.quantize(x, per="head")
+    np.testing.assert_array_equal(long.data.view(np.uint8), head.data.view(np.uint8))
+    np.testing.assert_array_equal(long.dequantized(), head.dequantized())
+    assert long.scale.shape == (2, min(rows, 1))
+
+
 def test_zeros_have_scale_1_and_what_is_not_finite_makes_its_block_nan() -> None:
     x = np.zeros((3, 40, 16), np.float32)
     x[1, 3, 2], x[2, 20, 5] = np.nan, np.inf
@@ -294,6 +304,13 @@ REFUSED = {
     ),
     "bounds of gradients": (
         lambda: cuflash.error_bound(X8, X8, X8, X, precision="tf32"), ["do must be None", "precision must be 'ieee'"]
+    ),
+    "bounds of what is not quantised yet": (
+        lambda: cuflash.error_bound(X, X, X, precision="fp8"), ["precision must not be 'fp8' here, as it stands for"]
+    ),
+    "a block that no kernel counts": (lambda: cuflash.quantize(X, block=2**31), ["block must be a multiple of 16,"]),
+    "numbers times their scales of another dtype": (
+        lambda: X8.scaled(np.float16), ["dtype must be float32 or float64; got float16"]
     ),
     "bounds of other shapes": (
         lambda: cuflash.quantization_bound(X, X[:, :9], X, X8, X8, X),
