@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .diagnosis import doctor
 from .study.calculators import memory_report
@@ -18,9 +19,14 @@ from .study.command import study_report
 from .study.roofline import roofline_report
 
 
+def _refused(told: str) -> NoReturn:
+    print(told, file=sys.stderr)
+    sys.exit(2)
+
+
 def _doctor_report(arguments: Sequence[str]) -> str:
     if arguments and arguments[0] not in _HELP:
-        sys.exit(f"python -m cuflash doctor: error: the command takes no arguments; got {' '.join(arguments)}")
+        _refused(f"python -m cuflash doctor: error: the command takes no arguments; got {' '.join(arguments)}")
     return str(__doc__ if arguments else doctor()).rstrip("\n")
 
 
@@ -34,7 +40,7 @@ def _report(arguments: Sequence[str]) -> str:
     if name in _HELP:
         return _doctor_report(arguments)
     if name not in _COMMANDS:
-        sys.exit(f"python -m cuflash: error: the command must be {', '.join(_COMMANDS)} or none; got {name}")
+        _refused(f"python -m cuflash: error: the command must be {', '.join(_COMMANDS)} or none; got {name}")
     return _COMMANDS[name](rest)
 
 

@@ -121,6 +121,18 @@ def is_flag(value: object) -> TypeGuard[bool]:
     return isinstance(value, (bool, np.bool))
 
 
+def require_callable(name: str, value: object) -> None:
+    """Refuse what converts no array, such as the name of a device.
+
+    Raises
+    ------
+    TypeError
+        It cannot be called.
+    """
+    if not callable(value):
+        raise TypeError(f"{name} must be a function of an array, such as cupy.asarray; got {describe(value)}")
+
+
 def flag_reasons(name: str, value: object) -> list[str]:
     """Why an argument that is either True or False is refused."""
     return [] if is_flag(value) else [f"{name} must be True or False; got {describe(value)}"]

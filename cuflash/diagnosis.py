@@ -46,7 +46,10 @@ class Report:
     findings: tuple[Finding, ...]
 
     def __getitem__(self, subject: str) -> Finding:
-        return {finding.subject: finding for finding in self.findings}[subject]
+        found = {finding.subject: finding for finding in self.findings}
+        if subject not in found:
+            raise KeyError(f"no finding is called {subject!r}: there are {', '.join(found)}")
+        return found[subject]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.findings))

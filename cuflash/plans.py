@@ -58,7 +58,10 @@ class Gradients:
     def __getitem__(self, name: str) -> Array:
         if name not in self.others:
             given_arrays = ", ".join(map(repr, self.others)) or "nothing"
-            raise KeyError(f"no gradient of {name!r} was asked for: wrt names {given_arrays}")
+            raise KeyError(
+                f"no gradient of {name!r} was asked for: wrt names {given_arrays}, and those of q, k and v are the "
+                "attributes dq, dk and dv"
+            )
         return self.others[name]
 
 

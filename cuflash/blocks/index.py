@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.sparse
 
-from ..arrays import Array, is_array, namespace, to_host, whole_number
+from ..arrays import Array, is_array, namespace, require_callable, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import is_differentiated
 from ..masks.arrays import Sparse, as_mask
@@ -26,7 +26,7 @@ from .carried import CarriedLists, Remembered
 from .classify import BlockKind, classify, pack, pointers, unpack
 from .classify_on_device import classify_grid, column_lists, entry_rows, transposed_tiles
 from .index_mask import IndexGrid, IndexMask
-from .report import IndexReport
+from .report import IndexReport, require_same_blocks
 
 _EVERYTHING = Band()
 _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of lists which an index carries
@@ -371,6 +371,7 @@ class BlockIndex:
         >>> index.to(np.copy).picture() == index.picture()
         True
         """
+        require_callable("convert", convert)
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: convert(value) for name, value in arrays.items() if is_array(value)})
 
@@ -701,6 +702,11 @@ class BlockIndex:
         IndexReport
             A record that prints itself.
 
+        Raises
+        ------
+        UnsupportedProblem
+            A number is too small, or `eligible` is no index of the same blocks.
+
         Examples
         --------
         >>> import numpy as np
@@ -719,6 +725,7 @@ class BlockIndex:
         load = np.diff(self.indptr)
         num_eligible = self.num_q_blocks * self.num_kv_blocks * matrices
         if eligible is not None:
+            require_same_blocks(self, eligible)
             num_eligible = eligible.num_entries * matrices // (eligible.batch * eligible.num_heads)
         return IndexReport(
             num_full=int((self.kinds == BlockKind.FULL).sum()),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from ..arrays import describe
+from ..errors import UnsupportedProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +64,13 @@ class IndexReport:
                 f"bytes               {self.kv_bytes} of k and v read, {self.index_bytes} of index",
             ]
         )
+
+
+def require_same_blocks(index: Any, eligible: Any) -> None:
+    """Refuse what is no `BlockIndex` of the same blocks, over which no density can be stated."""
+    if not isinstance(eligible, type(index)):
+        raise UnsupportedProblem([f"eligible must be a BlockIndex or None; got {describe(eligible)}"])
+    here, there = ((*each.shape[2:], *each.block) for each in (index, eligible))
+    if here != there:
+        of_index, got = (f"{each[:2]} in blocks of {each[2:]}" for each in (here, there))
+        raise UnsupportedProblem([f"eligible must be for lengths {of_index}; got {got}"])

@@ -111,10 +111,10 @@ def listed_ints(value: Any) -> list[Any] | None:
 
 
 def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
-    """Why a value is no sequence of a cache."""
+    """Why a value is not the number of a sequence of a cache."""
     if is_int(value) and 0 <= value < batch:
         return []
-    return [f"{name} must be a sequence from 0 to {batch - 1}; got {describe(value)}"]
+    return [f"{name} must be a sequence's number, from 0 to {batch - 1}; got {describe(value)}"]
 
 
 def row_reasons(

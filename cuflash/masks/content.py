@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from ..arrays import Array, Namespace, describe, is_array, namespace
+from ..arrays import Array, Namespace, describe, is_array, namespace, require_callable
 from ..errors import UnsupportedProblem
 from .coordinates import LeadingArray, PerBatch
 
@@ -31,6 +31,7 @@ class Described:
         >>> (masks.Lengths(kv=np.array([3, 5])) & masks.Causal()).to(np.copy)
         And(operands=(Lengths(q=None, kv=array([3, 5])), Causal(align=None)))
         """
+        require_callable("convert", convert)
         if "__dataclass_fields__" in vars(type(self)):
             described: Any = self
             held = [field.name for field in fields(described) if field.init]

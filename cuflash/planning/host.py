@@ -18,7 +18,7 @@ _SHARED_SCORES = 1 << 23  # fewer scores than that are too little work to share 
 def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
     """Queries and keys of a tile of the cpu executor."""
     keys = device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q)
-    return _BLOCK_Q, max(_LEAST_BLOCK_KV, 1 << (keys.bit_length() - 1))
+    return _BLOCK_Q, max(_LEAST_BLOCK_KV, (1 << keys.bit_length()) // 2)
 
 
 @dataclass(frozen=True, eq=False)

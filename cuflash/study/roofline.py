@@ -357,6 +357,9 @@ def _described(kernel: KernelRoofline) -> str:
     return f"{kernel.name:<26}{kernel.least_seconds * 1e3:>10.4f} ms  by {kernel.bound_by}: {told}"
 
 
+_COUNTS = ("heads", "length", "kv-heads", "kv-length", "batch", "head-dim")
+
+
 def roofline_report(arguments: Sequence[str]) -> str:
     """Print what ``python -m cuflash roofline`` prints.
 
@@ -375,16 +378,30 @@ def roofline_report(arguments: Sequence[str]) -> str:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="H100", help="a GPU by its name")
+    parser.add_argument("--device", default="H100", type=_device_of_word, help="a GPU by its name")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--causal", action="store_true", help="the last query meets the last key")
     parser.add_argument("--backward", action="store_true", help="the backward pass")
     parser.add_argument("--measured", type=float, help="milliseconds that the pass took")
     given = parser.parse_args(arguments)
+    counts = {name: getattr(given, name.replace("-", "_")) for name in _COUNTS}
+    low = {name: count for name, count in counts.items() if count is not None and count < 1}
+    reasons = [f"--{name} must be at least 1; got {count}" for name, count in low.items()]
+    if given.measured is not None and not 0 < given.measured < np.inf:
+        reasons.append(f"--measured must be a positive number; got {given.measured:g}")
+    if reasons:
+        parser.error("; ".join(reasons))
     try:
         return _report(given)
     except UnsupportedProblem as error:
         parser.error("; ".join(error.reasons))
+
+
+def _device_of_word(word: str) -> DeviceSpec:
+    try:
+        return DeviceSpec.gpu(word)
+    except UnsupportedProblem as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _report(given: Any) -> str:
@@ -394,6 +411,6 @@ def _report(given: Any) -> str:
     q = ShapeDtype((given.batch, given.heads, given.length, given.head_dim), dtype)
     kv = ShapeDtype((given.batch, kv_heads, kv_length, given.head_dim), dtype)
     causal: Causality = "bottom_right" if given.causal else False
-    ready = planned(q, kv, kv, causal=causal, kernel=given.kernel, device=DeviceSpec.gpu(given.device))
+    ready = planned(q, kv, kv, causal=causal, kernel=given.kernel, device=given.device)
     made = roofline(ready, which="backward" if given.backward else "forward")
     return str(made if given.measured is None else made.measured(given.measured / 1e3))

@@ -110,6 +110,34 @@ def test_density_may_be_stated_over_the_eligible_blocks():
     assert report.density == 7 / 10 and "eligible blocks" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("eligible", "told"),
+    [
+        (3, "eligible must be a BlockIndex or None; got 3"),
+        (BlockIndex.from_mask(masks.Causal(), 8, 8, block=4), r"\(2, 2\); got \(8, 8\) in blocks of \(4, 4\)"),
+        (BlockIndex.from_mask(masks.Lengths(), 8, 9, block=2), r"got \(8, 9\) in blocks of \(2, 2\)"),
+    ],
+)
+def test_no_density_is_stated_over_other_blocks(eligible, told):
+    with pytest.raises(UnsupportedProblem, match=told):
+        BlockIndex.from_mask(masks.Causal(), 8, 8, block=2).report(eligible=eligible)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        masks.Causal(),
+        masks.Causal() & masks.Lengths(kv=np.array([3])),
+        masks.Sequences([0, 8]),
+        BlockIndex.from_mask(masks.Causal(), 8, 8, block=2),
+    ],
+    ids=lambda described: type(described).__name__,
+)
+def test_a_name_of_a_device_converts_no_array(described):
+    with pytest.raises(TypeError, match="convert must be a function of an array, such as cupy.asarray; got 'cuda'"):
+        described.to("cuda")
+
+
 def test_causal_has_one_interval_a_row_and_no_bit_tile():
     index = BlockIndex.from_mask(masks.Causal(), 256, 256, 64, num_heads=4)
     assert (index.batch, index.num_heads, len(index.bits)) == (1, 1, 0)

@@ -132,8 +132,7 @@ FAULTS = {
     },
     results_are_within_bounds: {
         "scales belong to the next block": Edit(
-            QUANTIZE, "Quantized.scaled", "scale, self.block, axis=-1)[..., : self.shape[-2]]",
-            "scale, self.block, axis=-1)[..., -self.shape[-2] :]",
+            QUANTIZE, "Quantized.scaled", "axis=-1)[..., : self.shape[-2]]", "axis=-1)[..., -self.shape[-2] :]"
         ),
         "weights only fall": Edit(
             ERROR, "_bound", "grown = p * np.exp(e) * (1 + r)", "grown = p * np.exp(-e)"

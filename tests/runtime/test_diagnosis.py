@@ -25,6 +25,11 @@ def test_every_subject_is_reported_and_printed() -> None:
     assert all(report[subject].status == "ok" for subject in ("cuflash", "Python", "NumPy", "cores", "executor cpu"))
 
 
+def test_a_subject_that_is_not_there_is_told_those_that_are() -> None:
+    with pytest.raises(KeyError, match="no finding is called 'numpy': there are cuflash, Python, NumPy, "):
+        room.doctor()["numpy"]
+
+
 def test_show_config_prints_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_CHECKS", {"Python": room._CHECKS["Python"]})
     show_config()

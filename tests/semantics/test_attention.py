@@ -38,6 +38,14 @@ def at_tile(example, tile, num_processors=1):
     return Plan(KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling))
 
 
+@pytest.mark.parametrize("tile_memory_bytes", [1, 2**11, 2**24])
+def test_a_host_of_any_memory_has_a_plan(tile_memory_bytes):
+    q = drawn(2, 40, 8)
+    device = DeviceSpec(name="x", num_processors=1, tile_memory_bytes=tile_memory_bytes)
+    o, _ = cuflash.plan(q, q, q, device=device).forward(q, q, q)
+    np.testing.assert_allclose(o, cuflash.attention(q, q, q), atol=1e-6)
+
+
 TILES = st.tuples(st.integers(8, 70), st.integers(8, 70))
 SMALL = strategies.examples(most_scores=1 << 13)
 

@@ -355,7 +355,7 @@ WRONG = {
     ),
     "longer than they are": (lambda: a_cache().truncate([2, 3, 0]), "got 3 for sequence 1, which has 2"),
     "one length for all": (lambda: a_cache().truncate(1), "lengths must be a list or array of 3 ints"),
-    "no such row": (lambda: a_cache().reset([3]), "rows must be a sequence from 0 to 2; got 3"),
+    "no such row": (lambda: a_cache().reset([3]), "rows must be a sequence's number, from 0 to 2; got 3"),
     "a row": (lambda: a_cache().reset(1), "rows must be a list of sequences, or None for all; got 1"),
     "to itself": (lambda: a_cache().fork(1, 1), "target must be another sequence than source; got 1"),
     "of nothing": (lambda: a_cache(0).fork(1, 0), "source must hold rows; got sequence 1, which is empty"),
@@ -368,7 +368,7 @@ WRONG = {
     "pages, a table and lengths": (
         lambda: KVCache.over(normal(3, 2, 16, 8), normal(4, 2, 16, 8), TABLE * 1.0, [1]), "3 reasons"
     ),
-    "no such source": (lambda: a_cache().fork(-1, 1), "source must be a sequence from 0 to 2; got -1"),
+    "no such source": (lambda: a_cache().fork(-1, 1), "source must be a sequence's number, from 0 to 2; got -1"),
     "beyond the capacity": (lambda: a_cache().reserve([71, 0, 0]), "lengths must fit the room of sequence 0"),
     "queries of two axes": (lambda: a_cache().attention(K[0, 0]), "q must have shape (3, num_heads, n, 8)"),
     "odd heads": (lambda: a_cache().attention(normal(3, 3, 1, 8)), "q's 3 heads must be a multiple of k's 2"),

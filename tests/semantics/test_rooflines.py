@@ -170,11 +170,24 @@ def test_the_command_prints_what_the_function_returns() -> None:
     assert roofline_report(arguments) == told.stdout.strip()
 
 
-@pytest.mark.parametrize("wrong", ["--device TPU", "--dtype complex64", "--length -3", "--heads two", "--kernel fast"])
-def test_the_command_refuses_in_one_line(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("--device TPU", "argument --device: name must be one of T4, "),
+        ("--dtype complex64", "q's dtype must be one of"),
+        ("--length -3", "--length must be at least 1; got -3"),
+        ("--heads 0 --kv-length 0 --measured -1", "--heads must be at least 1; got 0; --kv-length must be at least 1; "
+         "got 0; --measured must be a positive number; got -1"),
+        ("--measured nan", "--measured must be a positive number; got nan"),
+        ("--heads two", "argument --heads: invalid int value: 'two'"),
+        ("--kernel fast", "kernel must be"),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_in_one_line(wrong: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         roofline_report(["--heads", "4", "--length", "64", *wrong.split()])
-    assert ended.value.code == 2 and "error:" in capsys.readouterr().err.splitlines()[-1]
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and line.startswith(f"python -m cuflash roofline: error: {told}")
 
 
 def test_masks_that_hide_within_blocks_do_not_count() -> None:

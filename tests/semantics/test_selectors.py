@@ -460,7 +460,7 @@ def test_a_selection_waits_for_nothing(name: str) -> None:
 @pytest.mark.parametrize("sequence", [-1, 2, 0.0, "0"])
 def test_rows_of_no_sequence_are_refused(sequence: Any) -> None:
     cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="f4")
-    with pytest.raises(cuflash.UnsupportedProblem, match="sequence must be a sequence from 0 to 1"):
+    with pytest.raises(cuflash.UnsupportedProblem, match="sequence must be a sequence's number, from 0 to 1"):
         cache.rows(sequence)
 
 

@@ -65,6 +65,8 @@ def test_gradients_are_asked_for_by_name() -> None:
     assert (gradients["sink"].shape, gradients["sink"].dtype) == ((4,), np.float16)
     with pytest.raises(KeyError, match="'bias'.*wrt names 'sink'"):
         gradients["bias"]
+    with pytest.raises(KeyError, match="'dq' .*, and those of q, k and v are the attributes dq, dk and dv"):
+        gradients["dq"]
     with pytest.raises(KeyError, match="'sink'.*wrt names nothing"):
         cuflash.attention_vjp(Q, K, V, sink=sink)[1](o)["sink"]
 

@@ -234,7 +234,7 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(
 def test_an_unknown_command_gets_one_line(words: str, told: str) -> None:
     command = [sys.executable, "-m", "cuflash", *words.split()]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (run.returncode, run.stdout, run.stderr) == (1, "", f"python -m cuflash{told}")
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"python -m cuflash{told}")
 
 
 def test_help_names_the_commands() -> None:

@@ -99,9 +99,11 @@ class Family(ABC):
         if capability >= self.oldest:
             return []
         major, minor = self.oldest
+        is_served = capability >= Family.oldest
+        fix = "use kernel='auto'" if is_served else "no kernel runs on an older GPU, so compute on the host"
         return [
             f"kernel={self.name!r} needs compute capability {major}.{minor} or newer; got {capability[0]}."
-            f"{capability[1]}: use kernel='auto'"
+            f"{capability[1]}: {fix}"
         ]
 
     def architecture(self, capability: tuple[int, int]) -> str:
