@@ -252,7 +252,9 @@ BAD = {
     "a bias without data": (lambda: {"bias": BIAS.to("meta")}, cuflash.UnsupportedProblem, "bias must hold data; got"),
     "a bias of another length": (lambda: {"bias": BIAS[..., :3]}, cuflash.UnsupportedProblem, "bias must broadcast to"),
     "slopes of fewer heads": (
-        lambda: {"score": scores.alibi(SLOPE[:3])}, cuflash.UnsupportedProblem, "slopes may be 0..3 and the axis has 3"
+        lambda: {"score": scores.alibi(SLOPE[:3])},
+        cuflash.UnsupportedProblem,
+        r"axis 0 of slopes must have an element for each of 4 query heads, as h is its index; got shape \(3,\)",
     ),
     "a cap of 0": (lambda: {"softcap": 0.0}, cuflash.UnsupportedProblem, "softcap must be a positive finite number"),
     "no function": (lambda: {"score": 3}, TypeError, "score must be a Score or a function"),
