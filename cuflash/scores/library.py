@@ -99,6 +99,11 @@ def alibi(slopes: Array) -> Score:
     Score
         The score function.
 
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        `slopes` is no array of one axis of reals.
+
     Notes
     -----
     Press, Smith and Lewis, arXiv 2108.12409.
@@ -112,6 +117,9 @@ def alibi(slopes: Array) -> Score:
            [-0.25,  0.  , -0.25]])
     """
     _require_axes(slopes=(slopes, 1))
+    if dtype_of(slopes) not in DTYPES:
+        told = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.astype"
+        raise UnsupportedProblem([told])
 
     def alibi(s: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
         return s - slopes[h] * np.abs(i - j)

@@ -21,7 +21,8 @@ from .trace import trace
 
 MAX_ARRAYS = 8
 RESERVED = (
-    "q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "dropout_seed", "s", "b", "h", "i", "j", "self",
+    "q", "k", "v", "o", "lse", "do", "dlse", "dq", "dk", "dv", "out", "bias", "sink", "dropout_seed",
+    "s", "b", "h", "i", "j", "self",
 )  # fmt: skip
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 

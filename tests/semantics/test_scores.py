@@ -517,11 +517,18 @@ def test_arrays_of_other_names_are_the_same_arrays() -> None:
     assert [*made.arrays] == ["per_head", "again"] and float(made(1.0, 0, 3, 0, 0)) == PER_HEAD[3] ** 2
 
 
+def test_slopes_are_reals() -> None:
+    told = "slopes must be float16, bfloat16, float32, float64; got int64: convert them with slopes.astype"
+    with pytest.raises(cuflash.UnsupportedProblem, match=told):
+        scores.alibi(np.arange(4))
+
+
 @pytest.mark.parametrize(
     ("names", "told"),
     [
         ({"slope": "x"}, "names must have names of captured arrays, slopes; got 'slope'"),
         ({"slopes": "q"}, "names must be Python names other than q, .*; got 'q'"),
+        ({"slopes": "dq"}, "names must be Python names other than q, .*; got 'dq'"),
         ({"slopes": "a b"}, "names must be Python names other than .*; got 'a b'"),
         ({"slopes": "lambda"}, "got 'lambda'"),
         ({"slopes": "self"}, "got 'self'"),
