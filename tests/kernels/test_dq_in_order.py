@@ -32,12 +32,17 @@ TABLE = RNG.standard_normal((4, 17)).astype(np.float32)
 SHARED = RNG.standard_normal((ROWS, KEYS)).astype(np.float16)
 SLOPES = RNG.standard_normal(4).astype(np.float32)
 
+
+def of_table(num_heads: int) -> Score:
+    return Score(lambda s, b, h, i, j, x: s + x[h, np.clip(j - i, -8, 8) + 8], x=TABLE[:num_heads])
+
+
 # Functions whose arrays have each kind of sums: words for elements that many scores read, and stored parts.
 FUNCTIONS: dict[str, tuple[Score | None, Dropout | None]] = {
     "dropout": (None, DROPOUT),
     "cap and dropout": (scores.softcap(2.0), DROPOUT),
     "slopes": (scores.alibi(SLOPES), None),
-    "table": (Score(lambda s, b, h, i, j, x: s + x[h, np.clip(j - i, -8, 8) + 8], x=TABLE), None),
+    "table": (of_table(4), None),
     "shared bias": (scores.bias(SHARED), None),
     "shared bias and dropout": (scores.bias(SHARED), DROPOUT),
 }
@@ -57,6 +62,8 @@ def example_of(name: str, mask: str, width: str, **sizes: Any) -> Example:
     head_dim, value_dim = WIDTHS[width]
     given = {"num_heads": 4, "num_kv_heads": 2, "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)} | sizes
     score, dropout = FUNCTIONS[name]
+    if name == "table":
+        score = of_table(given["num_heads"])
     structure = Structure(
         **given, seqlen_q=ROWS, seqlen_kv=KEYS, head_dim=head_dim, value_dim=value_dim, dtype="float16",
         mask=MASKS[mask], dropout=dropout,
