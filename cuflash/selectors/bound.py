@@ -167,7 +167,7 @@ def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget,
 def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, forced: Forced) -> Selection | None:
     """The selection of blocks that chosen keys and distances cross; None where the kernels do not serve it."""
     (seqlen_q, seqlen_kv), target = (grid.shape.seqlen_q, grid.shape.seqlen_kv), gpu.current_target()
-    # What `block_mass` refuses is left to it.
+    # The selector calls `block_mass` for all other widths and scales, which refuses those that it does not serve.
     is_served = 1 <= grid.q.shape[-1] <= MAX_DIM and 2**-64 <= abs(grid.scale) <= 2**64
     if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES or not is_served:
         return None
@@ -268,6 +268,6 @@ def _by_scores(grid: Grid, scoring: Scoring, budget: Budget, forced: Forced) -> 
 
 
 def _maker(grid: Grid) -> IndexMaker | None:
-    """What makes the index of blocks that are kept, bool [*heads, rows, columns]; None where no kernels do."""
+    """Return the maker of an index from the kept blocks, bool [*heads, rows, columns]; None if no kernels make one."""
     kept = namespace(grid.q).empty((*grid.heads, *grid.size), bool)
     return maker_of(kept, grid.mask, grid.shape, grid.block)

@@ -53,7 +53,7 @@ lists_key_scores(const __grid_constant__ cuflash::lists::KeyScores params) {
     __syncthreads();  // the chunk before is read
     tile::load(q_smem, q.columns(first, last));
     tile::load(k_smem, k.columns(first, last));
-    __syncthreads();  // this one is there
+    __syncthreads();  // the chunk has arrived
     tile::gemm_add_nt(s, q_smem, k_smem);
   }
   s.scale(static_cast<Accumulator>(params.scale_log2));

@@ -21,7 +21,7 @@ CUFLASH_DEVICE T sum_of_warp(T x) {
   return x;
 }
 
-// The threads that choose from a row, all of which call each function of the row: a warp.
+// A warp that chooses from a row. All of its threads call each function of `Row`.
 struct WarpOfRow {
   static constexpr int kThreads = 32;
 
@@ -33,7 +33,8 @@ struct WarpOfRow {
   }
 };
 
-// A thread block, whose warps add up their sums in shared memory, always in one order.
+// A thread block that chooses from a row. All of its threads call each function of `Row`. Its warps add up their sums in
+// shared memory, always in one order.
 struct BlockOfRow {
   static constexpr int kThreads = kSelectionThreads;
   static constexpr int kBytes = sizeof(double) * config::kNumWarps;

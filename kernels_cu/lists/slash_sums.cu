@@ -11,12 +11,12 @@ namespace cuflash::lists {
 using config::Accumulator;
 using config::kBlockQ;
 
-// What a mass of a row is made of: exp2(score - shift) times a factor, which is 0 for a row without a key.
+// The numbers that turn a row's scores into masses, exp2(score - shift) * factor. The factor of a row without a key is 0.
 struct RowMass {
   Accumulator shift, factor;
 };
 
-// Called by a warp.
+// Return these numbers from the runs of a row. Called by a warp.
 CUFLASH_DEVICE RowMass mass_of_row(const KeyRun* runs, int num_runs) {
   Accumulator greatest = ptx::negative_infinity<Accumulator>(), sum = 0;
   for (int run = ptx::lane(); run < num_runs; run += 32) greatest = tile::maximum(greatest, runs[run].greatest);
@@ -53,7 +53,7 @@ lists_slash_sums(const __grid_constant__ cuflash::lists::SlashSums sums) {
       const RowMass mass = mass_of_row(runs + static_cast<int64_t>(row) * sums.num_runs, sums.num_runs);
       if (ptx::lane() == 0) rows[row - first] = mass;
     }
-    __syncthreads();  // these are there
+    __syncthreads();  // the numbers of all rows are written
     if (place >= of_matrix) continue;
 #pragma unroll 4
     for (int64_t row = first; row < last; ++row) {

@@ -170,8 +170,8 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
   }
 }
 
-// Store the scales of all steps of operands of 8 bits, which arrive with K. A warp of its own does, since the one that
-// copies K would do it later than consumers need K.
+// Store the scales of all steps of operands of 8 bits. The barrier of K counts the arrival of this warp beside that of the
+// warp that copies K, which would keep consumers waiting if it read the scales too. Called by a warp.
 template <class Hooks>
 CUFLASH_DEVICE void write_scales(const attention::Params&, attention::NoScales) {}
 template <class Hooks>

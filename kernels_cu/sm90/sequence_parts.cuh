@@ -93,7 +93,7 @@ CUFLASH_DEVICE WorkTile key_part_at(const Params& params, int rank) {
   return work;
 }
 
-// The range of queries that visit a tile of keys, and their tiles, of which the first one has number first_entry.
+// The queries that visit a tile of keys: a range of rows, and the tiles that have them, from number first_entry on.
 template <int Height>
 struct PartRange : VisitRange {
   SequenceParts<Height> parts;
