@@ -147,27 +147,34 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
   }
 }
 
-CUFLASH_DEVICE void load_values(const attention::Params& params, const attention::TensorMaps& maps,
-                                attention::PagesArgument pages) {
+// Walk the steps of all tiles: call `visit(tile_info, block, num_blocks, is_first)` for each, with the number of steps before
+// it and whether it is the first of its tile. Called by a warp that reads tile messages, beside the one that copies K.
+template <class Visit>
+CUFLASH_DEVICE void walk_steps(const attention::Params& params, Visit visit) {
   using namespace attention;
-  unsigned num_v_blocks = 0;
+  unsigned num_blocks = 0;
   // all slots but the first are empty at the start
   for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);
   for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
     const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
     if (tile_info.is_end) return;
     BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
-    KvBlock block;
-    while (blocks.next(block)) {
-      const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
-      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);
-      const bool zero_fills = ends_inside_block(block, length);
-      wait_slot(shared().v[stage], phase_of(num_v_blocks));
-      load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
-      ++num_v_blocks;
-    }
+    bool is_first = true;
+    for (KvBlock block; blocks.next(block); ++num_blocks, is_first = false) visit(tile_info, block, num_blocks, is_first);
     tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
   }
+}
+
+CUFLASH_DEVICE void load_values(const attention::Params& params, const attention::TensorMaps& maps,
+                                attention::PagesArgument pages) {
+  using namespace attention;
+  walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_v_blocks, bool) {
+    const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
+    shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);
+    const bool zero_fills = ends_inside_block(block, length);
+    wait_slot(shared().v[stage], phase_of(num_v_blocks));
+    load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
+  });
 }
 
 // Store the scales of all steps of operands of 8 bits. The barrier of K counts the arrival of this warp beside that of the
@@ -176,24 +183,14 @@ template <class Hooks>
 CUFLASH_DEVICE void write_scales(const attention::Params&, attention::NoScales) {}
 template <class Hooks>
 CUFLASH_DEVICE void write_scales(const attention::Params& params, const attention::Scales& scales) {
-  using namespace attention;
-  unsigned num_k_blocks = 0;
-  // all slots but the first are empty at the start
-  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);
-  for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
-    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
-    if (tile_info.is_end) return;
-    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
-    bool is_first = true;
-    for (KvBlock block; blocks.next(block); ++num_k_blocks, is_first = false) {
-      const tile::PipelineSlot& k = shared().k[stage_of(num_k_blocks)];
-      const auto of_step = Hooks::read_scales(scales, tile_info, block.start, is_first);
-      wait_slot(k, phase_of(num_k_blocks));
-      Hooks::store_scales(of_step, stage_of(num_k_blocks), is_first);
-      tile::arrive(k.full);
-    }
-    tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
-  }
+  using attention::KvBlock;
+  walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_k_blocks, bool is_first) {
+    const tile::PipelineSlot& k = shared().k[stage_of(num_k_blocks)];
+    const auto of_step = Hooks::read_scales(scales, tile_info, block.start, is_first);
+    wait_slot(k, phase_of(num_k_blocks));
+    Hooks::store_scales(of_step, stage_of(num_k_blocks), is_first);
+    tile::arrive(k.full);
+  });
 }
 
 // Start to copy the elements of the staged array for a step into the slot of a consumer warpgroup, or copy them by
@@ -223,23 +220,14 @@ CUFLASH_DEVICE void load_array(const attention::Params&, const Score&, NoStagedM
 template <class Score>
 CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& score, const StagedMap& map) {
   using namespace attention;
-  unsigned num_blocks = 0;
-  // all slots but the first are empty at the start
-  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);
-  for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
-    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
-    if (tile_info.is_end) return;
-    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
-    for (KvBlock block; blocks.next(block); ++num_blocks) {
-      const int stage = stage_of(num_blocks);
-      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
-      for (int consumer = 0; consumer < kNumConsumers; ++consumer) {
-        wait_slot(array_slot(stage, consumer), phase_of(num_blocks));
-        load_array_step(score, map, tile_info.work, block, stage, consumer);
-      }
+  walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_blocks, bool) {
+    const int stage = stage_of(num_blocks);
+    shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
+    for (int consumer = 0; consumer < kNumConsumers; ++consumer) {
+      wait_slot(array_slot(stage, consumer), phase_of(num_blocks));
+      load_array_step(score, map, tile_info.work, block, stage, consumer);
     }
-    tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
-  }
+  });
 }
 
 }  // namespace cuflash
