@@ -20,14 +20,6 @@ CUFLASH_DEVICE int thread_index() {
   return number;
 }
 
-// Returns true in one lane of the warp, the same lane at every call. Called by the whole warp. The compiler assumes
-// that a single lane takes the branch, so copies started in it need no loop over threads.
-CUFLASH_DEVICE bool elect_one_lane() {
-  int elected;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(elected));
-  return elected;
-}
-
 // Returns x in a way that hides its value from the compiler, which then does not hoist expressions of it out of loops.
 CUFLASH_DEVICE int opaque(int x) {
   asm volatile("" : "+r"(x));

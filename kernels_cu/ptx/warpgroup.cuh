@@ -19,7 +19,8 @@ CUFLASH_DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// True in one lane of the warp, the same at every call. Called by all 32 lanes.
+// Returns true in one lane of the warp, the same lane at every call. Called by the whole warp. The compiler assumes that a
+// single lane takes the branch, so copies started in it need no loop over threads.
 CUFLASH_DEVICE bool elect_one() {
   int is_elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(is_elected));

@@ -7,7 +7,7 @@
 namespace cuflash {
 
 
-CUFLASH_DEVICE bool elect_one() { return ptx::elect_one_lane(); }
+CUFLASH_DEVICE bool elect_one() { return ptx::elect_one(); }
 
 // Return the end of the keys that lie in the slots of a tile. Where sequences are cut, those past a short tile are keys
 // of the next sequence.

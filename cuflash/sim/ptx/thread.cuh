@@ -7,7 +7,6 @@ namespace cuflash::ptx {
 
 CUFLASH_DEVICE int lane() { return static_cast<int>(threadIdx.x % 32); }
 CUFLASH_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
-CUFLASH_DEVICE bool elect_one_lane() { return threadIdx.x % 32 == 0; }
 CUFLASH_DEVICE int opaque(int x) { return x; }
 CUFLASH_DEVICE void compiler_barrier() {}
 
