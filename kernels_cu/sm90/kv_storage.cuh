@@ -82,9 +82,9 @@ struct StepMessage {
   // further block.
   // Added by a consumer. kEpiloguePending: results of the tile before are yet to be written. kSkipMax: the step does
   // not look for maxima. kOStoreInFlight: TMA still reads O of the tile before from the slot of its Q. kValuesPending:
-  // products with V of the step before are in flight.
+  // products with V of the step before are in flight. kOperandsArrived: K of the next step and V of this one are there.
   enum Flag { kUnmasked = 1, kLastForWarpgroup = 2, kLastOfTile = 4, kEpiloguePending = 8, kSkipMax = 16,
-             kOStoreInFlight = 32, kValuesPending = 64 };
+             kOStoreInFlight = 32, kValuesPending = 64, kOperandsArrived = 128 };
   attention::KvBlock block;
   int unread_start;  // keys before it belong to the step before
   int flags[kNumConsumers];

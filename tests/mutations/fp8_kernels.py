@@ -32,8 +32,8 @@ FAULTS = {
         ),
         "sums of weights take it in": Edit(FORWARD, "store_scales", "starts ? 1 : ptx::exp2_approx(-shift)", "1"),
         "values of a step are added to a sum that has ended": Edit(
-            FORWARD, "consume_tiles", "next.start(s, values, p, group, num_k_blocks, ended_scale < 0)",
-            "next.start(s, values, p, group, num_k_blocks, true)",
+            FORWARD, "consume_tiles", "next.start(s, values, p, group, num_k_blocks, ended_scale < 0,",
+            "next.start(s, values, p, group, num_k_blocks, true,",
         ),
         "O keeps its size as maxima rise": Edit(
             FORWARD, "consume_tiles", "o.scale_row(i, factor[i]);", ""
@@ -75,6 +75,11 @@ FAULTS = {
             "tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);",
             "if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty); "
             "tile::wait_wgmma<0>(values);",
+        ),
+        "products start before their operands have arrived": Edit(
+            FORWARD, "arrival_flag",
+            "has_v = tile::try_wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1))",
+            "has_v = true",
         ),
         "the room of O is written while the last O leaves it": Edit(
             "sm90/forward_fp8_epilogue.cuh", "stage_and_store", "ptx::bulk_wait_read<0>();", ""
