@@ -13,9 +13,9 @@ and `ratio` is the time of `peer` over ours: cuDNN in 8 bits where it runs, our 
 `prepare_ms` is the time of `quantize` for q, k and v, with the transposition of v, and `prepare_share` its share of
 our time. TFLOP/s count two products of the scores that the mask keeps.
 
-Found:  on an H100, full and causal calls in 8 bits take 0.89 to 0.98 of the time of our own bfloat16 with 128 columns,
-and 1.12 to 1.16 with 64; lists of an eighth of the blocks 0.96 to 1.05, and less since (results/fp8_steps.log, 11).
-cuDNN's 8 bits take 0.84 to 0.92 of our time with 128 columns.
+Found:  on an H100, full and causal calls in 8 bits take 0.86 to 0.96 of the time of our own bfloat16 with 128 columns,
+and 1.09 to 1.13 with 64; lists of an eighth of the blocks 0.85 to 0.96 with 128. cuDNN's 8 bits take 0.86 to 0.98 of
+our time with 128 columns (results/fp8_steps.log).
 
 Cost: Minutes of a GPU.
 """
