@@ -166,9 +166,10 @@ class IntervalSource:
 
     @property
     def num_threads(self) -> int:
-        """The number of threads: one for each query, and for each block and each start of a tile."""
+        """The number of threads: one for each query, block of queries and start of a tile, and a warp for others."""
+        (rows, columns), (_, tiles) = self.num_blocks, self.num_tiles
         starts = 0 if self.tile is None else sum(self.num_tiles) + 2
-        return self.batch * self.num_heads * (self.shape.seqlen_q + sum(self.num_blocks) + starts)
+        return self.batch * self.num_heads * (self.shape.seqlen_q + rows + starts + 32 * (columns + tiles))
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

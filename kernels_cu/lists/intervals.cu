@@ -1,5 +1,7 @@
-// Finds the keys that each query of packed sequences sees, a thread a query, from the offsets on the device.
+// Finds the keys that each query of packed sequences sees from the offsets on the device, a thread a query; and where
+// blocks are ordered, how many blocks of the other side each of them sees.
 #include <lists/interval_params.cuh>
+#include <ptx/thread.cuh>
 
 namespace cuflash::lists {
 
@@ -84,17 +86,26 @@ struct Matrix {
     return {lo > rows_lo ? lo : rows_lo, hi < rows_hi ? hi : rows_hi};
   }
 
-  // Return how many queries end, or start, at or before a key.
-  template <bool IsEnd>
-  CUFLASH_DEVICE int rows_by(int key) const {
-    int first = 0;
-    for (int last = params.seqlen_q; first < last;) {
-      const int middle = (first + last) / 2;
-      const Interval keys = keys_of(middle);
-      if ((IsEnd ? keys.hi : keys.lo) <= key) first = middle + 1;
-      else last = middle;
+  // Return how many queries start at or before the last key of a range, less those that end at or before the first one: the
+  // number that sees a key of it. Called by whole warps: one half counts starts and the other ends, and each lane looks
+  // at another query, since a look is a search of its own.
+  CUFLASH_DEVICE int num_queries_of(int first_key, int last_key) const {
+    constexpr int kLanes = 16;
+    const bool counts_ends = ptx::lane() >= kLanes;
+    const int key = counts_ends ? first_key : last_key;
+    int counted = 0, end = params.seqlen_q;  // queries before `counted` count, those from `end` on do not
+    while (__any_sync(0xffffffffu, counted < end)) {
+      const int step = (end - counted + kLanes - 1) / kLanes, query = counted + (ptx::lane() % kLanes + 1) * step - 1;
+      bool counts = false;
+      if (counted < end && query < end) {
+        const Interval keys = keys_of(query);
+        counts = (counts_ends ? keys.hi : keys.lo) <= key;
+      }
+      const unsigned votes = __ballot_sync(0xffffffffu, counts);
+      counted += __popc(counts_ends ? votes >> kLanes : votes & 0xffff) * step;
+      if (step > 0 && counted + step - 1 < end) end = counted + step - 1;
     }
-    return first;
+    return __shfl_sync(0xffffffffu, counted, 0) - __shfl_sync(0xffffffffu, counted, kLanes);
   }
 };
 
@@ -110,11 +121,12 @@ CUFLASH_DEVICE int row_length(const Matrix& matrix, int number) {
   return blocks_of(static_cast<int>(matrix.keys_of(last).hi - matrix.keys_of(first).lo), params.block_kv);
 }
 
+// Called by whole warps, as is tile_length.
 CUFLASH_DEVICE int column_length(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   const int first = number * params.block_kv, end = first + params.block_kv;
   const int last = (end < params.seqlen_kv ? end : params.seqlen_kv) - 1;
-  return blocks_of(matrix.rows_by<false>(last) - matrix.rows_by<true>(first), params.block_q);
+  return blocks_of(matrix.num_queries_of(first, last), params.block_q);
 }
 
 // Return the first row of a tile that ends with its sequence, as cuflash/blocks/sequence_tiles.py numbers them. Rows
@@ -145,40 +157,46 @@ CUFLASH_DEVICE int start_of_kv_tile(const Matrix& matrix, int number) {
 }
 CUFLASH_DEVICE int tile_length(const Matrix& matrix, int number) {
   const int first = start_of_kv_tile(matrix, number), end = start_of_kv_tile(matrix, number + 1);
-  return blocks_of(matrix.rows_by<false>(end - 1) - matrix.rows_by<true>(first), matrix.params.tile_q);
+  return blocks_of(matrix.num_queries_of(first, end - 1), matrix.params.tile_q);
 }
 
 }  // namespace cuflash::lists
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cuflash::config::kMinBlocks)
 lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
+  using namespace cuflash;
   using namespace cuflash::lists;
-  const int thread = blockIdx.x * kThreads + threadIdx.x;
-  const int num_blocks = params.row_order == nullptr ? 0 : params.num_q_blocks + params.num_kv_blocks;
+  // a warp for each block of keys and each tile of keys, then a thread for each block of queries, start of a tile, and query
+  const int num_columns = params.row_order == nullptr ? 0 : params.num_kv_blocks;
+  const int num_rows = params.row_order == nullptr ? 0 : params.num_q_blocks;
+  const int num_tiles = params.q_blocks == nullptr ? 0 : params.num_kv_tiles;
   const int num_starts = params.q_blocks == nullptr ? 0 : params.num_q_tiles + params.num_kv_tiles + 2;
-  const int of_matrix = num_blocks + num_starts + params.seqlen_q;  // queries last, since they take least
-  const int number = thread / of_matrix, at = thread % of_matrix;
+  const int warps_of_matrix = num_columns + num_tiles, num_warps = params.num_matrices * warps_of_matrix;
+  const int thread = blockIdx.x * kThreads + threadIdx.x, warp = thread / 32;
+  if (warp < num_warps) {
+    const int number = warp / warps_of_matrix, at = warp % warps_of_matrix, tile = at - num_columns;
+    const Matrix matrix(params, number);
+    const int length = tile < 0 ? column_length(matrix, at) : tile_length(matrix, tile);
+    if (ptx::lane() > 0) return;
+    if (tile < 0) params.column_lengths[number * num_columns + at] = length;
+    else params.tile_lengths[number * num_tiles + tile] = length;
+    return;
+  }
+  const int threads_of_matrix = num_rows + num_starts + params.seqlen_q;
+  const int number = (thread - 32 * num_warps) / threads_of_matrix, at = (thread - 32 * num_warps) % threads_of_matrix;
   if (number >= params.num_matrices) return;
   const Matrix matrix(params, number);
-  if (at >= num_blocks + num_starts) {
-    const int query = at - num_blocks - num_starts;
+  const int start = at - num_rows, query = start - num_starts, kv_start = start - params.num_q_tiles - 1;
+  if (start < 0) {
+    params.row_lengths[number * num_rows + at] = row_length(matrix, at);
+  } else if (query >= 0) {
     const Interval keys = matrix.keys_of(query);
     const int64_t row = static_cast<int64_t>(number) * params.seqlen_q + query;
     params.lo[row] = static_cast<int32_t>(keys.lo);
     params.hi[row] = static_cast<int32_t>(keys.hi);
-  } else if (at >= num_blocks) {
-    const int tile = at - num_blocks, kv_tile = tile - params.num_q_tiles - 1;
-    if (kv_tile < 0) {
-      params.q_blocks[number * (params.num_q_tiles + 1) + tile] = start_of_q_tile(matrix, tile);
-    } else {
-      params.kv_blocks[number * (params.num_kv_tiles + 1) + kv_tile] = start_of_kv_tile(matrix, kv_tile);
-      if (kv_tile < params.num_kv_tiles)
-        params.tile_lengths[number * params.num_kv_tiles + kv_tile] = tile_length(matrix, kv_tile);
-    }
-  } else if (at < params.num_q_blocks) {
-    params.row_lengths[number * params.num_q_blocks + at] = row_length(matrix, at);
+  } else if (kv_start < 0) {
+    params.q_blocks[number * (params.num_q_tiles + 1) + start] = start_of_q_tile(matrix, start);
   } else {
-    const int column = at - params.num_q_blocks;
-    params.column_lengths[number * params.num_kv_blocks + column] = column_length(matrix, column);
+    params.kv_blocks[number * (params.num_kv_tiles + 1) + kv_start] = start_of_kv_tile(matrix, kv_start);
   }
 }

@@ -118,7 +118,7 @@ FAULTS = {
             KERNEL, "row_length", "(end < params.seqlen_q ? end : params.seqlen_q) - 1", "params.seqlen_q - 1"
         ),
         "columns end with their first key": Edit(
-            KERNEL, "column_length", "rows_by<false>(last)", "rows_by<false>(first)"
+            KERNEL, "column_length", "num_queries_of(first, last)", "num_queries_of(first, first)"
         ),
         "blocks that are begun do not count": Edit(
             KERNEL, "blocks_of", "(length - 1) / block + 1", "length / block"
@@ -142,7 +142,16 @@ FAULTS = {
         ),
         "queries that see a tile are counted by keys": Edit(KERNEL, "tile_length", "params.tile_q", "params.tile_kv"),
         "a tile has the queries of its first key": Edit(
-            KERNEL, "tile_length", "rows_by<false>(end - 1)", "rows_by<false>(first)"
+            KERNEL, "tile_length", "num_queries_of(first, end - 1)", "num_queries_of(first, first)"
+        ),
+        "lanes look at one query too early": Edit(
+            KERNEL, "Matrix.num_queries_of", "% kLanes + 1) * step - 1;", "% kLanes + 1) * step - 2;"
+        ),
+        "a search ends a query early": Edit(
+            KERNEL, "Matrix.num_queries_of", "end = counted + step - 1;", "end = counted + step - 2;"
+        ),
+        "queries that have not ended are taken away": Edit(
+            KERNEL, "Matrix.num_queries_of", "(counts_ends ? keys.hi : keys.lo)", "keys.lo"
         ),
     },
     queries_are_cut_into_tiles: {
