@@ -8,7 +8,7 @@ import numpy as np
 
 from ..api import attention
 from ..arrays import Array, namespace
-from ..planning.options import AnyArray, Causality, MaskLike
+from ..planning.options import AnyArray, Causality, MaskLike, ScoreLike
 
 
 class Recall(NamedTuple):
@@ -33,7 +33,14 @@ class Recall(NamedTuple):
 
 
 def recall(
-    q: AnyArray, k: AnyArray, v: AnyArray, mask: MaskLike, *, causal: Causality = False, scale: float | None = None
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    mask: MaskLike,
+    *,
+    causal: Causality = False,
+    scale: float | None = None,
+    score: ScoreLike | None = None,
 ) -> Recall:
     """Measure the softmax mass that a mask keeps for each query, and how much the output changes.
 
@@ -50,6 +57,8 @@ def recall(
         As in `attention`.
     scale : float, optional
         1 / sqrt(head_dim) unless given.
+    score : Score, optional
+        As in `attention`, for both calls; `scores.bias` makes one of a bias.
 
     Returns
     -------
@@ -75,7 +84,8 @@ def recall(
     >>> kept.mass.shape, bool((kept.mass[:, :8] > 0.999999).all())
     ((4, 64), True)
     """
-    return kept(attention(q, k, v, causal=causal, scale=scale, return_lse=True), q, k, v, mask, causal, scale)
+    dense = attention(q, k, v, causal=causal, scale=scale, score=score, return_lse=True)
+    return kept(dense, q, k, v, mask, causal, scale, score)
 
 
 def kept(
@@ -86,10 +96,11 @@ def kept(
     mask: MaskLike,
     causal: Causality,
     scale: float | None,
+    score: ScoreLike | None = None,
 ) -> Recall:
     """`recall`, given o and lse of attention without the mask."""
     o, lse = dense
-    kept_o, kept_lse = attention(q, k, v, mask=mask, causal=causal, scale=scale, return_lse=True)
+    kept_o, kept_lse = attention(q, k, v, mask=mask, causal=causal, scale=scale, score=score, return_lse=True)
     xp = namespace(lse)
     is_empty = lse == -np.inf
     with np.errstate(invalid="ignore"):

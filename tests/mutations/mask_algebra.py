@@ -8,6 +8,7 @@ from mutations.mask_algebra_guards import (
     index_operators_are_right,
     operators_are_right,
     pictures_are_right,
+    recall_has_scores,
     recall_is_right,
     scipy_is_read,
 )
@@ -122,6 +123,10 @@ FAULTS = {
         "the error is of the masked output": Edit(
             "study/recall.py", "kept", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
         ),
+    },
+    recall_has_scores: {
+        "all keys have plain scores": Edit("study/recall.py", "recall", "score=score", "score=None"),
+        "kept keys have plain scores": Edit("study/recall.py", "kept", "score=score", "score=None"),
     },
     scipy_is_read: {
         "stored zeros allow": Edit(

@@ -17,7 +17,7 @@ from test_mask_algebra import (
     tables,
 )
 from test_pictures import check_pictures
-from test_recall import check_recall, problems
+from test_recall import check_recall, check_scored, problems
 
 # Exceptions by which guards see a fault.
 SIGNS = (AssertionError, ValueError, TypeError, IndexError, pytest.fail.Exception)
@@ -48,6 +48,10 @@ def pictures_are_right(library: ModuleType) -> None:
 
 def recall_is_right(library: ModuleType) -> None:
     hunt(problems(library), seeds=2)(lambda drawn: check_recall(library, drawn))
+
+
+def recall_has_scores(library: ModuleType) -> None:
+    hunt(problems(library), seeds=2)(lambda drawn: check_scored(library, drawn))
 
 
 def scipy_is_read(library: ModuleType) -> None:

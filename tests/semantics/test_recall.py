@@ -24,10 +24,10 @@ def problems(draw, library=cuflash):
     return q, k, v, draw(of_library.masks(shape)), draw(st.sampled_from((False, "bottom_right", "top_left")))
 
 
-def weights(q, k, allowed):
+def weights(q, k, allowed, bias=0.0):
     """Return softmax weights over the keys that are allowed; all are 0 in a row without one."""
     k = np.repeat(k, q.shape[-3] // k.shape[-3], axis=-3)
-    e = np.exp(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5) * allowed
+    e = np.exp(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5 + bias) * allowed
     total = e.sum(-1, keepdims=True)
     return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
 
@@ -68,6 +68,19 @@ def check_recall(library, problem):
     assert abs(kept.output_error - expected) <= bound
 
 
+def check_scored(library, problem):
+    """A score function changes the weights of both calls; a bias errs as scores do, but for their products."""
+    q, k, v, mask, causal = problem
+    lengths = q.shape[-2], k.shape[-2]
+    bias = np.random.default_rng(lengths).standard_normal((q.shape[-3], *lengths))
+    allowed = mask.toarray(*lengths, batch=q.shape[:-3], num_heads=q.shape[-3])
+    eligible = library.masks.Causal(causal).toarray(*lengths) if causal else np.ones(lengths, bool)
+    kept = library.recall(q, k, v, mask, causal=causal, score=library.scores.bias(bias))
+    has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
+    exact = np.where(has_key, (weights(q, k, eligible, bias) * allowed).sum(-1), 1)
+    np.testing.assert_allclose(kept.mass, exact, rtol=tolerance(q, k, EXACT, (1, 1)) + 16 * EXACT * np.abs(bias).max())
+
+
 def check_sums(library, problem):
     """Masses of the blocks of a row, each kept alone, add up to the mass of a mask that keeps all of them."""
     q, k, v, _, causal = problem
@@ -86,6 +99,12 @@ def check_sums(library, problem):
 @given(problems())
 def test_the_mass_is_the_softmax_s_and_the_error_the_output_s(problem):
     check_recall(cuflash, problem)
+
+
+@settings(max_examples=30)
+@given(problems())
+def test_the_mass_is_that_of_the_changed_scores(problem):
+    check_scored(cuflash, problem)
 
 
 @settings(max_examples=30)
