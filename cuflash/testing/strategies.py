@@ -22,9 +22,9 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from ..arrays import DTYPES, accumulator_dtype, describe, flag_reasons, is_int
+from ..arrays import DTYPES, accumulator_dtype, describe, flag_reasons, is_int, whole_number
 from ..dropout import Dropout
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, collecting
 from ..masks.arrays import Dense
 from ..masks.base import Mask
 from ..masks.shape import MaskShape
@@ -389,7 +389,7 @@ def structures(
     Raises
     ------
     UnsupportedProblem
-        One of the last five arguments is none of what `examples` takes.
+        An argument is none of what `examples` takes; all reasons at once.
 
     Examples
     --------
@@ -401,6 +401,15 @@ def structures(
     >>> test()
     """
     reasons = [
+        *_number_reasons(
+            tile=tile, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
+            longest=longest,
+        ),
+        *_dtype_reasons(dtypes),
+        *flag_reasons("has_non_finite", has_non_finite),
+        *flag_reasons("has_sink", has_sink),
+        *flag_reasons("has_score", has_score),
+        *flag_reasons("has_dropout", has_dropout),
         *_batch_reasons(batch),
         *flag_reasons("grouped_heads", grouped_heads),
         *_layout_reasons(layouts),
@@ -421,6 +430,24 @@ def structures(
             masks=masks,
         )
     )  # fmt: skip
+
+
+def _number_reasons(**numbers: Any) -> list[str]:
+    reasons: list[str] = []
+    for name, number in numbers.items():
+        with collecting(reasons):
+            whole_number(name, number, 1)
+    return reasons
+
+
+def _dtype_reasons(dtypes: Any) -> list[str]:
+    names = dtypes if isinstance(dtypes, (tuple, list)) else ()
+    if names and all(isinstance(name, str) and name in DTYPE_NAMES for name in names):
+        return []
+    return [
+        f"dtypes must be a sequence of some of the names {', '.join(DTYPE_NAMES)}; got {describe(dtypes)}: "
+        "['float32'] is one"
+    ]
 
 
 def _batch_reasons(batch: Any) -> list[str]:
@@ -611,7 +638,7 @@ def examples(
     Raises
     ------
     UnsupportedProblem
-        One of the last five arguments is none of these.
+        An argument is none of these; all reasons at once.
 
     Examples
     --------

@@ -231,6 +231,37 @@ def test_masks_of_a_function_fit_the_shape_and_wrong_restrictions_are_said():
     assert [reason.split(" ")[0] for reason in refused.value.reasons] == [*RESTRICTED]
 
 
+WRONG = {
+    "tile": (0, 64.0),
+    "most_scores": (0, True),
+    "most_rows": (-1, None),
+    "max_leaves": (0, "3"),
+    "widest": (0, 2.5),
+    "longest": (0, "a"),
+    "dtypes": ("float32", np.float32, [np.float32], [], ["float31"], ["int32"], ["float32", "float8_e4m3fn"]),
+    "has_non_finite": (1, None),
+    "has_sink": (1, None),
+    "has_score": (1, None),
+    "has_dropout": (0.5, None),
+}
+
+
+@pytest.mark.parametrize("draw", [strategies.examples, strategies.structures])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_numbers_flags_and_dtypes_are_said_before_anything_is_drawn(draw, name):
+    for value in WRONG[name]:
+        with pytest.raises(UnsupportedProblem) as refused:
+            draw(**{name: value})
+        (reason,) = refused.value.reasons
+        assert reason.startswith(f"{name} must be ") and "; got " in reason
+
+
+def test_all_wrong_arguments_of_a_strategy_are_said_at_once():
+    with pytest.raises(UnsupportedProblem) as refused:
+        strategies.examples(**{name: values[0] for name, values in WRONG.items()})
+    assert sorted(reason.split(" ")[0] for reason in refused.value.reasons) == sorted(WRONG)
+
+
 # Layouts
 
 
