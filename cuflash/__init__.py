@@ -6,6 +6,8 @@
 (8, 256, 64)
 """
 
+from typing import TYPE_CHECKING
+
 from . import masks as masks, patterns as patterns, reference as reference, scores as scores, selectors as selectors
 from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
@@ -75,6 +77,14 @@ __all__ = [
     "show_config",
     "unpack",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+    def __getattr__(name: str) -> object:
+        if name in ("jax", "testing", "torch"):  # each needs a library that `import cuflash` leaves alone
+            raise AttributeError(f"cuflash.{name} must be imported before it is used: write import cuflash.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

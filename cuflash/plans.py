@@ -612,8 +612,9 @@ class Plan:
             shape, dtype = wanted[name]
             reasons += self._location_reasons(name, array)
             if tuple(array.shape) != shape or array.dtype != dtype:
+                fix = f": cast it with {name}.astype({dtype.name!r})" if tuple(array.shape) == shape else ""
                 reasons.append(
-                    f"{name} must have shape {shape} and dtype {dtype}; got {tuple(array.shape)} and {array.dtype}"
+                    f"{name} must have shape {shape} and dtype {dtype}; got {tuple(array.shape)} and {array.dtype}{fix}"
                 )
         return reasons
 

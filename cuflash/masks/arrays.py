@@ -192,7 +192,15 @@ class FromFunction(Mask):
             ) from error
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        allowed = self.function(b, h, i, j)
+        try:
+            allowed = self.function(b, h, i, j)
+        except ValueError as error:
+            if "truth value" in str(error):
+                error.add_note(
+                    "A mask's function receives arrays of indices: write &, |, ~ and numpy.where in place of and, or, "
+                    "not and if, with brackets around comparisons."
+                )
+            raise
         asked, answered = namespace(b, h, i, j).__name__, namespace(allowed).__name__
         if asked != answered and is_array(allowed):
             raise UnsupportedProblem(

@@ -94,7 +94,7 @@ class BlockPattern(Mask):
                 f"in blocks of {self.block}; got {tuple(self.blocks.shape)}"
             )
         leading = tuple(self.blocks.shape[:-2])
-        reasons.extend(leading_reasons("blocks", leading, (*shape.batch, shape.num_heads)))
+        reasons.extend(leading_reasons("blocks", leading, (*shape.batch, shape.num_heads), has_heads=True))
         if reasons:
             raise UnsupportedProblem(reasons)
 

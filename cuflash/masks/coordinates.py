@@ -116,6 +116,15 @@ class PerBatch:
         return widened(namespace(found).minimum(found, UNBOUNDED) if found.dtype == np.uint64 else found)
 
 
-def leading_reasons(name: str, leading: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:
+def leading_reasons(
+    name: str, leading: tuple[int, ...], wanted: tuple[int, ...], has_heads: bool = False
+) -> list[str]:
     fits = len(leading) <= len(wanted) and all(have in (1, want) for have, want in zip(leading[::-1], wanted[::-1]))
-    return [] if fits else [f"{name}'s leading axes must broadcast to {wanted}; got {leading}"]
+    if fits:
+        return []
+    given = "q's axes before its length" if has_heads else "q's axes before its heads"
+    numbers = "batch= and num_heads=" if has_heads else "batch="
+    return [
+        f"{name}'s leading axes must broadcast to {wanted}; got {leading}: "
+        f"they stand for {given}, or for {numbers} in toarray and BlockIndex.from_mask"
+    ]

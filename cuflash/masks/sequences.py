@@ -291,7 +291,10 @@ def _offset_reasons(name: str, offsets: Any) -> list[str]:
     if len(falls):
         place = tuple(falls[0].tolist())
         before, after = int(offsets[place]), int(offsets[(*place[:-1], place[-1] + 1)])
-        reasons.append(f"{name} must never decrease; got {after} after {before} at the end of sequence {place[-1]}")
+        reasons.append(
+            f"{name} must never decrease; got {after} after {before} at the end of sequence {place[-1]}: they say "
+            "where each sequence starts, and the last one ends; masks.Sequences.of takes lengths"
+        )
     return reasons
 
 

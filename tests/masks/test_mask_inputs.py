@@ -431,6 +431,61 @@ def test_answers_that_are_none_are_refused_in_words():
     check_answers(cuflash)
 
 
+PYTHON_WORDS = {
+    "and": lambda b, h, i, j: (i >= j) and (j > 2),
+    "or": lambda b, h, i, j: (i >= j) or (j > 2),
+    "not": lambda b, h, i, j: not (i >= j),
+    "if": lambda b, h, i, j: i >= j if (i > 2) else i <= j,
+}
+
+
+@pytest.mark.parametrize("name", PYTHON_WORDS)
+def test_a_rule_that_asks_for_the_truth_of_an_array_is_told_what_to_write(name):
+    q = np.ones((2, 8, 4), np.float32)
+    mask = masks.FromFunction(PYTHON_WORDS[name])
+    for ask in (
+        lambda: mask.toarray(8),
+        lambda: (mask & masks.Causal()).toarray(8),
+        lambda: cuflash.BlockIndex.from_mask(mask, 8, 8, block=4),
+        lambda: cuflash.attention(q, q, q, mask=PYTHON_WORDS[name]),
+    ):
+        with pytest.raises(ValueError) as refused:
+            ask()
+        text = "\n".join([str(refused.value), *getattr(refused.value, "__notes__", [])])
+        note = "write &, |, ~ and numpy.where in place of and, or, not and if"
+        of_one_element = "must return a boolean array; got bool: use i >= j, np.where, & and | instead of if, and, or"
+        assert "truth value" in text and note in text or of_one_element in text
+
+
+def test_other_errors_of_a_rule_are_left_alone():
+    def rule(b, h, i, j):
+        raise ValueError("no such table")
+
+    with pytest.raises(ValueError, match="no such table") as refused:
+        masks.FromFunction(rule).toarray(8)
+    assert not hasattr(refused.value, "__notes__")
+
+
+PATTERN = masks.BlockPattern(np.ones((4, 2, 2), bool), 4)
+LEADING = {
+    "blocks of more heads": (lambda: PATTERN.toarray(8), "batch= and num_heads= in toarray and BlockIndex.from_mask"),
+    "an index of more heads": (lambda: cuflash.BlockIndex.from_mask(PATTERN, 8, 8, block=4), "num_heads="),
+    "blocks of more heads than q": (lambda: cuflash.attention(*[np.ones((3, 8, 4))] * 3, mask=PATTERN), "q's axes"),
+    "documents of a batch": (lambda: masks.Documents(np.zeros((2, 8), int)).toarray(8), "q's axes before its heads"),
+    "lengths of a batch": (lambda: masks.Lengths(kv=np.ones(3, int)).toarray(8), "or for batch= in toarray"),
+}
+
+
+@pytest.mark.parametrize("name", LEADING)
+def test_axes_that_do_not_fit_are_told_what_they_stand_for(name):
+    ask, words = LEADING[name]
+    with pytest.raises(cuflash.UnsupportedProblem) as refused:
+        ask()
+    for reason in refused.value.reasons:
+        assert "leading axes must broadcast to (" in reason and "): they stand for " in reason and words in reason
+    assert PATTERN.toarray(8, num_heads=4).shape == (4, 8, 8)
+
+
 # Classes of the user's
 
 

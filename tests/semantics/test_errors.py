@@ -1,5 +1,6 @@
 """Bad input raises one error before any work, which names the argument, the rule, the value that came, and the fix."""
 
+import subprocess
 import sys
 from decimal import Decimal
 from fractions import Fraction
@@ -78,6 +79,33 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
 def test_a_wrong_option_is_named_with_its_rule_and_what_came(options, words):
     text = "\n".join(reasons_of(Q, Q, Q, **options))
     assert all(word in text for word in words), text
+
+
+def test_an_array_of_another_dtype_alone_is_told_how_to_cast_it():
+    o, vjp = cuflash.attention_vjp(Q, Q, Q)
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"and float64: cast it with do.astype\('float32'\)$"):
+        vjp(np.ones(o.shape))
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"got \(2, 4, 10, 9\) and float64$"):
+        vjp(np.ones((2, 4, 10, 9)))
+    cache = cuflash.KVCache(batch=2, num_kv_heads=4, head_dim=8, capacity=20, dtype=np.float32)
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"and float64: cast it with v.astype\('float32'\)$"):
+        cache.append(Q, Q.astype(float))
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"got \(2, 4, 10, 7\) and float64$"):
+        cache.append(Q, Q[..., :7].astype(float))
+
+
+@pytest.mark.parametrize("name", ["jax", "testing", "torch"])
+def test_a_module_that_is_not_imported_is_named_with_its_import(name):
+    code = f"import cuflash; cuflash.{name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"cuflash.{name} must be imported before it is used: write import cuflash.{name}\n")
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'cuflash' has no attribute 'attend'"):
+        cuflash.attend
+    assert not hasattr(cuflash, "attend")
 
 
 def test_unequal_lengths_need_an_alignment_by_name():

@@ -341,6 +341,7 @@ WRONG = {
     ),
     "negative lengths": (lambda: masks.Sequences.of(np.array([3, -1])), "q_lengths must be at least 0; got -1"),
     "a list that falls": (lambda: masks.Sequences([0, 5, 3]), "q_offsets must never decrease; got 3 after 5"),
+    "lengths as offsets": (lambda: masks.Sequences([5, 3]), "the last one ends; masks.Sequences.of takes lengths"),
     "a list of floats": (lambda: masks.Sequences([0, 5.0]), "q_offsets must be a list of ints, or an integer array"),
     "lengths of words": (lambda: masks.Sequences.of(["a"]), "q_lengths must be a list of ints of at least 0"),
     "both lengths": (lambda: masks.Sequences.of([-1], 3), "2 reasons"),
