@@ -33,7 +33,9 @@ def oracle(
     scale: float | None = None,
     executor: str = "auto",
 ) -> BlockIndex:
-    """Choose the blocks of most exact mass: no selector has a higher recall with as many blocks in each row.
+    """Choose the blocks of most exact mass.
+
+    No selector that is forced to keep the same blocks has a higher recall with as many blocks in each row.
 
     Parameters
     ----------
