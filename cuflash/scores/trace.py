@@ -418,7 +418,8 @@ def _require_signature(
         signature.bind(*symbols, **captured)
     except TypeError as error:
         wanted = ", ".join(["s", *COORDINATES, *captured])
-        raise UnsupportedProblem([f"{name} must take ({wanted}); got {name}{signature}: {error}"]) from None
+        given = "arrays stand behind j and are given by name, Score(f, table=table)"
+        raise UnsupportedProblem([f"{name} must take ({wanted}); got {name}{signature}: {error}; {given}"]) from None
 
 
 def _place(error: Exception, name: str) -> str:

@@ -337,6 +337,9 @@ REFUSED = {
     "method": (lambda s, b, h, i, j: s.clip(0, 1), {}, "has no .clip: use NumPy's functions"),
     "None": (lambda s, b, h, i, j: None, {}, "the function must return a number for each s; got None"),
     "signature": (lambda s, b, h, i: s, {}, "must take (s, b, h, i, j); got <lambda>(s, b, h, i)"),
+    "not given": (
+        lambda s, b, h, i, j, slope: s * slope[h], {}, "argument: 'slope'; arrays stand behind j and are given by name"
+    ),
     "missing": (lambda s, b, h, i, j: s, {"slope": SLOPE}, "must take (s, b, h, i, j, slope)"),
     "reserved": (lambda s, b, h, i, j, bias: s, {"bias": SLOPE}, "score arrays may not be called q, k, v, o, lse, do,"),
     "self": (lambda s, b, h, i, j, self: s * self, {"self": SLOPE}, "got self"),
