@@ -126,5 +126,5 @@ def leading_reasons(
     numbers = "batch= and num_heads=" if has_heads else "batch="
     return [
         f"{name}'s leading axes must broadcast to {wanted}; got {leading}: "
-        f"they stand for {given}, or for {numbers} in toarray and BlockIndex.from_mask"
+        f"they stand for {given}, or for {numbers} in toarray, picture and BlockIndex.from_mask"
     ]

@@ -468,7 +468,7 @@ def test_other_errors_of_a_rule_are_left_alone():
 
 PATTERN = masks.BlockPattern(np.ones((4, 2, 2), bool), 4)
 LEADING = {
-    "blocks of more heads": (lambda: PATTERN.toarray(8), "batch= and num_heads= in toarray and BlockIndex.from_mask"),
+    "blocks of more heads": (lambda: PATTERN.toarray(8), "batch= and num_heads= in toarray, picture and BlockIndex"),
     "an index of more heads": (lambda: cuflash.BlockIndex.from_mask(PATTERN, 8, 8, block=4), "num_heads="),
     "blocks of more heads than q": (lambda: cuflash.attention(*[np.ones((3, 8, 4))] * 3, mask=PATTERN), "q's axes"),
     "documents of a batch": (lambda: masks.Documents(np.zeros((2, 8), int)).toarray(8), "q's axes before its heads"),
