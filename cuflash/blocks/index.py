@@ -68,7 +68,8 @@ class BlockIndex:
     Notes
     -----
     The arrays of an index on the host are read-only: calls with the same index read them once, and keep their copies on
-    a device until the index is gone.
+    a device until the index is gone. They are views: arrays that an index is made of directly must not be written to
+    afterwards.
 
     An index made from device arrays stays on the device and is made without waiting for it, so the host does not know
     how many entries there are: lists then have room for the whole grid, zeros stand behind the last entry, and each

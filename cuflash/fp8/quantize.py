@@ -50,6 +50,11 @@ class Quantized:
     UnsupportedProblem
         They do not fit together, or a scale on the host is not positive and finite. It lists every reason.
 
+    Notes
+    -----
+    data and scale are not copied, and must not be written to afterwards: scales were checked, and the transposed data
+    are kept once a call has made them.
+
     Examples
     --------
     >>> import numpy as np, cuflash

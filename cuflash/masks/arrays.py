@@ -119,7 +119,6 @@ class Sparse(Mask):
             raise TypeError(f"matrix must be a scipy.sparse array; got {describe(self.matrix)}: use masks.Dense")
         if self.matrix.ndim != 2:
             raise UnsupportedProblem([f"a mask's matrix must have two axes; got shape {self.matrix.shape}"])
-        object.__setattr__(self, "matrix", scipy.sparse.csr_array(self.matrix))
 
     @property
     def own_lengths(self) -> tuple[int | None, int | None]:

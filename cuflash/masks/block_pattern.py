@@ -48,7 +48,8 @@ class BlockPattern(Mask):
         with collecting(reasons):
             object.__setattr__(self, "block", block_pair(self.block))
         if scipy.sparse.issparse(self.blocks):
-            object.__setattr__(self, "blocks", scipy.sparse.csr_array(self.blocks))
+            if self.blocks.ndim != 2:
+                reasons.append(f"blocks must have two axes as a scipy.sparse array; got shape {self.blocks.shape}")
         elif not (is_array(self.blocks) and self.blocks.ndim >= 2 and self.blocks.dtype == np.bool_):
             reasons.append(
                 f"blocks must be a boolean array (..., num_q_blocks, num_kv_blocks) or a scipy.sparse array; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import Array, as_int_array, describe, is_array, is_flag, is_int, is_integer_dtype, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
+from ..scores.offsets import offset_reasons, pair_reasons
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, clipped, leading_reasons, widened
 from .fields import take_arrays, taken_array
@@ -50,9 +51,11 @@ class Sequences(Mask):
     -----
     `cuflash.pack` makes the array and its offsets from a list of arrays, and `of` makes the mask from lengths.
 
-    A row attends one run of keys in closed form, so that kernels visit no block between two sequences. Offsets on a
-    device are never looked at, since that would wait for the device: there the order is a condition. Offsets that break
-    it mean nothing, and read no memory that is not theirs.
+    A row attends one run of keys in closed form, so that kernels visit no block between two sequences.
+
+    Arrays of offsets are not copied, so that calls see what is written to them. Those on the host are checked when the
+    mask is made, and by each call again. Offsets on a device are never looked at, since that would wait for the device:
+    there the order is a condition. Offsets that break it mean nothing, and read no memory that is not theirs.
 
     No result of a sequence depends on the finite values of another, and what stands after the last offset may be NaN.
     A packed sequence has the results of that sequence alone within the bounds of both; not bit for bit, since tiles
@@ -85,20 +88,16 @@ class Sequences(Mask):
         for name in ("q_offsets", "kv_offsets"):
             object.__setattr__(self, name, as_int_array(getattr(self, name)))
         take_arrays(self, {"q_offsets": "q_offsets", "kv_offsets": "kv_offsets"})
-        reasons = [
-            reason
-            for name in ("q_offsets", "kv_offsets")
-            if name == "q_offsets" or self.kv_offsets is not None
-            for reason in _offset_reasons(name, getattr(self, name))
-        ]
+        if self.kv_offsets is self.q_offsets:
+            object.__setattr__(self, "kv_offsets", None)
+        reasons = self._offset_reasons()
         with collecting(reasons):
             object.__setattr__(self, "window", _checked_window(self.window))
         if is_flag(self.causal):
             object.__setattr__(self, "causal", bool(self.causal))
         elif not (isinstance(self.causal, str) and self.causal in _ALIGNMENTS):
             reasons.append(f"causal must be True, False, 'bottom_right' or 'top_left'; got {describe(self.causal)}")
-        if not reasons and self.kv_offsets is not None:
-            reasons += self._pair_reasons(self.kv_offsets)
+        reasons = reasons or self._pair_reasons()
         if reasons:
             raise UnsupportedProblem(reasons)
 
@@ -143,7 +142,7 @@ class Sequences(Mask):
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Offsets of queries, and of keys where these have others.
+        """Offsets of queries, and of keys where these were given as another array.
 
         Examples
         --------
@@ -155,7 +154,7 @@ class Sequences(Mask):
         return (self.q_offsets,) if self.kv_offsets is None else (self.q_offsets, self.kv_offsets)
 
     def resolve(self, shape: MaskShape) -> Mask:
-        reasons = []
+        reasons = self._offset_reasons() or self._pair_reasons()  # contents may have changed since the mask was made
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
         ends = (
             ("q_offsets", self.q_offsets, "seqlen_q", shape.seqlen_q),
@@ -170,7 +169,8 @@ class Sequences(Mask):
                 reasons.append(f"{own} must end at {which}={length} or before; got {last}{missing}")
         if reasons:
             raise UnsupportedProblem(dict.fromkeys(reasons))
-        return ResolvedSequences(self, shape)
+        has_more = self.kv_offsets is not None and self._has_equal_offsets
+        return ResolvedSequences(replace(self, kv_offsets=None) if has_more else self, shape)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
@@ -225,27 +225,31 @@ class Sequences(Mask):
             hi = xp.clip(diagonal + min(right, UNBOUNDED) + 1, start, stop)
         return xp.where(after > last, UNBOUNDED, lo), hi
 
-    def _pair_reasons(self, kv_offsets: Array) -> list[str]:
-        """Why offsets of queries and keys do not belong together; keys of equal offsets are left out."""
-        if self.q_offsets.shape[-1] != kv_offsets.shape[-1]:
-            return [
-                f"kv_offsets must hold as many sequences as q_offsets, {self.q_offsets.shape[-1] - 1}; "
-                f"got {kv_offsets.shape[-1] - 1}"
-            ]
-        if namespace(self.q_offsets) is not namespace(kv_offsets):
-            return ["kv_offsets must be where q_offsets is: copy either"]
-        is_known = kv_offsets is self.q_offsets or (
-            namespace(kv_offsets) is np and np.array_equal(self.q_offsets, kv_offsets)
-        )
-        if is_known:
-            object.__setattr__(self, "kv_offsets", None)
-        elif self.causal is True or (self.window is not None and not self.causal):
+    def _offset_reasons(self) -> list[str]:
+        """Why the offsets of queries, or those of keys, break their rules by themselves."""
+        named = zip(("q_offsets", "kv_offsets"), self.arrays)
+        return [reason for name, offsets in named for reason in offset_reasons(name, offsets)]
+
+    def _pair_reasons(self) -> list[str]:
+        """Why offsets of queries and keys, each of which is fine, do not belong together."""
+        if self.kv_offsets is None:
+            return []
+        if reasons := pair_reasons(self.q_offsets, self.kv_offsets):
+            return reasons
+        needs_equal = self.causal is True or (self.window is not None and not self.causal)
+        if needs_equal and not self._has_equal_offsets:
             subject = "causal=True" if self.causal else f"window={describe(self.window)}"
             return [
                 f"causal must be 'bottom_right', which lets the last query of each sequence meet its last key, or "
                 f"'top_left', the first its first, where kv_offsets may differ from q_offsets; got {subject}"
             ]
         return []
+
+    @property
+    def _has_equal_offsets(self) -> bool:
+        """Whether keys have the offsets of queries, as far as that is known without waiting for a device."""
+        kv_offsets = self.kv_offsets
+        return kv_offsets is None or (namespace(kv_offsets) is np and np.array_equal(self.q_offsets, kv_offsets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,27 +279,6 @@ class ResolvedSequences(Mask):
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         lo, hi = self.bounds
         return lo.at(b, i), hi.at(b, i)
-
-
-def _offset_reasons(name: str, offsets: Any) -> list[str]:
-    if not (is_array(offsets) and offsets.ndim >= 1 and offsets.shape[-1] and is_integer_dtype(offsets.dtype)):
-        made = "masks.Sequences.of(lengths) makes the mask from lengths"
-        rule = "a list of ints, or an integer array (..., num_sequences + 1)"
-        return [f"{name} must be {rule}; got {describe(offsets)}: {made}"]
-    if namespace(offsets) is not np or not offsets.size:
-        return []
-    reasons = []
-    if (offsets[..., 0] < 0).any():
-        reasons.append(f"{name} must start at 0 or later; got {int(offsets[..., 0].min())}")
-    falls = np.argwhere(offsets[..., 1:] < offsets[..., :-1])
-    if len(falls):
-        place = tuple(falls[0].tolist())
-        before, after = int(offsets[place]), int(offsets[(*place[:-1], place[-1] + 1)])
-        reasons.append(
-            f"{name} must never decrease; got {after} after {before} at the end of sequence {place[-1]}: they say "
-            "where each sequence starts, and the last one ends; masks.Sequences.of takes lengths"
-        )
-    return reasons
 
 
 def _checked_window(window: Any) -> tuple[int | None, int | None] | None:

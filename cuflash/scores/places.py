@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, as_int_array, describe, is_array, is_int, is_integer_dtype, namespace
+from ..arrays import Array, as_int_array, describe, is_array, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
+from .offsets import offset_reasons, pair_reasons
 from .score import MAX_ARRAYS, Score
 
 __all__ = ["in_cache", "within"]
@@ -29,7 +30,7 @@ def within(
         It is given i - q_offsets[n] and j - kv_offsets[n] in place of i and j, where n is the sequence of the query and
         that of the key.
     q_offsets : list of ints, or int array [..., num_sequences + 1]
-        As `masks.Sequences` takes them; the mask of the call is that of the same offsets.
+        As `masks.Sequences` takes them; it refuses the same. The mask of the call is that of the same offsets.
     kv_offsets : list of ints, or int array [..., num_sequences + 1], optional
         The same of the keys; `q_offsets` unless given.
     seqlen_q, seqlen_kv : int, optional
@@ -40,7 +41,8 @@ def within(
     -------
     Score
         The score function, with two captured arrays more: "q_starts" and "kv_starts", int32, where the offsets are. A
-        call of other offsets compiles nothing.
+        call of other offsets compiles nothing. Both are made of the offsets as they are now: what is written to an
+        array of offsets afterwards changes a mask of it, and not this function.
 
     Raises
     ------
@@ -72,16 +74,18 @@ def within(
         for name in _STARTS
         if name in score.arrays
     ]
+    is_shared, is_one_length = kv_offsets is None, kv_offsets is None and seqlen_kv is None
+    given = {"q_offsets": q_offsets} if is_shared else {"q_offsets": q_offsets, "kv_offsets": kv_offsets}
+    held = {name: _own_array(name, offsets) for name, offsets in given.items()}
     starts: dict[str, Array] = {}
-    is_shared = kv_offsets is None
-    of_keys = ("q_offsets", q_offsets) if is_shared else ("kv_offsets", kv_offsets)
-    of_rows = seqlen_q if is_shared and seqlen_kv is None else seqlen_kv
+    of_keys = "q_offsets" if is_shared else "kv_offsets"
+    of_rows = ("seqlen_q", seqlen_q) if is_one_length else ("seqlen_kv", seqlen_kv)
     with collecting(reasons):
-        starts["q_starts"] = _starts("q_offsets", q_offsets, "seqlen_q", seqlen_q)
+        starts["q_starts"] = _starts("q_offsets", held["q_offsets"], "seqlen_q", seqlen_q)
     with collecting(reasons):
-        starts["kv_starts"] = _starts(*of_keys, "seqlen_q" if is_shared and seqlen_kv is None else "seqlen_kv", of_rows)
+        starts["kv_starts"] = _starts(of_keys, held[of_keys], *of_rows)
     if not reasons and not is_shared:
-        reasons += _count_reasons(q_offsets, kv_offsets)
+        reasons += pair_reasons(*held.values())
     if reasons:
         raise UnsupportedProblem(dict.fromkeys(reasons))
 
@@ -90,15 +94,21 @@ def within(
 
     restarted.__name__ = f"within of {score.name}"
     made = Score.of_reserved(restarted, **score.arrays, **starts)
-    return made.remade_by(within, score, q_offsets, kv_offsets, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    return made.remade_by(within, score, *held.values(), seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
 
 
-def _count_reasons(q_offsets: Any, kv_offsets: Any) -> list[str]:
-    """Why offsets of queries and of keys, each of which is fine, are not those of the same sequences."""
-    of_queries, of_keys = (as_int_array(offsets).shape[-1] - 1 for offsets in (q_offsets, kv_offsets))
-    if of_queries == of_keys:
-        return []
-    return [f"kv_offsets must hold as many sequences as q_offsets, {of_queries}; got {of_keys}"]
+def _own_array(name: str, given: Any) -> Any:
+    """A copy of an array or a list, since the function is that of the offsets with which it was made; else the value.
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is an array of another library that cannot be taken.
+    """
+    offsets = as_int_array(given)
+    if is_foreign(offsets):
+        offsets = taken_on_cuda(name, offsets) if is_on_cuda(name, offsets) else taken(name, offsets, np)
+    return offsets.copy() if is_array(offsets) else offsets
 
 
 def _behind(position: Any, start: Any) -> Any:
@@ -109,7 +119,7 @@ def _behind(position: Any, start: Any) -> Any:
     return np.maximum(position - np.maximum(start, 0), 0)
 
 
-def _starts(name: str, given: Any, of_length: str, length: Any) -> Array:
+def _starts(name: str, offsets: Any, of_length: str, length: Any) -> Array:
     """The first row of each row's sequence, int32 [..., rows].
 
     Raises
@@ -117,15 +127,7 @@ def _starts(name: str, given: Any, of_length: str, length: Any) -> Array:
     UnsupportedProblem
         The offsets or the number of rows break their rule; all reasons at once.
     """
-    offsets = as_int_array(given)
-    if is_foreign(offsets):
-        offsets = taken_on_cuda(name, offsets) if is_on_cuda(name, offsets) else taken(name, offsets, np)
-    if not (is_array(offsets) and offsets.ndim and offsets.shape[-1] and is_integer_dtype(offsets.dtype)):
-        rule = "a list of ints, or an integer array (..., num_sequences + 1)"
-        raise UnsupportedProblem([f"{name} must be {rule}; got {describe(given)}"])
-    xp, reasons = namespace(offsets), list[str]()
-    if xp is np and ((offsets[..., 0] < 0).any() or (offsets[..., 1:] < offsets[..., :-1]).any()):
-        reasons.append(f"{name} must start at 0 or later and never decrease; got {describe(offsets.tolist())}")
+    xp, reasons = namespace(offsets), offset_reasons(name, offsets)
     least = int(offsets[..., -1].max(initial=0)) if xp is np and not reasons else 0
     if length is None and xp is not np:
         reasons.append(f"{of_length} must be given for {name} on a device, which are not looked at; got None")

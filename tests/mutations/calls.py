@@ -650,6 +650,11 @@ FAULTS = {
             "blocks/index.py", "BlockIndex.from_mask", "shape_reasons(shape) or length_reasons(shape)", "[]"
         ),
     },
+    refuses(lambda library: library.masks.BlockPattern(scipy.sparse.coo_array(np.ones(3)), 8), "two axes"): {
+        "sparse blocks have any number of axes": Edit(
+            "masks/block_pattern.py", "BlockPattern.__post_init__", "if self.blocks.ndim != 2:", "if False:"
+        ),
+    },
     refuses(
         lambda library: library.BlockIndex.from_scipy(scipy.sparse.bsr_array(np.eye(4)), "4", 4),
         "seqlen_q must be an int",

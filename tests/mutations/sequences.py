@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import ModuleType
 
 import numpy as np
+from executors import CPU
 from foreign import Foreign
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import hunt, part
+from test_edited_arrays import check_calls, check_refusals
 from test_packed_sequences import OFFSETS, check_mask, sequences
 
 SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)  # exceptions by which guards see a fault
@@ -55,7 +57,33 @@ def _shape(library: ModuleType, seqlen_q: int, seqlen_kv: int) -> object:
     return part(library, "masks.base").MaskShape((), 1, seqlen_q, seqlen_kv)
 
 
-FILE = "masks/sequences.py"
+def resolves_equal_offsets_to_one_array(library: ModuleType) -> bool:
+    made = library.masks.Sequences(OFFSETS, OFFSETS.copy()).resolve(_shape(library, 10, 10))
+    return made.source.kv_offsets is None
+
+
+def offsets_may_be_edited(library: ModuleType) -> None:
+    before, after = np.array([0, 9, 20, 40]), np.array([0, 20, 20, 30])
+    check_calls(
+        library, lambda *of: library.masks.Sequences(*of, causal="top_left"), [before] * 2, [before, after], CPU
+    )
+
+
+def edited_offsets_are_checked(library: ModuleType) -> None:
+    good = np.array([0, 3, 8])
+    assert check_refusals(library, False, (good, good), (np.array([0, 5, 3]), good))
+    assert check_refusals(library, True, (good, good), (good, np.array([0, 4, 8])))
+
+
+def scores_keep_their_offsets(library: ModuleType) -> None:
+    live = np.array([0, 3, 8])
+    made = library.scores.within(library.scores.alibi(np.ones(2)), live)
+    live[1] = 6
+    remake, arguments = made.__reduce__()
+    assert remake(*arguments).arrays["q_starts"].tolist() == [0] * 3 + [3] * 5
+
+
+FILE, RULES = "masks/sequences.py", "scores/offsets.py"
 FAULTS = {
     sequences_are_right: {
         "the last key before the window's left side is seen": Edit(
@@ -119,10 +147,10 @@ FAULTS = {
         ),
     },
     refuses(lambda library: library.masks.Sequences(np.array([0, 5, 3])), "q_offsets must never decrease"): {
-        "offsets may decrease": Edit(FILE, "_offset_reasons", "if len(falls):", "if False:"),
+        "offsets may decrease": Edit(RULES, "offset_reasons", "if len(falls):", "if False:"),
     },
     refuses(lambda library: library.masks.Sequences(np.array([-1, 3])), "q_offsets must start at 0"): {
-        "offsets may be negative": Edit(FILE, "_offset_reasons", "if (offsets[..., 0] < 0).any():", "if False:"),
+        "offsets may be negative": Edit(RULES, "offset_reasons", "if (offsets[..., 0] < 0).any():", "if False:"),
     },
     refuses(
         lambda library: library.masks.Sequences(OFFSETS).resolve(_shape(library, 10, 9)), "must end at seqlen_kv=9"
@@ -131,12 +159,12 @@ FAULTS = {
     },
     refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS[:2]), "as many sequences"): {
         "sequences of queries may have no keys": Edit(
-            FILE, "Sequences._pair_reasons", "if self.q_offsets.shape[-1] != kv_offsets.shape[-1]:", "if False:"
+            RULES, "pair_reasons", "if of_queries != of_keys:", "if False:"
         ),
     },
     refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS + 1, causal=True), "causal must be"): {
         "causal without an alignment is taken": Edit(
-            FILE, "Sequences._pair_reasons", "elif self.causal is True or", "elif False or"
+            FILE, "Sequences._pair_reasons", "needs_equal = self.causal is True or", "needs_equal = False or"
         ),
     },
     refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS + 1, window=(1, 0)), "causal must be"): {
@@ -149,9 +177,37 @@ FAULTS = {
             FILE, "_sums", "taken_array(name, as_int_array(lengths))", "as_int_array(lengths)"
         ),
     },
-    takes(lambda library: library.masks.Sequences(OFFSETS, OFFSETS.copy(), causal=True).kv_offsets is None): {
+    takes(lambda library: library.masks.Sequences(OFFSETS, OFFSETS.copy(), causal=True)): {
         "equal offsets are told apart": Edit(
-            FILE, "Sequences._pair_reasons", "np.array_equal(self.q_offsets, kv_offsets)", "False"
+            FILE, "Sequences._has_equal_offsets", "np.array_equal(self.q_offsets, kv_offsets)", "False"
+        ),
+    },
+    takes(resolves_equal_offsets_to_one_array): {
+        "equal offsets are two arrays of a call": Edit(
+            FILE, "Sequences.resolve", "replace(self, kv_offsets=None) if has_more else self", "self"
+        ),
+    },
+    offsets_may_be_edited: {
+        "offsets that are equal at first stay so": Edit(
+            FILE, "Sequences.__post_init__", "if self.kv_offsets is self.q_offsets:",
+            "if np.array_equal(self.q_offsets, self.kv_offsets):",
+        ),
+    },
+    edited_offsets_are_checked: {
+        "offsets are checked once": Edit(
+            FILE, "Sequences.resolve", "self._offset_reasons() or self._pair_reasons()", "[]"
+        ),
+    },
+    scores_keep_their_offsets: {
+        "pickles of a score have offsets of their own": Edit(
+            "scores/places.py", "_own_array", "offsets.copy() if is_array(offsets) else offsets", "offsets"
+        ),
+    },
+    refuses(
+        lambda library: library.scores.within(lambda s, b, h, i, j: s + i, OFFSETS, OFFSETS[:2]), "as many sequences"
+    ): {
+        "positions of queries are in sequences without keys": Edit(
+            "scores/places.py", "within", "reasons += pair_reasons(*held.values())", "pass"
         ),
     },
     refuses(lambda library: library.unpack(np.ones((9, 2)), OFFSETS), "packed's length 9"): {

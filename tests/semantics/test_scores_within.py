@@ -78,7 +78,7 @@ def test_offsets_of_each_batch_entry_are_its_own_and_others_compile_nothing() ->
 
 ALIBI = scores.alibi(np.ones(2))
 WRONG = {
-    "falling": (lambda: scores.within(ALIBI, [0, 3, 1]), "q_offsets must start at 0 or later and never decrease"),
+    "falling": (lambda: scores.within(ALIBI, [0, 3, 1]), "q_offsets must never decrease; got 1 after 3 at"),
     "negative": (lambda: scores.within(ALIBI, [0, 1], [-1, 1]), "kv_offsets must start at 0 or later"),
     "no list of ints": (lambda: scores.within(ALIBI, [0.5]), "q_offsets must be a list of ints, or an integer array"),
     "as many sequences": (
