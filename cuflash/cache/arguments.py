@@ -35,11 +35,11 @@ def size_reasons(**sizes: Any) -> list[str]:
     ]
 
 
-def page_size_reasons(page_size: Any) -> list[str]:
-    """Why pages cannot have so many positions."""
+def page_size_reasons(page_size: Any, name: str = "page_size") -> list[str]:
+    """Why pages cannot have so many positions; `name` is what messages call the argument."""
     if is_int(page_size) and 0 < page_size <= _LARGEST_PAGE and page_size % _PAGE_STEP == 0:
         return []
-    return [f"page_size must be a multiple of {_PAGE_STEP}, at most {_LARGEST_PAGE}; got {describe(page_size)}"]
+    return [f"{name} must be a multiple of {_PAGE_STEP}, at most {_LARGEST_PAGE}; got {describe(page_size)}"]
 
 
 def page_reasons(page_size: Any, num_pages: Any) -> list[str]:

@@ -18,6 +18,8 @@ from ..fp8.rows import SCALE_BYTES
 from ..planning.plan import KernelPlan
 from ..plans import Plan
 
+_ROOM_BITS = 100  # a cache has fewer than 2^100 bytes
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -227,8 +229,8 @@ def largest_length(
     a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
     reasons += _count_reasons(batch=batch)
     room = available_bytes if is_int(available_bytes) or not is_number(available_bytes) else float(available_bytes)
-    if not (is_number(room) and 0 <= room < 1 << 100):
-        reasons.append(f"available_bytes must be a number from 0 to 2**100; got {describe(available_bytes)}")
+    if not (is_number(room) and 0 <= room < 1 << _ROOM_BITS):
+        reasons.append(f"available_bytes must be a number from 0 to 2**{_ROOM_BITS}; got {describe(available_bytes)}")
     if reasons:
         raise UnsupportedProblem(reasons)
     page = 1 if page_size is None else int(page_size)
@@ -244,10 +246,8 @@ def _bytes_of_token(
     wrong = _count_reasons(**sizes) + ([] if page_size is None else page_size_reasons(page_size))
     itemsize = of_scales = 0
     with collecting(wrong):
-        made = as_dtype("dtype", dtype)
+        made = _dtype_of_numbers("dtype", dtype)
         itemsize, of_scales = made.itemsize, 2 * SCALE_BYTES * (made == E4M3)
-        if made.kind not in "fiuV" or made.names or not itemsize:
-            wrong.append(f"dtype must be one of numbers; got {made}")
     reasons += wrong
     if wrong:
         return 0
@@ -263,8 +263,37 @@ def _count_reasons(**counts: Any) -> list[str]:
     ]
 
 
+def _dtype_of_numbers(name: str, value: Any) -> np.dtype[Any]:
+    """Return a dtype that rows of a cache may have.
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is none.
+    """
+    made = as_dtype(name, value)
+    if made.kind not in "fiuV" or made.names or not made.itemsize:
+        raise UnsupportedProblem([f"{name} must be one of numbers; got {made}"])
+    return made
+
+
 def memory_report(arguments: Sequence[str]) -> str:
     """Run ``python -m cuflash memory``.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        The words after ``memory``.
+
+    Returns
+    -------
+    str
+        A line for each number.
+
+    Raises
+    ------
+    SystemExit
+        A flag is wrong: one line says what of all that are, and the status is 2.
 
     Examples
     --------
@@ -280,42 +309,47 @@ def memory_report(arguments: Sequence[str]) -> str:
         parser.add_argument(f"--{name}", type=int, required=True, help=meaning)
     parser.add_argument("--heads", type=int, help="query heads, for what a cache without grouped heads would take")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that many tokens")
-    parser.add_argument("--dtype", default="float16", type=_dtype_of_word)
+    parser.add_argument("--dtype", default="float16")
     parser.add_argument("--page-size", type=int, help="tokens of a page; none without it")
     parser.add_argument("--available", type=float, help="GiB for the cache, to be told how long sequences may be")
     given = parser.parse_args(arguments)
+    reasons = _flag_reasons(given)
+    if reasons:
+        parser.error("; ".join(reasons))
+    return "\n".join(_report_lines(given))
+
+
+def _flag_reasons(given: argparse.Namespace) -> list[str]:
+    """Why there is no such cache, in terms of the command's flags."""
+    counts = {"layers": given.layers, "kv-heads": given.kv_heads, "head-dim": given.head_dim, "batch": given.batch}
+    reasons = [f"--{name} must be at least 1; got {count}" for name, count in counts.items() if count < 1]
+    if given.tokens < 0:
+        reasons.append(f"--tokens must be at least 0; got {given.tokens}")
+    if given.heads is not None and (given.heads < 1 or given.kv_heads > 0 and given.heads % given.kv_heads):
+        reasons.append(f"--heads must be a multiple of --kv-heads, {given.kv_heads}; got {given.heads}")
+    if given.page_size is not None:
+        reasons += page_size_reasons(given.page_size, "--page-size")
+    if given.available is not None and not 0 <= given.available < 2.0 ** (_ROOM_BITS - 30):
+        reasons.append(f"--available must be a number of GiB from 0 to 2**{_ROOM_BITS - 30}; got {given.available}")
+    with collecting(reasons):
+        _dtype_of_numbers("--dtype", given.dtype)
+    return reasons
+
+
+def _report_lines(given: argparse.Namespace) -> list[str]:
+    kv_heads, heads, batch = given.kv_heads, given.heads, given.batch
     model = {
         "num_layers": given.layers, "head_dim": given.head_dim, "dtype": given.dtype, "page_size": given.page_size,
     }  # fmt: skip
-    try:
-        return "\n".join(_report_lines(given, model))
-    except UnsupportedProblem as error:
-        parser.error(str(error))
-
-
-def _report_lines(given: argparse.Namespace, model: dict[str, Any]) -> list[str]:
-    tokens, kv_heads, heads = [given.tokens] * given.batch, given.kv_heads, given.heads
-    reasons = [f"--batch must be at least 1; got {given.batch}"] * (given.batch < 1)
-    if heads is not None and (heads < 1 or kv_heads > 0 and heads % kv_heads):
-        reasons.append(f"--heads must be a multiple of --kv-heads, {kv_heads}; got {heads}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
     a_token = kv_cache_bytes(num_kv_heads=kv_heads, tokens=1, **model | {"page_size": None})
-    whole = kv_cache_bytes(num_kv_heads=kv_heads, tokens=tokens, **model)
+    whole = batch * kv_cache_bytes(num_kv_heads=kv_heads, tokens=given.tokens, **model)
     lines = [("a token", f"{a_token / 2**10:.2f} KiB", "")]
-    lines.append((f"{given.batch} x {given.tokens} tokens", f"{whole / 2**30:.2f} GiB", ""))
+    lines.append((f"{batch} x {given.tokens} tokens", f"{whole / 2**30:.2f} GiB", ""))
     if heads is not None:
-        ungrouped = kv_cache_bytes(num_kv_heads=heads, tokens=tokens, **model)
+        ungrouped = batch * kv_cache_bytes(num_kv_heads=heads, tokens=given.tokens, **model)
         meaning = "a key/value head for each query head"
         lines.append((f"with {heads} heads", f"{ungrouped / 2**30:.2f} GiB", meaning))
     if given.available is not None:
-        longest = largest_length(given.available * 2**30, num_kv_heads=kv_heads, batch=given.batch, **model)
+        longest = largest_length(given.available * 2**30, num_kv_heads=kv_heads, batch=batch, **model)
         lines.append((f"in {given.available:g} GiB", f"{longest} tokens", "a sequence, at most"))
     return [f"{name:<20}{value:>14}  {meaning}".rstrip() for name, value, meaning in lines]
-
-
-def _dtype_of_word(word: str) -> np.dtype[Any]:
-    try:
-        return as_dtype("dtype", word)
-    except UnsupportedProblem as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -68,8 +68,10 @@ def recall(
 
     Raises
     ------
-    TypeError, UnsupportedProblem
-        As `attention` raises them.
+    TypeError
+        `mask` is None, or stands for no mask; or as `attention` raises it.
+    UnsupportedProblem
+        As `attention` raises it.
 
     Notes
     -----
@@ -84,6 +86,11 @@ def recall(
     >>> kept.mass.shape, bool((kept.mass[:, :8] > 0.999999).all())
     ((4, 64), True)
     """
+    if mask is None:
+        raise TypeError(
+            "mask must be a Mask, a BlockIndex, a boolean or scipy.sparse array, or a function of (b, h, i, j), of the "
+            "keys to keep; got None: masks.Band() keeps all"
+        )
     dense = attention(q, k, v, causal=causal, scale=scale, score=score, return_lse=True)
     return kept(dense, q, k, v, mask, causal, scale, score)
 

@@ -405,7 +405,7 @@ def _device_of_word(word: str) -> DeviceSpec:
 
 
 def _report(given: Any) -> str:
-    dtype = as_dtype("dtype", given.dtype)
+    dtype = as_dtype("--dtype", given.dtype)
     kv_heads = given.heads if given.kv_heads is None else given.kv_heads
     kv_length = given.length if given.kv_length is None else given.kv_length
     q = ShapeDtype((given.batch, given.heads, given.length, given.head_dim), dtype)

@@ -650,6 +650,9 @@ FAULTS = {
             "blocks/index.py", "BlockIndex.from_mask", "shape_reasons(shape) or length_reasons(shape)", "[]"
         ),
     },
+    refuses(lambda library: library.recall(Q, Q, Q, None), "mask must be a Mask"): {
+        "recall keeps all without a mask": Edit("study/recall.py", "recall", "if mask is None:", "if False:"),
+    },
     refuses(lambda library: library.masks.BlockPattern(scipy.sparse.coo_array(np.ones(3)), 8), "two axes"): {
         "sparse blocks have any number of axes": Edit(
             "masks/block_pattern.py", "BlockPattern.__post_init__", "if self.blocks.ndim != 2:", "if False:"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -95,9 +97,13 @@ def test_the_command_says_what_a_cache_takes() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--layers 2", "the following arguments are required"), ("--dtype float17", "dtype"),
-        ("--page-size 0", "page_size must be a multiple of 16"), ("--kv-heads x", "invalid int value: 'x'"),
-        ("--available nan", "available_bytes must be a number"), ("--batch 0", "--batch must be at least 1; got 0"),
+        ("--layers 2", "the following arguments are required"), ("--dtype float17", "error: --dtype must be a dtype;"),
+        ("--dtype bool", "error: --dtype must be one of numbers; got bool"), ("--kv-heads x", "invalid int value: 'x'"),
+        ("--page-size 0", "error: --page-size must be a multiple of 16, at most 1024; got 0"),
+        ("--available nan", "error: --available must be a number of GiB from 0 to 2**70; got nan"),
+        ("--layers 0 --head-dim -1", "--layers must be at least 1; got 0; --head-dim must be at least 1; got -1"),
+        ("--tokens -1", "error: --tokens must be at least 0; got -1"),
+        ("--batch 0", "error: --batch must be at least 1; got 0"),
         ("--heads 7 --kv-heads 2", "--heads must be a multiple of --kv-heads, 2; got 7"),
         ("--heads 0", "--heads must be a multiple of --kv-heads, 1; got 0"),
     ],
@@ -108,6 +114,33 @@ def test_the_command_refuses_what_makes_no_cache(words: str, told: str, capsys: 
         memory_report([*good, *words.split()])
     said = capsys.readouterr().err
     assert caught.value.code == 2 and "python -m cuflash memory: error:" in said and told in said
+
+
+FLAGS = {
+    "layers": "num_layers", "kv-heads": "num_kv_heads", "head-dim": "head_dim", "tokens": "tokens",
+    "batch": "batch", "page-size": "page_size", "heads": "num_kv_heads", "available": "available_bytes",
+}  # fmt: skip
+
+
+@given(st.fixed_dictionaries({name: st.integers(-1, 40) for name in FLAGS}))
+def test_the_command_speaks_of_its_flags_alone(sizes: dict[str, int]) -> None:
+    """What it refuses is refused by the flag's name; all else is told."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            told = memory_report([word for name, size in sizes.items() for word in (f"--{name}", str(size))])
+        except SystemExit as left:
+            assert left.code == 2
+            _, _, reasons = said.getvalue().partition("error: ")
+            assert all(reason.startswith("--") for reason in reasons.split("; ")[::2])
+            assert not any(name in reasons for name in FLAGS.values() if "_" in name)
+        else:
+            assert f"{sizes['batch']} x {sizes['tokens']} tokens" in told and not said.getvalue()
+
+
+def test_the_command_takes_batches_of_any_size() -> None:
+    words = "--layers 1 --kv-heads 1 --head-dim 1 --tokens 2 --batch 1000000000000000"
+    assert f"{8e15 / 2**30:.2f} GiB" in memory_report(words.split())
 
 
 CALLS = {
