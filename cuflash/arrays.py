@@ -170,8 +170,8 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
             made: np.dtype[Any] = np.dtype(dtype)
             return made
     except Exception as error:  # dtypes are made by whatever the argument holds
-        raise UnsupportedProblem([f"{name} must be a dtype; got {describe(dtype)}: np.float32 is one"]) from error
-    raise UnsupportedProblem([f"{name} must be a dtype; got None: np.float32 is one"])
+        raise UnsupportedProblem([f"{name} must be a dtype; got {describe(dtype)}: 'float32' is one"]) from error
+    raise UnsupportedProblem([f"{name} must be a dtype; got None: 'float32' is one"])
 
 
 def as_int_array(value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,10 +20,13 @@ _WIDEST = np.dtype(np.float64)
 
 
 class Traced(Protocol):
-    """A score function's program, with what has the shapes of its arrays."""
+    """A score function's program and numbers, with what has the shapes of its arrays."""
 
     @property
     def program(self) -> Program: ...
+
+    @property
+    def numbers(self) -> tuple[float, ...]: ...
 
     @property
     def arrays(self) -> Mapping[str, Any]: ...
@@ -36,14 +40,15 @@ def captured_operands(
     Raises
     ------
     UnsupportedProblem
-        An index might leave its axis, or the bias does not fit the problem; all reasons at once.
+        An index might leave its axis, the bias does not fit the problem, or the dtype of scores does not hold a number;
+        all reasons at once.
     """
-    reasons = []
+    reasons = _number_reasons(score.numbers, accumulator)
     if "bias" in score.arrays:
         scores_shape = (*shape.batch, *shape[1:]) if has_heads else shape[2:]
         number = list(score.arrays).index("bias")
         dtype = np.dtype(score.program.arrays[number].dtype)
-        reasons = _bias_reasons(tuple(score.arrays["bias"].shape), dtype, scores_shape, accumulator)
+        reasons += _bias_reasons(tuple(score.arrays["bias"].shape), dtype, scores_shape, accumulator)
     if not reasons:
         shapes = [tuple(map(int, array.shape)) for array in score.arrays.values()]
         extents = {"b": shape.num_batch, "h": shape.num_heads, "i": shape.seqlen_q, "j": shape.seqlen_kv}
@@ -54,6 +59,22 @@ def captured_operands(
         Operand(name, tuple(map(int, array.shape)), np.dtype(kind.dtype), is_captured=True)
         for (name, array), kind in zip(score.arrays.items(), score.program.arrays)
     )
+
+
+def _number_reasons(numbers: Iterable[float], accumulator: np.dtype[Any]) -> list[str]:
+    """Why numbers become 0 or infinite where scores are computed, which makes NaN of scores that are not.
+
+    GPUs round numbers below the least normal one to 0.
+    """
+    limits = np.finfo(accumulator)
+    least, most = float(limits.smallest_normal), float(limits.max)
+    fix = "give one of such a size" if accumulator == _WIDEST else "give one of such a size, or float64 q, k and v"
+    return [
+        f"softcap and finite numbers of a score function, unless 0, must be of size {least:.2g} to {most:.2g} where "
+        f"scores are {accumulator.name}; got {number!r}: {fix}"
+        for number in numbers
+        if number and math.isfinite(number) and not least <= abs(number) <= most
+    ]
 
 
 def _bias_reasons(

@@ -42,7 +42,8 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
     Parameters
     ----------
     cap : float
-        Positive and finite. Another one compiles nothing.
+        Positive and finite. Another one compiles nothing. Calls refuse one that is too large or too small for float32,
+        or for float64 if q, k and v are.
     fast : bool
         The GPU's own instruction for tanh, which errs by up to 2^-10.9 of cap.
 

@@ -422,6 +422,7 @@ def calls_are_right(library):
     assert len(results) == 4 and all((x == 0).all() for x in results.values())
     for options in (
         {"softcap": 0.0}, {"softcap": np.inf}, {"softcap": np.float32(np.inf)}, {"bias": bias > 0},
+        {"softcap": 1e39}, {"softcap": 1e-39},
         {"bias": bias.astype(np.float64)}, {"bias": bias[:2]}, {"bias": bias, "wrt": "slopes"},
         {"score": library.scores.relative_position(np.zeros((2, 8)), bidirectional=True), "wrt": "bucket"},
         {"score": library.scores.bias(bias), "bias": bias + 1},
@@ -432,6 +433,8 @@ def calls_are_right(library):
             assert options.get("bias") is None or options["bias"].dtype != bool or "give it as mask=" in str(error)
             continue
         raise AssertionError(options)
+    wide = q.astype(np.float64)
+    assert np.isfinite(library.attention(wide, wide, wide, softcap=1e39)).all()
     sums_have_one_order(library)
 
 

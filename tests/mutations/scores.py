@@ -383,6 +383,13 @@ FAULTS = {
         "a narrow cap of NumPy is compared as it is": Edit(
             LIBRARY, "softcap_reasons", "float(cap) if isinstance(cap, np.floating) else cap", "cap"
         ),
+        "a cap that float32 rounds to infinity is taken": Edit(OPERANDS, "_number_reasons", "<= most", "< math.inf"),
+        "a cap that GPUs round to 0 is taken": Edit(
+            OPERANDS, "_number_reasons", "least <= abs(number)", "0 < abs(number)"
+        ),
+        "float64 holds no more than float32": Edit(
+            OPERANDS, "_number_reasons", "np.finfo(accumulator)", "np.finfo(np.float32)"
+        ),
         "a bool bias is taken": Edit(LIBRARY, "bias", "dtype not in DTYPES", "False"),
         "a float64 bias is taken": Edit(OPERANDS, "_bias_reasons", "dtype == _WIDEST != accumulator", "False"),
         "the bias's shape is not looked at": Edit(

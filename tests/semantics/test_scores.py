@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from cupy_machine import installed
 from executors import CPU, GPU, SIM, Run, needs_compiler
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash import Score, masks, scores
@@ -21,6 +23,7 @@ from cuflash.testing.strategies import examples
 # On the simulator each function is a kernel that takes seconds to build: there test_score_kernels.py has a few of them.
 IS_LONG = settings.default.max_examples > 100
 ON_SIM = (pytest.param(SIM, marks=needs_compiler),) if IS_LONG else ()
+EVERYWHERE = (CPU, pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu))
 RUNS = (CPU, *ON_SIM, pytest.param(GPU, marks=pytest.mark.gpu))
 on_executors = pytest.mark.parametrize("run", RUNS, ids=str)
 
@@ -473,6 +476,9 @@ WRONG = [
     ({"softcap": "2"}, "softcap must be a positive finite number; got '2'"),
     ({"softcap": 2**2000}, "softcap must be a positive finite number; got an int of 2001 bits"),
     ({"softcap": True}, "softcap must be a positive finite number; got True"),
+    ({"softcap": 1e39}, r"softcap and .* must be of size 1.2e-38 to 3.4e\+38 where .* float32; got 1e\+39: give one"),
+    ({"softcap": 1e-39}, r"softcap and .* must be of size 1.2e-38 to 3.4e\+38 where .* float32; got 1e-39: give one"),
+    ({"score": lambda s, b, h, i, j: np.where(i < j, -1e300, s)}, r"numbers of a score function.*; got -1e\+300: give"),
     ({"bias": np.zeros((3, 3), bool)}, "bias must be .*; got bool: a bool array is a mask: give it as mask="),
     ({"bias": np.zeros((3, 3), int)}, "bias must be .*; got int64: convert it with bias.astype"),
     ({"bias": np.zeros((3, 3))}, "bias must be float16, bfloat16, float32; got float64: float64 is for float64 q"),
@@ -559,6 +565,39 @@ def test_a_cap_may_be_a_number_of_numpy(dtype: Any) -> None:
             scores.softcap(wrong)
         with pytest.raises(cuflash.UnsupportedProblem, match="softcap must be a positive finite number"):
             cuflash.attention(Q, Q, Q, softcap=wrong)
+
+
+@pytest.mark.parametrize("run", EVERYWHERE, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_cap_is_within_its_bounds_or_refused(run: Run, dtype: str) -> None:
+    """A cap of any size that the dtype of scores holds gives no NaN; any other is refused."""
+    limits = np.finfo(np.float64 if dtype == "float64" else np.float32)
+    plain = Structure(dtype=dtype, num_heads=2, seqlen_q=5, seqlen_kv=9, head_dim=8).example()
+    plain = plain.but(q=plain.q * np.arange(5).astype(plain.q.dtype)[:, None])  # scores of 0 too
+
+    @run.settings
+    @given(st.floats(5e-324, sys.float_info.max) | st.sampled_from([float(limits.max), float(limits.smallest_normal)]))
+    def check(cap: float) -> None:
+        example = plain.but(score=scores.softcap(cap))
+        if float(limits.smallest_normal) <= cap <= float(limits.max):
+            found = everything(run, run.rounded(example))
+            assert np.isfinite(found["o"].astype(np.float64)).all()
+            assert_within_bounds(run.rounded(example), **found)
+        else:
+            for options in ({"score": example.score}, {"softcap": cap}):
+                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite numbers .* where scores are"):
+                    cuflash.attention(*map(run.put, (plain.q, plain.k, plain.v)), **options, **run.options)
+                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite numbers .* where scores are"):
+                    cuflash.error_bound(plain.q, plain.k, plain.v, **options)
+
+    check()
+
+
+def test_infinite_numbers_and_0_are_numbers_of_a_score() -> None:
+    least = float(np.finfo(np.float32).min)
+    for hidden in (-np.inf, least):
+        o = cuflash.attention(Q, Q, Q + 1, score=lambda s, b, h, i, j, hidden=hidden: np.where(i < j, hidden, s * 0.0))
+        np.testing.assert_array_equal(o, Q + 1)
 
 
 def test_a_score_without_arrays_tells_so_where_one_is_renamed() -> None:
