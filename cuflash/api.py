@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 
-from .arrays import Array, ShapeDtype, flag_reasons
+from .arrays import Array, ShapeDtype, describe, flag_reasons
 from .calls.checked_plan import composed_score, further_reasons, planned as planned, require_plain
 from .calls.foreign import with_known_arrays
 from .calls.listed_plan import listed_plan, without_mask
@@ -136,7 +136,8 @@ def attention(
         blocks add to them in the order in which they arrive, where that is faster. All other results are bitwise
         repeatable either way.
     out : array, or pair (o, lse), optional
-        Arrays that are written to instead of new ones. They must not overlap q, k or v.
+        Arrays that are written to instead of new ones. They must not overlap q, k or v. Only a call without
+        `Quantized` operands and without `precision="fp8"` takes it.
     return_lse : bool
         Also return lse.
 
@@ -459,7 +460,8 @@ def precompile(
 def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Array, Array]:
     """Attention of quantised operands, and its lse."""
     reasons: list[str] = []
-    if options.precision == fp8.PRECISION and isinstance(options.precision, str):
+    is_asked = isinstance(options.precision, str) and options.precision == fp8.PRECISION
+    if is_asked:
         options = options._replace(precision="ieee")
         with collecting(reasons):
             q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))
@@ -468,7 +470,8 @@ def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> 
     options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
     reasons += fp8.place_reasons(q, k, v, options.executor)
     if out is not None:
-        reasons.append("out must be None for Quantized q, k and v, whose results are computed in float32")
+        what = "with precision='fp8'" if is_asked else "for Quantized q, k and v"
+        reasons.append(f"out must be None {what}; got {describe(out)}: leave it out, and copy what comes back")
     if reasons:
         raise UnsupportedProblem(reasons + further_reasons(q, k, v, options))
     if options.executor != "cpu":

@@ -245,7 +245,7 @@ REFUSED = {
     ),
     "head dims without a rotation, and a window": (
         lambda: cuflash.attention(X[..., :48], X[..., :48], X, precision="fp8", window=3, scale="large", out=X),
-        ["head_dim must be a power of two", "out must be None", "scale must", "window must"],
+        ["head_dim must be a power of two", "out must be None with precision='fp8'; got an array", "scale ", "window "],
     ),
     "plain arrays among quantised ones, and a sink": (
         lambda: cuflash.attention(X8, X, X8, sink=np.zeros(3, np.float32), softcap=-1),
@@ -268,7 +268,7 @@ REFUSED = {
     ),
     "other executors, and out": (
         lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=X),
-        ["executor='gpu' takes CuPy's arrays", "out must be None"],
+        ["executor='gpu' takes CuPy's arrays", "out must be None for Quantized q, k and v; got an array"],
     ),
     "operands of other dtypes": (
         lambda: cuflash.attention(X, X.astype(np.float64), X.astype(int), precision="fp8"),
