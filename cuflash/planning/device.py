@@ -39,7 +39,8 @@ class DeviceSpec:
     num_processors : int
         Streaming multiprocessors, or the cores this process may use.
     tile_memory_bytes : int
-        Fast memory that one tile may fill: shared memory per thread block, or a core's level-2 cache.
+        Fast memory that one tile may fill: shared memory per thread block, or a core's level-2 cache. Tiles
+        of the host fill at most 8 MiB of it, 16 MiB in float64.
     cache_bytes : int
         The level-2 cache that a GPU's multiprocessors share; 0 on the host, where nothing is chosen by it.
 

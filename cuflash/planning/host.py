@@ -11,13 +11,13 @@ from .problem import Problem
 # A tile of scores passes through max, exp2 and two matrix products; experiments/results/tile_sweep.csv has the times.
 # Tall tiles spare Python's share; the backward pass slows down once two tiles leave the level-2 cache.
 _BLOCK_Q = 512
-_LEAST_BLOCK_KV = 512
+_LEAST_BLOCK_KV, _MOST_BLOCK_KV = 512, 4096  # the backward pass holds block_kv^2 scores
 _SHARED_SCORES = 1 << 23  # fewer scores than that are too little work to share among threads
 
 
 def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
     """Queries and keys of a tile of the cpu executor."""
-    keys = device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q)
+    keys = min(device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q), _MOST_BLOCK_KV)
     return _BLOCK_Q, max(_LEAST_BLOCK_KV, (1 << keys.bit_length()) // 2)
 
 
@@ -66,9 +66,10 @@ class HostTiling:
 
     @property
     def scratch_scores(self) -> int:
-        """The most scores that a batch holds."""
-        rows = max(self.block_q, self.work.block_q, self.work.block_kv)
-        return max(self.batch_area, rows * self.block_kv)
+        """The most scores that a batch holds: those of some tiles, or all that there are."""
+        rows, problem = max(self.block_q, self.work.block_q, self.work.block_kv), self.problem
+        scores = problem.num_batch_heads * problem.seqlen_q * problem.seqlen_kv
+        return min(max(self.batch_area, rows * self.block_kv), max(1, scores))
 
     def step_width(self, height: int) -> int:
         """Rows that a tile of some height visits at once: a flat tile is as wide as its area allows, up to 8 tiles."""

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from mutations.host_guards import (
-    blas_limits_are_kept, forked_processes_are_told, magnitudes_are_right, nothing_is_raised, threads_are_right,
+    any_tile_memory_is_taken, blas_limits_are_kept, forked_processes_are_told, magnitudes_are_right, nothing_is_raised,
+    threads_are_right,
 )  # fmt: skip
 from mutations.planting import Edit
 
 FAULTS = {
+    any_tile_memory_is_taken: {
+        "tiles are as large as the memory of a tile": Edit(
+            "planning/host.py", "host_tile",
+            "min(device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q), _MOST_BLOCK_KV)",
+            "device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q)",
+        ),
+        "small calls take memory for whole tiles": Edit(
+            "planning/host.py", "HostTiling.scratch_scores",
+            "min(max(self.batch_area, rows * self.block_kv), max(1, scores))",
+            "max(self.batch_area, rows * self.block_kv)",
+        ),
+        "memory is for one head": Edit(
+            "planning/host.py", "HostTiling.scratch_scores", "problem.num_batch_heads *", ""
+        ),
+    },
     forked_processes_are_told: {
         "a forked process asks for its device": Edit(
             "compiler/nvrtc.py", "current_number", "if _is_started else current_device()[1]", ""

@@ -72,6 +72,20 @@ def blas_limits_are_kept(library):
     assert_limits_are_kept(part(library, "executors.blas"))
 
 
+def any_tile_memory_is_taken(library):
+    """The host's tiles have a largest size, and a small call takes memory for its scores alone."""
+    q = np.linspace(-1, 1, 2 * 40 * 8).reshape(2, 40, 8)
+    expected, _ = library.attention_vjp(q, q, q)
+    for memory in (1, 1 << 24, 1 << 30):
+        device = library.DeviceSpec(name="x", num_processors=1, tile_memory_bytes=memory)
+        ready = library.plan(q, q, q, device=device)
+        assert ready.plan.tiling.scratch_scores <= 2 * 40 * 40
+        o, lse = ready.forward(q, q, q)
+        assert np.allclose(o, expected) and np.isfinite(ready.backward(o, q, q, q, o, lse).dq).all()
+        long = library.ShapeDtype((1, 1 << 20, 8), np.float64)
+        assert library.plan(long, long, long, device=device).workspace_bytes < 1 << 30
+
+
 def threads_are_right(library):
     """Calls that share work among threads have equal bits, one thread of BLAS each, and raise their own errors."""
     assert_threads_are_right(library)

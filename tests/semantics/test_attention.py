@@ -38,14 +38,31 @@ def at_tile(example, tile, num_processors=1):
     return Plan(KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling))
 
 
-@pytest.mark.parametrize("tile_memory_bytes", [1, 2**11, 2**24])
+@pytest.mark.parametrize("tile_memory_bytes", [1, 2**11, 2**24, 2**40, 2**200])
 def test_a_host_of_any_memory_has_a_plan(tile_memory_bytes):
     q = drawn(2, 40, 8)
     device = DeviceSpec(name="x", num_processors=1, tile_memory_bytes=tile_memory_bytes)
-    o, lse = cuflash.plan(q, q, q, device=device).forward(q, q, q)
+    ready = cuflash.plan(q, q, q, device=device)
+    o, lse = ready.forward(q, q, q)
+    assert ready.plan.tiling.scratch_scores <= 2 * 40 * 40
+    dq, dk, dv = ready.backward(o, q, q, q, o, lse)
+    assert np.isfinite([dq, dk, dv]).all()
     exact_o, exact_lse = cuflash.reference.attention(*(x.astype(np.float64) for x in (q, q, q)))
     bound = cuflash.error_bound(q, q, q)
     assert (np.abs(o - exact_o) <= bound.o).all() and (np.abs(lse - exact_lse) <= bound.lse).all()
+
+
+def workspace(tokens, tile_memory_bytes):
+    """Bytes that a call of one head takes beside its arrays, on one thread."""
+    q = cuflash.ShapeDtype((1, tokens, 8), np.float32)
+    device = DeviceSpec(name="x", num_processors=1, tile_memory_bytes=tile_memory_bytes)
+    return cuflash.plan(q, q, q, device=device).workspace_bytes
+
+
+@given(st.integers(12, 24), st.integers(0, 200))
+def test_the_memory_of_a_call_is_linear_in_its_length_on_any_host(log_tokens, log_memory):
+    """Twice the tokens take at most twice the memory, from 4096 tokens on: a tile is no larger than that."""
+    assert workspace(2 << log_tokens, 1 << log_memory) <= 2 * workspace(1 << log_tokens, 1 << log_memory)
 
 
 TILES = st.tuples(st.integers(8, 70), st.integers(8, 70))

@@ -222,7 +222,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.backward": given_to(READY.backward, "do", "q", "k", "v", "o", "lse", "dlse"),
     "forward on the simulator": given_to(SIM.forward, "q", "k", "v", "out"),
     "precompile": given_to(precompile, "q", "k", "v", *OPTIONS[:5], "precision", "deterministic", "device"),
-    "recall": given_to(cuflash.recall, "q", "k", "v", "mask", "causal", "scale"),
+    "recall": (cuflash.recall, {**given_to(cuflash.recall, "q", "k", "v", "causal", "scale")[1], "mask": masks.Band()}),
     "merge": (cuflash.merge, {"outs": [O, O], "lses": [LSE, LSE]}),
     "error_bound": given_to(
         cuflash.error_bound, "q", "k", "v", "do", "dlse", *OPTIONS[:4], "sink", "precision", "product_dtype", "probable"
