@@ -50,6 +50,11 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
     Mask
         The pattern.
 
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
+
     Notes
     -----
     Pixelated Butterfly, arXiv 2112.00029, section 3.2; the pattern of FlashAttention's block-sparse experiments,
@@ -108,6 +113,11 @@ def bigbird(
     -------
     Mask
         The pattern.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
 
     Notes
     -----
@@ -168,6 +178,11 @@ def random(
     -------
     Mask
         The pattern.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
 
     Examples
     --------
@@ -260,6 +275,11 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
     Mask
         The pattern.
 
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule.
+
     Notes
     -----
     arXiv 1904.10509, section 4.3: both heads' sets in one mask.
@@ -293,6 +313,11 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     -------
     Mask
         The pattern.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
 
     Notes
     -----
@@ -374,6 +399,11 @@ def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 12
     -------
     Mask
         The pattern.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
 
     Examples
     --------

@@ -127,6 +127,8 @@ class Plan:
 
         Raises
         ------
+        TypeError
+            An argument is not an array.
         UnsupportedProblem
             An array is not what was planned. It lists every reason.
         RuntimeError
@@ -396,6 +398,8 @@ class Plan:
 
         Raises
         ------
+        TypeError
+            An argument is not an array.
         UnsupportedProblem
             An array is not what was planned. It lists every reason.
         RuntimeError

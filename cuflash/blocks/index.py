@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.sparse
 
-from ..arrays import Array, is_array, namespace, require_callable, to_host, whole_number
+from ..arrays import Array, flag_reasons, is_array, namespace, require_callable, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import is_differentiated
 from ..masks.arrays import Sparse, as_mask
@@ -221,6 +221,11 @@ class BlockIndex:
         BlockIndex
             An index whose blocks are all full.
 
+        Raises
+        ------
+        UnsupportedProblem
+            The blocks are no boolean array, or do not fit the lengths; all reasons at once.
+
         Examples
         --------
         >>> import numpy as np
@@ -365,6 +370,11 @@ class BlockIndex:
         BlockIndex
             The same index with the converted arrays.
 
+        Raises
+        ------
+        TypeError
+            `convert` cannot be called. What it raises itself passes through.
+
         Examples
         --------
         >>> import numpy as np
@@ -490,6 +500,11 @@ class BlockIndex:
             CSR of blocks, 1 for a full one and 2 for a partial one; or BSR of booleans, exact, its shape
             padded to whole blocks.
 
+        Raises
+        ------
+        UnsupportedProblem
+            There is no such batch entry or head, or `elements` is neither True nor False.
+
         Examples
         --------
         >>> import numpy as np
@@ -500,9 +515,12 @@ class BlockIndex:
         """
         if not self.is_on_host:
             return self.on_host.to_scipy(b, h, elements=elements)
-        start, stop = self._entry_range(b, h)
-        rows = self.indptr[self._row(b, h) : self._row(b, h) + self.num_q_blocks + 1] - start
-        cols = self.indices[start:stop]
+        row = self._row(b, h)
+        if reasons := flag_reasons("elements", elements):
+            raise UnsupportedProblem(reasons)
+        starts = self.indptr[row : row + self.num_q_blocks + 1]
+        start, stop = int(starts[0]), int(starts[-1])
+        rows, cols = starts - start, self.indices[start:stop]
         grid = (self.num_q_blocks, self.num_kv_blocks)
         if not elements:
             return scipy.sparse.csr_array((np.minimum(self.kinds[start:stop], 2), cols, rows), shape=grid)
@@ -763,6 +781,11 @@ class BlockIndex:
         str
             A line for each block row.
 
+        Raises
+        ------
+        UnsupportedProblem
+            There is no such batch entry or head, or `width` is no int of at least 1.
+
         Examples
         --------
         >>> import numpy as np
@@ -833,10 +856,6 @@ class BlockIndex:
         if reasons := place_reasons(b, h, self.batch, self.num_heads):
             raise UnsupportedProblem(reasons)
         return (int(b) * self.num_heads + int(h)) * self.num_q_blocks
-
-    def _entry_range(self, b: int, h: int) -> tuple[int, int]:
-        row = self._row(b, h)
-        return int(self.indptr[row]), int(self.indptr[row + self.num_q_blocks])
 
     def _elements(self, entry: int) -> Array:
         """One listed block as booleans [block_q, block_kv], False past the lengths."""

@@ -34,7 +34,15 @@ class Pullback:
     operands: Mapping[str, Array] = field(default_factory=dict)
 
     def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
-        """Gradients of sum(do * o) + sum(dlse * lse)."""
+        """Gradients of sum(do * o) + sum(dlse * lse).
+
+        Raises
+        ------
+        TypeError
+            An argument is not an array.
+        UnsupportedProblem
+            An argument is not like o, or not like lse. It lists every reason.
+        """
         ready, kept, operands = self.ready, (self.q, self.k, self.v, self.o, self.lse), self.operands
         layout = layout_key(do) if dlse is None and ready.executor == "gpu" else None
         bound_call = ready._bound_calls.get((Pullback, layout))

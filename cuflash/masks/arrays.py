@@ -29,6 +29,14 @@ class Dense(Mask):
     allowed : bool array
         Broadcasts against (*batch, num_heads, seqlen_q, seqlen_kv) by NumPy's rules.
 
+    Raises
+    ------
+    TypeError
+        `allowed` is not an array.
+    UnsupportedProblem
+        It does not hold booleans, or cannot be taken from its library. Calls, and `resolve`, raise it where it does not
+        broadcast to the scores.
+
     Examples
     --------
     >>> import numpy as np
@@ -159,6 +167,11 @@ class FromFunction(Mask):
     function : callable (b, h, i, j) -> bool array
         Element-wise over integer arrays that broadcast against each other. What it returns may keep an extent of 1
         along an axis that the rule does not depend on: a rule that ignores b and h is evaluated once for all.
+
+    Raises
+    ------
+    TypeError
+        The function cannot be called with the four coordinates.
 
     Notes
     -----

@@ -204,6 +204,11 @@ class Mask(Described):
         Mask
             The pattern of blocks.
 
+        Raises
+        ------
+        UnsupportedProblem
+            `block` is no size of a block, or `mirrored` neither True nor False.
+
         Examples
         --------
         >>> pattern = Band(-1, 0).on_blocks(2)
@@ -441,6 +446,11 @@ class Band(Mask):
     ----------
     lower, upper : int or None
         Bounds of j - i, inclusive; None is unlimited.
+
+    Raises
+    ------
+    UnsupportedProblem
+        A diagonal is no int or None.
 
     Examples
     --------

@@ -30,6 +30,12 @@ class BlockPattern(Mask):
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv. The length may cut off the last block of either side.
 
+    Raises
+    ------
+    UnsupportedProblem
+        `blocks` is neither a boolean array nor a scipy.sparse array, has fewer axes than two, or `block` is no size;
+        all reasons at once. Calls, and `resolve`, raise it where the blocks do not fit the lengths.
+
     Examples
     --------
     >>> import numpy as np

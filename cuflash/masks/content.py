@@ -24,6 +24,11 @@ class Described:
     def to(self, convert: Callable[[Array], Array]) -> Self:
         """Return a copy with each array converted: ``mask.to(cupy.asarray)`` copies them to the device.
 
+        Raises
+        ------
+        TypeError
+            `convert` cannot be called. What it raises itself passes through.
+
         Examples
         --------
         >>> import numpy as np

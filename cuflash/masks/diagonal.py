@@ -60,6 +60,11 @@ class Causal(_Aligned):
     align : "bottom_right", "top_left" or None
         Whether the last query meets the last key or the first the first. None is refused when the lengths differ.
 
+    Raises
+    ------
+    UnsupportedProblem
+        `align` is no alignment. Calls, and `resolve`, raise it where there is none and the lengths differ.
+
     Examples
     --------
     >>> Causal("bottom_right").toarray(2, 4).astype(int)
@@ -87,6 +92,12 @@ class SlidingWindow(_Aligned):
         w + 1 keys.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
+
+    Raises
+    ------
+    UnsupportedProblem
+        A side is no int of at least 0 or None, or `align` is no alignment. Calls, and `resolve`, raise it where there
+        is none and the lengths differ.
 
     Examples
     --------
@@ -120,6 +131,12 @@ class Dilated(_Aligned):
         Steps of `dilation` on either side, inclusive; None is unlimited.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
+
+    Raises
+    ------
+    UnsupportedProblem
+        `dilation` is no int of at least 1, a side no int of at least 0 or None, or `align` no alignment. Calls, and
+        `resolve`, raise it where there is none and the lengths differ.
 
     Examples
     --------
@@ -174,6 +191,12 @@ class PrefixLM(_Aligned):
         are clipped.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
+
+    Raises
+    ------
+    UnsupportedProblem
+        `prefix` is no int of at least 0 or integer array, or `align` is no alignment. Calls, and `resolve`, raise it
+        where there is none and the lengths differ, or an array does not fit the batch.
 
     Examples
     --------

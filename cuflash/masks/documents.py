@@ -25,6 +25,11 @@ class Documents(Mask):
     kv_ids : int array [..., seqlen_kv], optional
         Document of each key; `q_ids` if queries and keys are the same tokens.
 
+    Raises
+    ------
+    UnsupportedProblem
+        The ids are no integer arrays with an axis. Calls, and `resolve`, raise it where they do not fit the lengths.
+
     Notes
     -----
     Ids in non-decreasing order, as packing leaves them, have a closed form (a row sees one interval of keys);

@@ -22,6 +22,12 @@ class Lengths(Mask):
         Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Values below 0
         or above the problem's length are clipped.
 
+    Raises
+    ------
+    UnsupportedProblem
+        A length is no int of at least 0, integer array or None. Calls, and `resolve`, raise it where an array does not
+        fit the batch.
+
     Examples
     --------
     >>> import numpy as np

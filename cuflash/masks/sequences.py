@@ -45,7 +45,8 @@ class Sequences(Mask):
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; `resolve` raises it where offsets do not fit the lengths.
+        An argument breaks its rule. Calls, and `resolve`, raise it where offsets do not fit the lengths, or no longer
+        keep their rules.
 
     Notes
     -----

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 import numpy as np
 
 from ..arrays import (
-    DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_number, namespace, no_array, whole_number,
+    DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_int, is_number, namespace, no_array, whole_number,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import dtype_of, is_differentiated, is_tensor
@@ -23,6 +23,7 @@ from .trace import tanh_fast
 __all__ = ["alibi", "alibi_slopes", "bias", "relative_position", "relative_position_2d", "softcap", "temperature"]
 
 _Parameters = ParamSpec("_Parameters")
+_MOST = 1 << 30  # tokens of a sequence, or heads
 
 
 def _remade_by_name(make: Callable[_Parameters, Score]) -> Callable[_Parameters, Score]:
@@ -146,14 +147,14 @@ def alibi_slopes(num_heads: int) -> Array:
     Raises
     ------
     UnsupportedProblem
-        num_heads is no positive int.
+        num_heads is no int from 1 to 2**30.
 
     Examples
     --------
     >>> alibi_slopes(8)[:3]
     array([0.5  , 0.25 , 0.125], dtype=float32)
     """
-    num_heads = whole_number("num_heads", num_heads, 1)
+    num_heads = _count("num_heads", num_heads)
     lower = 1 << (num_heads.bit_length() - 1)
     steps = np.arange(1, lower + 1) / lower
     between = (np.arange(1, 2 * lower + 1) / (2 * lower))[::2]
@@ -213,7 +214,7 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
     table : real array [num_heads, num_buckets]
         The learnable numbers.
     max_distance : int
-        All distances from it on share the last bucket.
+        All distances from it on share the last bucket; at most 2^30.
     bidirectional : bool
         Half of the buckets are for keys after the query; otherwise these share the bucket of distance 0.
 
@@ -221,6 +222,13 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
     -------
     Score
         The score function.
+
+    Raises
+    ------
+    TypeError
+        `table` is no array.
+    UnsupportedProblem
+        `table` has other axes or buckets, or another argument breaks its rule.
 
     Notes
     -----
@@ -236,10 +244,9 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
     """
     _require_axes(table=(table, 2))
     reasons = flag_reasons("bidirectional", bidirectional)
-    num_buckets = int(table.shape[1])
+    num_buckets, least = int(table.shape[1]), 4 if not reasons and bidirectional else 2
     with collecting(reasons):
-        max_distance = whole_number("max_distance", max_distance, 1)
-    least = 4 if bidirectional else 2
+        max_distance = _count("max_distance", max_distance)
     if num_buckets < least:
         reasons.append(f"table must have at least {least} buckets; got shape {tuple(table.shape)}")
     if reasons:
@@ -291,6 +298,13 @@ def relative_position_2d(table: Array, width: int) -> Score:
     Score
         The score function.
 
+    Raises
+    ------
+    TypeError
+        `table` is no array.
+    UnsupportedProblem
+        `width` is no int of at least 1, or `table` has another shape.
+
     Notes
     -----
     Swin, arXiv 2103.14030, section 3.2.
@@ -330,6 +344,13 @@ def temperature(per_head: Array) -> Score:
     -------
     Score
         The score function.
+
+    Raises
+    ------
+    TypeError
+        `per_head` is no array.
+    UnsupportedProblem
+        It has another number of axes than one.
 
     Examples
     --------
@@ -373,6 +394,19 @@ def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
 def _has_axes(array: Any) -> bool:
     """Return whether a value has a shape and a dtype: an array, a tensor, or these two alone."""
     return isinstance(array, ShapeDtype) or is_array(array) or is_differentiated(array)
+
+
+def _count(name: str, value: Any) -> int:
+    """A number of heads or tokens as an int; there are no longer sequences.
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is none.
+    """
+    if is_int(value) and 1 <= value <= _MOST:
+        return int(value)
+    raise UnsupportedProblem([f"{name} must be an int from 1 to 2**30; got {describe(value)}"])
 
 
 def _require_axes(**arrays: tuple[Any, int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, as_int_array, describe, is_array, is_int, namespace
+from ..arrays import Array, as_int_array, describe, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
 from .offsets import offset_reasons, pair_reasons
@@ -76,7 +76,7 @@ def within(
     ]
     is_shared, is_one_length = kv_offsets is None, kv_offsets is None and seqlen_kv is None
     given = {"q_offsets": q_offsets} if is_shared else {"q_offsets": q_offsets, "kv_offsets": kv_offsets}
-    held = {name: _own_array(name, offsets) for name, offsets in given.items()}
+    held = {name: _taken_array(name, offsets) for name, offsets in given.items()}
     starts: dict[str, Array] = {}
     of_keys = "q_offsets" if is_shared else "kv_offsets"
     of_rows = ("seqlen_q", seqlen_q) if is_one_length else ("seqlen_kv", seqlen_kv)
@@ -94,11 +94,12 @@ def within(
 
     restarted.__name__ = f"within of {score.name}"
     made = Score.of_reserved(restarted, **score.arrays, **starts)
-    return made.remade_by(within, score, *held.values(), seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    own = [offsets.copy() for offsets in held.values()]  # a pickle is made of the offsets of today
+    return made.remade_by(within, score, *own, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
 
 
-def _own_array(name: str, given: Any) -> Any:
-    """A copy of an array or a list, since the function is that of the offsets with which it was made; else the value.
+def _taken_array(name: str, given: Any) -> Any:
+    """A list of ints, or an array of another library, as an array of NumPy's or CuPy's; any other value as it is.
 
     Raises
     ------
@@ -107,8 +108,8 @@ def _own_array(name: str, given: Any) -> Any:
     """
     offsets = as_int_array(given)
     if is_foreign(offsets):
-        offsets = taken_on_cuda(name, offsets) if is_on_cuda(name, offsets) else taken(name, offsets, np)
-    return offsets.copy() if is_array(offsets) else offsets
+        return taken_on_cuda(name, offsets) if is_on_cuda(name, offsets) else taken(name, offsets, np)
+    return offsets
 
 
 def _behind(position: Any, start: Any) -> Any:

@@ -109,6 +109,11 @@ class Score:
         Score
             The traced function.
 
+        Raises
+        ------
+        TypeError, UnsupportedProblem
+            As `Score` raises them.
+
         Examples
         --------
         >>> import numpy as np

@@ -650,6 +650,14 @@ FAULTS = {
             "blocks/index.py", "BlockIndex.from_mask", "shape_reasons(shape) or length_reasons(shape)", "[]"
         ),
     },
+    refuses(
+        lambda library: library.BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, 2).to_scipy(elements=1),
+        "elements must be True or False; got 1",
+    ): {
+        "1 stands for True where elements are asked for": Edit(
+            "blocks/index.py", "BlockIndex.to_scipy", 'flag_reasons("elements", elements)', "[]"
+        ),
+    },
     refuses(lambda library: library.recall(Q, Q, Q, None), "mask must be a Mask"): {
         "recall keeps all without a mask": Edit("study/recall.py", "recall", "if mask is None:", "if False:"),
     },

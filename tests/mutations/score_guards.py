@@ -433,6 +433,12 @@ def calls_are_right(library):
             assert options.get("bias") is None or options["bias"].dtype != bool or "give it as mask=" in str(error)
             continue
         raise AssertionError(options)
+    for wrong in (0, 10**30, 1.0):
+        try:
+            library.scores.alibi_slopes(wrong)
+        except library.UnsupportedProblem:
+            continue
+        raise AssertionError(wrong)
     wide = q.astype(np.float64)
     assert np.isfinite(library.attention(wide, wide, wide, softcap=1e39)).all()
     sums_have_one_order(library)

@@ -200,7 +200,7 @@ FAULTS = {
     },
     scores_keep_their_offsets: {
         "pickles of a score have offsets of their own": Edit(
-            "scores/places.py", "_own_array", "offsets.copy() if is_array(offsets) else offsets", "offsets"
+            "scores/places.py", "within", "offsets.copy() for offsets", "offsets for offsets"
         ),
     },
     refuses(

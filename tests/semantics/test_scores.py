@@ -673,10 +673,15 @@ def test_offsets_in_an_image_are_those_of_its_pixels() -> None:
         (lambda: scores.softcap(-3), "softcap must be a positive finite number; got -3"),
         (lambda: scores.softcap(3, fast=1), "fast must be True or False; got 1"),
         (lambda: scores.alibi(np.zeros((2, 2))), r"slopes must have 1 axes; got shape \(2, 2\)"),
-        (lambda: scores.alibi_slopes(0), "num_heads must be an int of at least 1; got 0"),
+        (lambda: scores.alibi_slopes(10**30), "num_heads must be an int from 1 to .*; got an int of 100 bits"),
+        (
+            lambda: scores.relative_position(np.zeros((2, 8)), bidirectional=np.zeros(3)),  # type: ignore[arg-type]
+            "bidirectional must be True or False; got an array",
+        ),
+        (lambda: scores.alibi_slopes(0), r"num_heads must be an int from 1 to 2\*\*30; got 0"),
         (lambda: scores.temperature(np.zeros(())), "per_head must have 1 axes"),
         (lambda: scores.relative_position(np.zeros((2, 3)), bidirectional=True), "table must have at least 4 buckets"),
-        (lambda: scores.relative_position(np.zeros((2, 8)), 0, bidirectional=1), "max_distance must be an int of at"),
+        (lambda: scores.relative_position(np.zeros((2, 8)), 0, bidirectional=1), "max_distance must be an int from 1"),
         (lambda: scores.relative_position_2d(np.zeros((2, 4, 3)), 2), r"table must have shape \(num_heads, 2 height"),
         (lambda: scores.relative_position_2d(np.zeros((2, 3, 3)), 2.0), "width must be an int of at least 1; got 2.0"),
         (lambda: scores.bias(np.zeros(3, bool)), "a bool array is a mask"),

@@ -7,6 +7,7 @@ nothing that it was given.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import cuflash
-from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, masks, patterns
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, masks, patterns, scores
 from cuflash.compiler import nvrtc as compiling
 
 SHAPE = (2, 10, 8)
@@ -309,6 +310,64 @@ def complaint(name: str, argument: str, junk: Any) -> str | None:
 def test_every_argument_takes_or_refuses_what_it_is_given(name: str, argument: str) -> None:
     complaints = {label: complaint(name, argument, make()) for label, make in JUNK.items()}
     assert {label: told for label, told in complaints.items() if told} == {}
+
+
+BLOCKS = INDEX(np.eye(5, dtype=bool), **LENGTHS)
+DOCUMENTED = {
+    **{name: given for name, given in CALLS.items() if inspect.getmodule(given[0]).__name__.startswith("cuflash")},
+    "vjp": (VJP.__call__, {"do": O, "dlse": None}),
+    "FromFunction": (masks.FromFunction, {"function": lambda b, h, i, j: i >= j}),
+    "Band": (masks.Band, {"lower": 0, "upper": 1}),
+    "SlidingWindow": (masks.SlidingWindow, {"left": 0, "right": 1, "align": None}),
+    "Dilated": (masks.Dilated, {"dilation": 2, "left": 0, "right": 1, "align": None}),
+    "PrefixLM": (masks.PrefixLM, {"prefix": 3, "align": None}),
+    "Lengths": (masks.Lengths, {"q": 3, "kv": np.arange(3)}),
+    "Documents": (masks.Documents, {"q_ids": np.arange(3), "kv_ids": np.arange(3)}),
+    "Sequences": (masks.Sequences, {"q_offsets": [0, 3], "kv_offsets": [0, 4], "causal": False, "window": None}),
+    "Dense": (masks.Dense, {"allowed": np.eye(3, dtype=bool)}),
+    "BlockPattern": (masks.BlockPattern, {"blocks": np.eye(3, dtype=bool), "block": 2}),
+    "BlockIndex.to_scipy": (BLOCKS.to_scipy, {"b": 0, "h": 0, "elements": True}),
+    "BlockIndex.picture": (BLOCKS.picture, {"b": 0, "h": 0, "width": 5}),
+    "softcap": (scores.softcap, {"cap": 3.0, "fast": False}),
+    "alibi": (scores.alibi, {"slopes": np.ones(2)}),
+    "alibi_slopes": (scores.alibi_slopes, {"num_heads": 2}),
+    "bias": (scores.bias, {"array": np.ones((2, 2))}),
+    "temperature": (scores.temperature, {"per_head": np.ones(2)}),
+    "relative_position": (
+        scores.relative_position, {"table": np.ones((2, 8)), "max_distance": 9, "bidirectional": True}
+    ),
+    "relative_position_2d": (scores.relative_position_2d, {"table": np.ones((2, 3, 5)), "width": 3}),
+    "within": (
+        scores.within,
+        {
+            "score": scores.softcap(2.0), "q_offsets": [0, 3], "kv_offsets": [0, 4], "seqlen_q": 3, "seqlen_kv": 4
+        },
+    ),
+    "pack": (cuflash.pack, {"arrays": [O], "axis": -2}),
+    "unpack": (cuflash.unpack, {"packed": O, "offsets": [0, 3], "axis": -2}),
+}  # fmt: skip
+
+
+def documented_errors(call: Callable[..., Any]) -> str:
+    """Return the section of a docstring that tells what a call raises."""
+    found = re.search(r"^Raises\n-+\n(.*?)(?=^\S[^\n]*\n---|\Z)", inspect.getdoc(call) or "", re.DOTALL | re.MULTILINE)
+    return found[1] if found else ""
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_what_a_call_raises_is_in_its_docstring(name: str) -> None:
+    call, good = DOCUMENTED[name]
+    call(**good)
+    told, raised = documented_errors(call), set()
+    for argument, make in itertools.product(good, JUNK.values()):
+        try:
+            call(**{**good, argument: make()})
+        except (TypeError, UnsupportedProblem) as error:
+            raised.add(type(error).__name__)
+        except RuntimeError as error:
+            assert "CuPy is missing" in str(error)
+    assert raised <= set(re.findall(r"\w+", told)), f"{name} raises {raised}; told is {told!r}"
+    assert raised
 
 
 SMALL = st.integers(-3, 40)
