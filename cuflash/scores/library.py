@@ -120,7 +120,8 @@ def alibi(slopes: Array) -> Score:
     """
     _require_axes(slopes=(slopes, 1))
     if dtype_of(slopes) not in DTYPES:
-        told = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.astype"
+        method = "to" if is_tensor(slopes) else "astype"
+        told = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.{method}"
         raise UnsupportedProblem([told])
 
     def alibi(s: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:

@@ -247,7 +247,8 @@ BAD = {
         lambda: {"bias": BIAS.to(torch.float8_e4m3fn)}, cuflash.UnsupportedProblem, "bias must be float16, bfloat16"
     ),
     "complex slopes": (
-        lambda: {"score": scores.alibi(SLOPE.cfloat())}, cuflash.UnsupportedProblem, "slopes's dtype must be float16"
+        lambda: {"score": scores.alibi(SLOPE.cfloat())}, cuflash.UnsupportedProblem,
+        "slopes must be float16, .*; got torch.complex64: convert them with slopes.to$",
     ),
     "a bias without data": (lambda: {"bias": BIAS.to("meta")}, cuflash.UnsupportedProblem, "bias must hold data; got"),
     "a bias of another length": (lambda: {"bias": BIAS[..., :3]}, cuflash.UnsupportedProblem, "bias must broadcast to"),
