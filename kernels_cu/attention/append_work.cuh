@@ -2,7 +2,7 @@
 #include <attention/append_params.cuh>
 #include <attention/tile_scheduler.cuh>
 
-// Functions that kernels which append to a cache share: the places of new rows, and the update of a sequence's length.
+// What the kernels that append to a cache share: the positions of new rows, and the update of a sequence's length.
 namespace cuflash::attention {
 
 // The new rows of a sequence stand at positions length <= j < length + num_rows.

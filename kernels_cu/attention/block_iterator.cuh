@@ -4,8 +4,10 @@
 // The blocks that a tile visits, step by step, and the elements of a step that masks allow.
 namespace cuflash::attention {
 
+// The mask of a block: none, an interval of keys for each query, or a bit for each query and key.
 enum class BlockKind : int { kFull = 1, kInterval = 2, kBits = 3 };
 
+// Keys lo <= j < hi.
 struct Interval {
   int lo, hi;
 };
@@ -42,7 +44,7 @@ struct RowMask {
   }
 };
 
-// The keys, or in backward passes the queries, start <= x < stop of a step, which have one kind of mask.
+// The block that a step visits: keys, or in backward passes queries, start <= x < stop, under one kind of mask.
 struct KvBlock {
   int start, stop;
   BlockKind kind;
@@ -55,9 +57,9 @@ struct KvBlock {
     if (kind == BlockKind::kFull) return {0, length, nullptr, 0};
     if (kind == BlockKind::kBits) {
       const WorkList& list = params.work;
-      const int64_t row = static_cast<int64_t>(list.tiles[entry]) * list.block_q + i - list.q_blocks[entry] * list.block_q;
-      return {0, length, list.bits + row * ((list.block_kv + 7) / 8),
-              list.kv_blocks[entry] * list.block_kv};
+      const int64_t row =
+          static_cast<int64_t>(list.tiles[entry]) * list.block_q + i - list.q_blocks[entry] * list.block_q;
+      return {0, length, list.bits + row * ((list.block_kv + 7) / 8), list.kv_blocks[entry] * list.block_kv};
     }
     const Interval keys = interval(params, batch_head, i);
     return {keys.lo, keys.hi, nullptr, 0};
@@ -81,9 +83,8 @@ CUFLASH_DEVICE VisitRange visit_range_of_queries(const Params& params, const Wor
   VisitRange visit_range{first.lo, last.hi, last.lo, first.hi};
   const WorkList& list = params.work;
   if (list.row_pointers != nullptr) {
-    const int32_t* const row =
-        list.row_pointers + list_index(list, tile.batch_head) * list.num_q_blocks +
-            divmod(tile.first, list.block_q).quotient;
+    const int32_t* const row = list.row_pointers + list_index(list, tile.batch_head) * list.num_q_blocks +
+        divmod(tile.first, list.block_q).quotient;
     visit_range.first_entry = row[0];
     visit_range.last_entry = row[1];
   }
@@ -117,9 +118,8 @@ CUFLASH_DEVICE int rows_starting_by(const Params& params, const BatchHead& batch
 CUFLASH_DEVICE void find_list_entries(const Params& params, const WorkTile& tile, VisitRange& visit_range) {
   const WorkList& list = params.work;
   if (list.column_pointers == nullptr) return;
-  const int32_t* const column =
-      list.column_pointers + list_index(list, tile.batch_head) * list.num_kv_blocks +
-          divmod(tile.first, list.block_kv).quotient;
+  const int32_t* const column = list.column_pointers + list_index(list, tile.batch_head) * list.num_kv_blocks +
+      divmod(tile.first, list.block_kv).quotient;
   visit_range.first_entry = column[0];
   visit_range.last_entry = column[1];
 }
@@ -129,7 +129,7 @@ CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const WorkTi
   VisitRange visit_range{rows_ending_by(params, tile.batch_head, tile.first),
                          rows_starting_by(params, tile.batch_head, tile.last - 1),
                          rows_ending_by(params, tile.batch_head, tile.last - 1),
-                             rows_starting_by(params, tile.batch_head, tile.first)};
+                         rows_starting_by(params, tile.batch_head, tile.first)};
   find_list_entries(params, tile, visit_range);
   return visit_range;
 }
@@ -142,7 +142,8 @@ CUFLASH_DEVICE VisitRange aligned_to_tiles(const Params& params, VisitRange visi
   return visit_range;
 }
 
-// The range over which the steps of a tile of queries, or of keys, run.
+// How BlockIterator walks a list: along a row, over the blocks of keys that a tile of queries visits; or along a
+// column, over the blocks of queries that visit a tile of keys.
 struct OverKvBlocks {
   static CUFLASH_DEVICE int entry(const WorkList&, int position) { return position; }
   static CUFLASH_DEVICE BlockKind kind(const WorkList& list, int position) {
@@ -189,8 +190,8 @@ CUFLASH_DEVICE VisitRange split_range(const Params& params, const VisitRange& fu
 }
 
 // Walks the visit range of a tile in steps of at most Width rows; if there is a list, over the listed blocks. The range
-// stays where it is, in registers or in shared memory.
-template <int Width, class Side, class Listed = DynamicListed>
+// is not copied: it stays in registers or in shared memory.
+template <int Width, class Walk, class Listed = DynamicListed>
 class BlockIterator {
  public:
   CUFLASH_DEVICE BlockIterator(const Params& params, const VisitRange& visit_range)
@@ -224,10 +225,10 @@ class BlockIterator {
   // Open the listed block at a position of the list. A block of intervals is cut to the tile's range.
   CUFLASH_DEVICE void open_block(int position) {
     const WorkList& list = params_.work;
-    entry_ = Side::entry(list, position);
-    kind_ = Side::kind(list, position);
-    position_ = Side::first(list, position);
-    end_ = min(position_ + Side::block(list), Side::length(params_.shape));
+    entry_ = Walk::entry(list, position);
+    kind_ = Walk::kind(list, position);
+    position_ = Walk::first(list, position);
+    end_ = min(position_ + Walk::block(list), Walk::length(params_.shape));
     if (kind_ == BlockKind::kInterval) {
       position_ = max(position_, visit_range_.start);
       end_ = min(end_, visit_range_.stop);
@@ -238,7 +239,7 @@ class BlockIterator {
   const VisitRange& visit_range_;
   int position_, end_;
   BlockKind kind_ = BlockKind::kInterval;
-  int position_in_list_ = 0;  // position in the list
+  int position_in_list_ = 0;
   int entry_ = -1;
 };
 

@@ -10,7 +10,7 @@ enum class SumsOperation : int64_t { kSetZero, kRound, kAddParts };
 // cuflash/planning/captured_sums.py has the record as a NumPy dtype.
 struct CapturedSums {
   void* gradient;  // [num_elements] of Element for parts, else of Accumulator
-  void* sums;      // [num_elements] exact sums, [num_parts, num_elements] of Element, or words to set to 0
+  void* sums;  // [num_elements] exact sums, [num_parts, num_elements] of Element, or words to set to 0
   int64_t num_elements, num_parts;
   SumsOperation operation;
 };

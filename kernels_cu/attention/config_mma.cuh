@@ -3,7 +3,8 @@
 #include <tile/copy_async.cuh>
 #include <tile/tf32.cuh>
 
-// A kernel's specification, and the tiles of its operands in shared memory, under the names that the paper gives them.
+// Constants of a kernel on tensor cores, from its specification, and the tiles of its operands in shared memory, named
+// as in FlashAttention-2 (arXiv 2307.08691).
 namespace cuflash {
 
 using config::Element;
@@ -25,7 +26,8 @@ using Listed = attention::StaticListed<config::kIsListed, config::kIsOrdered>;
 
 // Return the rows first <= x < last of a matrix that starts at `data`.
 template <class T>
-CUFLASH_DEVICE tile::Matrix<T> rows(T* data, const attention::Matrices& matrices, int num_columns, int first, int last) {
+CUFLASH_DEVICE tile::Matrix<T> rows(T* data, const attention::Matrices& matrices, int num_columns, int first,
+                                    int last) {
   return {data + first * matrices.row_stride, matrices.row_stride, matrices.column_stride, last - first, num_columns};
 }
 

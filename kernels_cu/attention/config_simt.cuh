@@ -1,7 +1,8 @@
 #pragma once
 #include <tile/shared_tile.cuh>
 
-// A kernel's specification, and the tiles of its operands in shared memory, under the names that the paper gives them.
+// Constants of a kernel of multiply-adds, from its specification, and the tiles of its operands in shared memory, named
+// as in FlashAttention-2 (arXiv 2307.08691).
 namespace cuflash {
 
 using config::Accumulator;

@@ -6,7 +6,7 @@ namespace cuflash::attention {
 
 // Keys and values of several sequences, in pages of `page_size` positions. A contiguous cache has one page a sequence.
 struct CachePages {
-  Matrices k, v;             // [num_pages, kv heads, page_size, dim]
+  Matrices k, v;  // [num_pages, kv heads, page_size, dim]
   const int32_t* table;  // [batch, max_pages] the pages of each sequence; if null, page b belongs to sequence b
   int32_t* lengths;  // [batch] number of positions of each sequence
   const int32_t* counts;  // [batch] number of the new rows that belong to each sequence; if null, all of them
@@ -18,7 +18,7 @@ struct CachePages {
 struct Decode {
   Matrices q, o, lse;  // [batch, query heads, num_queries, dim]
   CachePages cache;
-  float* o_parts;      // [batch, kv heads, max_parts, group_size * num_queries, room for value_dim]
+  float* o_parts;  // [batch, kv heads, max_parts, group_size * num_queries, room for value_dim]
   float* stats_parts;  // [batch, kv heads, max_parts, group_size * num_queries, 2] maximum and sum of each row
   int32_t* arrivals;  // [batch, kv heads] number of parts that are written; 0 before and after a launch
   int32_t group_size, num_queries, max_parts;

@@ -5,10 +5,10 @@
 // The work of a decode kernel's blocks: the keys of a sequence, cut into parts by the sequence's own length.
 namespace cuflash::attention {
 
-// The new rows of a sequence are its last positions.
+// A sequence of the cache. Its new rows, those of the queries, are its last positions.
 struct Sequence {
   int length, count, first_key;  // number of positions and of new rows; the first key that a new row sees
-  bool is_valid;                 // both numbers were in their range
+  bool is_valid;  // both numbers were in their range
 };
 
 CUFLASH_DEVICE Sequence sequence(const Decode& params, int number) {
@@ -25,8 +25,8 @@ CUFLASH_DEVICE RowMask packed_row_mask(const Decode& params, const Sequence& of,
   const int number = row % params.num_queries, position = of.length - of.count + number;
   const bool is_there = row < params.group_size * params.num_queries && number < of.count && position >= 0;
   if (!is_there) return {0, 0, nullptr, 0};
-  return {max(0, position - min(params.left, position)), min(of.length - position, params.right + 1) + position, nullptr,
-          0};
+  return {max(0, position - min(params.left, position)), min(of.length - position, params.right + 1) + position,
+          nullptr, 0};
 }
 
 // Return the keys lo <= j < hi that every new row sees; an empty interval if some row sees no key.

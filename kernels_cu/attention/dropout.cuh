@@ -4,18 +4,18 @@
 #include <ptx/math.cuh>
 #include <tile/philox.cuh>
 
-// Dropout of weights: each is 0 or is multiplied by `factor`. The seed and the weight's place alone decide which.
+// Dropout of weights: each is 0 or is multiplied by `factor`. The seed and the weight's position alone decide which.
 // cuflash/dropout/weights.py computes the same on the host, and defines which number belongs to which weight.
 namespace cuflash::attention {
 
 // A kernel argument, in kernels whose specification has dropout: its parameters.
 struct Dropout {
-  uint64_t seed;                 // if the kernel does not read the seed from an array
+  uint64_t seed;  // if the kernel does not read the seed from an array
   const uint64_t* dropout_seed;  // if it does
   uint32_t offset;
   uint32_t either[8];  // for each bit of an 8-bit threshold, from the lowest on: all bits set if the bit is 0
-  double factor;       // 1 / (1 - p)
-  float single_factor;  // the same as a float, since arithmetic of doubles waits for products of tensor cores
+  double factor;  // 1 / (1 - p)
+  float single_factor;  // `factor` as a float, since arithmetic of doubles waits for products of tensor cores
 };
 
 struct NoDropout : Dropout {};
@@ -25,24 +25,26 @@ constexpr NoDropout dropout{};
 using tile::philox4x32;
 using tile::PhiloxWords;
 
-// The place of a weight; `head` counts query heads over all batch entries.
-struct WeightPlace {
+// The position of a weight; `head` counts query heads over all batch entries.
+struct WeightPosition {
   uint32_t head;
   int query, key;
 };
 
+// Return the number of a query head, counted over all batch entries.
 CUFLASH_DEVICE uint32_t head_number(const Shape& shape, const BatchHead& batch_head, int head) {
   return static_cast<uint32_t>(batch_head.batch_index) * static_cast<uint32_t>(shape.num_heads) + head;
 }
 
-// All that the numbers of a launch depend on beside their places.
+// The random numbers of a launch: a function of the position of a weight.
 class Draws {
  public:
   explicit CUFLASH_DEVICE Draws(const Dropout& dropout) : dropout_(dropout), seed_(dropout.seed) {
     if (config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
   }
 
-  // The words that Philox draws for counters, each for a cell of four queries and four keys.
+  // Replace counters by the words that Philox draws for them. A counter stands for a cell of four queries and four
+  // keys.
   template <int Num>
   CUFLASH_DEVICE void draw(PhiloxWords (&counters)[Num]) const {
     philox4x32(counters, {static_cast<uint32_t>(seed_), static_cast<uint32_t>(seed_ >> 32)});
@@ -50,10 +52,10 @@ class Draws {
   CUFLASH_DEVICE PhiloxWords counter(uint32_t head, uint32_t row, uint32_t column) const {
     return {{row, column, head, dropout_.offset}};
   }
-  // Bits of the kept weights of two cells, the first cell's in the lower half. A weight's number has one bit in each
-  // half of a cell's words, the lowest bit in the first. All numbers are compared with the threshold at once, from the
-  // lowest bit on: a number is no less than the threshold if its bit is greater, or if the bits are equal and the bits
-  // below are no less.
+  // Return a bit for each kept weight of two cells, those of the first cell in the lower half. A weight's number has
+  // one bit in each half of a cell's words, the lowest bit in the first. All numbers are compared with the threshold at
+  // once, from the lowest bit on: a number is no less than the threshold if its bit is greater, or if the bits are
+  // equal and the bits below are no less.
   CUFLASH_DEVICE uint32_t kept(const PhiloxWords& first, const PhiloxWords& second) const {
     uint32_t is_kept = ~0u;
 #pragma unroll
@@ -75,18 +77,19 @@ class WeightDraw {
  public:
   explicit CUFLASH_DEVICE WeightDraw(const Draws& draws) : draws_(draws) {}
 
-  CUFLASH_DEVICE bool keeps(const WeightPlace& place) {
-    const uint32_t row = place.query / 16 * 4 + place.query % 8 / 2, column = place.key / 16 * 4 + place.key % 8 / 2;
-    if (is_first_ || row != row_ || column != column_ || place.head != head_) {
-      PhiloxWords words[1] = {draws_.counter(place.head, row, column)};
+  CUFLASH_DEVICE bool keeps(const WeightPosition& position) {
+    const uint32_t row = position.query / 16 * 4 + position.query % 8 / 2;
+    const uint32_t column = position.key / 16 * 4 + position.key % 8 / 2;
+    if (is_first_ || row != row_ || column != column_ || position.head != head_) {
+      PhiloxWords words[1] = {draws_.counter(position.head, row, column)};
       draws_.draw(words);
       kept_ = draws_.kept(words[0], words[0]);
       is_first_ = false;
       row_ = row;
       column_ = column;
-      head_ = place.head;
+      head_ = position.head;
     }
-    const int bit = place.key % 2 * 8 + place.query % 2 * 4 + place.query / 8 % 2 * 2 + place.key / 8 % 2;
+    const int bit = position.key % 2 * 8 + position.query % 2 * 4 + position.query / 8 % 2 * 2 + position.key / 8 % 2;
     return kept_ >> bit & 1;
   }
 
@@ -108,10 +111,10 @@ struct KeptWeights {
   }
 };
 
-// Return the kept weights of a thread, at places that `place_of` returns for its rows and columns. The loop is not
-// unrolled, which keeps the code short.
-template <class Tile, class PlaceOf>
-CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PlaceOf place_of) {
+// Return the kept weights of a thread, at positions that `position_of` returns for its rows and columns. The loop is
+// not unrolled, which keeps the code short.
+template <class Tile, class PositionOf>
+CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PositionOf position_of) {
   using Kept = KeptWeights<Tile>;
   Kept kept;
   WeightDraw draw(draws);
@@ -120,7 +123,7 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PlaceOf place_
     uint32_t word = 0;
 #pragma unroll 1
     for (int number = first; number < min(first + 32, Kept::kNumWeights); ++number)
-      word |= static_cast<uint32_t>(draw.keeps(place_of(number / Tile::kColumns, number % Tile::kColumns)))
+      word |= static_cast<uint32_t>(draw.keeps(position_of(number / Tile::kColumns, number % Tile::kColumns)))
           << (number - first);
     kept.words[first / 32] = word;
   }
@@ -133,7 +136,7 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_queries(const Tile& tile, const
                                                          const WorkTile& work, const KvBlock& block) {
   const uint32_t head = head_number(shape, work.batch_head, work.batch_head.head);
   return kept_weights<Tile>(Draws(dropout), [&](int i, int j) {
-    return WeightPlace{head, work.first + row_of(tile, i), block.start + column_of(tile, j)};
+    return WeightPosition{head, work.first + row_of(tile, i), block.start + column_of(tile, j)};
   });
 }
 template <class Tile>
@@ -141,7 +144,7 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_keys(const Tile& tile, const Dr
                                                       const WorkTile& work, const KvBlock& block) {
   const uint32_t head = head_number(shape, work.batch_head, work.batch_head.head);
   return kept_weights<Tile>(Draws(dropout), [&](int i, int j) {
-    return WeightPlace{head, block.start + column_of(tile, j), work.first + row_of(tile, i)};
+    return WeightPosition{head, block.start + column_of(tile, j), work.first + row_of(tile, i)};
   });
 }
 
@@ -159,7 +162,7 @@ CUFLASH_DEVICE void drop_weights(Tile& p, const Kept& kept) {
   drop_weights<Tile>([&](int i, int j) -> auto& { return element(p, i, j); }, kept);
 }
 
-// Turn the gradient by the kept weights into the gradient by all weights, in place.
+// Turn the gradient with respect to the kept weights into that with respect to all weights, in place.
 template <class Tile, class Kept, class T>
 CUFLASH_DEVICE void drop_gradients(Tile& dp, const Kept& kept, T factor) {
 #pragma unroll
@@ -186,7 +189,7 @@ struct KeptFragments {
   CUFLASH_DEVICE bool at(int i, int j) const { return words[tile(i, j) / 4] >> bit(i, j) & 1; }
   // Return a word in which all bits of a half are set if its weight is kept: columns j and j + 1, j being even.
   CUFLASH_DEVICE uint32_t halves_at(int i, int j) const {
-    static_assert(!IsTransposed, "neighbours have one bit of two bytes");
+    static_assert(!IsTransposed, "two neighbours have the same bit of two bytes");
     return ptx::permute_bytes(words[tile(i, j) / 4] << (7 - bit(i, j) % 8), 0, bit(i, j) < 16 ? 0x9988 : 0xbbaa);
   }
   CUFLASH_DEVICE void set(int i, int j, bool is_kept) {
@@ -194,9 +197,9 @@ struct KeptFragments {
   }
 };
 
-// Return what `kept_weights` returns, in the accumulator layout; the first weight is the tile's. If both sides of the
-// tile start at multiples of 16, two threads with neighbouring rows draw every other cell of both, and exchange bits.
-// Called by whole warps.
+// Return the kept weights of a thread in the accumulator layout. `first_row` and `first_column` are the position of the
+// tile's first weight. If both are multiples of 16, two threads with neighbouring rows draw every other cell of both,
+// and exchange bits. Called by whole warps.
 template <bool IsTransposed, class Tile>
 CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, const Draws& draws, uint32_t head,
                                                                 int first_row, int first_column) {
@@ -206,7 +209,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
   if ((first_row | first_column) % 16 != 0) {
     const auto scattered = kept_weights<Tile>(draws, [&](int i, int j) {
       const int of_row = row + Tile::row(i), of_column = column + Tile::column(j);
-      return IsTransposed ? WeightPlace{head, of_column, of_row} : WeightPlace{head, of_row, of_column};
+      return IsTransposed ? WeightPosition{head, of_column, of_row} : WeightPosition{head, of_row, of_column};
     });
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i)

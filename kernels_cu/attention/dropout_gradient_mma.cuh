@@ -2,6 +2,7 @@
 #include <attention/dropout.cuh>
 #include <attention/score_gradient_mma.cuh>
 
+// P and dS under dropout, in kernels on tensor cores.
 namespace cuflash::attention {
 
 // Make P and dS as `score_gradients` does, under dropout, of scores in the accumulator layout of tensor cores, whose

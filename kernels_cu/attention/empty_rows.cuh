@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/config_mma.cuh>
 
+// Queries without a key in the backward pass of kernels on tensor cores.
 namespace cuflash {
 
 // Set dO of queries without a key to 0, since their gradients are 0 whatever dO holds. Called by all threads.

@@ -8,7 +8,7 @@ namespace cuflash {
 
 using DqPartition = tile::WarpPartition<kBlockQ, kHeadDim, kNumWarps>;
 using WarpDq = DqPartition::Tile;
-static_assert(DqPartition::kNumOwnerWarps == kNumWarps, "what two warps hold would be added twice");
+static_assert(DqPartition::kNumOwnerWarps == kNumWarps, "a part that two warps hold would be added twice");
 
 // Layout of a query tile's sums of dQ, which the kernels that add and the kernel that rounds have in common.
 using DqSumLayout = tile::AccumulatorLayout<WarpDq, config::kDqAtomicWidth == 4 ? 4 : 1>;
@@ -25,8 +25,7 @@ CUFLASH_DEVICE void stage_gradient(const attention::Matrices& to, const attentio
 // Store the staged rows. Called by all threads, after a barrier.
 template <class Tile>
 CUFLASH_DEVICE void write_staged_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
-                                          int num_columns,
-                                          Tile staging) {
+                                          int num_columns, Tile staging) {
   if (to.is_accumulator) return;
   const auto all = attention::matrix<Element>(to, work.batch_head, head, work.last, num_columns);
   tile::store<kThreads>(all.rows(work.first, work.last), staging);

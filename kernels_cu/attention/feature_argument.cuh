@@ -1,5 +1,6 @@
 #pragma once
 
+// Kernel arguments that only kernels with a feature have, such as dropout, a sink or a cache.
 namespace cuflash::attention {
 
 template <bool Has, class Record, class Absent>

@@ -3,16 +3,18 @@
 #include <attention/score_gradient_mma.cuh>
 #include <attention/score_slopes.cuh>
 
+// Gradients of scores that a score function has changed, in kernels on tensor cores.
 namespace cuflash::attention {
 
-// Make P and dS as `score_pairs` does, of scores in the accumulator layout of tensor cores, whose rows are queries. In
-// a masked step, `masked_score` marks hidden scores. `holds` is false for warps whose elements other warps hold too.
+// Make P and dS as `scores_to_p_and_ds` does, of scores in the accumulator layout of tensor cores, whose rows are
+// queries. In a masked step, `masked_score` marks hidden scores. `holds` is false for warps whose elements other warps
+// hold too.
 template <class Tile, class Score>
-CUFLASH_DEVICE void score_pairs_of_rows(Tile& s, Tile& dp, const Score& score, const Shape& shape,
-                                        const BatchHead& batch_head,
-                                        const Positions& queries, const Positions& keys, bool is_masked,
-                                        const RowStatistics<Tile>& row, bool holds) {
-  score_pairs<Rows::kQueries>(
+CUFLASH_DEVICE void scores_to_p_and_ds_of_rows(Tile& s, Tile& dp, const Score& score, const Shape& shape,
+                                               const BatchHead& batch_head, const Positions& queries,
+                                               const Positions& keys, bool is_masked, const RowStatistics<Tile>& row,
+                                               bool holds) {
+  scores_to_p_and_ds<Rows::kQueries>(
       [&](int i, int j) -> float& { return s.at(i, j); }, dp, score, shape, batch_head, queries, keys,
       [&](int i, int j) { return !is_masked || !is_masked_score(s.at(i, j)); }, [&](int i) { return row.lse_2[i]; },
       [&](int i) { return row.delta[i]; }, Score::kAddsGradients && holds);

@@ -12,7 +12,7 @@ CUFLASH_DEVICE bool is_unmasked(const KvBlock& block) {
   return block.kind == BlockKind::kFull && block.stop - block.start == Width;
 }
 
-// Map a row of a tile to its query.
+// Map a row of a tile to its query, in tiles of one head, and in tiles of all heads that share keys (pack_gqa).
 struct UnpackedQuery {
   CUFLASH_DEVICE int operator()(int row) const { return row; }
 };
@@ -61,15 +61,16 @@ CUFLASH_DEVICE void mask_rows(Tile& s, const KvBlock& block, float value, RowMas
 // interval of the tile's first row. Keys before `start` are masked too.
 template <class Tile>
 CUFLASH_DEVICE void mask_band(Tile& s, const KvBlock& block, float value, const Interval& keys, int start) {
-  static_assert(Tile::kColumns <= 32 && Tile::row(1) == 8 && Tile::column(2) == 8, "a thread's next row: two columns on");
+  static_assert(Tile::kColumns <= 32 && Tile::row(1) == 8 && Tile::column(2) == 8,
+                "a thread's next row attends two more of its columns");
   const int first_key = block.start + Tile::first_column(), row = Tile::first_row();
   const auto columns_before = [&](int key) { return (key - first_key >> 3) * 2 + min(key - first_key & 7, 2); };
   const int first = columns_before(start), last = columns_before(block.stop);
   const int lo = columns_before(keys.lo + row), hi = columns_before(keys.hi + row);
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
-    const uint32_t visible = ptx::bits_at_or_above(max(lo + 2 * i, first)) & ~ptx::bits_at_or_above(min(hi + 2 * i,
-                                                                                                        last));
+    const uint32_t visible =
+        ptx::bits_at_or_above(max(lo + 2 * i, first)) & ~ptx::bits_at_or_above(min(hi + 2 * i, last));
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
       if (!(visible >> j & 1)) s.at(i, j) = value;
@@ -87,6 +88,7 @@ CUFLASH_DEVICE RowMask row_mask_of_row(const Params& params, const WorkTile& wor
   return row_mask;
 }
 
+// Set the scores of a step that masks hide to a value.
 template <bool HasBits, class Tile, class Queries = UnpackedQuery>
 CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& work, const KvBlock& block, float value,
                                 Queries query_of = {}) {
@@ -141,7 +143,7 @@ struct LazySoftmax {
   template <class Tile>
   CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, float softmax_scale_log2) {
     static_assert(kMaxRowSum / Tile::kColumns >= 1 << static_cast<int>(kMaxRise),
-                  "else maxima do not rise, again and again");
+                  "a sum above kMaxRowSum has a weight that raises its maximum");
     float sum[kRows] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) exp_row(s, i, softmax_scale_log2, shift(i) * softmax_scale_log2, sum[i]);
@@ -167,8 +169,8 @@ struct LazySoftmax {
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) row_highest[i][j % 4] = j < 4 ? s.at(i, j)
-          : fmaxf(row_highest[i][j % 4], s.at(i, j));
+      for (int i = 0; i < kRows; ++i)
+        row_highest[i][j % 4] = j < 4 ? s.at(i, j) : fmaxf(row_highest[i][j % 4], s.at(i, j));
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       thread_max[i] = fmaxf(fmaxf(row_highest[i][0], row_highest[i][1]), fmaxf(row_highest[i][2], row_highest[i][3]));
@@ -213,7 +215,7 @@ struct LazySoftmax {
       exp_row(s, i, softmax_scale_log2, max_reasons & kLargeMax ? 0 : shift(i) * softmax_scale_log2, row_sum[i]);
   }
 
-  // Turn scores into weights, and rescale the sums and O of earlier steps by the rise of the maximum.
+  // Turn scores into weights, and rescale the sums and O of earlier steps for the new maxima.
   template <class Tile, class OutputTile>
   CUFLASH_DEVICE void update(Tile& s, OutputTile& o, float softmax_scale_log2) {
     float factor[kRows];

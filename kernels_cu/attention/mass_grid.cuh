@@ -9,8 +9,8 @@ struct MassGrid {
   Matrices mass;  // [num_q_blocks, num_kv_blocks], accumulators
   int64_t block_q, block_kv;
   int64_t has_lse;  // lse is an input; otherwise the kernel computes it from the keys that it walks, and writes it
-  // Rows of q are groups of so many columns, of which the last comes first; 0 means that columns are in their order. Only
-  // kernels that take rows in chunks read it, and each chunk lies in one group.
+  // If not 0, rows of q consist of groups of so many columns, and the groups of k are multiplied by those of q in
+  // reverse order. Only kernels that take rows in chunks read it, and each chunk lies in one group.
   int64_t turned_columns;
   float* row_masses;  // [thread blocks, num_kv_blocks, queries of a tile]; null for kernels that do not use it
 
@@ -44,7 +44,7 @@ struct BlockCuts {
   CUFLASH_DEVICE int stop(int n) const { return n + 1 == count() ? last - first : start(n + 1); }
 };
 
-// Set the masses of the queries that a thread block owns to 0. Called by all Threads, before a barrier.
+// Set the masses of the queries that a thread block owns to 0. Called by all threads of the block, before a barrier.
 template <class T, int Threads>
 CUFLASH_DEVICE void clear_masses(const MassGrid& grid, const Shape& shape, const WorkTile& owned) {
   const BlockCuts queries{owned.first, owned.last, static_cast<int>(grid.block_q)};

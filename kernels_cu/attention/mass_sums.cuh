@@ -1,13 +1,13 @@
 #pragma once
+#include <attention/config_mma.cuh>
+#include <attention/mass_grid.cuh>
+#include <attention/score.cuh>
+
 // The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread
 // block owns whole rows of the grid, so that no two blocks add to one mass, and walks the keys of their queries once.
 // lse of a query may be known only after its last key: so the sum of its weights over each block of keys is kept in
 // global memory as a logarithm, and these sums are added over the queries of a block afterwards. Kernels differ in how
 // they copy and multiply rows of q and k.
-#include <attention/config_mma.cuh>
-#include <attention/mass_grid.cuh>
-#include <attention/score.cuh>
-
 namespace cuflash {
 
 using config::kNumStages;
@@ -155,7 +155,7 @@ class KeySums {
   // Return a bit for each of the thread's columns of a step that lie at or after a column. Weights past the last key
   // are 0.
   static CUFLASH_DEVICE uint32_t columns_from(int column) {
-    static_assert(Scores::kColumns <= 32 && Scores::column(2) == 8, "a bit for each column, two of eight");
+    static_assert(Scores::kColumns <= 32 && Scores::column(2) == 8, "each of a thread's columns has a bit");
     const int own = column - Scores::first_column();
     return ptx::bits_at_or_above((own >> 3) * 2 + min(own & 7, 2));
   }
@@ -163,7 +163,7 @@ class KeySums {
   RowMasses row_masses_;
   float scale_log2_;
   int block_kv_, number_ = -1, stop_ = 0;  // of the block of keys
-  float sum_before_[Scores::kRows] = {};   // of the thread's columns, in blocks before
+  float sum_before_[Scores::kRows] = {};  // of the thread's columns, in blocks before
 };
 
 // Sum over the queries of each block. Called by all threads, between barriers.
@@ -195,6 +195,7 @@ CUFLASH_DEVICE void add_masses(const attention::Params& params, const attention:
     }
 }
 
+// Stands for O in `LazySoftmax::finalize`.
 struct NoOutput {
   CUFLASH_DEVICE void scale_row(int, float) const {}
 };
@@ -217,7 +218,8 @@ CUFLASH_DEVICE void save_shifts(const attention::Params& params, const attention
     if (grid.has_lse) row_lse[i] = lse.at(row, 0);
     else lse.at(row, 0) = row_lse[i];
     const bool has_key = row_lse[i] != ptx::negative_infinity<float>();
-    tile.row_shift[row] = has_key ? row_lse[i] * static_cast<float>(attention::kLog2E) : -ptx::negative_infinity<float>();
+    tile.row_shift[row] =
+        has_key ? row_lse[i] * static_cast<float>(attention::kLog2E) : -ptx::negative_infinity<float>();
   }
 }
 

@@ -1,8 +1,8 @@
 #pragma once
-// The walk of block masses (attention/mass_sums.cuh) in which all threads of a thread block copy chunks of q and k, and
-// multiply them. Rows that are longer than a tile are split into chunks.
 #include <attention/mass_sums.cuh>
 
+// The walk of block masses (attention/mass_sums.cuh) in which all threads of a thread block copy chunks of q and k, and
+// multiply them. Rows that are longer than a tile are split into chunks.
 namespace cuflash {
 
 // The message beside a chunk of K: its step of the walk, and whether it is the last chunk of the step. A message
@@ -12,7 +12,7 @@ struct Chunk {
   bool has_block, is_last_of_block;
 };
 
-// State of a thread block that lies in shared memory, so that registers are left for accumulators.
+// State of a thread block in shared memory, which saves registers.
 struct TileState {
   MassTile tile;
   Chunk chunks[kNumStages];
@@ -39,7 +39,8 @@ class ChunkLoader {
     if (first_column_ == 0) has_block_ = blocks_.next(block_);
     const int last_column = min(first_column_ + kHeadDim, head_dim);
     if (has_block_) {
-      tile::load_async<kThreads>(k_slot(slot), state_.k.rows(block_.start, block_.stop).columns(first_column_, last_column));
+      tile::load_async<kThreads>(k_slot(slot),
+                                 state_.k.rows(block_.start, block_.stop).columns(first_column_, last_column));
       if (kSplitsHeadDim) {
         const int first = grid_.column_of_q(params_.shape, first_column_);
         tile::load_async<kThreads>(q_slot(slot), state_.q.columns(first, min(first + kHeadDim, head_dim)));

@@ -22,13 +22,14 @@ struct NoPages {};
 using PagesArgument = FeatureArgument<config::kIsPaged, Pages, NoPages>;
 constexpr NoPages pages{};
 
-// The queries of a sequence are its last positions.
+// The rows of a sequence. Its queries are its last positions.
 struct SequenceRows {
   int length, count;  // number of positions, and of queries that belong to the sequence
-  bool is_valid;      // both numbers were in their range
+  bool is_valid;  // both numbers were in their range
 };
 CUFLASH_DEVICE SequenceRows rows_of_sequence(const Pages& pages, int sequence) {
-  const int length = pages.lengths[sequence], count = pages.counts == nullptr ? pages.num_queries : pages.counts[sequence];
+  const int length = pages.lengths[sequence];
+  const int count = pages.counts == nullptr ? pages.num_queries : pages.counts[sequence];
   const int clamped = min(max(length, 0), pages.capacity), clamped_count = min(max(count, 0), pages.num_queries);
   return {clamped, clamped_count, length == clamped && count == clamped_count};
 }

@@ -22,7 +22,7 @@ struct Shape {
   int32_t batch[kBatchAxes];
   int32_t first_batch;  // first batch entry of this launch, as masks count them
   int32_t num_heads;  // number of query heads
-  int32_t group_size;   // query heads that share a key/value head
+  int32_t group_size;  // query heads that share a key/value head
   int32_t seqlen_q;
   int32_t seqlen_kv;
   int32_t head_dim;
@@ -31,7 +31,7 @@ struct Shape {
   int32_t kv_heads_per_l2_group;  // number of heads whose tiles of keys are taken alternately
   int32_t num_splits;  // number of blocks that share the keys of a tile
   int32_t num_fused_dq_heads;  // number of pairs of batch entry and head whose dQ the backward kernel finishes
-  // rounds by which their last tiles are taken earlier, and their first tiles later
+  // rounds by which the last tiles of these heads are taken earlier, and their first tiles later
   int32_t last_tile_lead, first_tile_lag;
   double softmax_scale;
 };
@@ -49,18 +49,18 @@ struct WorkList {
   const int32_t* q_blocks;
   const uint8_t* kinds;
   const int32_t* tiles;
-  const uint8_t* bits;             // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
+  const uint8_t* bits;  // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
   const int32_t* column_pointers;  // [batch or 1, heads or 1, num_kv_blocks], then one more
   // entry numbers, column after column; without a list the tiles of keys that kv_blocks has, the longest first
   const int32_t* column_entries;
   const int32_t* column_steps;  // [entries] 4 * q_block + kind, in the order of column_entries
-  // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first, or of most keys without a list, if the
-  // kernel takes an order; else null
+  // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first, or of most keys without a list, if
+  // the kernel takes an order; else null
   const int32_t* row_order;
-  const int32_t* column_order;     // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
+  const int32_t* column_order;  // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
   int32_t list_batch_stride, list_head_stride;  // counted in matrices of the list; 0 if an axis shares them
   int32_t block_q, block_kv;  // sizes of a block of the list, or of the orders
-  int32_t num_q_blocks, num_kv_blocks;  // of a list, or tiles that end with their sequences
+  int32_t num_q_blocks, num_kv_blocks;  // blocks of a list, or tiles that end with their sequences
 };
 
 // Workspaces of the naive kernels alone: whole matrices [seqlen_q, seqlen_kv], float32.
@@ -72,7 +72,7 @@ struct NaiveMatrices {
 // Partial results of blocks that share the keys of a tile, in float32: O and lse of each part. The rows of a part
 // follow those of the part before it.
 struct Parts {
-  Matrices o_parts;    // [splits * seqlen_q, room for value_dim]
+  Matrices o_parts;  // [splits * seqlen_q, room for value_dim]
   Matrices lse_parts;  // [splits * seqlen_q]
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-#include <attention/params.cuh>
+#include <ptx/types.cuh>
 
 // The parameters of the kernels that round arrays to 8 bits. cuflash/planning/quantizing.py has the same records.
 namespace cuflash::attention {
@@ -8,7 +8,7 @@ namespace cuflash::attention {
 struct Quantize {
   const void* x;
   uint8_t* data;
-  float* scale;        // [matrices, blocks]
+  float* scale;  // [matrices, blocks]
   const float* signs;  // [columns] applied before the Hadamard matrix; null if rows are not rotated
   int32_t num_rows, num_blocks;
   float largest;  // largest magnitude of a block after division by its scale

@@ -8,7 +8,7 @@ namespace cuflash::attention {
 struct QueryIntervals {
   Matrices o, lse;  // [batch, query heads, num_queries, value_dim]
   Pages pages;
-  int32_t* lo;            // [batch, num_queries] a query sees lo <= j < hi
+  int32_t* lo;  // [batch, num_queries] a query sees lo <= j < hi
   int32_t* hi;
   int32_t* tile_counter;  // tile counter of the kernel that follows; null if it has none
   int32_t num_heads, value_dim;

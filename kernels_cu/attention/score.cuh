@@ -4,6 +4,7 @@
 #include <attention/softmax_simt.cuh>
 #include <tile/register_tile.cuh>
 
+// Score functions on tiles of scores: the positions that they take, and the replacement of q k^T by scores.
 namespace cuflash::attention {
 
 // Return the factor of scores in exponents: 1 with a score function that scales scores itself, else the softmax scale.
@@ -89,8 +90,8 @@ constexpr CUFLASH_DEVICE int column_distance(const Tile&, int j) {
   return Tile::column(j);
 }
 
-// Replace q k^T by the score function of `scale` q k^T, times `unit`; rows are queries. `query_of(i)` returns the head
-// and query of a thread's row.
+// Replace q k^T by the score function of q k^T times `scale`, and multiply the result by `unit`. Rows are queries.
+// `query_of(i)` returns the head and query of a thread's row.
 template <class Tile, class Score, class QueryOf>
 CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, typename Score::Number scale, const BatchHead& batch_head,
                                 QueryOf query_of, const Positions& keys, double unit) {

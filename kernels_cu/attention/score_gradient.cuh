@@ -3,6 +3,8 @@
 #include <attention/softmax_simt.cuh>
 #include <tile/register_tile.cuh>
 
+// P and dS in the backward pass, for all families, and in the register tiles of kernels of multiply-adds; the epilogue
+// of their gradients.
 namespace cuflash::attention {
 
 // Return lse in base 2; +inf for rows without a key, so that P, recomputed from it, is 0 there and never NaN.
@@ -54,7 +56,8 @@ CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T
 #pragma unroll 4  // keeps pairs of loads in flight
     for (int j = 0; j < Tile::kColumns; ++j) {
       const int column = Tile::column(j);
-      if (!is_empty && column < o.num_columns) sum += tile::to_accumulator(d_o.at(query, column)) * tile::to_accumulator(o.at(query, column));
+      if (!is_empty && column < o.num_columns)
+        sum += tile::to_accumulator(d_o.at(query, column)) * tile::to_accumulator(o.at(query, column));
     }
     sum = tile::row_sum(sum);
     if (!is_empty && params.dlse.data != nullptr) sum -= dlse.at(query, 0);
@@ -86,7 +89,7 @@ CUFLASH_DEVICE void score_gradients_of_queries(const tile::RegisterTile<T, Rows,
 template <int Column, class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void load_statistics(tile::SharedTile<T, Rows, Columns, Pitch> to, const KvBlock& block,
                                     const tile::Matrix<T>& lse, const tile::Matrix<T>& delta) {
-  static_assert(Column >= Columns && Column + 2 <= Pitch, "behind the rows, within their padding");
+  static_assert(Column >= Columns && Column + 2 <= Pitch, "the statistics lie in the padding of the rows");
 #pragma unroll 1
   for (int row = threadIdx.x; row < Rows; row += tile::kThreads) {
     const int query = block.start + row;
@@ -118,7 +121,8 @@ CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& 
       if (!score_mask.allows(j, i)) s.at[i][j] = -T(0);
 }
 
-// Replace dP^T by dS^T in a tile of keys in one step. P^T is a function of a thread's row and column.
+// Replace dP^T by dS^T in a tile of keys in one step. `p` returns P^T by a thread's row and column, `delta` the delta
+// of a query by its column in the tile.
 template <class T, int Rows, int Columns, class POf, class DeltaOf>
 CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>& dp, POf p, DeltaOf delta) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;

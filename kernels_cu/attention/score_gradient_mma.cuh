@@ -2,7 +2,7 @@
 #include <attention/mask_softmax_mma.cuh>
 #include <attention/score_gradient.cuh>
 
-// Gradients, as the tensor cores leave them.
+// P, dS and the epilogue of gradients in the accumulator layout of tensor cores.
 namespace cuflash::attention {
 
 // Statistics of a thread's rows of scores: lse (base 2, +inf for rows without a key and past the end) and delta.
@@ -11,6 +11,7 @@ struct RowStatistics {
   float lse_2[Tile::kRows], delta[Tile::kRows];
 };
 
+// Load the statistics of a thread's rows.
 template <class Tile>
 CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const tile::Matrix<float>& lse, const tile::Matrix<float>& delta) {
   RowStatistics<Tile> statistics;
@@ -25,8 +26,9 @@ CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const tile::Matrix<float>& lse
   return statistics;
 }
 
-// P = exp2(scale log2(e) s - lse) of a score s, in the steps that kernels interleave with products: the exponent, its
-// power, and the limit. At logits of 1e6 and more, the rounding of lse alone would lift P above 1.
+// Return P = exp2(scale log2(e) s - lse) of a score s, in the parts that kernels interleave with products: the
+// exponent, its power, and the minimum with 1. At logits of 1e6 and more, the rounding of lse alone would lift P above
+// 1.
 CUFLASH_DEVICE float score_exponent(float s, float softmax_scale_log2, float lse_2) {
   return ptx::fma(s, softmax_scale_log2, -lse_2);
 }

@@ -12,9 +12,9 @@ enum class Rows { kQueries, kKeys };
 // where P is 0, whatever f' and dP are there, and in rows without a key. If `adds`, also add dF times the slopes to the
 // gradients of captured arrays.
 template <class T, class Score, class OfTile, class OfQuery, class OfKey, class... Sums>
-CUFLASH_DEVICE void make_pair(T& s, T& dp, const Score& score, const OfTile& of_tile, const OfQuery& of_query,
-                              const OfKey& of_key, int query, int key, T scale, T lse_2, T delta, bool is_seen,
-                              bool adds, Sums&... sums) {
+CUFLASH_DEVICE void score_to_p_and_ds(T& s, T& dp, const Score& score, const OfTile& of_tile, const OfQuery& of_query,
+                                      const OfKey& of_key, int query, int key, T scale, T lse_2, T delta, bool is_seen,
+                                      bool adds, Sums&... sums) {
   typename Score::Derivatives slopes;
   const T scaled = s * scale;
   const T f = score.value(of_tile, of_query, of_key, query, key, scaled, slopes);
@@ -31,11 +31,9 @@ CUFLASH_DEVICE void make_pair(T& s, T& dp, const Score& score, const OfTile& of_
 // Replace q k^T by P, by a thread's row and column, and dP by dS. Gradients of captured arrays are added up if `adds`.
 // Statistics are functions of a thread's row, or column, of queries. Called by whole warps.
 template <Rows Orientation, class Tile, class Score, class ElementOf, class RowMask, class LseOf, class DeltaOf>
-CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const Shape& shape,
-                                const BatchHead& batch_head,
-                                const Positions& rows, const Positions& columns, RowMask is_seen, LseOf lse_2,
-                                    DeltaOf delta,
-                                bool adds) {
+CUFLASH_DEVICE void scores_to_p_and_ds(ElementOf s, Tile& dp, const Score& score, const Shape& shape,
+                                       const BatchHead& batch_head, const Positions& rows, const Positions& columns,
+                                       RowMask is_seen, LseOf lse_2, DeltaOf delta, bool adds) {
   using T = typename Score::Number;
   constexpr bool kRowsAreQueries = Orientation == Rows::kQueries;
   const T scale = shape.softmax_scale;
@@ -54,8 +52,9 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
       typename Score::OfKeySums key_sums;
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
-        make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query[i], of_key, rows.at(row_of(dp, i)), key, scale,
-                  lse_2(i), delta(i), is_seen(i, j), adds, tile_sums, query_sums[i], key_sums, score_sums);
+        score_to_p_and_ds(s(i, j), element(dp, i, j), score, of_tile, of_query[i], of_key, rows.at(row_of(dp, i)), key,
+                          scale, lse_2(i), delta(i), is_seen(i, j), adds, tile_sums, query_sums[i], key_sums,
+                          score_sums);
       if (adds) score.flush(of_tile, of_key, key_sums);
     }
 #pragma unroll
@@ -73,8 +72,9 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
       typename Score::OfQuerySums query_sums;
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
-        make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query, of_key[i], query, rows.at(row_of(dp, i)), scale,
-                  lse_2(j), delta(j), is_seen(i, j), adds, tile_sums, query_sums, key_sums[i], score_sums);
+        score_to_p_and_ds(s(i, j), element(dp, i, j), score, of_tile, of_query, of_key[i], query,
+                          rows.at(row_of(dp, i)), scale, lse_2(j), delta(j), is_seen(i, j), adds, tile_sums, query_sums,
+                          key_sums[i], score_sums);
       if (adds) score.flush(of_tile, of_query, query_sums);
     }
 #pragma unroll
@@ -85,34 +85,34 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
   if (adds) score.flush(score_sums);
 }
 
-// Make dS of a tile of queries in one step, as `score_pairs` does, in the place of dP; P is not needed any more.
+// Make dS of a tile of queries in one step, as `scores_to_p_and_ds` does, in the place of dP; P is not needed any more.
 template <class T, int NumRows, int NumColumns, int Kept, class Score>
-CUFLASH_DEVICE void score_pairs_of_queries(tile::RegisterTile<T, NumRows, NumColumns>& s,
-                                           tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
-                                           const Params& params, const WorkTile& work, const KvBlock& block,
-                                           const T (&lse_2)[Kept], const T (&delta)[Kept]) {
+CUFLASH_DEVICE void scores_to_p_and_ds_of_queries(tile::RegisterTile<T, NumRows, NumColumns>& s, tile::RegisterTile<T,
+                                                  NumRows, NumColumns>& dp, const Score& score, const Params& params,
+                                                  const WorkTile& work, const KvBlock& block, const T (&lse_2)[Kept],
+                                                  const T (&delta)[Kept]) {
   using Tile = tile::RegisterTile<T, NumRows, NumColumns>;
   const bool is_whole = block.kind == BlockKind::kFull && block.stop - block.start == NumColumns;
   ScoreMask<Tile::kColumns> row_mask{~0ull};
   if (!is_whole) row_mask = score_mask_of_queries<Tile>(params, work, block);
-  score_pairs<Rows::kQueries>(
+  scores_to_p_and_ds<Rows::kQueries>(
       [&](int i, int j) -> T& { return s.at[i][j]; }, dp, score, params.shape, work.batch_head, {work.first, work.last},
       {block.start, block.stop}, [&](int i, int j) { return row_mask.allows(i, j); }, [&](int i) { return lse_2[i]; },
       [&](int i) { return delta[i]; }, Score::kAddsGradients);
 }
 
-// Make P and dS of a tile of keys in one step, as `score_pairs` does. Its rows are keys; statistics are functions of
-// the column of a query in the tile.
+// Make P and dS of a tile of keys in one step, as `scores_to_p_and_ds` does. Its rows are keys; statistics are
+// functions of the column of a query in the tile.
 template <class T, int NumRows, int NumColumns, class Score, class ElementOf, class LseOf, class DeltaOf>
-CUFLASH_DEVICE void score_pairs_of_keys(ElementOf s, tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
-                                        const Params& params, const WorkTile& work, const KvBlock& block, LseOf lse_2,
-                                        DeltaOf delta) {
+CUFLASH_DEVICE void scores_to_p_and_ds_of_keys(ElementOf s, tile::RegisterTile<T, NumRows, NumColumns>& dp,
+                                               const Score& score, const Params& params, const WorkTile& work,
+                                               const KvBlock& block, LseOf lse_2, DeltaOf delta) {
   using Tile = tile::RegisterTile<T, NumRows, NumColumns>;
   const bool is_whole =
       block.kind == BlockKind::kFull && block.stop - block.start == NumColumns && work.last - work.first == NumRows;
   ScoreMask<Tile::kRows> row_mask{~0ull};
   if (!is_whole) row_mask = score_mask_of_keys<Tile>(params, work, block);
-  score_pairs<Rows::kKeys>(
+  scores_to_p_and_ds<Rows::kKeys>(
       s, dp, score, params.shape, work.batch_head, {work.first, work.last}, {block.start, block.stop},
       [&](int i, int j) { return row_mask.allows(j, i); }, [&](int j) { return lse_2(Tile::column(j)); },
       [&](int j) { return delta(Tile::column(j)); }, Score::kAddsGradients);

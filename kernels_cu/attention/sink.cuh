@@ -9,7 +9,7 @@ namespace cuflash::attention {
 
 // A kernel argument, in kernels whose specification has a sink.
 struct Sink {
-  Matrices sink;   // one number a head
+  Matrices sink;  // one number a head
   Matrices dsink;  // its gradient, an accumulator if is_accumulator, else of `dtype`
   int64_t dtype;
 };
@@ -35,7 +35,7 @@ CUFLASH_DEVICE T sink_logit(NoSink, const BatchHead&, int) {
   return ptx::negative_infinity<T>();
 }
 
-// Return exp(logit - other).
+// Return the weight of a logit beside another: exp(logit - other).
 template <class T>
 CUFLASH_DEVICE T sink_weight(T logit, T other) {
   return ptx::exp2_accurate((logit - other) * T(kLog2E));
@@ -54,11 +54,11 @@ CUFLASH_DEVICE T merge_sink(T& lse, T sink) {
 // Compute dsink of the head that a block works on: minus the sum over queries of the sink's weight times delta. If
 // heads or batch entries share an element of dsink, the block of the first of them sums over all of them. `delta_of`
 // maps a batch entry and head and a query to delta. Each thread sums every Threads-th query, then threads are added in
-// pairs in a fixed order: results repeat bit for bit.
+// pairs in a fixed order: results repeat bit for bit. `partial_sums` is shared memory for a number of each thread.
 template <class T, int Threads, class DeltaOf>
-CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T* room, DeltaOf delta_of) {
+CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T* partial_sums, DeltaOf delta_of) {
   const Shape& shape = params.shape;
-  const BatchHead first = head_place(params);
+  const BatchHead first = own_batch_head(params);
   const auto shared = [](int64_t stride, int extent) { return stride == 0 ? extent : 1; };
   const auto is_first = [](int64_t stride, int at) { return stride != 0 || at == 0; };
   bool is_own = is_first(sink.dsink.head_stride, first.head);
@@ -85,23 +85,23 @@ CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T*
     for (int row = threadIdx.x; row < shape.seqlen_q; row += Threads)
       sum += sink_weight(logit, lse.at(row, 0)) * delta_of(batch_head, row);
   }
-  room[threadIdx.x] = sum;
+  partial_sums[threadIdx.x] = sum;
   for (int half = Threads / 2; half > 0; half /= 2) {
     __syncthreads();  // the sums of the round before are stored
-    if (static_cast<int>(threadIdx.x) < half) room[threadIdx.x] += room[threadIdx.x + half];
+    if (static_cast<int>(threadIdx.x) < half) partial_sums[threadIdx.x] += partial_sums[threadIdx.x + half];
   }
   if (threadIdx.x != 0) return;
   const auto write = [&](auto zero) {
     using To = decltype(zero);
     To& to = matrix<To>(sink.dsink, first, first.head, 1, 1).at(0, 0);
-    if constexpr (sizeof(To) == sizeof(double)) to = -room[0];
-    else tile::to_element(static_cast<float>(-room[0]), to);
+    if constexpr (sizeof(To) == sizeof(double)) to = -partial_sums[0];
+    else tile::to_element(static_cast<float>(-partial_sums[0]), to);
   };
   if (sink.dsink.is_accumulator) write(T());
   else if (sink.dtype == kHalfSink) write(ptx::Half());
   else if (sink.dtype == kBFloat16Sink)
     matrix<ptx::BFloat16>(sink.dsink, first, first.head, 1, 1).at(0, 0) =
-        ptx::bfloat16_by_integers(static_cast<float>(-room[0]));
+        ptx::bfloat16_by_integers(static_cast<float>(-partial_sums[0]));
   else write(float());
 }
 

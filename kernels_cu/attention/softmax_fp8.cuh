@@ -2,6 +2,7 @@
 #include <attention/softmax_simt.cuh>
 #include <tile/warp_tile.cuh>
 
+// The softmax of weights that are rounded to 8 bits.
 namespace cuflash::attention {
 
 // Online softmax whose weights are rounded to e4m3, times 2^4; the format holds at most 448. Scales differ from step to
@@ -23,7 +24,7 @@ struct QuantizedSoftmax {
   float (&row_max)[kRows];  // in shared memory, since most steps read it once
   float row_sum[kRows];  // sum over the thread's own columns, times 2^4
 
-  explicit CUFLASH_DEVICE QuantizedSoftmax(float (&room)[kRows]) : row_max(room) {
+  explicit CUFLASH_DEVICE QuantizedSoftmax(float (&row_max_storage)[kRows]) : row_max(row_max_storage) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       row_max[i] = ptx::negative_infinity<float>();

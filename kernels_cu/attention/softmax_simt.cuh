@@ -2,6 +2,7 @@
 #include <tile/element.cuh>
 #include <tile/register_tile.cuh>
 
+// The online softmax of kernels of multiply-adds.
 namespace cuflash::attention {
 
 constexpr double kLog2E = 1.4426950408889634;
@@ -26,7 +27,8 @@ struct OnlineSoftmax {
   // Turn scores into exp2(s - row_max), and rescale earlier sums by the rise of the maximum. Called by all threads:
   // those of a row share its maximum.
   template <int Columns, int ValueColumns, int Run>
-  CUFLASH_DEVICE void update(tile::RegisterTile<T, Rows, Columns>& s, tile::RegisterTile<T, Rows, ValueColumns, Run>& o) {
+  CUFLASH_DEVICE void update(tile::RegisterTile<T, Rows, Columns>& s,
+                             tile::RegisterTile<T, Rows, ValueColumns, Run>& o) {
     using Scores = tile::RegisterTile<T, Rows, Columns>;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {

@@ -21,8 +21,8 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
-// Tells whether the work is listed, and whether its tiles have an order, as those of a list do: as constants of the kernel,
-// or as values at run time.
+// Tells whether the work is listed, and whether its tiles have an order, as those of a list do: as constants of the
+// kernel, or as values at run time.
 template <bool IsListed, bool IsOrdered = IsListed>
 struct StaticListed {
   static CUFLASH_DEVICE bool has_list(const WorkList&) { return IsListed; }
@@ -69,7 +69,8 @@ struct TileScheduler {
   CUFLASH_DEVICE TileScheduler(const Shape& shape, const TileAxis& axis, int height) {
     block = axis.order != nullptr ? axis.block : height;
     tiles_in_block = (block + height - 1) / height;
-    num_blocks = axis.order != nullptr ? divmod(axis.length + block - 1, block).quotient : (axis.length + height - 1) / height;
+    num_blocks = axis.order != nullptr ? divmod(axis.length + block - 1, block).quotient
+                                       : (axis.length + height - 1) / height;
     num_tiles = num_blocks * tiles_in_block;
     num_heads = shape.num_heads / axis.heads_per_row_group;
     num_batch_heads = num_heads;
@@ -82,7 +83,7 @@ struct TileOrder {
   int batch_head_number, rank;
 };
 
-// Return the tile of a number. The tiles that start last decide how long other blocks idle: so heads alternate, each
+// Return the tile with a number. The tiles that start last decide how long other blocks idle: so heads alternate, each
 // with its longest tiles first. The plan sets the number of heads that alternate at a time, heads_per_l2_group.
 CUFLASH_DEVICE TileOrder tile_order_at(const TileAxis& axis, const TileScheduler& scheduler, int number) {
   const int heads_per_group = min(axis.heads_per_l2_group, scheduler.num_batch_heads);
@@ -93,12 +94,13 @@ CUFLASH_DEVICE TileOrder tile_order_at(const TileAxis& axis, const TileScheduler
   return {first_batch_head + head_and_tile.remainder, head_and_tile.quotient};
 }
 
+// Return the rows of a tile; below, of the tile with a number.
 CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, const TileScheduler& scheduler,
                                   int height, const TileOrder& order) {
   const Shape& shape = params.shape;
   const DivMod batch_and_head = divmod(order.batch_head_number, scheduler.num_heads);
-  const DivMod block_and_tile = axis.order != nullptr ? divmod(order.rank, scheduler.tiles_in_block)
-      : DivMod{order.rank, 0};
+  const DivMod block_and_tile =
+      axis.order != nullptr ? divmod(order.rank, scheduler.tiles_in_block) : DivMod{order.rank, 0};
   int batch_entry = batch_and_head.quotient;
   WorkTile work;
   work.batch_head.head = batch_and_head.remainder * axis.heads_per_row_group;
@@ -111,7 +113,9 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, co
   }
   const int block_rank = block_and_tile.quotient;
   int start = scheduler.block * (axis.is_last_longest ? scheduler.num_blocks - 1 - block_rank : block_rank);
-  if (axis.order != nullptr) start = scheduler.block * axis.order[list_index(params.work, work.batch_head) * scheduler.num_blocks + block_rank];
+  if (axis.order != nullptr)
+    start = scheduler.block *
+        axis.order[list_index(params.work, work.batch_head) * scheduler.num_blocks + block_rank];
   work.first = start + block_and_tile.remainder * height;
   work.last = min(min(work.first + height, start + scheduler.block), axis.length);
   return work;
@@ -137,6 +141,7 @@ CUFLASH_DEVICE TileAxis query_axis(const Params& params) {
   return {params.shape.seqlen_q, 1, list.block_q, order, true, params.shape.heads_per_l2_group};
 }
 
+// Return the tile of queries that a block works on; `num_parts` blocks share a tile.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_parts = 1) {
   return work_tile(params, query_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
@@ -154,8 +159,8 @@ CUFLASH_DEVICE WorkTile query_tile_reversed(const Params& params, int height) {
   return work_tile(params, queries, scheduler, height, tile_order_at(queries, scheduler, number));
 }
 
-// Return the number of tiles of queries, for persistent blocks; below, the tile of a number. Without a list, tiles are
-// cut from the end of the queries: a short last tile would walk all keys for few queries under a causal mask.
+// Return the number of tiles of queries, for persistent blocks; below, the tile with a number. Without a list, tiles
+// are cut from the end of the queries: a short last tile would walk all keys for few queries under a causal mask.
 template <class Listed>
 CUFLASH_DEVICE int num_query_tiles(const Params& params, int height) {
   const TileScheduler scheduler(params.shape, query_axis<Listed>(params), height);
@@ -181,7 +186,7 @@ CUFLASH_DEVICE TileAxis uncut_query_axis(const Params& params) {
 CUFLASH_DEVICE WorkTile query_rows(const Params& params, int height) {
   return work_tile(params, uncut_query_axis(params), height, blockIdx.x);
 }
-// Return the number of tiles of `height` queries, for persistent blocks; below, the tile of a number.
+// Return the number of tiles of `height` queries, for persistent blocks; below, the tile with a number.
 CUFLASH_DEVICE int num_query_rows(const Params& params, int height) {
   const TileScheduler scheduler(params.shape, uncut_query_axis(params), height);
   return scheduler.num_batch_heads * scheduler.num_tiles;
@@ -189,8 +194,8 @@ CUFLASH_DEVICE int num_query_rows(const Params& params, int height) {
 CUFLASH_DEVICE WorkTile query_rows_at(const Params& params, int height, int number) {
   return work_tile(params, uncut_query_axis(params), height, number);
 }
+// Return the number of the thread block.
 CUFLASH_DEVICE int thread_block() { return blockIdx.x; }
-CUFLASH_DEVICE int num_thread_blocks() { return gridDim.x; }
 
 // Return a tile of the queries of all heads that share a key/value head, one head after the other (pack_gqa);
 // `batch_head.head` is the first of these heads.
@@ -201,14 +206,14 @@ CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int 
 }
 
 // Return the batch entry and head of a block that works on a whole head of the queries.
-CUFLASH_DEVICE BatchHead head_place(const Params& params) {
+CUFLASH_DEVICE BatchHead own_batch_head(const Params& params) {
   const TileAxis one{1, 1, 0, nullptr, true, 1};
   return work_tile(params, one, 1, blockIdx.x).batch_head;
 }
 
 // Return the batch entry and head of a block that works on a whole key/value head; `head` is the first of the query
 // heads that share it.
-CUFLASH_DEVICE BatchHead kv_head_place(const Params& params) {
+CUFLASH_DEVICE BatchHead own_kv_batch_head(const Params& params) {
   const TileAxis one{1, params.shape.group_size, 0, nullptr, true, 1};
   return work_tile(params, one, 1, blockIdx.x).batch_head;
 }
@@ -238,11 +243,12 @@ CUFLASH_DEVICE TileAxis key_axis(const Params& params) {
   return {shape.seqlen_kv, shape.group_size, list.block_kv, order, false, shape.kv_heads_per_l2_group};
 }
 
+// Return the tile of keys that a block works on; `num_parts` blocks share a tile.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
   return work_tile(params, key_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
 }
-// Return the tile of a number; with `last_first`, the last tile of a head has the lowest number.
+// Return the tile of keys with a number; with `last_first`, the last tile of a head has the lowest number.
 template <class Listed>
 CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number, bool last_first = false) {
   TileAxis keys = key_axis<Listed>(params);
@@ -250,12 +256,12 @@ CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number
   return work_tile(params, keys, height, number);
 }
 
-// The order of tiles in kernels that finish dQ of the first heads themselves (sm90/dq_semaphore.cuh). A group of heads
-// takes its last tiles of keys `ahead` rounds before its other tiles, and its first tiles `behind` rounds after them,
-// between tiles of other groups. So no tile waits for one that is taken later, and most tiles wait for tiles that are
-// already done.
+// The order of tiles in kernels that finish dQ of the first heads themselves (sm90/dq_semaphore.cuh). The last tiles of
+// keys of a group of heads are taken `last_tile_lead` rounds before its other tiles, and its first tiles
+// `first_tile_lag` rounds after them, between tiles of other groups. So no tile waits for one that is taken later, and
+// most tiles wait for tiles that are already done.
 struct FusedDqTileOrder {
-  int batch_heads, num_tiles, num_groups, ahead, behind;
+  int batch_heads, num_tiles, num_groups, last_tile_lead, first_tile_lag;
 
   CUFLASH_DEVICE TileOrder at(int number) const {
     // opaque, so that values derived from it are computed again for each tile and take no registers
@@ -272,19 +278,21 @@ struct FusedDqTileOrder {
       number -= rounds * width;
       return false;
     };
-    if (!is_within(ahead, batch_heads) && !is_within(behind, tiles_per_round - batch_heads) &&
-        !is_within(num_groups - ahead - behind, tiles_per_round)) {
+    if (!is_within(last_tile_lead, batch_heads) && !is_within(first_tile_lag, tiles_per_round - batch_heads) &&
+        !is_within(num_groups - last_tile_lead - first_tile_lag, tiles_per_round)) {
       from = batch_heads;
-      if (!is_within(ahead, tiles_per_round - batch_heads)) {
+      if (!is_within(last_tile_lead, tiles_per_round - batch_heads)) {
         from = batch_heads + inner;
-        is_within(behind, batch_heads);
+        is_within(first_tile_lag, batch_heads);
       }
     }
     const int rank = num_tiles - 1 - number / batch_heads;
-    const int group = round - (rank == num_tiles - 1 ? 0 : rank == 0 ? ahead + behind : ahead);
+    const int group =
+        round - (rank == num_tiles - 1 ? 0 : rank == 0 ? last_tile_lead + first_tile_lag : last_tile_lead);
     return {group * batch_heads + number % batch_heads, rank};
   }
 };
+// Return the tile of keys with a number, in kernels that finish dQ of the first heads themselves.
 template <class Listed>
 CUFLASH_DEVICE WorkTile fused_dq_key_tile_at(const Params& params, int height, int number) {
   const TileAxis keys = key_axis<Listed>(params);

@@ -31,7 +31,6 @@ struct Tiling {
 CUFLASH_DEVICE Tiling query_tiling(const Params& params, int height) {
   return {params.shape.seqlen_q, params.work.row_pointers != nullptr ? params.work.block_q : height, height};
 }
-
 CUFLASH_DEVICE Tiling key_tiling(const Params& params, int height) {
   return {params.shape.seqlen_kv, params.work.row_pointers != nullptr ? params.work.block_kv : height, height};
 }

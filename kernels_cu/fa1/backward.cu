@@ -26,7 +26,7 @@ constexpr int kStateOffset = ds_smem.start + PTile::kBytes;
 
 // Return a query head by its number among those that share the block's key/value head.
 CUFLASH_DEVICE attention::BatchHead query_head(const attention::Params& params, int number) {
-  attention::BatchHead batch_head = attention::kv_head_place(params);
+  attention::BatchHead batch_head = attention::own_kv_batch_head(params);
   batch_head.head += number;
   return batch_head;
 }

@@ -156,7 +156,7 @@ fa1_forward(const __grid_constant__ cuflash::attention::Params params,
   using namespace cuflash;
   using namespace cuflash::attention;
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
-  const BatchHead batch_head = head_place(params);
+  const BatchHead batch_head = own_batch_head(params);
   const float softmax_scale_log2 = Softmax::scale_log2(params.shape.softmax_scale);
   clear_running(params, running, batch_head);
   const Tiling key_tiles = key_tiling(params, kBlockKv);

@@ -18,9 +18,10 @@ constexpr int kChunkStride = config::kHeadDim / 2;  // columns from one chunk of
 constexpr int kLanesOfRow = config::kHeadDim / kColumns, kRowsOfWarp = 32 / kLanesOfRow;
 constexpr int kRows = config::kBlockQ / (config::kNumWarps * kRowsOfWarp);  // rows per lane
 static_assert(kRows * config::kNumWarps * kRowsOfWarp == config::kBlockQ, "warps share the rows");
-constexpr float kSmallestScale = 0x1p-126f;
-constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;  // of `Divisor`
+constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal float
+constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;  // range of a `Divisor`
 
+// What a lane loads or stores at once: elements of a chunk, signs of four columns, and bytes of a chunk.
 struct alignas(sizeof(Element) * kChunk) Packet {
   Element at[kChunk];
 };
@@ -31,7 +32,7 @@ struct alignas(kChunk) Words {
   uint32_t at[kChunk / 4];
 };
 
-// Replace two columns that are `kHalf` apart by their sum and their difference.
+// Replace every two columns that are `kHalf` apart by their sum and their difference.
 template <int kHalf>
 CUFLASH_DEVICE void butterfly(float (&x)[kColumns]) {
   if constexpr (kHalf < kChunk || kHalf == kChunkStride) {
@@ -54,6 +55,7 @@ CUFLASH_DEVICE void butterfly(float (&x)[kColumns]) {
   }
 }
 
+// Multiply a row by the Hadamard matrix, without its normalizer: stages `kHalf` and greater.
 template <int kHalf>
 CUFLASH_DEVICE void hadamard(float (&x)[kColumns]) {
   if constexpr (kHalf < config::kHeadDim) {
@@ -62,7 +64,8 @@ CUFLASH_DEVICE void hadamard(float (&x)[kColumns]) {
   }
 }
 
-// Return the largest magnitude of a warp. Magnitudes are compared by their bits: NaN is larger than all numbers.
+// Return the largest magnitude of a warp. Magnitudes are compared by their bits, by which NaN is larger than all
+// numbers.
 CUFLASH_DEVICE uint32_t warp_maximum(uint32_t bits) {
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
@@ -71,7 +74,7 @@ CUFLASH_DEVICE uint32_t warp_maximum(uint32_t bits) {
 
 // Divides by a number with three operations a quotient, which rounds to the number of e4m3 to which the nearest float
 // does: test_numbers_beside_ties_fall_to_the_side_of_the_host has all quotients that could be exceptions. Divisors lie
-// between 2^-60 and 2^60, so that no quotient that e4m3 tells from 0 has a remainder below the smallest normal float.
+// between 2^-60 and 2^60, so that no quotient that does not round to 0 has a remainder below the smallest normal float.
 class Divisor {
  public:
   explicit CUFLASH_DEVICE Divisor(float divisor) : divisor_(divisor), reciprocal_(1.0f / divisor) {}
@@ -85,7 +88,7 @@ class Divisor {
   float divisor_, reciprocal_;
 };
 
-// Round the rows of a lane and store them. `divided` returns a number over the scale.
+// Round the rows of a lane and store them. `divided` divides a number by the scale.
 template <class Divided>
 CUFLASH_DEVICE void store_rows(const Quantize& params, const float (&x)[kRows][kColumns], int matrix, int first_row,
                                int column, Divided divided) {

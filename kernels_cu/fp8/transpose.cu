@@ -14,17 +14,18 @@ constexpr int kKeys = config::kBlockKv, kGroups = kKeys / 16;
 constexpr int kWords = config::kHeadDim / 4;  // 32-bit words per row
 static_assert(kGroups == 8 && kWords % 4 == 0, "eight groups of keys and four words of a row are a warp's");
 
-// Return the place of a word of a row in shared memory. Rows of different groups lie in different banks.
-CUFLASH_DEVICE int place_of(int key, int word) {
+// Return the index of a word of a key's row in shared memory. Rows of different groups lie in different banks.
+CUFLASH_DEVICE int word_index(int key, int word) {
   constexpr int kSwizzled = kWords % 32 == 0 ? 8 : kWords % 16 == 0 ? 4 : kWords % 8 == 0 ? 2 : 1;
   return key * kWords + (word ^ key / 16 % kSwizzled * 4);
 }
 
+// The bytes of 16 keys in one column.
 struct alignas(16) Words {
   uint32_t at[4];
 };
 
-// Return the word that byte c of each of four words makes.
+// Return the word of byte c of each of four words.
 CUFLASH_DEVICE uint32_t bytes_of(const uint32_t (&words)[4], int c) {
   uint32_t found = 0;
 #pragma unroll
@@ -43,8 +44,8 @@ fp8_transpose(const __grid_constant__ cuflash::attention::Transpose params) {
   for (int at = threadIdx.x; at < kKeys * kWords; at += kThreads) {
     const int key = at / kWords, word = at % kWords;
     const int64_t row = static_cast<int64_t>(matrix) * params.num_rows + first_key + key;
-    const bool is_there = first_key + key < params.num_rows;
-    rows[place_of(key, word)] = is_there ? reinterpret_cast<const uint32_t*>(params.data)[row * kWords + word] : 0;
+    const bool in_bounds = first_key + key < params.num_rows;
+    rows[word_index(key, word)] = in_bounds ? reinterpret_cast<const uint32_t*>(params.data)[row * kWords + word] : 0;
   }
   __syncthreads();
   for (int at = threadIdx.x; at < kGroups * kWords; at += kThreads) {
@@ -54,7 +55,7 @@ fp8_transpose(const __grid_constant__ cuflash::attention::Transpose params) {
     for (int t = 0; t < 4; ++t) {
       uint32_t keys[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) keys[e] = rows[place_of(16 * group + 2 * t + e / 2 * 8 + e % 2, word)];
+      for (int e = 0; e < 4; ++e) keys[e] = rows[word_index(16 * group + 2 * t + e / 2 * 8 + e % 2, word)];
 #pragma unroll
       for (int c = 0; c < 4; ++c) columns[c].at[t] = bytes_of(keys, c);
     }

@@ -26,8 +26,10 @@ struct MaskMatrix {
     hi = p.hi + (p.lo == nullptr ? 0 : first);
   }
 
+  // Return the address of the mask's element for a query and a key.
   CUFLASH_DEVICE const uint8_t* at(int query, int key) const {
-    return mask + query / params.divisor_q * params.mask_row_stride + key / params.divisor_kv * params.mask_column_stride;
+    return mask + query / params.divisor_q * params.mask_row_stride +
+        key / params.divisor_kv * params.mask_column_stride;
   }
 };
 
@@ -40,7 +42,7 @@ CUFLASH_DEVICE int bits_of_keys(const MaskMatrix& matrix, int query, int key, in
   if (is_packet && reinterpret_cast<uint64_t>(address) % 8 == 0) {
     const uint64_t bytes = *reinterpret_cast<const uint64_t*>(address), low = 0x7f7f7f7f7f7f7f7f;
     const uint64_t ones = (((bytes & low) + low) | bytes) >> 7 & 0x0101010101010101;  // 1 for each byte that is not 0
-    allowed = static_cast<int>(ones * 0x0102040810204080 >> 56);                      // byte n as bit n
+    allowed = static_cast<int>(ones * 0x0102040810204080 >> 56);  // byte n as bit n
   } else {
     for (int n = 0; n < 8; ++n)
       if (exists >> n & 1) allowed |= (*matrix.at(query, key + n) != 0) << n;
@@ -62,7 +64,7 @@ CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_bl
   for (int place = ptx::lane(); place < size; place += 32) {
     const int query = q_block * params.block_q + place / num_bytes, first = place % num_bytes * 8;
     const int key = kv_block * params.block_kv + first;
-    const int num_keys = minimum(params.block_kv - first, params.seqlen_kv - key);
+    const int num_keys = min(params.block_kv - first, params.seqlen_kv - key);
     const int exists = query >= params.seqlen_q || num_keys <= 0 ? 0 : num_keys >= 8 ? 0xff : (1 << num_keys) - 1;
     const int allowed = exists == 0 ? 0 : bits_of_keys(matrix, query, key, exists);
     bits[place] = static_cast<uint8_t>(allowed);
@@ -77,31 +79,31 @@ CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_bl
 CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int query = q_block * params.block_q, key = kv_block * params.block_kv;
-  const int last_query = minimum(query + params.block_q, params.seqlen_q);
-  const int last_key = minimum(key + params.block_kv, params.seqlen_kv);
+  const int last_query = min(query + params.block_q, params.seqlen_q);
+  const int last_key = min(key + params.block_kv, params.seqlen_kv);
   bool has_some = false, is_full = true;
   for (int row = query + ptx::lane(); row < last_query; row += 32) {
     const int lo = matrix.lo[row], hi = matrix.hi[row];
-    has_some |= maximum(lo, key) < minimum(hi, last_key);
+    has_some |= max(lo, key) < min(hi, last_key);
     is_full &= lo <= key && last_key <= hi;
   }
   if (__all_sync(0xffffffffu, is_full)) return kFull;
   return __any_sync(0xffffffffu, has_some) ? kInterval : kAbsent;
 }
 
-// Return the kind by the first and the last query alone, since neither end of the intervals ever decreases; kBits if
-// these queries do not decide it.
+// Return the kind of a cell by the intervals of its first and last query alone, of which neither end ever decreases
+// from one query to the next; kBits if these two queries do not decide it.
 CUFLASH_DEVICE Kind kind_by_ends(const MaskMatrix& matrix, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int query = q_block * params.block_q, key = kv_block * params.block_kv;
-  const int last_query = minimum(query + params.block_q, params.seqlen_q) - 1;
-  const int last_key = minimum(key + params.block_kv, params.seqlen_kv);
+  const int last_query = min(query + params.block_q, params.seqlen_q) - 1;
+  const int last_key = min(key + params.block_kv, params.seqlen_kv);
   const int first_lo = matrix.lo[query], first_hi = matrix.hi[query];
   const int last_lo = matrix.lo[last_query], last_hi = matrix.hi[last_query];
   if (last_lo <= key && last_key <= first_hi) return kFull;
   if (last_hi <= key || last_key <= first_lo) return kAbsent;
-  const bool has_some = maximum(first_lo, key) < minimum(first_hi, last_key) ||
-      maximum(last_lo, key) < minimum(last_hi, last_key);
+  const bool has_some = max(first_lo, key) < min(first_hi, last_key) ||
+      max(last_lo, key) < min(last_hi, last_key);
   return has_some ? kInterval : kBits;
 }
 

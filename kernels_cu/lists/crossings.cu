@@ -1,5 +1,6 @@
-// Keeps the blocks that a chosen key or a chosen distance between a query and a key crosses, and those that are forced, as
-// far as blocks may be kept: one thread for each block of each matrix. cuflash/selectors/slashes.py is the specification.
+// Keeps the blocks that a chosen key or a chosen distance between a query and a key crosses, and those that are forced,
+// as far as blocks may be kept: one thread for each block of each matrix. cuflash/selectors/slashes.py is the
+// specification.
 #include <lists/row_choice.cuh>
 
 namespace cuflash::lists {
@@ -33,7 +34,8 @@ lists_crossings(const __grid_constant__ cuflash::lists::Crossings crossings) {
   const BlocksOfRow row(grid, static_cast<int>(number));
   const int64_t num_keys = crossings.seqlen_kv, num_distances = crossings.num_distances;
   const int column = static_cast<int>(cell % grid.num_kv_blocks);
-  const int64_t start_q = number % grid.num_q_blocks * grid.block_q, start_kv = static_cast<int64_t>(column) * grid.block_kv;
+  const int64_t start_q = number % grid.num_q_blocks * grid.block_q;
+  const int64_t start_kv = static_cast<int64_t>(column) * grid.block_kv;
   const int64_t end_q = start_q + grid.block_q, stop_q = end_q < grid.seqlen_q ? end_q : grid.seqlen_q;
   const int64_t end_kv = start_kv + grid.block_kv, stop_kv = end_kv < num_keys ? end_kv : num_keys;
   const int64_t words_of_keys = (num_keys + 31) / 32, num_matrices = grid.num_rows / grid.num_q_blocks;

@@ -6,6 +6,7 @@
 
 namespace cuflash::lists {
 
+// Write the entries of a block row. Called by a warp.
 CUFLASH_DEVICE void list_row(const Params& params, int row) {
   const int64_t first_cell = static_cast<int64_t>(row) * params.num_kv_blocks;
   for (int column = ptx::lane(); column < params.num_kv_blocks; column += 32) {
@@ -29,8 +30,8 @@ struct ColumnPart {
   CUFLASH_DEVICE ColumnPart(const Params& p, int column)
       : params(p), kv_block(column % p.num_kv_blocks), first_row(column / p.num_kv_blocks * p.num_q_blocks) {
     const int rows = (p.num_q_blocks + config::kNumWarps - 1) / config::kNumWarps;
-    start = minimum(ptx::thread_index() / 32 * rows, p.num_q_blocks);
-    stop = column < p.num_columns() ? minimum(start + rows, p.num_q_blocks) : start;
+    start = min(ptx::thread_index() / 32 * rows, p.num_q_blocks);
+    stop = column < p.num_columns() ? min(start + rows, p.num_q_blocks) : start;
   }
 
   CUFLASH_DEVICE int64_t cell(int q_block) const {
@@ -49,7 +50,7 @@ struct ColumnPart {
       int kinds[kBatch], entries[kBatch];
 #pragma unroll
       for (int n = 0; n < kBatch; ++n) {
-        const int q_block = minimum(first + n, stop - 1);
+        const int q_block = min(first + n, stop - 1);
         kinds[n] = first + n < stop ? params.grid_kinds[cell(q_block)] : kAbsent;
         entries[n] = kinds[n] == kAbsent ? 0 : params.row_pointers[first_row + q_block] + params.ranks[cell(q_block)];
       }
@@ -64,7 +65,7 @@ struct ColumnPart {
   }
 };
 
-// Called by all threads.
+// Write the entries of 32 block columns. Called by all threads.
 CUFLASH_DEVICE void list_columns(const Params& params, int first_column) {
   int* const counts = ptx::dynamic_shared<int>();  // [warps, lanes]
   const int column = first_column + ptx::lane();
@@ -77,7 +78,8 @@ CUFLASH_DEVICE void list_columns(const Params& params, int first_column) {
   part.list(place);
 }
 
-// Sets the position of a block row, or column, of a matrix in the order: most entries first, the last one first among equals.
+// Write a block row or column of a matrix at its place in the order of lengths: most entries first, and the last one
+// first among equals.
 CUFLASH_DEVICE void put_in_order(const int32_t* pointers, int32_t* order, int number, int num_blocks) {
   const int first = number / num_blocks * num_blocks;
   const int length = pointers[number + 1] - pointers[number];
@@ -91,11 +93,13 @@ CUFLASH_DEVICE void put_in_order(const int32_t* pointers, int32_t* order, int nu
   order[first + num_before] = number - first;
 }
 
+// Set the part of the lists behind the last entry to 0.
 CUFLASH_DEVICE void clear_unused_entries(const Params& params) {
   const int num_entries = params.row_pointers[params.num_rows()], num_cells = params.num_cells();
   const int stride = gridDim.x * kThreads;
   for (int at = num_entries + blockIdx.x * kThreads + ptx::thread_index(); at < num_cells; at += stride) {
-    params.kv_blocks[at] = params.q_blocks[at] = params.tiles[at] = params.column_entries[at] = params.column_steps[at] = 0;
+    params.column_entries[at] = params.column_steps[at] = 0;
+    params.kv_blocks[at] = params.q_blocks[at] = params.tiles[at] = 0;
     params.kinds[at] = 0;
   }
 }

@@ -1,11 +1,12 @@
 // Orders the blocks of queries, those of keys, and the tiles of keys that end with sequences, of each matrix by length:
-// the longest first, and the last one first among equals. A warp finds the place of a block by counting the blocks
-// before it.
+// the longest first, and the last one first among equals. A warp finds the place of a block by counting the blocks that
+// come before it.
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>
 
 namespace cuflash::lists {
 
+// Write a block at its place in the order of its matrix. Called by a warp.
 CUFLASH_DEVICE void put_in_order(const int32_t* lengths, int32_t* order, int number, int num_blocks) {
   const int first = number / num_blocks * num_blocks, length = lengths[number];
   const int end = first + num_blocks;
@@ -25,7 +26,8 @@ lists_interval_orders(const __grid_constant__ cuflash::lists::IntervalParams par
   using namespace cuflash;
   using namespace cuflash::lists;
   const int warp = blockIdx.x * config::kNumWarps + ptx::thread_index() / 32;
-  const int num_rows = params.num_matrices * params.num_q_blocks, num_columns = params.num_matrices * params.num_kv_blocks;
+  const int num_rows = params.num_matrices * params.num_q_blocks;
+  const int num_columns = params.num_matrices * params.num_kv_blocks;
   if (warp < num_rows) put_in_order(params.row_lengths, params.row_order, warp, params.num_q_blocks);
   else if (warp < num_rows + num_columns)
     put_in_order(params.column_lengths, params.column_order, warp - num_rows, params.num_kv_blocks);

@@ -7,7 +7,7 @@ namespace cuflash::lists {
 
 constexpr int kThreads = 32 * config::kNumWarps;
 constexpr int64_t kFar = 1LL << 62;  // beyond any key
-constexpr int kMaxLength = 255;       // in blocks: longer ranges count as this long
+constexpr int kMaxLength = 255;  // in blocks: orders count longer ranges as this long
 
 // The offsets of a batch entry.
 struct Offsets {
@@ -28,8 +28,9 @@ struct Offsets {
   }
 };
 
-CUFLASH_DEVICE const unsigned char* offsets_of(const IntervalParams& params, const void* offsets, const int64_t* strides,
-                                               int batch_entry) {
+// Return the address of the offsets of a batch entry.
+CUFLASH_DEVICE const unsigned char* offsets_of(const IntervalParams& params, const void* offsets,
+                                               const int64_t* strides, int batch_entry) {
   const unsigned char* data = static_cast<const unsigned char*>(offsets);
   for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
     data += batch_entry % params.batch[axis] * strides[axis];
@@ -86,9 +87,9 @@ struct Matrix {
     return {lo > rows_lo ? lo : rows_lo, hi < rows_hi ? hi : rows_hi};
   }
 
-  // Return how many queries start at or before the last key of a range, less those that end at or before the first one: the
-  // number that sees a key of it. Called by whole warps: one half counts starts and the other ends, and each lane looks
-  // at another query, since a look is a search of its own.
+  // Return the number of queries that see a key of a range: of those whose intervals start at or before its last key,
+  // less those whose intervals end at or before its first key. Called by whole warps: one half counts starts and the
+  // other ends, and each lane tests another query, since each test is a search in the offsets.
   CUFLASH_DEVICE int num_queries_of(int first_key, int last_key) const {
     constexpr int kLanes = 16;
     const bool counts_ends = ptx::lane() >= kLanes;
@@ -109,32 +110,35 @@ struct Matrix {
   }
 };
 
-// Return the least number of blocks of a side that a range touches, up to the largest number that orders tell apart.
-CUFLASH_DEVICE int blocks_of(int length, int block) {
+// Return how many blocks a range of so many positions takes at least, but at most kMaxLength.
+CUFLASH_DEVICE int num_blocks_of(int length, int block) {
   return static_cast<int>(clipped(length > 0 ? (length - 1) / block + 1 : 0, 0, kMaxLength));
 }
 
+// Return the length by which a block of queries is ordered, and below a block of keys: how many blocks of the other
+// side the intervals of its queries, or the queries that see its keys, take.
 CUFLASH_DEVICE int row_length(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   const int first = number * params.block_q, end = first + params.block_q;
   const int last = (end < params.seqlen_q ? end : params.seqlen_q) - 1;
-  return blocks_of(static_cast<int>(matrix.keys_of(last).hi - matrix.keys_of(first).lo), params.block_kv);
+  return num_blocks_of(static_cast<int>(matrix.keys_of(last).hi - matrix.keys_of(first).lo), params.block_kv);
 }
 
-// Called by whole warps, as is tile_length.
+// See `row_length`. Called by whole warps.
 CUFLASH_DEVICE int column_length(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   const int first = number * params.block_kv, end = first + params.block_kv;
   const int last = (end < params.seqlen_kv ? end : params.seqlen_kv) - 1;
-  return blocks_of(matrix.num_queries_of(first, last), params.block_q);
+  return num_blocks_of(matrix.num_queries_of(first, last), params.block_q);
 }
 
 // Return the first row of a tile that ends with its sequence, as cuflash/blocks/sequence_tiles.py numbers them. Rows
 // before the first sequence, and behind the last one, count as one each.
 CUFLASH_DEVICE int tile_start(const Offsets& offsets, int num_offsets, int length, int height, int number) {
   const auto bound = [&](int sequence) {
-    return static_cast<int>(sequence == 0 ? 0 : sequence > num_offsets ? length
-                                                                       : clipped(offsets.at(sequence - 1), 0, length));
+    return static_cast<int>(sequence == 0            ? 0
+                            : sequence > num_offsets ? length
+                                                     : clipped(offsets.at(sequence - 1), 0, length));
   };
   const auto first_number = [&](int sequence) { return bound(sequence) / height + sequence; };
   int sequence = 0;
@@ -147,6 +151,7 @@ CUFLASH_DEVICE int tile_start(const Offsets& offsets, int num_offsets, int lengt
   return static_cast<int>(clipped(start, 0, bound(sequence + 1)));
 }
 
+// Return the first row of a tile of queries, and below of keys, that ends with its sequence.
 CUFLASH_DEVICE int start_of_q_tile(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   return tile_start(matrix.q, params.num_offsets, params.seqlen_q, params.tile_q, number);
@@ -155,9 +160,10 @@ CUFLASH_DEVICE int start_of_kv_tile(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   return tile_start(matrix.kv, params.num_offsets, params.seqlen_kv, params.tile_kv, number);
 }
+// Return the length by which such a tile of keys is ordered: how many tiles of queries see it. Called by whole warps.
 CUFLASH_DEVICE int tile_length(const Matrix& matrix, int number) {
   const int first = start_of_kv_tile(matrix, number), end = start_of_kv_tile(matrix, number + 1);
-  return blocks_of(matrix.num_queries_of(first, end - 1), matrix.params.tile_q);
+  return num_blocks_of(matrix.num_queries_of(first, end - 1), matrix.params.tile_q);
 }
 
 }  // namespace cuflash::lists
@@ -166,15 +172,16 @@ extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cu
 lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
   using namespace cuflash;
   using namespace cuflash::lists;
-  // a warp for each block of keys and each tile of keys, then a thread for each block of queries, start of a tile, and query
+  // A warp for each block of keys and each tile of keys; then a thread for each block of queries, each start of a tile
+  // and each query.
   const int num_columns = params.row_order == nullptr ? 0 : params.num_kv_blocks;
   const int num_rows = params.row_order == nullptr ? 0 : params.num_q_blocks;
   const int num_tiles = params.q_blocks == nullptr ? 0 : params.num_kv_tiles;
   const int num_starts = params.q_blocks == nullptr ? 0 : params.num_q_tiles + params.num_kv_tiles + 2;
-  const int warps_of_matrix = num_columns + num_tiles, num_warps = params.num_matrices * warps_of_matrix;
+  const int warps_per_matrix = num_columns + num_tiles, num_warps = params.num_matrices * warps_per_matrix;
   const int thread = blockIdx.x * kThreads + threadIdx.x, warp = thread / 32;
   if (warp < num_warps) {
-    const int number = warp / warps_of_matrix, at = warp % warps_of_matrix, tile = at - num_columns;
+    const int number = warp / warps_per_matrix, at = warp % warps_per_matrix, tile = at - num_columns;
     const Matrix matrix(params, number);
     const int length = tile < 0 ? column_length(matrix, at) : tile_length(matrix, tile);
     if (ptx::lane() > 0) return;
@@ -182,8 +189,9 @@ lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
     else params.tile_lengths[number * num_tiles + tile] = length;
     return;
   }
-  const int threads_of_matrix = num_rows + num_starts + params.seqlen_q;
-  const int number = (thread - 32 * num_warps) / threads_of_matrix, at = (thread - 32 * num_warps) % threads_of_matrix;
+  const int threads_per_matrix = num_rows + num_starts + params.seqlen_q;
+  const int number = (thread - 32 * num_warps) / threads_per_matrix;
+  const int at = (thread - 32 * num_warps) % threads_per_matrix;
   if (number >= params.num_matrices) return;
   const Matrix matrix(params, number);
   const int start = at - num_rows, query = start - num_starts, kv_start = start - params.num_q_tiles - 1;

@@ -1,6 +1,6 @@
-// Scores of queries and single keys, in base 2, and for each query and run of keys the greatest score and the sum of the
-// exponentials: one thread block for kBlockQ queries and a run of kBlockKv keys, so that few queries occupy a whole GPU.
-// Columns come in chunks of kHeadDim. A causal mask makes scores -inf.
+// Computes the scores of queries and single keys, in base 2, and for each query and run of keys the greatest score and
+// the sum of the exponentials: one thread block for kBlockQ queries and a run of kBlockKv keys, so that few queries
+// occupy a whole GPU. Columns come in chunks of kHeadDim. A causal mask makes scores -inf.
 #include <lists/selection.cuh>
 #include <ptx/shared.cuh>
 #include <tile/copy.cuh>
@@ -18,8 +18,9 @@ using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
 using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
 using Rows = tile::Matrix<const Element>;
 
-// The rows of a head of a batch entry, both numbered as one.
-CUFLASH_DEVICE Rows rows_of(const StridedRows& rows, const KeyScores& params, int64_t matrix, int group_size, int num_rows) {
+// Return the rows of a matrix, whose number counts the heads of all batch entries; `group_size` heads share the rows.
+CUFLASH_DEVICE Rows rows_of(const StridedRows& rows, const KeyScores& params, int64_t matrix, int group_size,
+                            int num_rows) {
   int64_t start = matrix % params.num_heads / group_size * rows.head_stride;
   matrix /= params.num_heads;
   for (int axis = 2; axis >= 0; --axis) {
@@ -39,7 +40,8 @@ lists_key_scores(const __grid_constant__ cuflash::lists::KeyScores params) {
   const int num_runs = (params.num_keys + kBlockKv - 1) / kBlockKv, run = blockIdx.x % num_runs;
   const int num_tiles = (params.num_rows + kBlockQ - 1) / kBlockQ;
   const int64_t matrix = blockIdx.x / num_runs / num_tiles;
-  const int first_row = blockIdx.x / num_runs % num_tiles * kBlockQ, last_row = min(first_row + kBlockQ, params.num_rows);
+  const int first_row = blockIdx.x / num_runs % num_tiles * kBlockQ;
+  const int last_row = min(first_row + kBlockQ, params.num_rows);
   const int first_key = run * kBlockKv, last_key = min(first_key + kBlockKv, params.num_keys);
   const Rows q = rows_of(params.q, params, matrix, 1, params.num_rows).rows(first_row, last_row);
   const Rows k = rows_of(params.k, params, matrix, params.group_size, params.num_keys).rows(first_key, last_key);
@@ -83,4 +85,5 @@ lists_key_scores(const __grid_constant__ cuflash::lists::KeyScores params) {
       static_cast<Accumulator*>(params.scores) + (matrix * params.num_rows + first_row) * params.num_keys + first_key;
   tile::store(tile::Matrix<Accumulator>{scores, params.num_keys, 1, last_row - first_row, last_key - first_key}, s);
 }
-static_assert(cuflash::tile::kThreads == cuflash::lists::kSelectionThreads, "launches have as many threads as tiles");
+
+static_assert(cuflash::tile::kThreads == cuflash::lists::kSelectionThreads, "all threads of a launch share the tiles");

@@ -9,6 +9,7 @@ namespace cuflash::lists {
 using config::Accumulator;
 using config::Element;
 
+// Return the lesser, and below the greater, of two numbers; NaN if one of them is NaN.
 CUFLASH_DEVICE Accumulator lesser(Accumulator x, Accumulator y) { return x <= y || x != x ? x : y; }
 CUFLASH_DEVICE Accumulator greater(Accumulator x, Accumulator y) { return x >= y || x != x ? x : y; }
 

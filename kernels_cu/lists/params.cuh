@@ -16,10 +16,10 @@ enum Kind : int { kAbsent, kFull, kInterval, kBits };
 // NumPy dtype. A cell is a block of the grid [matrix, num_q_blocks, num_kv_blocks]; a matrix is a batch entry and head
 // of the lists.
 struct Params {
-  const uint8_t* mask;                      // booleans [*batch, heads, queries / divisor_q, keys / divisor_kv]
+  const uint8_t* mask;  // booleans [*batch, heads, queries / divisor_q, keys / divisor_kv]
   int64_t mask_batch_strides[kBatchAxes];  // in bytes, 0 for a broadcast axis; also the next three
   int64_t mask_head_stride, mask_row_stride, mask_column_stride;
-  const int32_t* lo;                        // row intervals that the mask is intersected with, or null
+  const int32_t* lo;  // row intervals that the mask is intersected with, or null
   const int32_t* hi;
   int64_t interval_batch_stride, interval_head_stride;  // strides in elements
   uint8_t* grid_kinds;  // [cells] a Kind; the other results but bits are as in attention/params.cuh
@@ -29,7 +29,8 @@ struct Params {
   int32_t* q_blocks;
   uint8_t* kinds;
   int32_t* tiles;
-  uint8_t* bits;                            // [cell, block_q, ceil(block_kv / 8)]; null where blocks of the mask are whole
+  // [cell, block_q, ceil(block_kv / 8)]; null where blocks of the mask are whole
+  uint8_t* bits;
   int32_t* column_pointers;
   int32_t* column_entries;
   int32_t* column_steps;
@@ -39,7 +40,7 @@ struct Params {
   int32_t num_matrices, num_heads;
   int32_t seqlen_q, seqlen_kv;
   int32_t block_q, block_kv, num_q_blocks, num_kv_blocks;
-  int32_t divisor_q, divisor_kv;            // queries and keys that an element of the mask stands for
+  int32_t divisor_q, divisor_kv;  // queries and keys that an element of the mask stands for
   int32_t padding;
 
   CUFLASH_DEVICE int num_rows() const { return num_matrices * num_q_blocks; }
@@ -47,10 +48,7 @@ struct Params {
   CUFLASH_DEVICE int num_cells() const { return num_rows() * num_kv_blocks; }
 };
 
-CUFLASH_DEVICE int minimum(int x, int y) { return x < y ? x : y; }
-CUFLASH_DEVICE int maximum(int x, int y) { return x < y ? y : x; }
-
-// The number of this warp in the grid of a launch.
+// Return the number of this warp in the grid of the launch.
 CUFLASH_DEVICE int warp_of_grid() { return blockIdx.x * config::kNumWarps + ptx::thread_index() / 32; }
 
 }  // namespace cuflash::lists

@@ -11,7 +11,7 @@ lists_pointers(const __grid_constant__ cuflash::lists::Params params) {
   const int length = blockIdx.x == 0 ? params.num_rows() : params.num_columns();
   int* sums = ptx::dynamic_shared<int>();
   const int thread = ptx::thread_index(), share = (length + kThreads - 1) / kThreads;
-  const int first = minimum(thread * share, length), last = minimum(first + share, length);
+  const int first = min(thread * share, length), last = min(first + share, length);
   int sum = 0;
   for (int at = first; at < last; ++at) sum += pointers[at + 1];
   sums[thread] = sum;

@@ -7,6 +7,7 @@ namespace cuflash::lists {
 using config::Accumulator;
 using config::Element;
 
+// Write the means of a block of rows. Called by all threads.
 CUFLASH_DEVICE void pool_block(const PooledRows& rows, int64_t number) {
   const int block = static_cast<int>(number % rows.num_blocks);
   int64_t matrix = number / rows.num_blocks;

@@ -5,6 +5,7 @@
 
 namespace cuflash::lists {
 
+// Number and count the listed cells of a block row. Called by a warp.
 CUFLASH_DEVICE void rank_row(const Params& params, int row) {
   const uint8_t* kinds = params.grid_kinds + static_cast<int64_t>(row) * params.num_kv_blocks;
   int32_t* ranks = params.ranks + static_cast<int64_t>(row) * params.num_kv_blocks;
@@ -19,6 +20,7 @@ CUFLASH_DEVICE void rank_row(const Params& params, int row) {
   if (ptx::lane() == 0) params.row_pointers[row + 1] = count;
 }
 
+// Count the listed cells of a block column. Called by one thread.
 CUFLASH_DEVICE void count_column(const Params& params, int column) {
   const int matrix = column / params.num_kv_blocks;
   const uint8_t* kinds = params.grid_kinds + static_cast<int64_t>(matrix) * params.num_q_blocks * params.num_kv_blocks;

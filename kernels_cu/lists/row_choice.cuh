@@ -3,18 +3,20 @@
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
 
-// Chooses blocks of a row of a grid: those of the highest scores, the lower number among equal scores, as many as a budget
-// allows; forced blocks come first. Every block has a place in the order, a number that is lower the sooner the block is
-// taken. The last place that is taken is found by bisection, which counts the blocks before a place, or adds up their
-// shares. cuflash/selectors/budget.py is the specification.
+// Chooses blocks of a row of a grid: those of the highest scores, the lower number among equal scores, as many as a
+// budget allows; forced blocks come first. Every block has a place in the order, a number that is lower the sooner the
+// block is taken. The last place that is taken is found by bisection, which counts the blocks before a place, or adds
+// up their shares. cuflash/selectors/budget.py is the specification.
 namespace cuflash::lists {
 
 using config::Accumulator;
 
 constexpr uint32_t kForcedPlace = 0, kNotEligiblePlace = ~0u;
 
+// Return a quotient rounded down, for a positive divisor.
 CUFLASH_DEVICE int64_t floor_divided(int64_t x, int64_t by) { return x >= 0 ? x / by : -((by - 1 - x) / by); }
 
+// Return the sum over the lanes of a warp. Called by whole warps.
 template <class T>
 CUFLASH_DEVICE T sum_of_warp(T x) {
   for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
@@ -33,8 +35,8 @@ struct WarpOfRow {
   }
 };
 
-// A thread block that chooses from a row. All of its threads call each function of `Row`. Its warps add up their sums in
-// shared memory, always in one order.
+// A thread block that chooses from a row. All of its threads call each function of `Row`. Its warps add up their sums
+// in shared memory, always in one order.
 struct BlockOfRow {
   static constexpr int kThreads = kSelectionThreads;
   static constexpr int kBytes = sizeof(double) * config::kNumWarps;
@@ -69,8 +71,8 @@ struct End {
 // A row of the grid: which of its blocks may be kept, and which must be.
 struct BlocksOfRow {
   const Choice& choice;
-  int64_t first;  // cell
-  int64_t diagonal_first, diagonal_last;
+  int64_t first;  // number of the row's first cell
+  int64_t diagonal_first, diagonal_last;  // first and last column on the diagonal
 
   CUFLASH_DEVICE BlocksOfRow(const Choice& of, int row)
       : choice(of), first(static_cast<int64_t>(row) * of.num_kv_blocks) {
@@ -80,7 +82,8 @@ struct BlocksOfRow {
   }
 
   CUFLASH_DEVICE bool is_eligible(int column) const {
-    return (!choice.is_causal || column <= diagonal_last) && (choice.allowed == nullptr || choice.allowed[first + column]);
+    return (!choice.is_causal || column <= diagonal_last) &&
+           (choice.allowed == nullptr || choice.allowed[first + column]);
   }
 
   CUFLASH_DEVICE bool is_forced(int column) const {
@@ -107,14 +110,15 @@ struct Row : BlocksOfRow {
   CUFLASH_DEVICE uint32_t place(int column) const { return places == nullptr ? new_place(column) : places[column]; }
 
   // Store the places of all blocks in shared memory.
-  CUFLASH_DEVICE void keep_places(uint32_t* room) {
+  CUFLASH_DEVICE void keep_places(uint32_t* storage) {
     for (int column = threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)
-      room[column] = new_place(column);
+      storage[column] = new_place(column);
     threads.wait();
-    places = room;
+    places = storage;
   }
 
-  // Return the order of a score as a float: -0 is 0, and NaN is the least.
+  // Return the place of a block. Places have the order of the scores as floats, the highest first: -0 is 0, and NaN is
+  // below all numbers.
   CUFLASH_DEVICE uint32_t new_place(int column) const {
     if (!is_eligible(column)) return kNotEligiblePlace;
     if (is_forced(column)) return kForcedPlace;
@@ -125,10 +129,11 @@ struct Row : BlocksOfRow {
   }
 
   CUFLASH_DEVICE double share(int column) const {
-    return choice.shares == nullptr ? 1.0 : static_cast<double>(static_cast<const Accumulator*>(choice.shares)[first + column]);
+    if (choice.shares == nullptr) return 1.0;
+    return static_cast<double>(static_cast<const Accumulator*>(choice.shares)[first + column]);
   }
 
-  // Return the number of blocks, or the sum of shares, whose places are before one.
+  // Return the number, and below the sum of shares, of the blocks whose places come before `place_of_end`.
   CUFLASH_DEVICE int count_before(uint32_t place_of_end) const {
     int count = 0;
     for (int column = threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)
@@ -152,7 +157,7 @@ struct Row : BlocksOfRow {
     return found;
   }
 
-  // Choose a number of first blocks.
+  // Return the end of the first `count` blocks.
   CUFLASH_DEVICE End end_of_count(int count) const {
     const uint32_t last = last_place([&](uint32_t at) { return count_before(at) < count; });
     int missing = count - count_before(last), end = -1;
@@ -173,7 +178,8 @@ struct Row : BlocksOfRow {
     return {last, end};
   }
 
-  // Choose the fewest first blocks whose shares add up to a part of all shares; all blocks if a share is NaN.
+  // Return the end of the fewest first blocks whose shares add up to a part of all shares, `mass`; of all blocks if a
+  // share is NaN.
   CUFLASH_DEVICE End end_of_mass(double mass) const {
     const double needed = mass * shares_before(kNotEligiblePlace);
     const uint32_t last = last_place([&](uint32_t at) { return !(shares_before(at) >= needed); });
@@ -200,16 +206,17 @@ struct Row : BlocksOfRow {
     return {last, end};
   }
 
+  // Return whether a block has a place.
   CUFLASH_DEVICE bool is_at(int column, uint32_t at) const {
     return column < choice.num_kv_blocks && place(column) == at;
   }
 };
 
-// Write which blocks of a row are kept. `room` is shared memory for the row's places, if they are stored.
+// Write which blocks of a row are kept. `storage` is shared memory for the row's places, if they are stored.
 template <class Threads>
-CUFLASH_DEVICE void choose_of_row(Row<Threads>& row, uint32_t* room) {
+CUFLASH_DEVICE void choose_of_row(Row<Threads>& row, uint32_t* storage) {
   const Choice& choice = row.choice;
-  if (choice.keeps_places) row.keep_places(room);
+  if (choice.keeps_places) row.keep_places(storage);
   End end{kForcedPlace, choice.num_kv_blocks};
   if (choice.count > 0) {
     const End of_count = row.end_of_count(choice.count);

@@ -10,71 +10,75 @@ namespace cuflash::lists {
 
 constexpr int kSelectionThreads = 32 * config::kNumWarps;
 
-// Rows of blocks of a grid [matrices, num_q_blocks, num_kv_blocks] in C order; each row keeps a number of its columns.
+// A choice in each row of a grid of blocks [matrices, num_q_blocks, num_kv_blocks] in C order; each row keeps a number
+// of its columns.
 struct Choice {
-  const void* scores;      // accumulators
-  const void* shares;      // accumulators: shares that count for `mass`; null if all eligible blocks count alike
+  const void* scores;  // accumulators
+  const void* shares;  // accumulators: shares that count for `mass`; null if all eligible blocks count alike
   const uint8_t* allowed;  // whether each block may be kept; null if all may
-  const uint8_t* forced;   // blocks that must be kept if they may, beside those of the numbers below; or null
-  uint8_t* kept;           // a byte for each block, or with `keeps_bits` a bit, in words of 32 of a row from the lowest bit on
-  double mass;             // the part of the shares that kept blocks hold, or 0
-  double threshold;        // the score from which on blocks are kept
-  int64_t offset;          // query i and key i + offset are on the diagonal
+  const uint8_t* forced;  // blocks that must be kept if they may, beside those of the numbers below; or null
+  // a byte for each block, or with `keeps_bits` a bit, in words of 32 of a row from the lowest bit on
+  uint8_t* kept;
+  double mass;  // the part of the shares that kept blocks hold, or 0
+  double threshold;  // the score from which on blocks are kept
+  int64_t offset;  // query i and key i + offset are on the diagonal
   int32_t num_rows, num_q_blocks, num_kv_blocks;
   int32_t seqlen_q, block_q, block_kv;
-  int32_t count;           // blocks that are kept at least
+  int32_t count;  // blocks that are kept at least
   int32_t has_threshold;
-  int32_t is_causal;       // blocks after a row's last diagonal one may not be kept
+  int32_t is_causal;  // blocks after a row's last diagonal one may not be kept
   int32_t num_sinks, num_local, has_diagonal;  // forced blocks
-  int32_t keeps_places;    // shared memory has room for the places of all rows that a thread block chooses from
-  int32_t keeps_bits;      // of lists_choose_wide alone
+  int32_t keeps_places;  // shared memory has room for the places of all rows that a thread block chooses from
+  int32_t keeps_bits;  // of lists_choose_wide alone
 };
+// The parameters of lists_choose_wide.
 struct Choices {
   Choice first, second;  // the second one may have no rows
 };
 
-// Arrays [*batch, heads, rows, columns], and means [batch and heads, blocks, columns] of their blocks of rows in C
+// An array [*batch, heads, rows, columns], and the means [batch and heads, blocks, columns] of its blocks of rows, in C
 // order.
 struct PooledRows {
   const void* data;
-  void* means;                // accumulators
-  int64_t batch_strides[3];   // in elements; so are the others
+  void* means;  // accumulators
+  int64_t batch_strides[3];  // in elements; so are the others
   int64_t head_stride, row_stride, column_stride;
   int32_t batch[3];
   int32_t num_heads, num_rows, num_columns;
   int32_t block, num_blocks;  // rows of a block, and blocks of a matrix
 };
+// The parameters of lists_pool.
 struct Pooling {
   PooledRows q, k;
   int64_t num_thread_blocks_of_q;
 };
 
-// Masses [groups, heads of a group, num_q_blocks, num_compressed] of compressed keys, and the scores [groups, heads of a
-// group, num_q_blocks, num_kv_blocks] of blocks. Keys lie in parts of equal length.
+// The parameters of lists_spread: masses [groups, heads of a group, num_q_blocks, num_compressed] of compressed keys,
+// and the scores [groups, heads of a group, num_q_blocks, num_kv_blocks] of blocks. Keys lie in parts of equal length.
 struct Spread {
-  const void* masses;      // accumulators
-  void* scores;            // accumulators, the same for each head of a group
+  const void* masses;  // accumulators
+  void* scores;  // accumulators, the same for each head of a group
   int32_t num_groups, group_size;
   int32_t num_q_blocks, num_kv_blocks, num_compressed;
-  int32_t num_parts;       // compressed key n stands for the parts n to n + num_parts - 1
+  int32_t num_parts;  // compressed key n stands for the parts n to n + num_parts - 1
   int32_t parts_of_block;
   int32_t padding;
 };
 
-// Arrays [*batch, heads, rows, columns].
+// An array [*batch, heads, rows, columns].
 struct StridedRows {
   const void* data;
   int64_t batch_strides[3];  // in elements; so are the others
   int64_t head_stride, row_stride, column_stride;
 };
 
-// Queries, keys that each group of heads shares, their scores [*batch, heads, queries, keys] in base 2, and the runs
-// [*batch, heads, queries, runs] of keys.
+// The parameters of lists_key_scores: queries, keys that each group of heads shares, their scores [*batch, heads,
+// queries, keys] in base 2, and the runs [*batch, heads, queries, runs] of keys.
 struct KeyScores {
   StridedRows q, k;
-  void* scores;                // accumulators, -inf where a causal mask has no key
-  void* runs;                  // as KeyRun
-  double scale_log2;           // the softmax scale times log2(e)
+  void* scores;  // accumulators, -inf where a causal mask has no key
+  void* runs;  // as KeyRun
+  double scale_log2;  // the softmax scale times log2(e)
   int64_t first_diagonal_key;  // the last key, which need not exist, that query 0 sees under a causal mask
   int32_t batch[3];
   int32_t num_heads, group_size, num_rows, num_keys, num_columns;
@@ -86,11 +90,12 @@ struct KeyRun {
   config::Accumulator greatest, sum;
 };
 
-// Scores [matrices, rows, keys] of single keys in base 2 and their runs [matrices, rows, runs], and sums of masses
-// [matrices, keys] and [matrices, distances]. Distance o of row r is at key r + first_diagonal_key - o.
+// The parameters of lists_slash_sums: scores [matrices, rows, keys] of single keys in base 2 and their runs [matrices,
+// rows, runs], and sums of masses [matrices, keys] and [matrices, distances]. Distance o of row r is at key r +
+// first_diagonal_key - o.
 struct SlashSums {
-  const void* scores;      // accumulators; so are the sums
-  const void* runs;        // as KeyRun
+  const void* scores;  // accumulators; so are the sums
+  const void* runs;  // as KeyRun
   void* of_keys;
   void* of_distances;
   int64_t first_diagonal_key;
@@ -98,24 +103,26 @@ struct SlashSums {
   int32_t padding;
 };
 
-// Bits of chosen keys [matrices, keys], as a choice keeps them, after them those of chosen distances [matrices, distances],
-// and the blocks that they cross.
+// The parameters of lists_crossings: bits of chosen keys [matrices, keys], as a choice keeps them, after them those of
+// chosen distances [matrices, distances], and the blocks that they cross.
 struct Crossings {
   const uint32_t* chosen;
   uint8_t* kept;
-  Choice grid;             // without arrays and scores: which blocks may be kept, and which must be
+  Choice grid;  // without arrays and scores: which blocks may be kept, and which must be
   int32_t seqlen_kv, num_distances;
 };
 
-// Queries, keys that each group of heads shares, and the bounds [*batch, heads, queries, pages].
+// The parameters of lists_page_bounds: queries, keys that each group of heads shares, and the bounds [*batch, heads,
+// queries, pages].
 struct PageBounds {
   StridedRows q, k;
-  void* bounds;            // accumulators
+  void* bounds;  // accumulators
   int64_t num_bounds;
   int32_t batch[3];
   int32_t num_heads, group_size, num_queries, num_keys, num_columns, num_pages, page_size;
 };
 
+// The parameters of lists_draw.
 struct Draw {
   float* numbers;  // of each cell
   uint64_t num_cells;

@@ -1,6 +1,6 @@
-// Adds up masses of single keys over the rows of each key, and over the rows of each distance between a query and a key: one
-// thread for each sum, in the order of the rows. A mass is the exponential of a score less its row's lse, which each thread
-// block makes of the row's runs of keys. cuflash/selectors/slashes.py is the specification.
+// Adds up masses of single keys over the rows of each key, and over the rows of each distance between a query and a
+// key: one thread for each sum, in the order of the rows. A mass is the exponential of a score less its row's lse,
+// which each thread block makes of the row's runs of keys. cuflash/selectors/slashes.py is the specification.
 #include <lists/selection.cuh>
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
@@ -11,12 +11,13 @@ namespace cuflash::lists {
 using config::Accumulator;
 using config::kBlockQ;
 
-// The numbers that turn a row's scores into masses, exp2(score - shift) * factor. The factor of a row without a key is 0.
+// The numbers that turn a row's scores into masses, exp2(score - shift) * factor. The factor of a row without a key is
+// 0.
 struct RowMass {
   Accumulator shift, factor;
 };
 
-// Return these numbers from the runs of a row. Called by a warp.
+// Return the numbers of a row from its runs of keys. Called by a warp.
 CUFLASH_DEVICE RowMass mass_of_row(const KeyRun* runs, int num_runs) {
   Accumulator greatest = ptx::negative_infinity<Accumulator>(), sum = 0;
   for (int run = ptx::lane(); run < num_runs; run += 32) greatest = tile::maximum(greatest, runs[run].greatest);
@@ -35,10 +36,10 @@ extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cu
 lists_slash_sums(const __grid_constant__ cuflash::lists::SlashSums sums) {
   using namespace cuflash;
   using namespace cuflash::lists;
-  const int64_t of_matrix = static_cast<int64_t>(sums.num_keys) + sums.num_distances;
-  const int64_t blocks_of_matrix = (of_matrix + kSelectionThreads - 1) / kSelectionThreads;
-  const int64_t matrix = blockIdx.x / blocks_of_matrix;
-  const int64_t place = blockIdx.x % blocks_of_matrix * kSelectionThreads + ptx::thread_index();
+  const int64_t sums_per_matrix = static_cast<int64_t>(sums.num_keys) + sums.num_distances;
+  const int64_t blocks_per_matrix = (sums_per_matrix + kSelectionThreads - 1) / kSelectionThreads;
+  const int64_t matrix = blockIdx.x / blocks_per_matrix;
+  const int64_t place = blockIdx.x % blocks_per_matrix * kSelectionThreads + ptx::thread_index();
   const int64_t distance = place - sums.num_keys;
   const bool is_key = distance < 0;
   const Accumulator* const scores =
@@ -54,7 +55,7 @@ lists_slash_sums(const __grid_constant__ cuflash::lists::SlashSums sums) {
       if (ptx::lane() == 0) rows[row - first] = mass;
     }
     __syncthreads();  // the numbers of all rows are written
-    if (place >= of_matrix) continue;
+    if (place >= sums_per_matrix) continue;
 #pragma unroll 4
     for (int64_t row = first; row < last; ++row) {
       const int64_t key = is_key ? place : row + sums.first_diagonal_key - distance;
@@ -64,7 +65,7 @@ lists_slash_sums(const __grid_constant__ cuflash::lists::SlashSums sums) {
       }
     }
   }
-  if (place >= of_matrix) return;
+  if (place >= sums_per_matrix) return;
   if (is_key) static_cast<Accumulator*>(sums.of_keys)[matrix * sums.num_keys + place] = sum;
   else static_cast<Accumulator*>(sums.of_distances)[matrix * sums.num_distances + distance] = sum;
 }

@@ -1,5 +1,5 @@
-// Adds up the masses of compressed keys, which stand for overlapping runs of keys, over blocks of keys and over the heads
-// of a group: one thread for each block of each group, whose sum it writes for each head of the group.
+// Adds up the masses of compressed keys, which stand for overlapping runs of keys, over blocks of keys and over the
+// heads of a group: one thread for each block of each group, whose sum it writes for each head of the group.
 // cuflash/selectors/compressed.py is the specification.
 #include <lists/selection.cuh>
 
@@ -10,7 +10,8 @@ lists_spread(const __grid_constant__ cuflash::lists::Spread spread) {
   const int64_t cell = static_cast<int64_t>(blockIdx.x) * lists::kSelectionThreads + ptx::thread_index();
   const int64_t rows = cell / spread.num_kv_blocks;
   if (rows >= static_cast<int64_t>(spread.num_groups) * spread.num_q_blocks) return;
-  const int64_t first_row = rows / spread.num_q_blocks * spread.group_size * spread.num_q_blocks + rows % spread.num_q_blocks;
+  const int64_t first_row =
+      rows / spread.num_q_blocks * spread.group_size * spread.num_q_blocks + rows % spread.num_q_blocks;
   const int column = static_cast<int>(cell % spread.num_kv_blocks);
   // The block holds the parts from `start` to `stop`, and compressed key c the num_parts parts from c on.
   const int start = column * spread.parts_of_block, stop = start + spread.parts_of_block;

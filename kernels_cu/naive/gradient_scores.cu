@@ -80,12 +80,11 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
     }
   }
   if constexpr (kHasScore) {
-    score_pairs<Rows::kQueries>([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function, shape,
-                                batch_head,
-                                {work.first, work.last}, {keys.first, keys.last},
-                                [&](int i, int j) { return row_mask.allows(i, j); },
-                                    [&](int i) { return lse_of_row[i]; },
-                                [&](int i) { return delta_of_row[i]; }, score::Function::kAddsGradients);
+    scores_to_p_and_ds<Rows::kQueries>([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function,
+                                       shape, batch_head, {work.first, work.last}, {keys.first, keys.last},
+                                       [&](int i, int j) { return row_mask.allows(i, j); },
+                                       [&](int i) { return lse_of_row[i]; }, [&](int i) { return delta_of_row[i]; },
+                                       score::Function::kAddsGradients);
   }
   if constexpr (config::kHasDropout) {
     drop_weights(s, kept);

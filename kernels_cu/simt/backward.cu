@@ -93,8 +93,10 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
         kept = kept_weights_of_keys(scores, dropout, shape, work, block);
         drop_gradients(scores, kept, static_cast<Accumulator>(dropout.factor));
       }
-      if constexpr (kHasScore) score_pairs_of_keys(p_at, scores, score_function, params, work, block, lse_2, delta_of);
-      else if constexpr (config::kHasDropout) score_gradients_of_keys(scores, p_at, delta_of);
+      if constexpr (kHasScore)
+        scores_to_p_and_ds_of_keys(p_at, scores, score_function, params, work, block, lse_2, delta_of);
+      else if constexpr (config::kHasDropout)
+        score_gradients_of_keys(scores, p_at, delta_of);
       if constexpr (config::kHasDropout) drop_weights<decltype(scores)>(p_at, kept);
       if constexpr (kHasScore || config::kHasDropout) {
         __syncthreads();  // P is there

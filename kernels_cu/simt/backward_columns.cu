@@ -71,9 +71,8 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
       const auto lse_2 = [&](int row) { return q_smem.at(row, kHeadDim); };
       const auto delta_of = [&](int row) { return q_smem.at(row, kHeadDim + 1); };
       if constexpr (kHasScore) {
-        score_pairs_of_keys([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function, params,
-                            work, block,
-                            lse_2, delta_of);
+        scores_to_p_and_ds_of_keys([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function, params,
+                                   work, block, lse_2, delta_of);
       } else {
         probabilities_of_keys(s, params, work, block, lse_2);
         score_gradients_of_keys(dp, [&](int i, int j) { return s.at[i][j]; }, delta_of);

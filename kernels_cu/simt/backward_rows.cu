@@ -56,7 +56,7 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     if constexpr (config::kHasDropout)
       drop_gradients(dp, kept_weights_of_queries(dp, dropout, shape, work, block),
                      static_cast<Accumulator>(dropout.factor));
-    if constexpr (kHasScore) score_pairs_of_queries(s, dp, score_function, params, work, block, lse_2, delta);
+    if constexpr (kHasScore) scores_to_p_and_ds_of_queries(s, dp, score_function, params, work, block, lse_2, delta);
     else score_gradients_of_queries(s, dp, params, work, block, lse_2, delta);
     tile::store(ds_smem, dp);
     __syncthreads();  // dS is there

@@ -18,7 +18,7 @@ using Scores = ScorePartition::Tile;
 using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
-constexpr bool kMakesPairs = kHasScore || config::kHasDropout;  // P and dS are made together, after dP
+constexpr bool kMakesPAndDsTogether = kHasScore || config::kHasDropout;  // P and dS are made together, after dP
 constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
 constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // scores per thread
 // P is made while the tensor cores multiply dP: with elements of 16 bits, if the registers hold both.
@@ -250,7 +250,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
 
       Scores s, dp;
       tile::gemm_nt(s, q_smem, k_smem);
-      if (!kMakesPairs && block.kind == BlockKind::kFull && state.work.last - state.work.first == kBlockKv) {
+      if (!kMakesPAndDsTogether && block.kind == BlockKind::kFull && state.work.last - state.work.first == kBlockKv) {
         const auto row = row_statistics<Scores>(lse, delta);
         const float softmax_scale_log2 = state.softmax_scale_log2;
         if constexpr (kOverlapsDs) {
@@ -266,7 +266,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
         }
       } else {
         const bool is_masked =
-            !kMakesPairs || block.kind != BlockKind::kFull || state.work.last - state.work.first != kBlockKv;
+            !kMakesPAndDsTogether || block.kind != BlockKind::kFull || state.work.last - state.work.first != kBlockKv;
         if (is_masked) mask_block(s, params, state.work, block);
         if (is_masked || kHasScore) clear_empty_rows(do_smem, lse);
         tile::gemm_nt(dp, do_smem, v_smem);
@@ -277,9 +277,9 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
           drop_gradients(dp, kept, static_cast<float>(dropout.factor));
         }
         if constexpr (kHasScore) {
-          score_pairs_of_rows(s, dp, score_function, shape, state.work.batch_head, {block.start, block.stop},
-                              {state.work.first, state.work.last}, is_masked, row_statistics<Scores>(lse, delta),
-                              Scores::is_first_owner());
+          scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head, {block.start, block.stop},
+                                     {state.work.first, state.work.last}, is_masked, row_statistics<Scores>(lse, delta),
+                                     Scores::is_first_owner());
         } else if constexpr (config::kHasDropout) {
           const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
           dropout_score_gradients(s, dp, dropout, head, block.start, state.work.first, is_masked,

@@ -107,8 +107,9 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
         dropout_score_gradients(s, dp, dropout, head, state.work.first, block.start, is_masked,
                                 state.softmax_scale_log2, row);
       else
-        score_pairs_of_rows(s, dp, score_function, shape, state.work.batch_head, {state.work.first, state.work.last},
-                            {block.start, block.stop}, is_masked, row, true);
+        scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head,
+                                   {state.work.first, state.work.last}, {block.start, block.stop}, is_masked, row,
+                                   true);
     } else if (is_unmasked<kBlockKv>(block)) {
       score_gradients<false>(s, dp, state.softmax_scale_log2, row);
     } else {

@@ -149,7 +149,7 @@ CUFLASH_DEVICE void drop_step(Scores& p, const attention::Params& params, const 
   else if constexpr (!kPackGqa) drop_weights_of_queries(p, dropout, params.shape, work.batch_head, work.first, first_key);
   else drop_weights(p, kept_weights<Scores>(Draws(dropout), [&](int i, int j) {
     const DivMod heads = divmod(work.first + row_of(p, i), params.shape.seqlen_q);
-    return WeightPlace{head_number(params.shape, work.batch_head, work.batch_head.head + heads.quotient),
+    return WeightPosition{head_number(params.shape, work.batch_head, work.batch_head.head + heads.quotient),
                        heads.remainder, first_key + column_of(p, j)};
   }));
 }

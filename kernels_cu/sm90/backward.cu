@@ -9,14 +9,12 @@
 
 namespace cuflash {
 
+// Start the product of a step's scores; below, of its dP. Both are transposed: rows are the warpgroup's keys.
 CUFLASH_DEVICE void start_scores(Scores& s, const PipelineState& state, int part) {
-  tile::start_gemm_nt(s, tile::KMajor<SmemK>(k_smem, 64 * part),
-                      tile::KMajor<SmemQ>(q_smem(state.stage)));
+  tile::start_gemm_nt(s, tile::KMajor<SmemK>(k_smem, 64 * part), tile::KMajor<SmemQ>(q_smem(state.stage)));
 }
-
 CUFLASH_DEVICE void start_dp(Scores& dp, const PipelineState& state, int part) {
-  tile::start_gemm_nt(dp, tile::KMajor<SmemV>(v_smem, 64 * part),
-                      tile::KMajor<SmemDo>(do_smem(state.stage)));
+  tile::start_gemm_nt(dp, tile::KMajor<SmemV>(v_smem, 64 * part), tile::KMajor<SmemDo>(do_smem(state.stage)));
 }
 
 // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a fresh variable per iteration, so
@@ -62,9 +60,9 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   if constexpr (kDpRunsAhead) {
     const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
     start_dp(dp, state, part);
-    const StepPlace place = place_of_step(state.stage);
-    const Step step(score, place);
-    draw_step(kept, place, dropout, params.shape);
+    const StepPositions positions = positions_of_step(state.stage);
+    const Step step(score, positions);
+    draw_step(kept, positions, dropout, params.shape);
     tile::wait_wgmma<1>(s);
     make_step_p(s, delta, lse_2, state, step);
     tile::wait_wgmma<0>(dp);
@@ -75,16 +73,16 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     const StepQueries queries{smem.queries[state.stage], first_query, flags};
     PackedScores p, ds;
     if constexpr (kChangesWeights) {
-      const StepPlace place = place_of_step(state.stage);
+      const StepPositions positions = positions_of_step(state.stage);
       if constexpr (!kDpRunsAhead) {
         start_dp(dp, state, part);
-        draw_step(kept, place, dropout, params.shape);
+        draw_step(kept, positions, dropout, params.shape);
         tile::wait_wgmma<0>(dp);
         ptx::fence_registers(tile::accumulators(s));
       }
       wait_ds(part);
       const auto make_operands = [&](auto is_plain) {
-        make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, place, score, dropout,
+        make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, positions, score, dropout,
                                                           softmax_scale_log2, ds_address, of_steps);
       };
       if (queries.is_plain()) make_operands(IsPlain<true>());
@@ -106,7 +104,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     WarpDq dq;
     if constexpr (kMakesDq) start_dq(dq, part);
     tile::start_gemm_add_nn(dk, ds, tile::MnMajor<SmemQ>(q_smem(state.stage)));
-    if constexpr (score::Function::kStoresGradient) store_gradient(score, place_of_step(state.stage), ds_smem);
+    if constexpr (score::Function::kStoresGradient) store_gradient(score, positions_of_step(state.stage), ds_smem);
     const PipelineState next_state = state.next();
     DqFinish dq_finish = kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
     QueryValues next_lse_2;
@@ -162,9 +160,9 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       Scores next_dp;
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
-      const StepPlace next_place = place_of_step(next_state.stage);
-      const Step next_step(score, next_place);  // computed, as the numbers of dropout are, while products run
-      draw_step(kept, next_place, dropout, params.shape);
+      const StepPositions next_positions = positions_of_step(next_state.stage);
+      const Step next_step(score, next_positions);  // computed, as the numbers of dropout are, while products run
+      draw_step(kept, next_positions, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
       make_step_p(next_s, delta, next_lse_2, next_state, next_step);
       tile::wait_wgmma<0>(next_dp);

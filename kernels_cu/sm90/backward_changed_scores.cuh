@@ -8,7 +8,7 @@ namespace cuflash {
 using Kept = attention::KeptFragments<Scores, true>;
 
 // P is made while dP is multiplied, if slopes do not depend on scores and registers hold dP of the next step.
-constexpr bool kMakesPEarly = kChangesWeights && !kMakesPairs && kDpRunsAhead;
+constexpr bool kMakesPEarly = kChangesWeights && !kMakesPAndDsTogether && kDpRunsAhead;
 
 // Call visit(i, j) with a thread's elements of 16 queries.
 template <class Visit>
@@ -50,10 +50,10 @@ CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQuerie
     });
 }
 
-// Find the weights of a step that dropout keeps.
-CUFLASH_DEVICE void draw_step(Kept& kept, const StepPlace& place, attention::DropoutArgument dropout,
+// Find which weights of a step dropout keeps.
+CUFLASH_DEVICE void draw_step(Kept& kept, const StepPositions& positions, attention::DropoutArgument dropout,
                               const attention::Shape& shape) {
-  if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
+  if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, positions);
 }
 
 // Selects one of two copies of a function at compile time: for plain steps, or for others.
@@ -65,12 +65,13 @@ struct IsPlain {
 // Make P and dS of a step from P (or q k^T) and dP, pack them as left operands of products, and store dS transposed for
 // the product dQ. P loses the weights that dropout drops, as the product dV needs it.
 template <bool IsPlain, class Score>
-CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
-                                          const Kept& kept, const StepQueries& queries, const StepPlace& place,
+CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds, const Kept& kept,
+                                          const StepQueries& queries, const StepPositions& positions,
                                           const Score& score, attention::DropoutArgument dropout, float scale,
-                                          uint32_t ds_address, typename StepScoreIf<Scores, Score>::StepSums& of_steps) {
+                                          uint32_t ds_address,
+                                          typename StepScoreIf<Scores, Score>::StepSums& of_steps) {
   using Step = StepScoreIf<Scores, Score>;
-  const Step step(score, place);
+  const Step step(score, positions);
   typename Step::Sums sums;
   step.start_bins(of_steps);
   const ThreadMask<IsPlain> mask(queries);
@@ -80,8 +81,8 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
       for_each_of_fragment(k, [&](int i, int j) {
         dp.at(i, j) = (kept.at(i, j) ? dp.at(i, j) : 0.0f) * dropout.single_factor;
       });
-    if constexpr (kMakesPairs) {
-      step.make_pairs(
+    if constexpr (kMakesPAndDsTogether) {
+      step.make_p_and_ds(
           s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
           [&](int j) { return queries.lse_2()[Scores::column(j)]; },
           [&](int j) { return queries.delta()[Scores::column(j)]; }, k, sums);

@@ -32,8 +32,7 @@ CUFLASH_DEVICE void stage_dq(const WarpDq& dq, float* staged, int part) {
 // Scale and store dQ of all queries of a tile, with the staged sums of other tiles added if `adds`. Four groups of
 // eight columns are converted at a time, to save registers.
 CUFLASH_DEVICE void finish_dq(const attention::Params& params, WarpDq& dq, const float* staged,
-                              const StepMessage& message, int part,
-                              bool adds) {
+                              const StepMessage& message, int part, bool adds) {
   const attention::BatchHead& batch_head = shared().works[message.work].tile.batch_head;
   const auto all = attention::matrix<Element>(params.dq, batch_head, batch_head.head, params.shape.seqlen_q,
                                               params.shape.head_dim);

@@ -25,9 +25,10 @@ struct BackwardRowsHooks {
                                               attention::SinkArgument) {
     using namespace attention;
     const int head = work.batch_head.head, num_columns = params.shape.head_dim;
-    if (params.dq.is_accumulator) tile::clear(matrix<float>(params.dq, work.batch_head, head, 0,
-                                                            num_columns).rows(work.first, work.last));
-    else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
+    if (params.dq.is_accumulator)
+      tile::clear(matrix<float>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
+    else
+      tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
   }
 };
 
@@ -41,8 +42,8 @@ CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const 
     const int query = work.first + Scores::first_row() + Scores::row(i);
     const int first = config::kIsListed ? work.first : query / kBlockQ * kBlockQ;
     const bool in_bounds = query < work.last;
-    const QueryStats& query_stats_of_tile = all[in_bounds
-                                                ? attention::query_tile_number<Listed>(params, first, kBlockQ) : 0];
+    const QueryStats& query_stats_of_tile =
+        all[in_bounds ? attention::query_tile_number<Listed>(params, first, kBlockQ) : 0];
     stats.lse_2[i] = in_bounds ? query_stats_of_tile.lse_2[query - first] : -ptx::negative_infinity<float>();
     stats.delta[i] = in_bounds ? query_stats_of_tile.delta[query - first] : 0;
   }
@@ -73,8 +74,8 @@ CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
     }
 }
 
-// num_k_blocks counts the blocks of keys that the warpgroup has read.
-
+// Start the product of a step's scores, once K has arrived; below, of its dP, once V has. `num_k_blocks` counts the
+// blocks of keys that the warpgroup has read.
 CUFLASH_DEVICE void start_scores(Scores& s, unsigned num_k_blocks) {
   const int stage = stage_of(num_k_blocks);
   tile::wait_full(shared().k[stage], phase_of(num_k_blocks));
@@ -138,6 +139,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params) {
     write_gradient(params.dq, tile_info.work, tile_info.work.batch_head.head, params.shape.head_dim, dq);
   }
 }
+
 constexpr int kSharedBytes = kArraysEnd;
 
 }  // namespace cuflash

@@ -4,7 +4,7 @@
 // P and dS of a step of sm90_backward, in registers, for calls without score function and dropout.
 namespace cuflash {
 
-// Replace q k^T by P; a plain step leaves out the clamp to 1. delta is loaded when the registers of lse are free, and
+// Replace q k^T by P. In a plain step, P is not clamped to 1. delta is loaded when the registers of lse are free, and
 // arrives while exponentials are computed.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_p(Scores& s, const QueryValues& lse_2, QueryValues& delta, const StepQueries& queries,

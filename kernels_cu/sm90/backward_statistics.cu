@@ -46,12 +46,12 @@ CUFLASH_DEVICE bool for_each_delta_of_full_tile(const attention::Params& params,
   if constexpr (kValueDim % kWidth != 0 || kBlockQ % kHeight != 0) {
     return false;
   } else {
-    // a thread's chunks per row, and rows
+    // chunks of a thread in a row, and rows of a thread
     constexpr int kChunksPerThread = kValueDim / kWidth, kRowsPerThread = kBlockQ / kHeight;
     // rows loaded at a time; with all of them, ptxas spills registers
     constexpr int kRowsInFlight = kChunksPerThread * kRowsPerThread <= 4 ? (kRowsPerThread + 1) / 2
         : kChunksPerThread < 4 ? 4 / kChunksPerThread : 1;
-    static_assert(kRowsPerThread % kRowsInFlight == 0, "all rows are some thread's");
+    static_assert(kRowsPerThread % kRowsInFlight == 0, "a thread loads all of its rows");
     const Shape& shape = params.shape;
     const BatchHead& batch_head = work.batch_head;
     const auto o = matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
@@ -81,9 +81,11 @@ CUFLASH_DEVICE bool for_each_delta_of_full_tile(const attention::Params& params,
 #pragma unroll
         for (int c = 0; c < kChunksPerThread; ++c)
 #pragma unroll
-          for (int e = 0; e < OTile::kChunk; ++e) sum += tile::to_accumulator(a[x][c].at[e]) * tile::to_accumulator(b[x][c].at[e]);
+          for (int e = 0; e < OTile::kChunk; ++e)
+            sum += tile::to_accumulator(a[x][c].at[e]) * tile::to_accumulator(b[x][c].at[e]);
 #pragma unroll
-        for (int lane_offset = 1; lane_offset < Partition::kThreadsPerRow; lane_offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane_offset);
+        for (int lane_offset = 1; lane_offset < Partition::kThreadsPerRow; lane_offset *= 2)
+          sum += __shfl_xor_sync(0xffffffffu, sum, lane_offset);
         if (first_column != 0) continue;
         const int own = row + x * kHeight;
         const bool is_empty = row_lse[x] == ptx::negative_infinity<float>();

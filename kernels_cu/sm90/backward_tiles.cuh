@@ -7,7 +7,6 @@ namespace cuflash {
 
 static_assert(!kIsWide && kBlockKv == 64 * kNumConsumers, "a warpgroup has 64 keys");
 
-// Register tiles; the rows of scores are keys.
 using Scores = tile::WarpTile<1, kBlockQ / 8, 4 * kNumConsumers>;
 using WarpDk = tile::WarpTile<1, kHeadDim / 8, 4 * kNumConsumers>;
 using WarpDv = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
@@ -60,7 +59,7 @@ struct ThreadMask<false> {
 // meanwhile do not delay them; the others are loaded at use.
 struct QueryValues {
   static constexpr int kPrefetched = 1024 / kBlockQ;
-  static_assert(kPrefetched <= Scores::kColumns, "some, or all");
+  static_assert(kPrefetched <= Scores::kColumns, "a thread has no more queries");
   const float* from;
   float first[kPrefetched];
 

@@ -57,10 +57,10 @@ struct GradientPart {
   CUFLASH_DEVICE void start_other_sums(Left left, TransposedScores right, int part) {
     left = tile::warp_uniform(left);
     right = tile::warp_uniform(right);
-    if constexpr (kPanelsPerWarpgroup > 1) tile::start_gemm_add_tt(panels[1], Columns(left, part * kPanelsPerWarpgroup +
-                                                                                      1), Keys(right));
-    if constexpr (kSharesLastPanel) tile::start_gemm_add_tt(last_panel, Columns(left, kLast),
-                                                            Keys(right, part * kBlockKv / kNumConsumers));
+    if constexpr (kPanelsPerWarpgroup > 1)
+      tile::start_gemm_add_tt(panels[1], Columns(left, part * kPanelsPerWarpgroup + 1), Keys(right));
+    if constexpr (kSharesLastPanel)
+      tile::start_gemm_add_tt(last_panel, Columns(left, kLast), Keys(right, part * kBlockKv / kNumConsumers));
   }
   // Keep accesses to the sums on their side of this line. Called after the wait for their products.
   CUFLASH_DEVICE void fence_registers() {
@@ -113,12 +113,13 @@ CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const StageQueries& queries, 
   }
 }
 
-// Return a tile whose address is recomputed at each use, to save registers for accumulators.
+// Return the same tile, whose address is then recomputed here, to save registers for accumulators.
 template <class Tile>
 CUFLASH_DEVICE Tile recomputed(Tile tile) {
   return tile::warp_uniform(Tile{ptx::opaque(tile.start)});
 }
 
+// Start the product of a step's scores; below, of its dP, and of a slice of its dQ.
 CUFLASH_DEVICE void start_s(Scores& s, const PipelineState& state, int part) {
   ptx::mark_undefined(tile::accumulators(s));
   tile::start_gemm_nt(s, tile::KMajor<SmemQ>(tile::warp_uniform(q_smem(state.stage))),
@@ -168,12 +169,12 @@ CUFLASH_DEVICE void store_packed(Staging to, const Sums& sums, int first_key, in
   rounded = sums;
   tile::store_transposed(to, rounded, first_column + Sums::warp_row(), first_key);
 }
+// Write or stage a warpgroup's part of dK or dV.
 template <class Left, class Staging>
 CUFLASH_DEVICE void write_part(const attention::Matrices& to, const attention::WorkTile& work, int head,
-                               int num_columns,
-                               GradientPart<Left>& gradient, Staging staging, int part) {
-  const auto float32_rows = attention::matrix<float>(to, work.batch_head, head, work.last, num_columns).rows(work.first,
-                                                                                                             work.last);
+                               int num_columns, GradientPart<Left>& gradient, Staging staging, int part) {
+  const auto float32_rows =
+      attention::matrix<float>(to, work.batch_head, head, work.last, num_columns).rows(work.first, work.last);
   gradient.each(part, [&](auto& sums, int panel, int first_key) {
     if (to.is_accumulator) write_accumulators(float32_rows, sums, first_key, 64 * panel);
     else store_packed(staging, sums, first_key, 64 * panel);

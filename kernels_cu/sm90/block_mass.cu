@@ -8,7 +8,7 @@
 namespace cuflash {
 
 constexpr int kNumGroups = kBlockQ / 64, kProducerWarp = kNumWarps - 1;
-static_assert(kProducerWarp == 4 * kNumGroups, "a warp beside those of the warpgroups");
+static_assert(kProducerWarp == 4 * kNumGroups, "the producer is one warp after the warpgroups");
 
 using SmemQ = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
 using SmemK = tile::WgmmaTile<Element, kBlockKv, kHeadDim>;
@@ -68,9 +68,9 @@ CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::
   const WorkTile& work = smem.tile.work;
   const auto q = queries_of(params, work), k = keys_of(params, work);
   const auto q_coords = tma_coords(params.q, work.batch_head, work.batch_head.head);
-  const auto k_coords = tma_coords(params.k, work.batch_head, divmod(work.batch_head.head,
-                                                                     params.shape.group_size).quotient);
-  const auto wait_slot = [&](const StepMessage& message) {
+  const int kv_head = divmod(work.batch_head.head, params.shape.group_size).quotient;
+  const auto k_coords = tma_coords(params.k, work.batch_head, kv_head);
+  const auto write_message = [&](const StepMessage& message) {
     const int stage = stage_of(counts.chunks);
     tile::wait_empty(smem.chunks[stage], phase_of(counts.chunks));
     __syncwarp();
@@ -82,14 +82,14 @@ CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::
   KvBlock block;
   for (bool is_first = true; blocks.next(block); is_first = false)
     for (int column = 0; column < q.num_columns; column += kHeadDim, ++counts.chunks) {
-      const int stage = wait_slot({block, true, column + kHeadDim >= q.num_columns});
+      const int stage = write_message({block, true, column + kHeadDim >= q.num_columns});
       const uint64_t& full = smem.chunks[stage].full;
       load(k_smem(stage), maps.k, params.k, k.rows(block.start, block.stop), k_coords, block.start, column, full);
       if (kSplitsHeadDim)
         load(q_smem(stage), maps.q, params.q, q, q_coords, work.first, grid.column_of_q(params.shape, column), full);
       else if (is_first) load(q_smem(0), maps.q, params.q, q, q_coords, work.first, 0, smem.q_full);
     }
-  const int stage = wait_slot({});
+  const int stage = write_message({});
   for (int i = 0; i < 1 + kSplitsHeadDim; ++i) tile::arrive(smem.chunks[stage].full);
   ++counts.chunks;
 }
@@ -172,7 +172,7 @@ CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::
   save_shifts(params, grid, sums.softmax, scale_log2, smem.tile);
 }
 
-// Called by one thread, before the roles start.
+// Initialise the barriers. Called by one thread, before the roles start.
 CUFLASH_DEVICE void init_barriers() {
   for (const tile::PipelineSlot& slot : shared().chunks) {
     ptx::mbarrier_init(ptx::shared_address(&slot.full), (1 + kSplitsHeadDim) * tile::kArrivalsPerWarp);

@@ -11,16 +11,16 @@ namespace cuflash {
 constexpr bool kChangesWeights = kHasScore || config::kHasDropout;
 // If slopes depend on scores, P and dS are made together, of S, once dP has arrived. Else P is made while dP is
 // multiplied.
-constexpr bool kMakesPairs = kHasScore && score::Function::kSlopesNeedScore;
+constexpr bool kMakesPAndDsTogether = kHasScore && score::Function::kSlopesNeedScore;
 constexpr bool kHasSlopes = kHasScore && (!score::Function::kIsShift || score::Function::kAddsGradients);
 
 // The positions of the keys and queries of a step's scores.
-struct StepPlace {
+struct StepPositions {
   const attention::BatchHead& batch_head;
   attention::Positions keys, queries;
   int stage;  // stage of the step's Q
 };
-CUFLASH_DEVICE StepPlace place_of_step(int stage) {
+CUFLASH_DEVICE StepPositions positions_of_step(int stage) {
   const StepMessage& message = shared().messages[stage];
   const attention::WorkTile& work = shared().works[message.work].tile;
   return {work.batch_head, {work.first, work.last}, {message.block.start, message.block.stop}, stage};
@@ -32,20 +32,20 @@ class StepScore {
  public:
   using T = typename Score::Number;
 
-  CUFLASH_DEVICE StepScore(const Score& score, const StepPlace& place)
+  CUFLASH_DEVICE StepScore(const Score& score, const StepPositions& positions)
       : score_(score),
-        of_tile_(score.of_tile(place.batch_head.batch_index, place.batch_head.head)),
-        queries_(place.queries, Tile::first_column()),
+        of_tile_(score.of_tile(positions.batch_head.batch_index, positions.batch_head.head)),
+        queries_(positions.queries, Tile::first_column()),
         // opaque, so that it takes no registers from step to step
-        array_address_(kStagesArray ? ptx::opaque(staged_address(array_smem(place.stage))) : 0) {
-    const attention::PositionsOf<Score> keys(place.keys, Tile::first_row());
+        array_address_(kStagesArray ? ptx::opaque(staged_address(array_smem(positions.stage))) : 0) {
+    const attention::PositionsOf<Score> keys(positions.keys, Tile::first_row());
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
       keys_[i] = keys.at(Tile::row(i));
       of_key_[i] = score.of_key(of_tile_, keys_[i].whole, keys_[i].real);
     }
     if constexpr (Score::kCanBeUniform) {
-      const attention::Positions &rows = place.keys, &queries = place.queries;
+      const attention::Positions &rows = positions.keys, &queries = positions.queries;
       const int first = rows.at(Tile::warp_row()), last = rows.at(Tile::warp_row() + 15);
       is_uniform_ = score.is_uniform(of_tile_, queries.first, queries.last - 1, first, last);
       if (is_uniform_) uniform_ = score.of_uniform(of_tile_, queries.first, first);
@@ -74,9 +74,9 @@ class StepScore {
   // Replace q k^T by P and dP by dS, for 16 queries. `is_seen(i, j)` and the statistics are functions of a thread's row
   // and column. Called by whole warps.
   template <class IsSeen, class LseOf, class DeltaOf>
-  CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
-                                 int k, Sums& sums) const {
-    by_form([&](auto form) { make_pairs_in<decltype(form)>(s, dp, softmax_scale, is_seen, lse_2, delta, k, sums); });
+  CUFLASH_DEVICE void make_p_and_ds(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
+                                    int k, Sums& sums) const {
+    by_form([&](auto form) { make_p_and_ds_in<decltype(form)>(s, dp, softmax_scale, is_seen, lse_2, delta, k, sums); });
   }
 
   // Prepare the bins of a table's gradient for the sums of a step. Called by whole warps.
@@ -84,9 +84,10 @@ class StepScore {
     if constexpr (Score::kNumBins > 0) score_.start_bins(of_tile_, bins_of_warp(), of_steps);
   }
 
+  using StepSums = typename Score::OfScoreSums;  // sums of several steps
+
   // Add the sums of a step to memory; those of a uniform step join `of_steps`, the sums of steps that read the same
   // elements. Called by whole warps.
-  using StepSums = typename Score::OfScoreSums;
   CUFLASH_DEVICE void flush(const Sums& sums, StepSums& of_steps) const {
     if constexpr (Score::kAddsGradients) {
 #pragma unroll
@@ -108,6 +109,7 @@ class StepScore {
     uint32_t at[4];  // of two queries each: keys 0 to 7 and 8 to 15 of the warp, of the first and the last 8 queries
   };
 
+  // Call visit with the way in which this step reads captured arrays.
   template <class Visit>
   CUFLASH_DEVICE void by_form(Visit visit) const {
     if constexpr (Score::kIsStaged) return visit(OfStaged());
@@ -143,6 +145,7 @@ class StepScore {
       return (score_);
     }
   }
+  // Return the sums to which a thread's elements add.
   template <class Form>
   static CUFLASH_DEVICE auto& sums_of_scores(Sums& sums) {
     if constexpr (kIsSame<Form, OfUniform>) return sums.of_uniform;
@@ -197,8 +200,8 @@ class StepScore {
   }
 
   template <class Form, class IsSeen, class LseOf, class DeltaOf>
-  CUFLASH_DEVICE void make_pairs_in(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
-                                    int k, Sums& sums) const {
+  CUFLASH_DEVICE void make_p_and_ds_in(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2,
+                                       DeltaOf delta, int k, Sums& sums) const {
     const auto words = staged_words<Form>(k);
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
@@ -208,10 +211,10 @@ class StepScore {
       const float query_lse_2 = lse_2(j), query_delta = delta(j);
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
-        attention::make_pair(s.at(i, j), dp.at(i, j), function_at<Form>(i, j, words), of_tile_, of_query, of_key_[i],
-                             query.whole, keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
-                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i],
-                             sums_of_scores<Form>(sums));
+        attention::score_to_p_and_ds(s.at(i, j), dp.at(i, j), function_at<Form>(i, j, words), of_tile_, of_query,
+                                     of_key_[i], query.whole, keys_[i].whole, softmax_scale, query_lse_2, query_delta,
+                                     is_seen(i, j), Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i],
+                                     sums_of_scores<Form>(sums));
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
     }
   }
@@ -232,7 +235,7 @@ struct NoStepScore {
   struct Sums {};
   struct StepSums {};
   template <class Score>
-  CUFLASH_DEVICE NoStepScore(const Score&, const StepPlace&) {}
+  CUFLASH_DEVICE NoStepScore(const Score&, const StepPositions&) {}
   CUFLASH_DEVICE void apply(Tile&, int, float) const {}
   CUFLASH_DEVICE void start_bins(StepSums&) const {}
   CUFLASH_DEVICE void flush(const Sums&, StepSums&) const {}
@@ -258,9 +261,9 @@ CUFLASH_DEVICE void finish_sums(const Score& score, const StepSums& of_steps) {
 
 // Store dS of a step, which all consumers have stored in shared memory, as the gradient of the staged array.
 template <class Score, class SmemDs>
-CUFLASH_DEVICE void store_gradient(const Score& score, const StepPlace& place, SmemDs ds) {
-  const auto all = score.staged_gradient(score.of_tile(place.batch_head.batch_index, place.batch_head.head));
-  const attention::Positions &keys = place.keys, &queries = place.queries;
+CUFLASH_DEVICE void store_gradient(const Score& score, const StepPositions& positions, SmemDs ds) {
+  const auto all = score.staged_gradient(score.of_tile(positions.batch_head.batch_index, positions.batch_head.head));
+  const attention::Positions &keys = positions.keys, &queries = positions.queries;
   const tile::Matrix<typename Score::StagedElement> part{&all.at(queries.first, keys.first), all.row_stride,
                                                          all.column_stride, queries.last - queries.first,
                                                          keys.last - keys.first};
@@ -271,10 +274,10 @@ CUFLASH_DEVICE void store_gradient(const Score& score, const StepPlace& place, S
 template <class Tile>
 CUFLASH_DEVICE attention::KeptFragments<Tile, true> kept_weights_of_step(const attention::Dropout& dropout,
                                                                          const attention::Shape& shape,
-                                                                         const StepPlace& place) {
-  const uint32_t head = attention::head_number(shape, place.batch_head, place.batch_head.head);
-  return attention::kept_fragments<true>(Tile(), attention::Draws(dropout), head, place.keys.first,
-                                         place.queries.first);
+                                                                         const StepPositions& positions) {
+  const uint32_t head = attention::head_number(shape, positions.batch_head, positions.batch_head.head);
+  return attention::kept_fragments<true>(Tile(), attention::Draws(dropout), head, positions.keys.first,
+                                         positions.queries.first);
 }
 
 }  // namespace cuflash

@@ -11,22 +11,23 @@ namespace cuflash::attention {
 
 // Counter of the tiles of keys that have arrived at a tile of queries, plus kDqIsStored once the first has stored its
 // sums. If the last of `expected` tiles finishes dQ, the counter has kArrivalIsDone for each tile that is done.
+//
+// In kernels whose sums of dQ repeat bit for bit (kAddsDqInOrder), the tiles of keys that visit a tile of queries take
+// their turns from the end of the sequence: the last one stores its part of dQ, and each of the others adds its own
+// after its successor. There `count` is the number of tiles that are done, and `expected` the number of the tile that
+// stores.
 struct DqArrivals {
   int count, expected;
 };
 constexpr int kDqIsStored = 1 << 30, kArrivalIsDone = 1 << 16;
 
-// Sums of dQ that repeat bit for bit, without a list: of the tiles of keys that visit a tile of queries, the last one
-// along the sequence stores its part, and each of the others adds its own after its successor. Here the counter of a
-// tile of queries has the number of tiles that are done, and `expected` is the number of the tile that stores.
-
-// The part of one arrival, if the last tile that arrives finishes dQ.
+// What one tile of keys does when it arrives at a tile of queries whose last tile finishes dQ.
 struct DqArrival {
   int before;  // number of tiles that arrived before
   int num_awaited;  // how many of these must be done first
   bool is_last;
 
-  // Return the part of the arrival that found `count`, if `num` tiles will arrive.
+  // Return the arrival of a tile that found the counter at `count`, if `num` tiles will arrive.
   static CUFLASH_DEVICE DqArrival of(int count, int num) {
     const int before = count % kArrivalIsDone;
     const bool is_last = before == num - 1;

@@ -15,6 +15,7 @@ CUFLASH_DEVICE void release_dq(int part, bool is_end) {
   __syncwarp();  // lanes advance together, so that the simulator sees a lane that arrives too early
 }
 
+// Return the address of a part of the staging buffer.
 CUFLASH_DEVICE uint32_t dq_address(int part) {
   return ptx::shared_address(ptx::dynamic_shared<unsigned char>() + dq_offset(part));
 }
@@ -50,14 +51,15 @@ CUFLASH_DEVICE bool arrives_first(int* arrivals) {
   return num_before == 0;
 }
 
-// Sums in the order of the tiles of keys (kAddsDqInOrder). Return how many tiles store or add to the sums of a step's
-// queries before its own tile.
+// Return how many tiles of keys store or add to the sums of a step's queries before the step's own tile, in kernels
+// that add in the order of the tiles (kAddsDqInOrder).
 CUFLASH_DEVICE int num_key_tiles_before(int stage) {
   const SharedStorage& smem = shared();
   return smem.queries[stage].stats.arrivals.expected - smem.works[smem.messages[stage].work].tile.first / kBlockKv;
 }
-// Wait until so many tiles are done with the sums of some queries. Return whether there are none. Called by a warp.
-CUFLASH_DEVICE bool awaits_turn(const int* num_done, int num_before) {
+// Wait until `num_before` tiles of keys are done with the sums of a step's queries. Return whether there are none.
+// Called by a warp.
+CUFLASH_DEVICE bool wait_for_key_tiles(const int* num_done, int num_before) {
   if (num_before > 0) tile::wait_at_least(num_done, num_before);
   return num_before == 0;
 }
@@ -104,7 +106,7 @@ CUFLASH_DEVICE void dq_writer() {
     }
     if (is_end) return;
     // counted here, when no copy of an earlier step is pending
-    const bool is_first = config::kAddsDqInOrder ? awaits_turn(arrivals, num_before)
+    const bool is_first = config::kAddsDqInOrder ? wait_for_key_tiles(arrivals, num_before)
                                                  : kFirstArrivalStoresDq && arrives_first(arrivals);
 #pragma unroll
     for (int part = 0; part < kNumConsumers; ++part) {

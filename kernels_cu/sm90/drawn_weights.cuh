@@ -1,7 +1,7 @@
 #pragma once
 #include <sm90/kv_pipeline.cuh>
 
-// Draws which weights are dropped, in a warpgroup of its own that runs ahead of the consumers, so that consumers need
+// The drawer warpgroup, which draws the weights that dropout keeps. It runs ahead of the consumers, so that they need
 // not draw between their products. A thread draws for the consumer threads that have its number in their warpgroups.
 namespace cuflash {
 
@@ -16,7 +16,7 @@ template <class Tile>
 CUFLASH_DEVICE void draw_steps(const attention::Params& params, attention::DropoutArgument dropout) {
   if constexpr (kHasDrawers) {
     using namespace attention;
-    static_assert(sizeof(KeptFragments<Tile>) == 4 * KeptRing<true>::kNumWords, "as a thread of consumers holds them");
+    static_assert(sizeof(KeptFragments<Tile>) == 4 * KeptRing<true>::kNumWords, "consumer threads hold as many words");
     const int thread = threadIdx.x % kWarpgroupThreads, own_row = Tile::warp_row() - Tile::warp_row() % 64;
     const Draws draws(dropout);
     unsigned num_blocks = 0;
@@ -30,7 +30,7 @@ CUFLASH_DEVICE void draw_steps(const attention::Params& params, attention::Dropo
       KvBlock block;
       for (; blocks.next(block); ++num_blocks) {
         shift_short_block<kBlockKv, kKeepsSteps>(block, visit_range, params.shape.seqlen_kv);
-        wait_slot(kept_slot(num_blocks), kept_phase(num_blocks));
+        wait_slot_empty(kept_slot(num_blocks), kept_phase(num_blocks));
 #pragma unroll 1
         for (int group = 0; group < kNumConsumers; ++group) {
           const auto kept = kept_fragments<false>(Tile(), draws, head, work.first + 64 * group - own_row, block.start);

@@ -16,18 +16,21 @@
 
 namespace cuflash {
 
-// tests the barriers of the next slots while weights are made; at 64 columns this costs more than it saves
+// Consumers test the barriers of the next slots while they compute weights; at 64 columns this costs more than it
+// saves.
 constexpr bool kTestsBarriersEarly = kHeadDim > 64;
 // The masked steps of a tile and its last one skip the maximum too. They then release K later, for which two
 // warpgroups, which need more keys in the same time, would wait.
 constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
-// With a score function, consumers need more registers, unless it reads arrays at positions.
+// A score function keeps its values in registers of the consumers, unless it reads arrays at positions.
 constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions;
+
+// Registers per thread of each role.
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
     : kNumConsumers == 3 || kHasDrawers ? 32
     : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) || kKeepsScoreInRegisters ? 40
-                                                                                      : 56;
+    : 56;
 constexpr int kDrawerRegisters = 72;
 constexpr int kConsumerRegisters =
     kNumConsumers == 4   ? 112
@@ -86,13 +89,15 @@ CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Functio
     of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage].block,
                   array_smem(stage, consumer_number()));
 }
-CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Function& function,
+
+// Compute the values of the score function that all steps of a tile have in common.
+CUFLASH_DEVICE void prepare_tile_score(ScoresOfTile& of_tile, const score::Function& function,
                                         unsigned num_tiles_done, attention::PagesArgument pages) {
-  if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work,
-                                           shared().softmax_scale, pages);
+  if constexpr (kHasScore)
+    of_tile.prepare(function, shared().tile_infos[tile_info_index(num_tiles_done)].work, shared().softmax_scale, pages);
 }
 
-// Find the weights of a step that dropout keeps. Called while its scores are multiplied.
+// Find which weights of a step dropout keeps. Called while its scores are multiplied.
 CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::DropoutArgument dropout, Kept& kept,
                               unsigned num_tiles_done, unsigned num_k_blocks) {
   if constexpr (kHasDrawers) {
@@ -160,10 +165,10 @@ class NextOperands {
   NextOperands() = default;
   CUFLASH_DEVICE NextOperands(int group, unsigned num_tiles_done, unsigned num_k_blocks)
       : q_(q_operand(group, num_tiles_done)), k_(k_smem(stage_of(num_k_blocks))),
-          v_(v_smem(stage_of(num_k_blocks - 1))),
+        v_(v_smem(stage_of(num_k_blocks - 1))),
         has_k_(kTestsBarriersEarly && tile::try_wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks))),
-        has_v_(kTestsBarriersEarly && tile::try_wait_full(shared().v[stage_of(num_k_blocks - 1)],
-                                                          phase_of(num_k_blocks - 1))) {
+        has_v_(kTestsBarriersEarly &&
+               tile::try_wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1))) {
     q_.descriptor.materialize();
     k_.descriptor.materialize();
     v_.descriptor.materialize();
@@ -191,8 +196,8 @@ class NextOperands {
 // Return whether a step is plain: unmasked, without a maximum, and not the last one. Plain steps are a straight piece
 // of code of their own, since jumps wait for instruction fetches.
 CUFLASH_DEVICE bool is_plain(int flags) {
-  constexpr int kAsPlain = StepMessage::kSkipMax | StepMessage::kUnmasked;
-  return (flags & (kAsPlain | StepMessage::kLastForWarpgroup)) == kAsPlain;
+  constexpr int kPlainFlags = StepMessage::kSkipMax | StepMessage::kUnmasked;
+  return (flags & (kPlainFlags | StepMessage::kLastForWarpgroup)) == kPlainFlags;
 }
 
 // Process the scores of a step that is not plain, or of a plain one whose scores are lost (`scores_are_lost`). Return
@@ -200,7 +205,7 @@ CUFLASH_DEVICE bool is_plain(int flags) {
 CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const ScoresOfTile& of_tile,
                                         const score::Function& function, Scores& s, Softmax& softmax,
                                         unsigned num_tiles_done, unsigned num_k_blocks, int flags,
-                                            bool scores_are_lost) {
+                                        bool scores_are_lost) {
   bool p_is_ready = false;
   if constexpr (kSkipsMaxOnMasked) {
 #pragma unroll 1
@@ -236,9 +241,9 @@ CUFLASH_DEVICE void add_last_v(Output& o, const PackedP& p, unsigned num_k_block
 
 // Run a consumer warpgroup with one stage of Q.
 CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, const attention::TensorMaps& maps,
-                                             int group,
-                                             attention::SinkArgument sink, const score::Function& function,
-                                             attention::DropoutArgument dropout, attention::PagesArgument pages) {
+                                             int group, attention::SinkArgument sink,
+                                             const score::Function& function, attention::DropoutArgument dropout,
+                                             attention::PagesArgument pages) {
   unsigned num_k_blocks = 0;
   for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
     Softmax softmax;
@@ -248,7 +253,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
     PackedP p;
     o.fill(0);
     Kept kept;
-    find_scores_of_tile(of_tile, function, num_tiles_done, pages);
+    prepare_tile_score(of_tile, function, num_tiles_done, pages);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, false);
     draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     for (bool is_first = true;; is_first = false) {
@@ -287,9 +292,9 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
 // of a tile, whose results are written when the next tile has its first weights; provided that the warpgroup takes part
 // in all steps of the tile.
 CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, const attention::TensorMaps& maps,
-                                              int group,
-                                              attention::SinkArgument sink, const score::Function& function,
-                                              attention::DropoutArgument dropout, attention::PagesArgument pages) {
+                                              int group, attention::SinkArgument sink,
+                                              const score::Function& function, attention::DropoutArgument dropout,
+                                              attention::PagesArgument pages) {
   unsigned num_k_blocks = 0, num_tiles_done = 0;
   while (wait_tile(num_tiles_done)) {
     Softmax softmax, previous_softmax;
@@ -299,7 +304,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
     PackedP p;
     o.fill(0);
     Kept kept;
-    find_scores_of_tile(of_tile, function, num_tiles_done, pages);
+    prepare_tile_score(of_tile, function, num_tiles_done, pages);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, num_k_blocks > 0);
     draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     while (true) {
@@ -336,14 +341,14 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           if (!(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done)) break;
           previous_softmax = softmax;
           softmax = Softmax();
-          find_scores_of_tile(of_tile, function, num_tiles_done, pages);
+          prepare_tile_score(of_tile, function, num_tiles_done, pages);
         }
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
       }
       // computed before the wait for scores
       flags = next_flags(flags, p_is_ready, softmax, max_has_risen) | is_last * StepMessage::kEpiloguePending |
           (is_first && !is_last) * StepMessage::kOStoreInFlight |
-             next_operands.start_products(s, o, p, group, num_k_blocks);
+          next_operands.start_products(s, o, p, group, num_k_blocks);
       draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
       tile::wait_wgmma<1>(s);
     }
@@ -355,6 +360,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
   }
 }
 
+// Run a consumer warpgroup.
 CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
                             attention::SinkArgument sink, const score::Function& function,
                             attention::DropoutArgument dropout, attention::PagesArgument pages) {
@@ -363,6 +369,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, const attention::Te
   else consume_with_two_q_stages(params, maps, group, sink, function, dropout, pages);
   if (group == 1) ping_pong_wait();  // takes the last signal, for which no other warpgroup waits
 }
+
 constexpr int kSharedBytes = kArraysEnd;
 
 }  // namespace cuflash

@@ -10,15 +10,15 @@ namespace cuflash {
 
 using Softmax = attention::LazySoftmax<Scores::kRows>;
 
-// O is staged in the slot of its Q: each warp's rows of O and of Q have the same place there.
+// O is staged in the slot of its Q: a warp writes only where its own rows of Q were.
 using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
 constexpr bool kStoresOByTma =
     kQStages > 1 && kValueDim <= kHeadDim && SmemO::kPanelWidth == SmemQ::kPanelWidth;
 
 // Write lse and O of a tile. If TMA can store O, each warp stages its rows in the slot of Q and stores them as a box.
-CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
-                             const Softmax& softmax, Output& o, bool is_last, attention::SinkArgument sink,
-                             attention::DropoutArgument dropout) {
+CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps,
+                             unsigned num_tiles_done, const Softmax& softmax, Output& o, bool is_last,
+                             attention::SinkArgument sink, attention::DropoutArgument dropout) {
   using namespace attention;
   const BatchHead& batch_head = shared().tile_infos[tile_info_index(num_tiles_done)].work.batch_head;
   const float logit = sink_logit<float>(sink, batch_head, batch_head.head);

@@ -1,9 +1,9 @@
 // FlashAttention-3's forward pass in 8 bits (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are numbers of e4m3
 // with a scale for each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of
 // P, so that weights stay in their lanes. P V of kStepsOfSum steps is summed by the tensor cores, which keep 14 bits of
-// it, and then added to O in float32. Weights are multiplied by V while the scores of the next step become weights. The
-// warpgroups do not take turns: a step has more softmax than products, so that turns cost 1 to 2 % with 128 columns.
-// Blocks take further tiles until none is left.
+// it, and then added to O in float32. Weights are multiplied by V while the scores of the next step become weights.
+// There is no ping-pong between warpgroups: a step has more softmax than products, so that ping-pong costs 1 to 2 %
+// with 128 columns. Blocks take further tiles until none is left.
 #include <attention/config_mma.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
@@ -29,9 +29,11 @@ CUFLASH_DEVICE const float* scales_of_head(const attention::Matrices& scales, co
 CUFLASH_DEVICE float scale_of_row(const float* of_head, const attention::Matrices& scales, int row,
                                   int64_t rows_of_a_scale) {
   const int rows = static_cast<int>(rows_of_a_scale);
-  return of_head[(rows == kBlockKv ? row / kBlockKv : row / rows) * scales.row_stride];  // mostly a shift
+  // mostly the first case, in which the compiler replaces the division by a shift
+  return of_head[(rows == kBlockKv ? row / kBlockKv : row / rows) * scales.row_stride];
 }
 
+// What the producer warps (sm90/kv_pipeline.cuh) of this kernel do with scales.
 struct Fp8Hooks : ForwardHooks {
   struct ScalesOfStep {
     float key, value;
@@ -65,7 +67,7 @@ struct Fp8Hooks : ForwardHooks {
       written.sum_scale_log2 = value_log2;
     }
     written.num_steps_of_sum = starts ? 1 : written.num_steps_of_sum + 1;
-    written.value[stage] = written.sum_scale;
+    written.sum_scales[stage] = written.sum_scale;
   }
 };
 
@@ -104,14 +106,14 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks) {
   }
 }
 
-// Return the number that an element of Q or K stands for. Its bits are those of a float that is 2^120 times smaller.
-CUFLASH_DEVICE float number_of(const uint8_t* e4m3) {
+// Convert an element of Q or K. Its bits, moved, are those of a float that is 2^120 times smaller.
+CUFLASH_DEVICE float e4m3_to_float(const uint8_t* e4m3) {
   const uint32_t bits = *e4m3;
-  return __uint_as_float((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 1.329227995784916e36f;
+  return __uint_as_float((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 0x1p120f;
 }
 // Return the address of an element in a swizzled tile.
 template <class Tile>
-CUFLASH_DEVICE const uint8_t* place_of(Tile tile, int row, int column) {
+CUFLASH_DEVICE const uint8_t* element_address(Tile tile, int row, int column) {
   const auto panel = tile.panel(column / Tile::kPanelWidth);
   const int at = column % Tile::kPanelWidth;
   return panel.template pointer<uint8_t>(panel.offset(row, at / 16)) + at % 16;
@@ -126,11 +128,12 @@ CUFLASH_DEVICE void recompute_scores(Scores& s, unsigned num_tiles_done, unsigne
     const int at = ptx::opaque(column);  // opaque, so that no address stays in a register
     float query[Scores::kRows];
 #pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i) query[i] = number_of(place_of(q, s.first_row() + s.row(i), at));
-    const uint8_t* const keys[2] = {place_of(k, s.first_column(), at), place_of(k, s.first_column() + 1, at)};
+    for (int i = 0; i < Scores::kRows; ++i) query[i] = e4m3_to_float(element_address(q, s.first_row() + s.row(i), at));
+    const uint8_t* const keys[2] = {element_address(k, s.first_column(), at),
+                                    element_address(k, s.first_column() + 1, at)};
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; ++j) {  // the swizzle repeats after eight rows
-      const float key = number_of(keys[j % 2] + j / 2 * 8 * SmemK::kRowBytes);
+      const float key = e4m3_to_float(keys[j % 2] + j / 2 * 8 * SmemK::kRowBytes);
 #pragma unroll
       for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(query[i], key, s.at(i, j));
     }
@@ -162,11 +165,12 @@ struct StepFactors {
 
 // Operands of the products that a step starts. They are computed before its weights are ready, so that little is left
 // to do before the products start.
-class NextProducts {
+class NextOperands {
  public:
-  NextProducts() = default;
-  CUFLASH_DEVICE NextProducts(int group, unsigned num_tiles_done, unsigned num_k_blocks)
-      : q_(q_operand(group, num_tiles_done)), k_(k_smem(stage_of(num_k_blocks))), v_(v_smem(stage_of(num_k_blocks - 1))) {
+  NextOperands() = default;
+  CUFLASH_DEVICE NextOperands(int group, unsigned num_tiles_done, unsigned num_k_blocks)
+      : q_(q_operand(group, num_tiles_done)), k_(k_smem(stage_of(num_k_blocks))),
+        v_(v_smem(stage_of(num_k_blocks - 1))) {
     q_.descriptor.materialize();
     k_.descriptor.materialize();
     v_.descriptor.materialize();
@@ -227,19 +231,19 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
       flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
     }
     StepFactors factors(softmax, num_k_blocks);
-    constexpr int kAsPlain = StepMessage::kUnmasked | StepMessage::kSkipMax;
+    constexpr int kPlainFlags = StepMessage::kUnmasked | StepMessage::kSkipMax;
     while (true) {
       const int stage = stage_of(num_k_blocks);
       const StepScales::Step& step = step_scales().steps[stage];
-      const bool is_plain = (flags & kAsPlain) == kAsPlain;
-      NextProducts next;
+      const bool is_plain = (flags & kPlainFlags) == kPlainFlags;
+      NextOperands next;
       float sum[Softmax::kRows], ended_scale;
       const auto meanwhile = [&] {  // called when the last products with V have ended
         tile::wait_wgmma<0>(values);
         if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         ended_scale = step.ended_scale;
-        next = NextProducts(group, num_tiles_done, num_k_blocks + 1);
-        flags |= NextProducts::arrival_flag(num_k_blocks + 1);
+        next = NextOperands(group, num_tiles_done, num_k_blocks + 1);
+        flags |= NextOperands::arrival_flag(num_k_blocks + 1);
       };
       if (is_plain && softmax.try_exp_with_stale_max(s, factors.scale, factors.row_shift, sum, meanwhile, p)) {
         softmax.add_sums(sum, step.unshift);
@@ -267,11 +271,12 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
       ++num_k_blocks;
       if (flags & StepMessage::kLastForWarpgroup) {
         const bool is_last_of_tile = flags & StepMessage::kLastOfTile, adds = ended_scale < 0;
-        const float value_scale = step_scales().value[stage];
+        const float value_scale = step_scales().sum_scales[stage];
         tile::arrive(shared().k[stage].empty);
         has_scores = is_last_of_tile && wait_tile(num_tiles_done + 1);
         if (has_scores) {
-          NextProducts(group, num_tiles_done + 1, num_k_blocks).start(s, values, p, group, num_k_blocks, adds, 0, [] {});
+          NextOperands(group, num_tiles_done + 1, num_k_blocks)
+              .start(s, values, p, group, num_k_blocks, adds, 0, [] {});
           flags = flags_of_warpgroup(group, num_k_blocks);
           tile::wait_wgmma<0>(values);
           tile::wait_wgmma<0>(s);

@@ -26,7 +26,8 @@ CUFLASH_DEVICE void store_rows(const tile::Matrix<float>& to, Output& o) {
 
 // Round a warp's rows of O, stage them in shared memory, and store them by TMA.
 template <class T>
-CUFLASH_DEVICE void stage_and_store(T, const attention::TensorMaps& maps, const EpilogueTarget& target, const Output& o) {
+CUFLASH_DEVICE void stage_and_store(T, const attention::TensorMaps& maps, const EpilogueTarget& target,
+                                    const Output& o) {
   using SmemO = tile::WgmmaTile<T, kBlockQ, kValueDim>;
   const SmemO o_smem{kSmemOOffset};
   ptx::bulk_wait_read<0>();  // TMA has read the tile before
@@ -36,8 +37,9 @@ CUFLASH_DEVICE void stage_and_store(T, const attention::TensorMaps& maps, const 
 CUFLASH_DEVICE void stage_and_store(float, const attention::TensorMaps&, const EpilogueTarget&, const Output&) {}
 
 // Write lse and O of a tile. If TMA can store O, each warp stages its rows in shared memory and stores them as a box.
-CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
-                             const Softmax& softmax, Output& o, attention::SinkArgument sink) {
+CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps,
+                             unsigned num_tiles_done, const Softmax& softmax, Output& o,
+                             attention::SinkArgument sink) {
   using namespace attention;
   const WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
   const BatchHead& batch_head = tile_info.work.batch_head;

@@ -1,7 +1,6 @@
 #pragma once
 #include <attention/softmax_fp8.cuh>
 #include <sm90/forward_tiles.cuh>
-#include <tile/e4m3.cuh>
 
 // Register tiles and shared memory of sm90_forward_fp8, beside those of sm90/forward_tiles.cuh and sm90/kv_storage.cuh.
 namespace cuflash {
@@ -25,7 +24,7 @@ struct alignas(16) StepScales {
   const float *of_keys, *of_values;
   float sum_scale, sum_scale_log2;
   int num_steps_of_sum;
-  float value[kNumStages];  // scale of the sum that has the step's values
+  float sum_scales[kNumStages];  // for each step: scale of the sum that has its values
 };
 // State of a consumer thread in shared memory, which saves registers: the scales of its rows, and their maxima.
 struct alignas(16) ThreadState {
@@ -41,8 +40,10 @@ CUFLASH_DEVICE ThreadState& thread_state() {
   const int number = ptx::thread_index() - kWarpgroupThreads;
   return reinterpret_cast<ThreadState*>(ptx::dynamic_shared<unsigned char>() + kThreadStatesOffset)[number];
 }
-constexpr int kThreadStatesEnd = kThreadStatesOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadState));
+constexpr int kThreadStatesEnd =
+    kThreadStatesOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadState));
 constexpr int kSmemOOffset = (kThreadStatesEnd + 1023) / 1024 * 1024;
-constexpr int kSharedBytes = kSmemOOffset + (kStoresOByTma ? kBlockQ * kValueDim * static_cast<int>(sizeof(Element)) : 0);
+constexpr int kSharedBytes =
+    kSmemOOffset + (kStoresOByTma ? kBlockQ * kValueDim * static_cast<int>(sizeof(Element)) : 0);
 
 }  // namespace cuflash

@@ -2,7 +2,7 @@
 #include <attention/sink.cuh>
 #include <sm90/kv_storage.cuh>
 
-// The part of the producers (sm90/kv_pipeline.cuh) that forward kernels have in common.
+// What the producer warps (sm90/kv_pipeline.cuh) of all forward kernels do for queries that see no key.
 namespace cuflash {
 
 struct ForwardHooks {
@@ -15,8 +15,10 @@ struct ForwardHooks {
     const auto o = matrix<Element>(params.o, work.batch_head, work.batch_head.head, length, num_columns);
     float row_lse = ptx::negative_infinity<float>();
     Element zero = {};
-    if (config::kHasSink) tile::to_element(0 * merge_sink(row_lse, sink_logit<float>(sink, work.batch_head,
-                                                                                     work.batch_head.head)), zero);
+    if (config::kHasSink) {
+      const float logit = sink_logit<float>(sink, work.batch_head, work.batch_head.head);
+      tile::to_element(0 * merge_sink(row_lse, logit), zero);
+    }
 #pragma unroll 1
     for (int row = work.first; row < work.last; ++row) {
       if (elect_one()) lse.at(row, 0) = row_lse;

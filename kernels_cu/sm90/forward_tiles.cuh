@@ -5,9 +5,9 @@
 #include <sm90/kv_pipeline.cuh>
 #include <sm90/ping_pong.cuh>
 
-// sm90_forward and sm90_forward_fp8 share these definitions: register tiles of a consumer warpgroup, operands of its
-// scores, masks, and the rows of lse. In both, num_tiles_done and num_k_blocks count the tiles and the blocks of
-// keys that a warpgroup has read.
+// Definitions that sm90_forward and sm90_forward_fp8 share: register tiles of a consumer warpgroup, operands of the
+// product of scores, masks, and the store of lse. In both kernels num_tiles_done and num_k_blocks count the tiles and
+// the blocks of keys that a warpgroup has read.
 namespace cuflash {
 
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;

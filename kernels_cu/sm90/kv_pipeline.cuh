@@ -8,10 +8,9 @@
 // tiles until none is left. This file has the masks and barriers of consumers and the roles of warps.
 namespace cuflash {
 
-// Producer warps: one schedules tiles, one loads Q, dO and K, one loads V, and one loads the staged array or stores the
-// scales of operands of 8 bits.
+// Numbers of the producer warps: the first loads Q, dO and K, the second V, and the third schedules tiles. The fourth
+// loads the staged array, or stores the scales of operands of 8 bits.
 enum ProducerWarp { kLoadsKeys, kLoadsValues, kSchedulesTiles };
-
 
 // Wait for the Q of a tile. Return false if no tile is left.
 CUFLASH_DEVICE bool wait_tile(unsigned num_tiles_done) {
@@ -30,8 +29,8 @@ template <class Tile>
 CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const WorkTileInfo& tile_info,
                                const StepMessage& message) {
   const float hidden = kLoadsDo ? attention::masked_score() : ptx::negative_infinity<float>();
-  if (!config::kIsListed && tile_info.is_band) return attention::mask_band(s, message.block, hidden, tile_info.band,
-                                                                           message.unread_start);
+  if (!config::kIsListed && tile_info.is_band)
+    return attention::mask_band(s, message.block, hidden, tile_info.band, message.unread_start);
   attention::mask_rows<config::kIsListed>(s, message.block, hidden, [&](int row) {
     auto row_mask = attention::row_mask_of_row(params, tile_info.work, message.block, row);
     row_mask.lo = max(row_mask.lo, message.unread_start);
@@ -39,7 +38,7 @@ CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const W
   });
 }
 
-
+// Initialise the barriers of the ring of kept weights, if the kernel has one.
 CUFLASH_DEVICE void init_kept_barriers(const KeptRing<false>&) {}
 CUFLASH_DEVICE void init_kept_barriers(const KeptRing<true>& ring) {
   for (const tile::PipelineSlot& slot : ring.kept) {
@@ -61,7 +60,8 @@ CUFLASH_DEVICE void init_barriers() {
   init_kept_barriers(shared());
   for (const tile::PipelineSlot& tile_info_slot : shared().tile_info_slots) {
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.full), tile::kArrivalsPerWarp);
-    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), (2 + kStagesArray + config::kIsQuantized) * tile::kArrivalsPerWarp);
+    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty),
+                       (2 + kStagesArray + config::kIsQuantized) * tile::kArrivalsPerWarp);
   }
   if constexpr (kStagesArray)
     for (int i = 0; i < kNumStages * kNumConsumers; ++i) {

@@ -21,16 +21,17 @@ CUFLASH_DEVICE tile::TmaBoxes boxes_of(int stage) {
 // Called by a warp.
 template <Operand kOperand>
 CUFLASH_DEVICE void load_operand(const attention::Params& params, const attention::TensorMaps& maps,
-                                 const tile::PipelineSlot& slot,
-                                 int stage, const WorkTileInfo& tile_info, int first, int last, bool zero_fills) {
+                                 const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info, int first,
+                                 int last, bool zero_fills) {
   const attention::TensorMapParam& map = (&maps.q)[kOperand];
   const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
   // the rows of V are columns of the tensor map's matrix
   constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;
   // operands of 8 bits always have a tensor map
   if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {
-    if (elect_one()) tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
-                                                          kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
+    if (elect_one())
+      tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
+                                           kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
     else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
     return;
   }
@@ -71,8 +72,7 @@ CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::
 // Return the flags of a step for a warpgroup. Further entries of a list may lie anywhere, so with a list only the last
 // block of the tile is known to be the last one for the warpgroup.
 CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::KvBlock& block,
-                              const GroupVisitRange& group_range, bool is_shifted,
-                              bool is_last_of_tile) {
+                              const GroupVisitRange& group_range, bool is_shifted, bool is_last_of_tile) {
   using attention::BlockKind;
   attention::KvBlock group_block = block;
   if (block.kind == BlockKind::kInterval && block.start >= group_range.full_start &&
@@ -95,12 +95,13 @@ CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int lengt
 // bits, the latter two at multiples of their width.
 constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged || config::kIsQuantized;
 
-// Return whether queries that belong to no sequence follow those of the tile. Q must be 0 there, since they may hold
-// NaN and the rows of a warp decide together when maxima rise.
-CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const attention::WorkTile& work) {
+// Return whether queries that belong to no sequence follow those of the tile, in its slot. Q must be 0 there, since it
+// may hold NaN, and the rows of a warp decide together whether maxima rise.
+CUFLASH_DEVICE bool ends_before_unused_queries(const attention::Params& params, const attention::WorkTile& work) {
   return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
 }
 
+// Load Q, dO and K of all tiles, and write the message of each step. Called by a warp.
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
                               attention::PagesArgument pages) {
   using namespace attention;
@@ -110,7 +111,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
     const int q_stage = q_stage_of(num_tiles_done);
     const tile::PipelineSlot& q = shared().q[q_stage];
     if (tile_info.is_end) {
-      wait_slot(q, q_phase_of(num_tiles_done));
+      wait_slot_empty(q, q_phase_of(num_tiles_done));
       if constexpr (kLoadsDo) tile::arrive(q.full);
       return tile::arrive(q.full);
     }
@@ -119,13 +120,14 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
     for (bool is_first = true; blocks.next(block); is_first = false) {
       const int stage = stage_of(num_k_blocks), start = block.start;
       const tile::PipelineSlot& k = shared().k[stage];
-      const bool is_shifted = shift_short_block<kBlockKv,
-          kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
+      const bool is_shifted =
+          shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
       const bool is_last_of_tile = !blocks.has_next();
       const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
                                    is_shifted, is_last_of_tile);
-      if (kFetchesTileEarly ? is_first : is_last_of_tile) tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done + 1)].empty);
-      wait_slot(k, phase_of(num_k_blocks));
+      if (kFetchesTileEarly ? is_first : is_last_of_tile)
+        tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done + 1)].empty);
+      wait_slot_empty(k, phase_of(num_k_blocks));
       StepMessage& message = shared().messages[stage];
       if (tile::lane() < kNumConsumers) message.flags[tile::lane()] = flags;
       if (elect_one()) {
@@ -133,22 +135,23 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.unread_start = start;
       }
       __syncwarp();
-      load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
-                    ends_inside_block(block, params.shape.seqlen_kv));
+      load_step<kK>(params, maps, pages, k, stage, tile_info, block,
+                    kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv));
       ++num_k_blocks;
       if (!is_first) continue;
-      wait_slot(q, q_phase_of(num_tiles_done));
+      wait_slot_empty(q, q_phase_of(num_tiles_done));
       load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last,
-                       config::kIsPaged && ends_before_others(params, tile_info.work));
-      if constexpr (kLoadsDo) load_operand<kDo>(params, maps, q, q_stage, tile_info, tile_info.work.first,
-                                                tile_info.work.last, false);
+                       config::kIsPaged && ends_before_unused_queries(params, tile_info.work));
+      if constexpr (kLoadsDo)
+        load_operand<kDo>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
     }
     ++num_tiles_done;
   }
 }
 
-// Walk the steps of all tiles: call `visit(tile_info, block, num_blocks, is_first)` for each, with the number of steps before
-// it and whether it is the first of its tile. Called by a warp that reads tile messages, beside the one that copies K.
+// Walk the steps of all tiles: call `visit(tile_info, block, num_blocks, is_first)` for each, with the number of steps
+// before it and whether it is the first of its tile. Called by a warp that reads tile messages, beside the one that
+// copies K.
 template <class Visit>
 CUFLASH_DEVICE void walk_steps(const attention::Params& params, Visit visit) {
   using namespace attention;
@@ -160,11 +163,13 @@ CUFLASH_DEVICE void walk_steps(const attention::Params& params, Visit visit) {
     if (tile_info.is_end) return;
     BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
     bool is_first = true;
-    for (KvBlock block; blocks.next(block); ++num_blocks, is_first = false) visit(tile_info, block, num_blocks, is_first);
+    for (KvBlock block; blocks.next(block); ++num_blocks, is_first = false)
+      visit(tile_info, block, num_blocks, is_first);
     tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
   }
 }
 
+// Load V of all steps. Called by a warp.
 CUFLASH_DEVICE void load_values(const attention::Params& params, const attention::TensorMaps& maps,
                                 attention::PagesArgument pages) {
   using namespace attention;
@@ -172,13 +177,13 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
     const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
     shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);
     const bool zero_fills = ends_inside_block(block, length);
-    wait_slot(shared().v[stage], phase_of(num_v_blocks));
+    wait_slot_empty(shared().v[stage], phase_of(num_v_blocks));
     load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
   });
 }
 
-// Store the scales of all steps of operands of 8 bits. The barrier of K counts the arrival of this warp beside that of the
-// warp that copies K, which would keep consumers waiting if it read the scales too. Called by a warp.
+// Store the scales of all steps of operands of 8 bits. The barrier of K counts the arrival of this warp beside that of
+// the warp that copies K, which would keep consumers waiting if it read the scales too. Called by a warp.
 template <class Hooks>
 CUFLASH_DEVICE void write_scales(const attention::Params&, attention::NoScales) {}
 template <class Hooks>
@@ -187,14 +192,14 @@ CUFLASH_DEVICE void write_scales(const attention::Params& params, const attentio
   walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_k_blocks, bool is_first) {
     const tile::PipelineSlot& k = shared().k[stage_of(num_k_blocks)];
     const auto of_step = Hooks::read_scales(scales, tile_info, block.start, is_first);
-    wait_slot(k, phase_of(num_k_blocks));
+    wait_slot_empty(k, phase_of(num_k_blocks));
     Hooks::store_scales(of_step, stage_of(num_k_blocks), is_first);
     tile::arrive(k.full);
   });
 }
 
-// Start to copy the elements of the staged array for a step into the slot of a consumer warpgroup, or copy them by
-// threads where TMA cannot, also in steps that do not start at a multiple of 16 bytes. Called by a warp.
+// Copy the elements of the staged array for a step into the slot of a consumer warpgroup: by TMA, or by threads if TMA
+// cannot copy the array or the step does not start at a multiple of 16 bytes. Called by a warp.
 template <class Score>
 CUFLASH_DEVICE void load_array_step(const Score& score, const StagedMap& map, const attention::WorkTile& work,
                                     const attention::KvBlock& block, int stage, int consumer) {
@@ -214,7 +219,7 @@ CUFLASH_DEVICE void load_array_step(const Score& score, const StagedMap& map, co
   tile::arrive(slot.full);
 }
 
-// Load the elements of the staged array for all steps.
+// Load the elements of the staged array for all steps. Called by a warp.
 template <class Score>
 CUFLASH_DEVICE void load_array(const attention::Params&, const Score&, NoStagedMap) {}
 template <class Score>
@@ -224,7 +229,7 @@ CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& sco
     const int stage = stage_of(num_blocks);
     shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
     for (int consumer = 0; consumer < kNumConsumers; ++consumer) {
-      wait_slot(array_slot(stage, consumer), phase_of(num_blocks));
+      wait_slot_empty(array_slot(stage, consumer), phase_of(num_blocks));
       load_array_step(score, map, tile_info.work, block, stage, consumer);
     }
   });

@@ -16,7 +16,7 @@ using config::kNumStages;
 constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
 constexpr int kNumConsumers = kBlockQ / 64;
 constexpr bool kLoadsDo = config::kIsBackward;  // dO is loaded with Q
-// several such blocks share a multiprocessor
+// Several thread blocks with such tiles share a multiprocessor.
 constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1 && !config::kIsQuantized;
 constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
 constexpr int kNumTileInfos = 4;  // one tile each is scheduled, loaded, multiplied and written
@@ -52,7 +52,6 @@ constexpr int kStorageOffset = kDoOffset + (kLoadsDo ? kQStages * SmemDo::kBytes
 
 constexpr int kBoxRows = 16;  // rows of a warp, which TMA stores at a time
 
-// Messages about a tile and about a step.
 enum Operand { kQ, kK, kV, kDo };  // in the order of TensorMaps
 struct GroupVisitRange {  // no query of a warpgroup sees a key from `stop` on, and all see full_start <= x < full_stop
   int stop, full_start, full_stop;
@@ -65,6 +64,7 @@ struct alignas(16) EpilogueTarget {  // where the epilogue writes O and lse
   int first;  // first row of O
   tile::TmaCoords o_coords;
 };
+// Message of the scheduler warp about a tile.
 struct WorkTileInfo {
   EpilogueTarget epilogue_target;
   attention::WorkTile work;
@@ -76,6 +76,7 @@ struct WorkTileInfo {
   // if is_band: the interval of the first row; the interval of each further row is one key further on
   attention::Interval band;
 };
+// Message of the producer about a step.
 struct StepMessage {
   // Written by the producer. kUnmasked: every score of this KV block is visible, and the scale is positive.
   // kLastForWarpgroup: the warpgroup's queries see no key of the tile's further blocks. kLastOfTile: the tile has no
@@ -133,18 +134,19 @@ CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
 CUFLASH_DEVICE int phase_of(unsigned count) { return count / kNumStages % 2; }
 CUFLASH_DEVICE int q_stage_of(unsigned count) { return count % kQStages; }
 CUFLASH_DEVICE int q_phase_of(unsigned count) { return count / kQStages % 2; }
-
 CUFLASH_DEVICE int tile_info_index(unsigned count) { return count % kNumTileInfos; }
 CUFLASH_DEVICE int tile_info_phase(unsigned count) { return count / kNumTileInfos % 2; }
 
+// Return whether this is the one lane of its warp that acts for all.
 CUFLASH_DEVICE bool elect_one() { return tile::lane() == 0; }
 
 // Wait until a slot is empty. All threads of the warp wait: threads that waited for the first one alone could keep it
 // from advancing.
-CUFLASH_DEVICE void wait_slot(const tile::PipelineSlot& slot, int phase) {
+CUFLASH_DEVICE void wait_slot_empty(const tile::PipelineSlot& slot, int phase) {
   tile::wait_empty(slot, phase);
   __syncwarp();
 }
+// Wait for the message about a tile, and return it.
 CUFLASH_DEVICE const WorkTileInfo& wait_tile_info(unsigned num_tiles_done) {
   tile::wait_full(shared().tile_info_slots[tile_info_index(num_tiles_done)], tile_info_phase(num_tiles_done));
   return shared().tile_infos[tile_info_index(num_tiles_done)];

@@ -16,7 +16,7 @@ CUFLASH_DEVICE int advance_tile(const attention::Params& params, bool is_first, 
   return __shfl_sync(0xffffffffu, number, 0);
 }
 
-// Return the tile of a number. With pages, queries that belong to no sequence are cut off.
+// Return the tile with a number. With pages, queries that belong to no sequence are cut off.
 CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, attention::NoPages, int number) {
   return attention::query_tile_at<Listed>(params, kBlockQ, number);
 }
@@ -36,7 +36,8 @@ CUFLASH_DEVICE GroupVisitRange group_visit_range(const attention::Params& params
 
 // Find whether the queries of a tile attend a band, and return the interval of the first one: each query's interval
 // ends one key after that of the query before, and starts one key after it too, or at key 0. Called by a warp.
-CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::WorkTile& work, attention::Interval& band) {
+CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::WorkTile& work,
+                              attention::Interval& band) {
   using namespace attention;
   const Interval first = interval(params, work.batch_head, work.first);
   bool is_band = true, lo_moves = true, lo_stays = true;
@@ -63,10 +64,11 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
   using namespace attention;
   const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   unsigned num_tiles_done = 0;
-  WorkTile queries{};  // of a number, where sequences are cut: those that no tile has yet
+  WorkTile queries{};  // where sequences are cut: queries of the last number that no tile has yet
   for (bool is_first = true;; is_first = false) {
     const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
-    wait_slot(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));  // the first tile does not wait
+    // the first tile does not wait
+    wait_slot_empty(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));
     const bool takes_number = !config::kCutsSequences || queries.is_empty();
     const int number = takes_number ? advance_tile(params, is_first, num_tiles) : 0;
     const bool is_end = number >= num_tiles;
@@ -82,7 +84,8 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       if (work.is_empty()) continue;
       visit_range = visit_range_of_queries(params, work);
       if (config::kIsPaged) align_steps(visit_range, kBlockKv);
-      if (config::kIsQuantized && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % kBlockKv;
+      if (config::kIsQuantized && visit_range.start < visit_range.stop)
+        visit_range.start -= visit_range.start % kBlockKv;
       if (kStagesArray && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % 8;  // 16 bytes
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
         Hooks::write_empty_rows(params, work, sink);
@@ -105,17 +108,16 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       if constexpr (kLoadsDo) tile_info.coords[kDo] = tma_coords(params.do_, work.batch_head, work.batch_head.head);
       if constexpr (!kLoadsDo) {
         const int num_rows = work.last - work.first;
-        tile_info.epilogue_target = {&matrix<float>(params.lse, work.batch_head, work.batch_head.head, 0,
-                                                    1).at(work.first, 0),
-                                     num_rows,
-                                     (num_rows % kBoxRows == 0 || work.last == params.shape.seqlen_q) &&
-                            params.shape.value_dim % tile::kChunkOf<Element> == 0 && has_tensor_map(maps.o, params.o),
-                                     work.first,
-                                     tma_coords(params.o, work.batch_head, work.batch_head.head)};
+        tile_info.epilogue_target = {
+            &matrix<float>(params.lse, work.batch_head, work.batch_head.head, 0, 1).at(work.first, 0), num_rows,
+            (num_rows % kBoxRows == 0 || work.last == params.shape.seqlen_q) &&
+                params.shape.value_dim % tile::kChunkOf<Element> == 0 && has_tensor_map(maps.o, params.o),
+            work.first, tma_coords(params.o, work.batch_head, work.batch_head.head)};
       }
       tile_info.is_band = config::kIsPaged ? has_band : !config::kIsListed && params.work.lo == nullptr;
-      tile_info.band = config::kIsPaged ? band : Interval{clamped_to_int(work.first + params.work.lower),
-                                                          clamped_to_int(work.first + params.work.upper + 1)};
+      tile_info.band = config::kIsPaged ? band
+                                        : Interval{clamped_to_int(work.first + params.work.lower),
+                                                   clamped_to_int(work.first + params.work.upper + 1)};
     }
     tile::arrive(tile_info_slot.full);
     if (is_end) return;

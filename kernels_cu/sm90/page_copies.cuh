@@ -62,15 +62,16 @@ class PageCopy {
     constexpr int kChunk = tile::kChunkOf<config::Element>;
     const int page = __shfl_sync(0xffffffffu, page_, lane), row_of_page = __shfl_sync(0xffffffffu, row_of_page_, lane);
     const int first_row = lane * pages_.box_rows, chunks = to_.columns / kChunk, chunks_per_panel = to_.width / kChunk;
-    const attention::BatchHead place{{0, 0, page}, 0, kv_head_};
-    const auto box = attention::matrix<config::Element>(matrices, place, kv_head_, 0, 0).rows(row_of_page, row_of_page);
+    const attention::BatchHead page_head{{0, 0, page}, 0, kv_head_};
+    const auto all = attention::matrix<config::Element>(matrices, page_head, kv_head_, 0, 0);
+    const auto box = all.rows(row_of_page, row_of_page);
 #pragma unroll 1
     for (int x = tile::lane(); x < pages_.box_rows * chunks; x += 32) {
       const int row = x / chunks, chunk = x % chunks, position = first_ + first_row + row;
-      const bool is_there = position >= seen_.lo && position < seen_.hi && chunk * kChunk < num_columns;
-      const auto* const data = is_there ? &box.at(row, chunk * kChunk) : box.data;
+      const bool is_needed = position >= seen_.lo && position < seen_.hi && chunk * kChunk < num_columns;
+      const auto* const data = is_needed ? &box.at(row, chunk * kChunk) : box.data;
       const int at = to_.at(first_row + row, chunk, chunks_per_panel);
-      ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, is_there ? 16 : 0);
+      ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, is_needed ? 16 : 0);
     }
   }
 

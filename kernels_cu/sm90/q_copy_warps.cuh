@@ -4,7 +4,7 @@
 // The copy warps of the producer warpgroup: they compute the row masks of a step, and copy the rows that TMA cannot.
 namespace cuflash {
 
-static_assert(kIsWide || kBlockQ % kCopyThreads == 0, "whole copy warps have rows");
+static_assert(kIsWide || kBlockQ % kCopyThreads == 0, "every copy thread computes masks of the same number of queries");
 
 // Return a word with the bits lo <= x < hi.
 CUFLASH_DEVICE uint32_t bit_range(int lo, int hi) { return ptx::bits_at_or_above(lo) & ~ptx::bits_at_or_above(hi); }
@@ -25,13 +25,12 @@ CUFLASH_DEVICE uint32_t row_mask_bits(const attention::RowMask& row_mask, int fi
 // Compute the row masks of a step under a band. The queries that see a key are an interval, which moves by one query
 // from one key to the next.
 CUFLASH_DEVICE void compute_band_masks(const attention::Params& params, const attention::WorkTile& work,
-                                       const attention::KvBlock& block,
-                                       StageQueries& queries, int thread) {
+                                       const attention::KvBlock& block, StageQueries& queries, int thread) {
   using namespace attention;
-  const bool try_wait_full = block.kind == BlockKind::kFull;
+  const bool is_full = block.kind == BlockKind::kFull;
   const int start = work.first - block.start;
-  const int first = try_wait_full ? -kBlockKv : clamped_to_int(start - params.work.upper);
-  const int last = try_wait_full ? kBlockQ : clamped_to_int(start - params.work.lower + 1);
+  const int first = is_full ? -kBlockKv : clamped_to_int(start - params.work.upper);
+  const int last = is_full ? kBlockQ : clamped_to_int(start - params.work.lower + 1);
 #pragma unroll 1
   for (int key = thread; key < kBlockKv; key += kCopyThreads) {
     const int lo = first + key, hi = key < work.last - work.first ? min(last + key, block.stop - block.start) : 0;
@@ -40,9 +39,9 @@ CUFLASH_DEVICE void compute_band_masks(const attention::Params& params, const at
   }
 }
 
+// Compute the row masks of a step. Called by all copy warps.
 CUFLASH_DEVICE void compute_row_masks(const attention::Params& params, const HeadWork& work, const StepMessage& message,
-                                      StageQueries& queries,
-                                      int thread) {
+                                      StageQueries& queries, int thread) {
   using namespace attention;
   if constexpr (!kIsWide)
     if (params.work.lo == nullptr && message.block.kind != BlockKind::kBits)
@@ -64,14 +63,13 @@ CUFLASH_DEVICE void compute_row_masks(const attention::Params& params, const Hea
 }
 
 // Copy the rows of Q or dO of a step that TMA cannot copy. Rows of queries that see no key become 0.
-template <class TmaBoxes>
+template <class Tile>
 CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attention::Matrices& from,
-                                 const StepMessage& message,
-                                 int num_columns, TmaBoxes to, int thread) {
+                                 const StepMessage& message, int num_columns, Tile to, int thread) {
   using namespace attention;
   const BatchHead& batch_head = shared().works[message.work].tile.batch_head;
   const auto all = matrix<Element>(from, batch_head, batch_head.head, params.shape.seqlen_q, num_columns);
-  // rows past the step are skipped below, which saves registers, if the tile is not wide
+  // In tiles that are not wide, rows past the step are skipped below, which saves registers.
   const int last = kIsWide ? message.block.stop : message.block.start + kBlockQ;
   tile::copy<kCopyThreads>(tile::TmaBoxes(to), all.rows(message.block.start, last), thread, [&](int row) {
     return (kIsWide || row < message.block.stop - message.block.start) &&
@@ -87,6 +85,8 @@ CUFLASH_DEVICE void load_array(const Score& score, const attention::WorkTile& wo
   tile::copy<kCopyThreads>(tile::TmaBoxes(array_smem(stage)), part, thread, [](int) { return true; });
 }
 
+// Run a copy warp: compute the row masks of each step, copy the operands that its message leaves to threads, and start
+// the copies of K and V.
 template <class Score>
 CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attention::TensorMaps& maps,
                                   const Score& score) {
@@ -101,10 +101,10 @@ CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attenti
     const StepMessage& message = smem.messages[state.stage];
     if (message.is(StepMessage::kEndOfWork)) return tile::arrive(smem.q[state.stage].full);
     const auto work = [&]() -> const HeadWork& { return smem.works[message.work]; };
-    if (message.is(StepMessage::kMasked)) compute_row_masks(params, work(), message, smem.queries[state.stage],
-                                                            thread());
-    if (message.is(StepMessage::kThreadsCopyQ)) copy_queries(params, params.q, message, shape.head_dim,
-                                                             q_smem(state.stage), thread());
+    if (message.is(StepMessage::kMasked))
+      compute_row_masks(params, work(), message, smem.queries[state.stage], thread());
+    if (message.is(StepMessage::kThreadsCopyQ))
+      copy_queries(params, params.q, message, shape.head_dim, q_smem(state.stage), thread());
     if constexpr (kStagesArray)
       if (message.is(StepMessage::kThreadsCopyArray))
         load_array(score, work().tile, message.block, state.stage, thread());
@@ -127,7 +127,7 @@ CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attenti
         ptx::compiler_barrier();  // keeps values from being computed earlier, to save registers
         const auto all = matrix<Element>(params.k, tile.batch_head, kv_head(), shape.seqlen_kv, shape.head_dim);
         tile::copy<kCopyThreads>(tile::TmaBoxes(k_smem), all.rows(tile.first, keys.hi), thread(),
-                       [&](int row) { return tile.first + row >= keys.lo; });
+                                 [&](int row) { return tile.first + row >= keys.lo; });
       }
       tile::arrive(smem.k.full);
       if (message.is(StepMessage::kThreadsCopyV)) {

@@ -9,7 +9,6 @@
 // kernel computes dQ. This file has the barriers of consumers and the roles of warps.
 namespace cuflash {
 
-
 // Wait for a step, and return its flags. Call it before the products of the step are started: loads from shared memory
 // have a long latency under products.
 CUFLASH_DEVICE int wait_step(const PipelineState& state) {
@@ -21,6 +20,8 @@ CUFLASH_DEVICE int wait_step(const PipelineState& state) {
   if constexpr (kHasScore) flags |= smem.queries[state.stage].stats.has_empty_rows ? StepMessage::kLargeLse : 0;
   return flags;
 }
+
+// Return whether a step is the first one of the next tile, or the end.
 CUFLASH_DEVICE bool starts_next_tile(int flags) { return flags & (StepMessage::kLoadsV | StepMessage::kEndOfWork); }
 
 // If a step loads K for another head, release the K before, whose products have ended, and wait for the new one.
@@ -38,7 +39,6 @@ CUFLASH_DEVICE void wait_kv(int flags) {
   tile::wait_full(smem.v, v_phase(flags));
 }
 CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // V is released with K
-
 
 // Run the role of each warp of a thread block. `consume` is called by the consumer warpgroups, with the number of the
 // warpgroup among them.

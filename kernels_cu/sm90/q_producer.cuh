@@ -6,7 +6,6 @@
 // a message for each step, and starts the copies that TMA makes.
 namespace cuflash {
 
-
 CUFLASH_DEVICE bool elect_one() { return ptx::elect_one(); }
 
 // Return the end of the keys that lie in the slots of a tile. Where sequences are cut, those past a short tile are keys
@@ -65,8 +64,8 @@ CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const Head
 // Start the copies of an operand, or leave them to the copy warps (`threads_copy`). `extra_bytes` of other copies
 // arrive at the same barrier.
 CUFLASH_DEVICE void load_operand(const tile::TmaBoxes& to, const attention::TensorMapParam& map,
-                                 const tile::TmaCoords& at, int first,
-                                 const tile::PipelineSlot& slot, bool threads_copy, int extra_bytes = 0) {
+                                 const tile::TmaCoords& at, int first, const tile::PipelineSlot& slot,
+                                 bool threads_copy, int extra_bytes = 0) {
   if (threads_copy) ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&slot.full), extra_bytes);
   else tile::tma_load_boxes(to, map, at, first, slot.full, extra_bytes);
 }
@@ -76,9 +75,10 @@ CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const atte
                                      const attention::WorkTile& work, int num_columns) {
   using namespace attention;
   const int head = work.batch_head.head / params.shape.group_size;
-  if (to.is_accumulator) tile::clear(matrix<float>(to, work.batch_head, head, work.last, num_columns).rows(work.first,
-                                                                                                           work.last));
-  else tile::clear(matrix<Element>(to, work.batch_head, head, work.last, num_columns).rows(work.first, work.last));
+  if (to.is_accumulator)
+    tile::clear(matrix<float>(to, work.batch_head, head, work.last, num_columns).rows(work.first, work.last));
+  else
+    tile::clear(matrix<Element>(to, work.batch_head, head, work.last, num_columns).rows(work.first, work.last));
 }
 
 // Advance to the block's next tile, and store it. Return false if no tile is left. Called by the first warp.
@@ -93,12 +93,10 @@ CUFLASH_DEVICE bool advance_tile(const attention::Params& params, int work_slot)
     else number = smem.has_tile ? attention::next_tile_number(params, num_tiles) : attention::first_tile_number();
     smem.has_tile = number < num_tiles;
     if (smem.has_tile)
-      smem.works[ptx::opaque(work_slot)].tile = config::kCutsSequences
-                                              ? attention::key_part_at<kBlockKv>(params, number)
-                                              : kFinishesDqInOrder
-                                              ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
-                                              : attention::key_tile_at<Listed>(params, kBlockKv, number,
-                                                                               config::kAddsDqInOrder);
+      smem.works[ptx::opaque(work_slot)].tile =
+          config::kCutsSequences ? attention::key_part_at<kBlockKv>(params, number)
+          : kFinishesDqInOrder ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
+                               : attention::key_tile_at<Listed>(params, kBlockKv, number, config::kAddsDqInOrder);
   }
   __syncwarp();
   return smem.has_tile;
@@ -167,9 +165,9 @@ CUFLASH_DEVICE void load_array_boxes(const Work& work, const Map& map, int query
 }
 
 // Load the steps of a tile: write the message of each, and start its copies. Called by the first warp.
-CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps, PipelineState& state,
-                            int& work_slot,
-                            bool& has_sent_step, const score::Function& score, StagedMapArgument staged_map) {
+CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::TensorMaps& maps, PipelineState& state,
+                              int& work_slot, bool& has_sent_step, const score::Function& score,
+                              StagedMapArgument staged_map) {
   using namespace attention;
   SharedStorage& smem = shared();
   const Shape& shape = params.shape;
@@ -198,8 +196,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       head_work.q_coords = tma_coords(params.q, batch_head, batch_head.head);
       head_work.do_coords = tma_coords(params.do_, batch_head, batch_head.head);
       head_work.flags = (work.last - work.first == kBlockKv ? 0 : StepMessage::kMasked) |
-                       (has_tensor_map(maps.q, params.q) ? 0 : StepMessage::kThreadsCopyQ) |
-                       (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
+          (has_tensor_map(maps.q, params.q) ? 0 : StepMessage::kThreadsCopyQ) |
+          (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
       if constexpr (kStagesArray) head_work.flags |= find_array(head_work, score, staged_map);
       if constexpr (kFinishesDqInOrder) {
         head_work.dq = dq_schedule<kBlockQ, kBlockKv>(params, work);
@@ -233,10 +231,10 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         if (loads_k) {
           const Interval keys = visible_keys(params, work);
           const bool threads_copy_k = keys.lo > work.first || keys.hi < min(work.first + kBlockKv, shape.seqlen_kv) ||
-                                !has_tensor_map(maps.k, params.k);
+              !has_tensor_map(maps.k, params.k);
           flags |= StepMessage::kLoadsK | (threads_copy_k ? StepMessage::kThreadsCopyK : 0);
-          if (!has_k) flags |= StepMessage::kLoadsV |
-              (has_tensor_map(maps.v, params.v) ? 0 : StepMessage::kThreadsCopyV);
+          if (!has_k)
+            flags |= StepMessage::kLoadsV | (has_tensor_map(maps.v, params.v) ? 0 : StepMessage::kThreadsCopyV);
           message.k_coords = tma_coords(params.k, work.batch_head, work.batch_head.head / shape.group_size);
           message.v_coords = tma_coords(params.v, work.batch_head, work.batch_head.head / shape.group_size);
         }
@@ -246,7 +244,9 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         if constexpr (kMakesDq) message.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
         QueryStats& stats = head_work.stats[number];
         if constexpr (kFirstArrivalStoresDq && kMakesDq) message.arrivals = &stats.arrivals.count;
-        if (kLastArrivalFinishesDq || kTellsPlaces || flags & (StepMessage::kMasked | StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo | StepMessage::kFinalizesDq)) message.block = block;
+        constexpr int kFlagsWithBlock = StepMessage::kMasked | StepMessage::kThreadsCopyQ |
+            StepMessage::kThreadsCopyDo | StepMessage::kFinalizesDq;
+        if (kLastArrivalFinishesDq || kMessagesHaveBlocks || flags & kFlagsWithBlock) message.block = block;
         if (flags & (StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo)) {
 #pragma unroll 1
           for (int x = 0; x < kNonemptyWords; ++x) message.nonempty[x] = stats.nonempty[x];
@@ -262,9 +262,10 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));
         // Copy warps load K and V once their slots are empty; the prefetch puts them into the level-2 cache.
         if (loads_k) {
-          if (!message.is(StepMessage::kThreadsCopyK)) tile::tma_prefetch_boxes(tile::TmaBoxes(k_smem), maps.k,
-                                                                                message.k_coords, work.first);
-          if (!has_k && !message.is(StepMessage::kThreadsCopyV)) tile::tma_prefetch_boxes(tile::TmaBoxes(v_smem), maps.v, message.v_coords, work.first);
+          if (!message.is(StepMessage::kThreadsCopyK))
+            tile::tma_prefetch_boxes(tile::TmaBoxes(k_smem), maps.k, message.k_coords, work.first);
+          if (!has_k && !message.is(StepMessage::kThreadsCopyV))
+            tile::tma_prefetch_boxes(tile::TmaBoxes(v_smem), maps.v, message.v_coords, work.first);
           smem.kv_phases ^= StepMessage::kPhaseOfK | (has_k ? 0 : StepMessage::kPhaseOfV);
         }
       }
@@ -284,6 +285,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   write_empty_rows(params, params.dv, smem.works[work_slot].tile, shape.value_dim);
 }
 
+// Run the first producer warp: tile after tile, then a message that ends the work.
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
                             const score::Function& score, StagedMapArgument staged_map) {
   SharedStorage& smem = shared();
@@ -292,7 +294,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   bool has_sent_step = false;
   while (advance_tile(params, work_slot)) {
     if (!smem.works[work_slot].tile.is_empty())
-      produce(params, maps, state, work_slot, has_sent_step, score, staged_map);
+      load_tile(params, maps, state, work_slot, has_sent_step, score, staged_map);
     if (has_sent_step) work_slot = (work_slot + 1) % kNumHeadWorks;
     has_sent_step = false;
   }

@@ -16,12 +16,12 @@ struct StepMessage {
   // kMasked: some key of the tile is hidden from some query. kLoadsK, kLoadsV: K or V is loaded with this step, the
   // first one of a head or of a tile. kEndOfWork: no tile is left. kLargeLse: lse of some query is large, which
   // consumers add from its QueryStats. kThreadsCopy*: the operands that copy warps load. kPhaseOfK, kPhaseOfV: the
-  // phases of the slots of K and V.
+  // phases of the slots of K and V. kFinalizesDq, kStoresDq: the tile finishes or stores dQ of the step, as
+  // attention::DqSchedule has it. kUsesDqSemaphore: `dq` is set.
   enum Flag {
     kMasked = 1, kLoadsK = 2, kLoadsV = 4, kEndOfWork = 8, kLargeLse = 16,
-    kThreadsCopyK = 32, kThreadsCopyV = 64, kThreadsCopyQ = 128, kThreadsCopyDo = 256, kPhaseOfK = 512,
-        kPhaseOfV = 1024,
-    // kFinalizesDq, kStoresDq: as in attention::DqSchedule; kUsesDqSemaphore: `dq` is set
+    kThreadsCopyK = 32, kThreadsCopyV = 64, kThreadsCopyQ = 128, kThreadsCopyDo = 256,
+    kPhaseOfK = 512, kPhaseOfV = 1024,
     kFinalizesDq = 2048, kStoresDq = 4096, kUsesDqSemaphore = 8192,
     kThreadsCopyArray = 16384
   };
@@ -30,7 +30,7 @@ struct StepMessage {
   float* dq_sum;
   attention::DqSemaphoreOp dq;  // set if the step waits for other tiles or signals them
   int* arrivals;  // counter of the step's queries, if the first tile that arrives stores dQ
-  attention::KvBlock block;  // set if the step is masked, copied by threads, or finishes dQ
+  attention::KvBlock block;  // set if the step is masked, copied by threads or finishes dQ, or if kMessagesHaveBlocks
   uint32_t nonempty[kNonemptyWords];  // set if threads copy queries
   tile::TmaCoords k_coords, v_coords;  // set if K or V is loaded
 
@@ -125,7 +125,7 @@ CUFLASH_DEVICE SmemArray array_smem(int stage) {
 
 // The bins in which a consumer warp adds up the gradient of a short table, behind all else: kNumBins for each lane. A
 // kernel that has them stages no array.
-static_assert(!kStagesArray || score::Function::kNumBins == 0, "both would start at one address");
+static_assert(!kStagesArray || score::Function::kNumBins == 0, "bins and the staged array would overlap");
 CUFLASH_DEVICE score::Function::Number* bins_of_warp() {
   const int warp = (ptx::thread_index() - kWarpgroupThreads) / 32;
   return reinterpret_cast<score::Function::Number*>(ptx::dynamic_shared<unsigned char>() + kStorageEnd) +

@@ -12,7 +12,7 @@ using config::kNumStages;
 constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
 constexpr bool kMakesDq = config::kDqAtomicWidth > 0;
 constexpr int kNumConsumers = kMakesDq ? 2 : 1;
-// registers per thread at launch, which warpgroups then redistribute
+// Registers per thread: at launch, and of each role after warpgroups have redistributed them.
 constexpr int kRegistersPerThread = kMakesDq ? 168 : 128;
 constexpr int kProducerRegisters = kMakesDq || kHeadDim > 64 || kValueDim > 64 ? 24 : 40;
 constexpr int kConsumerRegisters = kMakesDq ? 240 : 256 - kProducerRegisters;
@@ -21,7 +21,7 @@ static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= kRegist
 static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "one producer warpgroup, and the consumers");
 static_assert(kNumStages >= 2, "Q of a step is still read while scores of the next step are multiplied");
 
-// Numbers of named barriers. The last three are followed by one more number, for the second consumer warpgroup.
+// Numbers of named barriers. Each of the last three stands for two: the next number is the second consumer warpgroup's.
 constexpr int kConsumersSync = 1, kDsEmpty = 2, kDqEmpty = 4, kDqFull = 6;
 
 // Up to 128 columns, a warpgroup holds rows of dK and dV, and only dS passes through shared memory. Beyond, it holds
@@ -34,7 +34,7 @@ constexpr int kProducerThreads = kIsWide ? kWarpgroupThreads : kWarpgroupThreads
 // Blocks finish dQ of bands in the order of the tiles of keys (sm90/dq_semaphore.cuh); with a list, the tile that
 // arrives last does (sm90/dq_arrivals.cuh).
 constexpr bool kFinishesDqInOrder = config::kFusesDqEpilogue && !config::kIsListed && !config::kCountsDqArrivals;
-// Tiles of keys wait for others of the same head that are taken before them.
+// A tile of keys waits for other tiles of its head, which must have been taken before it.
 constexpr bool kTakesTilesInOrder = kFinishesDqInOrder || config::kAddsDqInOrder;
 static_assert(!config::kAddsDqInOrder || (config::kCountsDqArrivals && !config::kIsListed && !config::kFusesDqEpilogue),
               "without a list, by the count of tiles that are done");
@@ -42,10 +42,11 @@ static_assert(!kIsWide || kMakesDq, "without in-kernel dQ, all of dK and dV must
 static_assert(!config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ that is finished must be staged");
 // Up to 128 columns, P is not clamped to 1 unless some lse is large.
 constexpr bool kSkipsClamp = !kIsWide;
-// wide: P of even steps, P of odd steps, dS; else dS if dQ is computed
+// Tiles of scores in shared memory: if wide, P of even steps, P of odd steps and dS; else dS if dQ is computed.
 constexpr int kNumScoreTiles = kIsWide ? 3 : kMakesDq ? 1 : 0;
 
-using SmemK = tile::WgmmaTile<Element, kBlockKv, kHeadDim, kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
+using SmemK = tile::WgmmaTile<Element, kBlockKv, kHeadDim,
+                              kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
 using SmemV = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
 using SmemQ = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
 using SmemDo = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
@@ -58,7 +59,7 @@ constexpr int kDoStages = !kIsWide || kTileBytes + kNumStages * SmemDo::kBytes +
     ? kNumStages : 1;
 static_assert(kDoStages == kNumStages || kNumStages == 2, "with one stage of dO, the stage of Q is the phase of dO");
 // Messages always have the block of the step: score functions and dropout depend on it.
-constexpr bool kTellsPlaces = kHasScore || config::kHasDropout;
+constexpr bool kMessagesHaveBlocks = kHasScore || config::kHasDropout;
 // dO is released apart from Q if it has fewer stages. At 128 columns it always is: ptxas then orders the instructions
 // after the release such that the kernel is 5 % faster.
 constexpr bool kReleasesDo = kDoStages < kNumStages || (!kIsWide && kBlockQ == 64);

@@ -13,17 +13,19 @@ struct alignas(16) QueryStats {
   float lse_2[kBlockQ];  // in base 2; +inf for queries without a key, and past the tile
   float delta[kBlockQ];
   uint32_t nonempty[kNonemptyWords];  // a bit for each query that has a key
-  int has_large_lse;  // some lse is so large that its rounding may raise P by a thousandth above 1
-  int has_empty_rows;                 // some query has no key
+  int has_large_lse;  // some lse_2 exceeds kLargestPlainLse2
+  int has_empty_rows;  // some query has no key
   attention::DqArrivals arrivals;  // used if tiles of keys count their arrivals
 
   static CUFLASH_DEVICE bool is_nonempty(const uint32_t* nonempty, int row) {
     return nonempty[row / 16] >> row % 16 & 1;
   }
 };
+// Which tiles of keys store and finish the sums of dQ (sm90/dq_arrivals.cuh).
 constexpr bool kFirstArrivalStoresDq =
     (config::kIsListed || config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
 constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && config::kFusesDqEpilogue;
+// The rounding of a larger lse in base 2 may raise P by a thousandth above 1.
 constexpr float kLargestPlainLse2 = 1 << 14;
 
 // Return the tile of queries that a thread block works on; below, the number of its statistics and sums of dQ.

@@ -74,11 +74,12 @@ CUFLASH_DEVICE SequencePart query_part_reversed(const Params& params) {
   return part;
 }
 
-// Return the number of tiles of keys, for persistent blocks; below, the tile of a number, the longest of a head first.
+// Return the axis of keys, cut into tiles, which blocks take by their length, the longest of a head first.
 CUFLASH_DEVICE TileAxis key_parts(const Params& params) {
   return {params.work.num_kv_blocks, params.shape.group_size, 1, params.work.column_entries, false,
           params.shape.kv_heads_per_l2_group};
 }
+// Return the number of tiles of keys, for persistent blocks; below, the tile with a rank among them.
 CUFLASH_DEVICE int num_key_parts(const Params& params) {
   const TileScheduler scheduler(params.shape, key_parts(params), 1);
   return scheduler.num_batch_heads * scheduler.num_tiles;

@@ -2,7 +2,7 @@
 #include <attention/block_iterator.cuh>
 #include <ptx/thread.cuh>
 
-// Tiles of Height queries of packed sequences, whose steps have Width keys. Queries are parted among blocks of Height
+// Tiles of Height queries of packed sequences, whose steps have Width keys. Queries are divided into blocks of Height
 // positions: a block has the tiles that start in it. A tile of a long sequence starts where a multiple of Height keys
 // precede its first query, so that its last step ends with its diagonal, and it has queries of this sequence alone:
 // those of the next one would walk all keys of this one. Whatever the row intervals are, each query is in one tile.

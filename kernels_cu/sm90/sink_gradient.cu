@@ -4,7 +4,7 @@
 #include <ptx/shared.cuh>
 #include <sm90/query_stats.cuh>
 
-static_assert(!cuflash::config::kCutsSequences, "statistics lie by multiples of a tile here");
+static_assert(!cuflash::config::kCutsSequences, "tiles of statistics start at multiples of kBlockQ");
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
 sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {

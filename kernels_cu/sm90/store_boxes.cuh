@@ -2,6 +2,7 @@
 #include <sm90/tensor_maps.cuh>
 #include <tile/wgmma_tile.cuh>
 
+// The store of O from registers to global memory by TMA, by way of shared memory.
 namespace cuflash {
 
 // Round a warp's rows of O to T, stage them in shared memory, and start to store them by TMA, a box for each panel of

@@ -14,10 +14,12 @@ struct TensorMaps {
   TensorMapParam q, k, v, do_, o;
 };
 
+// Return whether TMA can copy these matrices.
 CUFLASH_DEVICE bool has_tensor_map(const TensorMapParam& map, const Matrices& matrices) {
   return map.is_valid && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0;
 }
 
+// Return the coordinates of a head's matrix in the tensor map of its stack.
 CUFLASH_DEVICE tile::TmaCoords tma_coords(const Matrices& matrices, const BatchHead& batch_head, int head) {
   const auto& strides = matrices.batch_strides;
   const int inner = strides[2] == 0 ? 0 : batch_head.batch[2], outer = strides[1] == 0 ? 0 : batch_head.batch[1];

@@ -2,6 +2,7 @@
 #include <attention/page_table.cuh>
 #include <sm90/staged_array.cuh>
 
+// Score functions in the forward pass on Hopper.
 namespace cuflash {
 
 // A score function at a thread's queries of a tile: values that do not depend on keys are computed once a tile.
@@ -10,7 +11,8 @@ class TileScore {
  public:
   using T = typename Score::Number;
 
-  CUFLASH_DEVICE void find(const Score& score, const attention::WorkTile& work, float softmax_scale,
+  // Compute the values that do not depend on keys.
+  CUFLASH_DEVICE void prepare(const Score& score, const attention::WorkTile& work, float softmax_scale,
                            attention::PagesArgument pages) {
     queries_ = {work.first, work.last};
     position_ = attention::QueryPosition(pages, work.batch_head.batch_index);
@@ -94,7 +96,7 @@ class TileScore {
 template <class Tile>
 struct NoTileScore {
   template <class Score>
-  CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&, float, attention::PagesArgument) {}
+  CUFLASH_DEVICE void prepare(const Score&, const attention::WorkTile&, float, attention::PagesArgument) {}
   template <class Score, class Staged>
   CUFLASH_DEVICE void apply(Tile&, const Score&, float, const attention::KvBlock&, Staged) const {}
 };

@@ -3,11 +3,12 @@
 #include <ptx/thread.cuh>
 #include <tile/warp_tile.cuh>
 
+// Sums in global memory in the layout of the registers that are added to them.
 namespace cuflash::tile {
 
 // A block's matrix of sums in global memory, in the order of the accumulator's registers: Run registers of a thread are
-// neighbours, so that each access of a warp fills whole cache lines. Readers must share the matrix among NumWarps warps in the
-// same way as writers.
+// neighbours, so that each access of a warp fills whole cache lines. Readers must share the matrix among NumWarps warps
+// in the same way as writers.
 template <class Tile, int Run, int NumWarps = 0>
 struct AccumulatorLayout {
   static_assert(Run == 1 || Run == 4, "one instruction adds to one sum, or to four");
@@ -46,8 +47,8 @@ struct AccumulatorLayout {
 #pragma unroll
       for (int j = 0; j < Tile::kColumnTiles; ++j) {
         const float(&sums)[4] = part.tiles[i][j];
-        reinterpret_cast<Sums<4>*>(thread_data)[(i * Tile::kColumnTiles + j) * 32] = {{sums[0], sums[1], sums[2],
-                                                                                       sums[3]}};
+        reinterpret_cast<Sums<4>*>(thread_data)[(i * Tile::kColumnTiles + j) * 32] = {
+            {sums[0], sums[1], sums[2], sums[3]}};
       }
   }
 
@@ -77,7 +78,7 @@ struct AccumulatorLayout {
         }
   }
 
-  // Stores a part, as the inverse of `load`. No other thread block may write the matrix.
+  // Store the warp's part. No other thread block may write the matrix.
   CUFLASH_DEVICE void store(const Tile& part) const {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)

@@ -5,6 +5,7 @@
 #include <tile/register_tile.cuh>
 #include <tile/shared_tile.cuh>
 
+// Matrices in global memory, and copies between them, shared memory and registers by plain loads and stores.
 namespace cuflash::tile {
 
 // A matrix in global memory: address, strides in elements, and numbers of rows and columns.
@@ -34,7 +35,7 @@ CUFLASH_DEVICE void clear(const Matrix<T>& matrix) {
     for (int column = ptx::lane(); column < matrix.num_columns; column += 32) matrix.at(row, column) = {};
 }
 
-// Returns whether rows are whole vectors that start at multiples of 16 bytes.
+// Return whether rows are whole vectors that start at multiples of 16 bytes.
 template <class T>
 CUFLASH_DEVICE bool has_aligned_vectors(const Matrix<T>& matrix) {
   constexpr int kVector = Vector<T>::kLength;
@@ -42,7 +43,7 @@ CUFLASH_DEVICE bool has_aligned_vectors(const Matrix<T>& matrix) {
          reinterpret_cast<uint64_t>(matrix.data) % 16 == 0;
 }
 
-// The rows that `load` keeps.
+// The default of `load`: no row is replaced by zeros.
 struct AllRowsValid {
   CUFLASH_DEVICE bool operator()(int) const { return true; }
 };
@@ -67,7 +68,7 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element>
   }
 }
 
-// Copies as `load` does, in vectors, for matrices whose rows are vectors.
+// Copy a matrix to shared memory as the function above does, in vectors if its rows are vectors.
 template <class T, int Rows, int Columns, int Pitch, class IsRowValid = AllRowsValid>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, IsRowValid is_row_valid = {}) {
   constexpr int kVector = Vector<T>::kLength, kWidth = kLoadColumns * kVector;
@@ -124,7 +125,7 @@ CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Column
   }
 }
 
-// Copies as `store` does, with vector stores for runs that are vectors, if the matrix's rows are.
+// Copy registers to global memory as `store` does, with vector stores if runs and the matrix's rows are vectors.
 template <class T, int Rows, int Columns, int Run, class Element>
 CUFLASH_DEVICE void store_vectorized(Matrix<Element> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;

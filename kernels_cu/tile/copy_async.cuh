@@ -3,8 +3,11 @@
 #include <tile/copy.cuh>
 #include <tile/swizzled_tile.cuh>
 
+// Copies between global memory and swizzled tiles in shared memory, in chunks of 16 bytes, to shared memory by
+// cp.async.
 namespace cuflash::tile {
 
+// 16 bytes of elements.
 template <class T>
 struct alignas(16) Chunk {
   T at[kChunkOf<T>];
@@ -18,7 +21,8 @@ struct alignas(16) Bits128 {
 // Return whether rows consist of chunks that a single instruction copies.
 template <class T>
 CUFLASH_DEVICE bool has_aligned_chunks(const Matrix<T>& matrix) {
-  return matrix.column_stride == 1 && matrix.row_stride % kChunkOf<T> == 0 && reinterpret_cast<uint64_t>(matrix.data) % alignof(Chunk<T>) == 0;
+  return matrix.column_stride == 1 && matrix.row_stride % kChunkOf<T> == 0 &&
+         reinterpret_cast<uint64_t>(matrix.data) % alignof(Chunk<T>) == 0;
 }
 
 // The partition of the chunks of a tile's rows among threads.
@@ -105,15 +109,15 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
           const int column = chunk * kChunk + e;
-          if (first_valid_row <= row && row < from.num_rows && column < from.num_columns) x.at[e] = from.at(row,
-                                                                                                            column);
+          if (first_valid_row <= row && row < from.num_rows && column < from.num_columns)
+            x.at[e] = from.at(row, column);
         }
         *to.template pointer<Chunk<T>>(to.offset(row, chunk)) = x;
       }
   }
 }
 
-// Rows of several matrices as one, matrix after matrix.
+// Rows of several matrices, numbered matrix after matrix.
 template <class T>
 struct StackedRows {
   Matrix<T> first;
@@ -125,7 +129,7 @@ struct StackedRows {
   }
 };
 
-// Start to copy rows that are stacked over several matrices.
+// Start to copy stacked rows to shared memory; elements past their ends become 0. Called by all Threads.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, StackedRows<T> from) {
   constexpr int kChunk = kChunkOf<T>;
@@ -153,7 +157,7 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, StackedRows<T>
   }
 }
 
-// Start to copy a column of numbers, as long as both are.
+// Start to copy a column of numbers to one of the same length. Called by all Threads.
 template <int Threads>
 CUFLASH_DEVICE void load_async(Matrix<float> to, Matrix<float> from) {
   for (int row = threadIdx.x; row < to.num_rows; row += Threads)

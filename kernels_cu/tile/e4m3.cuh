@@ -18,12 +18,12 @@ CUFLASH_DEVICE ptx::Float8E4M3 to_e4m3(float x) {
   return {static_cast<unsigned char>((magnitude < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u))};
 }
 
-// Return four numbers of 8 bits as two registers of 16-bit numbers: the first and third, and the second and fourth.
-// Their bits are moved to the places of the wider format, which makes the numbers smaller by a power of two; a NaN
-// becomes 480.
+// Four numbers of 8 bits in two registers of 16-bit numbers: the first and third, and the second and fourth.
 struct Widened {
   uint32_t even, odd;
 };
+// Widen four numbers. Their bits are moved to the places of the wider format, which makes the numbers smaller by a
+// power of two, by which they are multiplied. A NaN becomes 480.
 CUFLASH_DEVICE Widened widened(ptx::Half, uint32_t x) {
   constexpr uint32_t kBits = 0x3f803f80u, kSigns = 0x80008000u, kFactors = 0x5c005c00u;  // 2^8
   return {ptx::multiply2(ptx::Half{}, (x << 7 & kBits) | (x << 8 & kSigns), kFactors),
@@ -35,11 +35,12 @@ CUFLASH_DEVICE Widened widened(ptx::BFloat16, uint32_t x) {
           ptx::multiply2(ptx::BFloat16{}, (x >> 4 & kBits) | (x & kSigns), kFactors)};
 }
 
+// A matrix of 8-bit numbers in shared memory.
 template <int Rows, int Columns>
 using E4M3Tile = SwizzledTile<ptx::Float8E4M3, Rows, Columns>;
 
-// A left operand of 16 columns in the order of the columns that `widened` returns: 4t, 4t + 2 and 4t + 1, 4t + 3
-// replace columns 2t, 2t + 1 and 2t + 8, 2t + 9.
+// Load a fragment of 16 columns of a left operand, in the order of the columns that `widened` returns: columns 4t, 4t +
+// 2 and 4t + 1, 4t + 3 take the place of 2t, 2t + 1 and 2t + 8, 2t + 9.
 template <class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, Columns> a, int first_row, int k) {
   struct alignas(8) Pairs {
@@ -54,8 +55,8 @@ CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, 
   }
 }
 
-// Sixteen rows of a left operand, whose columns have the order of `load_interleaved`. They stay in registers from product
-// to product (`IsKept`), or are loaded for each.
+// Sixteen rows of a left operand, whose columns have the order of `load_interleaved`. They stay in registers from
+// product to product (`IsKept`), or are loaded for each.
 template <bool IsKept, class T, int Rows, int Columns>
 class InterleavedRows {
  public:
@@ -138,14 +139,14 @@ CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns>
   }
 }
 
-// Return the column of c that a thread's column j is, where `gemm_add_nn` computed c.
+// Return the column that a thread's column j stands for in a product that `gemm_add_nn` computed.
 template <class Tile>
 CUFLASH_DEVICE int interleaved_column(const Tile& c, int j) {
   return 2 * c.first_column() + 16 * (j / 4) + 2 * (j % 2) + j / 2 % 2;
 }
 
-// Store row i of a thread's part of c, which `gemm_add_nn` computed, to global memory, where the row starts at a multiple
-// of 16 bytes.
+// Store row i of a thread's part of c, which `gemm_add_nn` computed, to global memory, where the row starts at a
+// multiple of 16 bytes.
 template <class Tile>
 CUFLASH_DEVICE void store_interleaved_row(float* to, const Tile& c, int i) {
 #pragma unroll

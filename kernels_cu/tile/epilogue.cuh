@@ -3,9 +3,10 @@
 #include <tile/copy_async.cuh>
 #include <tile/warp_tile.cuh>
 
+// Stores of a warp's part of a product to global memory, rounded to 16 bits.
 namespace cuflash::tile {
 
-// Transposes 4 x 4 elements among four threads: thread t has element t of each row before, and of each column after.
+// Transpose 4 x 4 elements among four threads: thread t has element t of each row before, and of each column after.
 CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
 #pragma unroll
   for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) {
@@ -38,12 +39,13 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
         words[e] = ptx::pack2(T{}, pair[0], pair[1]);
       }
       transpose_in_quad(words);
-      chunks[i][j] = {words[0] | static_cast<uint64_t>(words[1]) << 32, words[2] | static_cast<uint64_t>(words[3]) << 32};
+      chunks[i][j] = {words[0] | static_cast<uint64_t>(words[1]) << 32,
+                      words[2] | static_cast<uint64_t>(words[3]) << 32};
     }
   const int first_column = from.warp_column() + ptx::lane() % 4 * 8;
   const bool has_full_rows = to.column_stride == 1 && to.row_stride % kChunkOf<T> == 0 &&
-                        reinterpret_cast<uint64_t>(to.data) % sizeof(Bits128) == 0 &&
-                        from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns;
+      reinterpret_cast<uint64_t>(to.data) % sizeof(Bits128) == 0 &&
+      from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns;
   if (has_full_rows) {
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
@@ -71,8 +73,8 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
     }
 }
 
-// Scale four columns of 8 of a warp's part, from `first` on, round them to T, and store them to global memory. Its rows
-// must be whole 16-byte packets, and as long as the tile's. Called by whole warps.
+// Scale four groups of eight columns of a warp's part, from group `first` on, round them to T, and store them to global
+// memory. Rows of the matrix must be whole 16-byte chunks, and as long as the tile's. Called by whole warps.
 template <class T, class Tile>
 CUFLASH_DEVICE void store_full_rows(Matrix<T> to, const Tile& from, int first, float scale) {
   const int column = from.warp_column() + 8 * first + ptx::lane() % 4 * 8;

@@ -7,8 +7,9 @@
 // the same sum in any order of additions.
 namespace cuflash::tile {
 
-constexpr int kDigitBits = 24;
+constexpr int kDigitBits = 24;  // bits of a digit
 
+// The fields of a floating-point type.
 template <class T>
 struct FloatFormat;
 template <>
@@ -22,8 +23,8 @@ struct FloatFormat<double> {
   static CUFLASH_DEVICE uint64_t bits(double x) { return static_cast<uint64_t>(__double_as_longlong(x)); }
 };
 
-// The words of a sum: digits in units of the least subnormal number, the lowest first, then the numbers of NaN, +inf and -inf
-// among the terms. A word has room for 2^39 digits of one sign.
+// The words of a sum: digits in units of the least subnormal number, the lowest first, then the numbers of NaN, +inf
+// and -inf among the terms. A word has room for 2^39 digits of one sign.
 template <class T>
 struct ExactSum {
   using Format = FloatFormat<T>;
@@ -41,6 +42,7 @@ struct ExactSum {
     }
   }
 
+  // Add a number to a sum, atomically word by word.
   static CUFLASH_DEVICE void add(int64_t* words, T x) {
     const uint64_t bits = Format::bits(x), mantissa = bits & ((uint64_t{1} << Format::kMantissaBits) - 1);
     const int exponent = static_cast<int>(bits >> Format::kMantissaBits) & kMaxExponent;
@@ -52,12 +54,14 @@ struct ExactSum {
     const uint64_t significand = mantissa | static_cast<uint64_t>(exponent != 0) << Format::kMantissaBits;
     const int position = exponent == 0 ? 0 : exponent - 1;
     add_bits(words, position, static_cast<uint32_t>(significand), is_negative);
-    if (Format::kMantissaBits >= 32) add_bits(words, position + 32, static_cast<uint32_t>(significand >> 32), is_negative);
+    if (Format::kMantissaBits >= 32)
+      add_bits(words, position + 32, static_cast<uint32_t>(significand >> 32), is_negative);
   }
 
   // Return the sum rounded to T, within two units in the last place; equal words always give equal bits.
   static CUFLASH_DEVICE T rounded(const int64_t* words) {
-    const int64_t num_nan = words[kNumDigits], num_inf = words[kNumDigits + 1], num_negative_inf = words[kNumDigits + 2];
+    const int64_t num_nan = words[kNumDigits], num_inf = words[kNumDigits + 1],
+                  num_negative_inf = words[kNumDigits + 2];
     const T negative_infinity = ptx::negative_infinity<T>();
     if (num_nan != 0 || (num_inf != 0 && num_negative_inf != 0)) return negative_infinity - negative_infinity;
     if (num_inf != 0 || num_negative_inf != 0) return num_inf != 0 ? -negative_infinity : negative_infinity;
@@ -83,7 +87,8 @@ struct ExactSum {
   }
 
  private:
-  // Call visit(digit, value) with each digit after carries, 0 to 2^24 - 1, of the sum times a sign; returns the last carry.
+  // Call visit(digit, value) with each digit after carries, 0 to 2^24 - 1, of the sum times a sign; returns the last
+  // carry.
   template <class Visit>
   static CUFLASH_DEVICE int64_t for_digits(const int64_t* words, int sign, Visit visit) {
     int64_t carry = 0;

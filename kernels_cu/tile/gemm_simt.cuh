@@ -13,13 +13,13 @@ constexpr int kMmaUnroll = 4;  // steps of a product on tensor cores that are un
 // element (k, column) of b is b[k * BStride + column * ColumnStride]. Every warp multiplies eight rows in each
 // kRowLanes of a by all columns, four k at a time.
 template <int Unroll, int RowStride, int AStride, int BStride, int ColumnStride, class T, int Rows, int Columns,
-    int Run>
+          int Run>
 CUFLASH_DEVICE void gemm_add_mma(RegisterTile<T, Rows, Columns, Run>& c, const T* a, const T* b, int first,
                                  int last) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
   static_assert(Run == 2, "a thread holds two neighbouring columns of a product");
   constexpr int kUnroll = Unroll;
-  // fragments of rows to an instruction
+  // fragments of rows that an instruction multiplies
   constexpr int kFragmentsPerMma = kMmaRows == 16 && Tile::kRows % 2 == 0 ? 2 : 1;
   a += column_lane() * AStride;
   b += column_lane() * BStride + row_lane() % 8 * ColumnStride;
@@ -46,8 +46,7 @@ CUFLASH_DEVICE void gemm_add_mma(RegisterTile<T, Rows, Columns, Run>& c, const T
   }
 }
 
-// Number of steps that a product's loop unrolls by default: as many as leave registers for
-// accumulators.
+// Number of steps that a product's loop unrolls by default: as many as leave registers for accumulators.
 template <class T, class Tile>
 constexpr int kDefaultUnroll = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 2;
 

@@ -3,10 +3,11 @@
 #include <ptx/thread.cuh>
 #include <tile/exact_sum.cuh>
 
-// Sums in global memory that many thread blocks add to: numbers, which are rounded after each addition, or the words of exact
-// sums, which have the same bits whatever the order of additions is.
+// Sums in global memory that many thread blocks add to: numbers, which are rounded after each addition, or the words of
+// exact sums, which have the same bits whatever the order of additions is.
 namespace cuflash::tile {
 
+// Add x to a sum, atomically.
 template <class T>
 CUFLASH_DEVICE void add(T* address, T x) {
   ptx::red_add(address, x);
@@ -30,7 +31,8 @@ struct RunningSum {
   Address* address = nullptr;
   T sum = 0;
 
-  // Add x to an element: in a register while the element stays the same; a new element first adds the old sum to memory.
+  // Add x to an element: in a register while the element stays the same; a new element first adds the old sum to
+  // memory.
   CUFLASH_DEVICE void add(Address* element, T x) {
     if (element != address) {
       if (address != nullptr) tile::add(address, sum);
@@ -40,8 +42,8 @@ struct RunningSum {
     sum += x;
   }
 
-  // Add each thread's x to one element, which all threads of the warp have, as they have the one before. Called by whole
-  // warps.
+  // Add each thread's x to an element, as `add` does, if all threads of the warp have the same element in each call.
+  // Called by whole warps.
   CUFLASH_DEVICE void join(Address* element, T x) {
     if (element != address) {
       flush();
@@ -51,7 +53,8 @@ struct RunningSum {
     sum += x;
   }
 
-  // Add the remaining sum to memory, once for the warp if all of its threads have the same element. Called by whole warps.
+  // Add the remaining sum to memory, once for the warp if all of its threads have the same element. Called by whole
+  // warps.
   CUFLASH_DEVICE void flush() const {
     const auto own = reinterpret_cast<unsigned long long>(address);
     const auto first = __shfl_sync(0xffffffffu, own, 0);

@@ -1,8 +1,10 @@
 #pragma once
 #include <ptx/types.cuh>
 
+// The random numbers of Philox4x32-10 (Salmon et al., SC 2011): four words for a counter and a key.
 namespace cuflash::tile {
 
+// A counter, and the words that are drawn for it.
 struct PhiloxWords {
   uint32_t at[4];
 };
@@ -17,8 +19,8 @@ struct PhiloxKey {
   }
 };
 
-// One round of Philox4x32 (Salmon et al., SC 2011) of several counters, in place. The counters are interleaved, since
-// each instruction of one counter waits for the one before.
+// Run one round on several counters, in place. The counters are interleaved, since each instruction of one counter
+// waits for the one before.
 template <int Num>
 CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& key) {
 #pragma unroll
@@ -30,8 +32,8 @@ CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& 
   }
 }
 
-// Ten rounds. Counters of a row share products of the first two rounds; the others are a loop, whose code stays in the
-// instruction cache.
+// Replace counters by the words that are drawn for them, in ten rounds. Counters of a row share products of the first
+// two rounds; the others are a loop, whose code stays in the instruction cache.
 template <int Num>
 CUFLASH_DEVICE void philox4x32(PhiloxWords (&counters)[Num], PhiloxKey key) {
 #pragma unroll

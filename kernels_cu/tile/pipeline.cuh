@@ -22,39 +22,42 @@ constexpr int kArrivalsPerWarp = config::kHasWatchdog ? 32 : 1;
 // Return the thread's number in its warp.
 CUFLASH_DEVICE int lane() { return ptx::lane(); }
 
+// Wait until the slot is full.
 CUFLASH_DEVICE void wait_full(const PipelineSlot& slot, int phase) {
   ptx::mbarrier_wait(ptx::shared_address(&slot.full), phase);
 }
-// Returns whether the slot is full, without waiting.
+// Return whether the slot is full, without waiting.
 CUFLASH_DEVICE bool try_wait_full(const PipelineSlot& slot, int phase) {
   return ptx::mbarrier_try_wait(ptx::shared_address(&slot.full), phase);
 }
-// Waits until the slot may be filled in a phase of this parity; before the first fill it returns at once.
+// Wait until the slot may be filled in a phase of this parity; before the first fill, return at once.
 CUFLASH_DEVICE void wait_empty(const PipelineSlot& slot, int phase) {
   ptx::mbarrier_wait(ptx::shared_address(&slot.empty), phase ^ 1);
 }
-// Called by whole warps.
+// Arrive at a barrier. Called by whole warps.
 CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
   __syncwarp();
   if (ptx::lane() < kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
 }
 
-// Transposes a matrix of bits: lane t of 32 has row t before, and column t after.
+// Transpose a matrix of bits: lane t of 32 has row t before, and column t after.
 CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
   uint32_t low = 0xffff;  // bits of columns whose number lacks this bit
 #pragma unroll
   for (int lane_offset = 16; lane_offset > 0; lane_offset /= 2) {
     const uint32_t other = __shfl_xor_sync(0xffffffffu, bits, lane_offset);
-    bits = ptx::lane() & lane_offset ? bits & ~low | (other & ~low) >> lane_offset : bits & low |
-        (other & low) << lane_offset;
+    bits = ptx::lane() & lane_offset ? bits & ~low | (other & ~low) >> lane_offset
+                                     : bits & low | (other & low) << lane_offset;
     low ^= low << lane_offset / 2;
   }
   return bits;
 }
 
-// Layout of a tile in a slot.
+// Layout of a tile in a slot: boxes, side by side, that TMA copies one at a time.
 struct TmaBoxes {
-  int start, rows, columns, width;  // bytes, then elements
+  int start;  // bytes from the start of shared memory
+  int rows, columns;  // of the tile
+  int width;  // columns of a box
 
   CUFLASH_DEVICE TmaBoxes(int start, int rows, int columns, int width)
       : start(start), rows(rows), columns(columns), width(width) {}
@@ -62,14 +65,14 @@ struct TmaBoxes {
   explicit CUFLASH_DEVICE TmaBoxes(Tile tile)
       : start(tile.start), rows(tile.kRows), columns(tile.kColumns), width(tile.kPanelWidth) {}
 
-  // The address of 16 bytes of a row, as in SwizzledTile.
+  // Return the offset of 16 bytes of a row in shared memory, with the swizzle of SwizzledTile.
   CUFLASH_DEVICE int at(int row, int chunk, int chunks_per_panel) const {
     const int swizzled = chunk % chunks_per_panel ^ row * chunks_per_panel / kChunkOf<uint16_t> % chunks_per_panel;
     return start + (chunk / chunks_per_panel * rows * chunks_per_panel + row * chunks_per_panel + swizzled) * 16;
   }
 };
 
-// Selects a matrix of a stack: coordinates of the axes before its rows, the last axis first.
+// Coordinates of a matrix in the tensor map of a stack: along the axes before its rows, the last axis first.
 struct TmaCoords {
   int x, y, z;
 };
@@ -134,7 +137,8 @@ CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, 
   ptx::fence_proxy_async();
 }
 
-// Store the tile to global memory, as far as the matrix goes.
+// Store the tile to global memory by threads, as far as the matrix goes: `thread` is one of Threads that share the
+// work.
 template <int Threads, class T>
 CUFLASH_DEVICE void copy(const Matrix<T>& to, const TmaBoxes& from, int thread) {
   const int chunks = from.columns / kChunkOf<T>, chunks_per_panel = from.width / kChunkOf<T>;

@@ -1,6 +1,7 @@
 #pragma once
 #include <ptx/thread.cuh>
 
+// Sums over a range that the lanes of a warp share.
 namespace cuflash::tile {
 
 // Sum a function of int over first <= x < last. Called by whole warps.

@@ -1,6 +1,7 @@
 #pragma once
 #include <tile/element.cuh>
 
+// Matrices in the registers of 128 threads, for kernels of multiply-adds and of the small products of tensor cores.
 namespace cuflash::tile {
 
 using config::kMmaRows;  // rows of the mma instruction; 0: products are multiply-adds
@@ -26,8 +27,8 @@ struct RegisterTile {
   static constexpr int kRun = Run;
   static constexpr int kRows = kRowsPerThread<Rows>;
   static constexpr int kColumns = Columns / kColumnLanes;
-  static_assert(Rows % kRowLanes == 0, "every thread holds as many rows");
-  static_assert(Columns % (kColumnLanes * Run) == 0, "every thread holds as many runs of columns");
+  static_assert(Rows % kRowLanes == 0, "all threads hold the same number of rows");
+  static_assert(Columns % (kColumnLanes * Run) == 0, "all threads hold the same number of runs of columns");
 
   T at[kRows][kColumns];
 
@@ -69,19 +70,19 @@ struct RegisterTile {
 template <class T>
 CUFLASH_DEVICE T row_sum(T x) {
 #pragma unroll
-  for (int lane_offset = 1; lane_offset < kColumnLanes; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x,
-                                                                                               lane_offset);
+  for (int lane_offset = 1; lane_offset < kColumnLanes; lane_offset *= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
   return x;
 }
 template <class T>
 CUFLASH_DEVICE T row_max(T x) {
 #pragma unroll
-  for (int lane_offset = 1; lane_offset < kColumnLanes; lane_offset *= 2) x = maximum(x, __shfl_xor_sync(0xffffffffu, x,
-                                                                                                         lane_offset));
+  for (int lane_offset = 1; lane_offset < kColumnLanes; lane_offset *= 2)
+    x = maximum(x, __shfl_xor_sync(0xffffffffu, x, lane_offset));
   return x;
 }
 
-// Returns whether this thread writes the results of the rows that it shares.
+// Return whether this thread writes the results of the rows that it shares.
 CUFLASH_DEVICE bool is_row_leader() { return column_lane() == 0; }
 
 }  // namespace cuflash::tile

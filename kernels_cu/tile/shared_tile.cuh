@@ -1,9 +1,10 @@
 #pragma once
 #include <ptx/types.cuh>
 
+// Padded matrices in shared memory, for kernels of multiply-adds.
 namespace cuflash::tile {
 
-// 16 bytes of numbers: what one load moves at most.
+// 16 bytes of numbers: the most that one load moves.
 template <class T>
 struct alignas(16) Vector {
   static constexpr int kLength = 16 / sizeof(T);

@@ -1,6 +1,7 @@
 #pragma once
 #include <ptx/shared.cuh>
 
+// Swizzled matrices in shared memory, for tensor cores.
 namespace cuflash::tile {
 
 template <class T>
@@ -22,21 +23,23 @@ struct SwizzledTile {
 
   int start;  // bytes from the start of shared memory, which is a multiple of 128
 
-  // The address of the first chunk of a row; an exclusive or stands for a sum of distinct powers of two.
+  // Return the number with which the chunks of a row are permuted, by exclusive or. It is itself an exclusive or over
+  // the bits of the row's number.
   static CUFLASH_DEVICE int swizzle(int row) {
     return sizeof(T) == 4 && kSwizzledChunks == 8 ? row % 2 * 2 ^ row / 2 % 2 * 7 ^ row / 4 % 2 * 4
         : row / (8 / kSwizzledChunks) % kSwizzledChunks;
   }
+  // Return the offset of a chunk from the start of the matrix, in bytes.
   static CUFLASH_DEVICE int offset(int row, int chunk) { return (row * kChunks + (chunk ^ swizzle(row))) * 16; }
-  // The offset or address of a chunk further on in its row, and `rows` rows below. Rows must be a multiple of 8, or
-  // bits that the row's number lacks; chunks must be a multiple of 2 unless counted from chunk 0. After loops are
-  // unrolled, it is computed from one register.
+  // Return the offset or address of the chunk that lies `chunks` further on in its row, and `rows` rows below. Rows
+  // must be a multiple of 8, or bits that the row's number lacks; chunks must be a multiple of 2 unless counted from
+  // chunk 0. After loops are unrolled, it is computed from one register.
   template <class Offset>
   static CUFLASH_DEVICE Offset advanced(Offset from, int rows, int chunks) {
     return (from ^ static_cast<Offset>((chunks % kSwizzledChunks ^ swizzle(rows)) * 16)) +
         (rows * kChunks + chunks / kSwizzledChunks * kSwizzledChunks) * 16;
   }
-  // The address for instructions that take 32 bits, and the pointer for all others.
+  // Return the address of a chunk, for instructions that take 32 bits; below, a pointer to an offset, for all others.
   CUFLASH_DEVICE uint32_t address(int row, int chunk) const {
     return ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + start + offset(row, chunk);
   }

@@ -1,6 +1,7 @@
 #pragma once
 #include <ptx/tma.cuh>
 
+// Tensor maps as parts of kernel arguments.
 namespace cuflash::tile {
 
 // The tensor map of a stack of matrices, which TMA reads.

@@ -8,6 +8,7 @@ namespace cuflash::tile {
 
 using config::kTf32Products;
 
+// N numbers, each split into two of tf32, or rounded to tf32 in `hi`.
 template <int N>
 struct Tf32 {
   uint32_t hi[N], lo[N];  // the instruction drops the bits of lo beyond tf32
@@ -51,6 +52,7 @@ struct TransposedWords {
   }
 };
 
+// Return the fragments of a matrix from row or column `first` of the product on.
 template <bool Adjacent = false, int NumTiles, bool IsLeft, class Matrix>
 CUFLASH_DEVICE TransposedWords<Matrix, NumTiles, IsLeft, Adjacent> transposed_words(Matrix matrix, int first) {
   return {matrix, first / kChunkOf<float> + ptx::lane() / 16};
@@ -88,7 +90,7 @@ constexpr CUFLASH_DEVICE int tiles_per_pass(int row_tiles, int column_tiles) {
 template <class Tile, int Depth>
 constexpr int kStepUnroll = Tile::kRowTiles * Tile::kColumnTiles <= 8 ? 4 : Depth <= 16 ? 1 : 2;
 
-// c = a b, or c += a b
+// c = a b, or c += a b if it `Accumulates`, summed over Depth in steps of eight.
 template <bool Accumulates, int Depth, int Unroll, class Tile, class Left, class Right>
 CUFLASH_DEVICE void multiply_tf32(Tile& c, const Left& a, const Right& b) {
   constexpr int kUnroll = Unroll;
@@ -133,13 +135,13 @@ CUFLASH_DEVICE void multiply_tf32(Tile& c, const Left& a, const Right& b) {
   }
 }
 
-// Products with the interface of those in tile/warp_tile.cuh.
+// Products with the interface of those in tile/warp_tile.cuh. Called by whole warps.
 
 // c = a b^T
 template <class Tile, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void gemm_nt(Tile& c, SwizzledTile<float, Rows, Depth> a, SwizzledTile<float, Columns, Depth> b) {
-  multiply_tf32<false, Depth, kStepUnroll<Tile,
-      Depth>>(c, left_k_major(a, c.warp_row()), right_k_major(b, c.warp_column()));
+  multiply_tf32<false, Depth, kStepUnroll<Tile, Depth>>(c, left_k_major(a, c.warp_row()),
+                                                        right_k_major(b, c.warp_column()));
 }
 
 // c = a b

@@ -2,6 +2,7 @@
 #include <ptx/thread.cuh>
 #include <tile/global_sum.cuh>
 
+// Bins in shared memory in which the threads of a warp add up the gradient of a short table.
 namespace cuflash::tile {
 
 // Sums of a warp for the elements of a short row of a matrix in global memory, such as a table of 32 numbers. Each
@@ -9,8 +10,8 @@ namespace cuflash::tile {
 // different banks. Bins of a warp are [NumBins][32] numbers.
 template <class T, int NumBins>
 struct ThreadBins {
-  T* row = nullptr;  // of the elements whose sums the bins hold; null before the first
-  int64_t stride = 0;  // from an element to the next
+  T* row = nullptr;  // first of the elements whose sums the bins hold; null before the first row
+  int64_t stride = 0;  // distance of neighbouring elements
 
   // Add x to an element of the row.
   static CUFLASH_DEVICE void add(T* bins, int element, T x) { bins[32 * element + ptx::lane()] += x; }

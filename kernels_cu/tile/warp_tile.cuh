@@ -49,7 +49,7 @@ struct WarpTile {
   }
 };
 
-// Returns the number of rows in which NumWarps warps share a matrix of Rows x Columns: among those that give each warp
+// Return in how many rows `num_warps` warps share a matrix of `rows` x `columns`: among the numbers that give each warp
 // pairs of fragments, the one with which warps read least of their operands; 0 if there is none.
 constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   int best = 0, min_read = rows + columns + 1;
@@ -64,7 +64,7 @@ constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   return best;
 }
 
-// Returns how many of NumWarps warps can share a matrix.
+// Return how many of `num_warps` warps can share a matrix.
 constexpr CUFLASH_DEVICE int num_owner_warps(int rows, int columns, int num_warps) {
   while (row_groups(rows, columns, num_warps) == 0) num_warps /= 2;
   return num_warps;
@@ -79,7 +79,8 @@ struct WarpPartition {
   using Tile = WarpTile<Rows / kRowGroups / 16, Columns / kColumnGroups / 8, kRowGroups, kColumnGroups>;
 };
 
-// Reductions over a row of a warp's tile: the four threads that share it are neighbours. Called by whole warps.
+// Return the sum, and below the maximum, over a row of a warp's tile, which four neighbouring threads share. Called by
+// whole warps.
 CUFLASH_DEVICE float quad_sum(float x) {
 #pragma unroll
   for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
@@ -87,12 +88,12 @@ CUFLASH_DEVICE float quad_sum(float x) {
 }
 CUFLASH_DEVICE float quad_max(float x) {
 #pragma unroll
-  for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) x = fmaxf(x,
-                                                                         __shfl_xor_sync(0xffffffffu, x, lane_offset));
+  for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2)
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane_offset));
   return x;
 }
 
-// A sum over the threads of a warp, the same for all of them. Called by whole warps.
+// Return the sum over the threads of a warp, to all of them. Called by whole warps.
 CUFLASH_DEVICE float warp_sum(float x) {
 #pragma unroll
   for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
@@ -123,6 +124,7 @@ struct MnMajorFragments {
   }
 };
 
+// Return the fragments of a left or right operand, from row or column `first` of the product on.
 template <class Matrix>
 CUFLASH_DEVICE KMajorFragments<Matrix> left_k_major(Matrix matrix, int first) {
   const int lane = ptx::lane();
@@ -150,7 +152,7 @@ CUFLASH_DEVICE void load(uint32_t (&frag)[4], const Fragments& from, int tile, i
   else ptx::ldmatrix_x4(frag, from.at(tile, k));
 }
 
-// c += a b for sixteen columns of a and rows of b; c = a b if there is nothing in c yet.
+// c += a b for sixteen columns of a and rows of b, or c = a b if `is_first`.
 template <class T, class Tile, class Right>
 CUFLASH_DEVICE void mma_k_step(Tile& c, const uint32_t (&a_frag)[Tile::kRowTiles][4], const Right& b, int k,
                                bool is_first) {
@@ -176,7 +178,8 @@ struct NoOp {
   CUFLASH_DEVICE void operator()(int) const {}
 };
 
-// `overlapped` is called after each sixteen columns of Depth, while the tensor cores are busy.
+// c += a b over Depth, or c = a b if `is_first`. `overlapped` is called after each sixteen columns of Depth, while the
+// tensor cores are busy.
 template <class T, int Depth, class Tile, class Left, class Right, class Overlapped = NoOp>
 CUFLASH_DEVICE void mma_over_k(Tile& c, const Left& a, const Right& b, bool is_first, Overlapped overlapped = {}) {
 #pragma unroll
@@ -213,7 +216,7 @@ CUFLASH_DEVICE void gemm_add_tn(Tile& c, SwizzledTile<T, Depth, Rows> a, Swizzle
                        right_mn_major<Tile::kColumnTiles / 2>(b, c.warp_column()), false, overlapped);
 }
 
-// Add a b to c. a is a product of the same warp, rounded to T; its registers have the layout of the operand.
+// c += a b, where a is a product of the same warp, rounded to T; its registers have the layout of the operand.
 template <class Tile, class Left, class T, int Depth, int Columns>
 CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<T, Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns, "a warp holds whole rows");
@@ -232,6 +235,7 @@ CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<T, Depth, C
   }
 }
 
+// Two neighbouring columns of a row.
 struct alignas(8) Float2 {
   float at[2];
 };
@@ -251,7 +255,8 @@ CUFLASH_DEVICE void store_row(float* to, const Tile& from, int i) {
 template <class Tile, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store_columns(SwizzledTile<T, Rows, Columns> to, const Tile& from, int column_tile) {
   constexpr int kChunk = kChunkOf<T>;
-  const int row = from.first_row(), chunk = from.warp_column() / kChunk, pair_of_lane = from.first_column() % kChunk / 2;
+  const int row = from.first_row(), chunk = from.warp_column() / kChunk;
+  const int pair_of_lane = from.first_column() % kChunk / 2;
   const int start = to.offset(row, chunk + column_tile);
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
@@ -260,7 +265,7 @@ CUFLASH_DEVICE void store_columns(SwizzledTile<T, Rows, Columns> to, const Tile&
   }
 }
 
-// Store all columns.
+// Round all columns of a warp's part to T and store them to shared memory, as `store_columns` does.
 template <class Tile, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store(SwizzledTile<T, Rows, Columns> to, const Tile& from) {
 #pragma unroll

@@ -9,6 +9,7 @@
 // Matrices in shared memory in the layout in which TMA copies them and wgmma multiplies them.
 namespace cuflash::tile {
 
+// Return the number of columns of a panel: those of the widest swizzle, 128 bytes, or else half of them.
 template <class T = ptx::Half>
 constexpr CUFLASH_DEVICE int panel_width(int columns) {
   constexpr int kWidest = 128 / static_cast<int>(sizeof(T));
@@ -30,7 +31,7 @@ struct WgmmaTile {
   static constexpr int kBytes = kNumPanels * Panel::kBytes;
   static_assert(Columns % kPanelWidth == 0 && Panel::kBytes % 1024 == 0, "swizzles repeat after 1024 bytes at most");
 
-  int start;
+  int start;  // bytes from the start of shared memory
 
   CUFLASH_DEVICE Panel panel(int number) const { return {start + number * Panel::kBytes}; }
 };
@@ -42,7 +43,7 @@ CUFLASH_DEVICE Tile warp_uniform(Tile tile) {
   return {__shfl_sync(0xffffffffu, tile.start, 0)};
 }
 
-// The address of an operand, and of the parts that lie further on in it.
+// The descriptor of an operand in shared memory, and of parts that lie `bytes` further on in it.
 template <ptx::Swizzle kSwizzle, int kLeadingBytes, int kStrideBytes>
 class WgmmaDescriptor {
  public:
@@ -59,9 +60,8 @@ class WgmmaDescriptor {
   uint32_t low_word_;  // the half with the address
 };
 
-// Operands of a product, whose members return the descriptors of 16 columns of the left operand, or of 16 along the sum.
-
-// Rows of the matrix are rows of a, or columns of b.
+// An operand whose rows run along the summed dimension: rows of the matrix are rows of a, or columns of b. `at(k)` is
+// the descriptor of the k-th kDepth columns.
 template <class Tile>
 struct KMajor {
   WgmmaDescriptor<Tile::kSwizzle, 0, 8 * Tile::kRowBytes> descriptor;
@@ -74,7 +74,7 @@ struct KMajor {
   }
 };
 
-// Rows of the matrix are the sum's dimension.
+// An operand whose rows run across the summed dimension. `at(k)` is the descriptor of the k-th 16 rows.
 template <class Tile>
 struct MnMajor {
   WgmmaDescriptor<Tile::kSwizzle, Tile::Panel::kBytes, 8 * Tile::kRowBytes> descriptor;
@@ -85,7 +85,7 @@ struct MnMajor {
   CUFLASH_DEVICE uint64_t at(int k) const { return descriptor.at(16 * k * Tile::kRowBytes); }
 };
 
-// A warp's part of a product's result, 16 rows a warp, as wgmma counts its registers.
+// A thread's registers of a product, in the order in which wgmma takes them.
 template <class Tile>
 using Accumulators = float[4 * Tile::kColumnTiles];
 template <class Tile>
@@ -107,7 +107,8 @@ struct PackedOperand {
 #pragma unroll
     for (int k = 0; k < kNumFragments; ++k) pack(from, k);
   }
-  CUFLASH_DEVICE void pack(const Tile& from, int k) {  // 16 columns of it
+  // Pack 16 columns.
+  CUFLASH_DEVICE void pack(const Tile& from, int k) {
 #pragma unroll
     for (int e = 0; e < 4 && 2 * k + e / 2 < kColumnTiles; ++e) {
       const float(&pair)[4] = from.tiles[0][2 * k + e / 2];
@@ -129,7 +130,8 @@ struct E4M3Operand {
 #pragma unroll
     for (int k = 0; k < kNumFragments; ++k) pack(from, k);
   }
-  CUFLASH_DEVICE void pack(const Tile& from, int k) {  // 32 columns of it
+  // Pack 32 columns.
+  CUFLASH_DEVICE void pack(const Tile& from, int k) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {  // rows g and g + 8 of the first 16 columns, then of the others
       const auto& left = from.tiles[0][4 * k + e / 2 * 2];
@@ -147,13 +149,13 @@ constexpr CUFLASH_DEVICE int e4m3_column(int place) {
   return place / 16 * 16 + element / 2 * 8 + thread * 2 + element % 2;
 }
 
-// Products of a warpgroup, which run asynchronously: no thread may touch their operands and results until their group is waited
-// for, and the registers must stay in place until then.
+// Products of a warpgroup, which run asynchronously: no thread may touch their operands and results until their group
+// is waited for, and the registers must stay in place until then.
 
 // c = a b^T
 template <class Tile, class A, class B>
 CUFLASH_DEVICE void start_gemm_nt(Tile& c, KMajor<A> a, KMajor<B> b) {
-  static_assert(A::kColumns == B::kColumns, "what the sum runs over");
+  static_assert(A::kColumns == B::kColumns, "both operands have the summed dimension");
   ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
@@ -165,7 +167,7 @@ CUFLASH_DEVICE void start_gemm_nt(Tile& c, KMajor<A> a, KMajor<B> b) {
 // c += a b^T
 template <class Tile, class A, class B>
 CUFLASH_DEVICE void start_gemm_add_nt(Tile& c, KMajor<A> a, KMajor<B> b) {
-  static_assert(A::kColumns == B::kColumns, "what the sum runs over");
+  static_assert(A::kColumns == B::kColumns, "both operands have the summed dimension");
   ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
@@ -177,7 +179,7 @@ CUFLASH_DEVICE void start_gemm_add_nt(Tile& c, KMajor<A> a, KMajor<B> b) {
 // c = a b
 template <class Tile, class A, class B>
 CUFLASH_DEVICE void start_gemm_nn(Tile& c, KMajor<A> a, MnMajor<B> b) {
-  static_assert(A::kColumns == B::kRows, "what the sum runs over");
+  static_assert(A::kColumns == B::kRows, "both operands have the summed dimension");
   ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
@@ -189,7 +191,7 @@ CUFLASH_DEVICE void start_gemm_nn(Tile& c, KMajor<A> a, MnMajor<B> b) {
 // c = a^T b
 template <class Tile, class A, class B>
 CUFLASH_DEVICE void start_gemm_tn(Tile& c, MnMajor<A> a, MnMajor<B> b) {
-  static_assert(A::kRows == B::kRows, "what the sum runs over");
+  static_assert(A::kRows == B::kRows, "both operands have the summed dimension");
   ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
@@ -201,7 +203,7 @@ CUFLASH_DEVICE void start_gemm_tn(Tile& c, MnMajor<A> a, MnMajor<B> b) {
 // c += a^T b^T for the first panel of a.
 template <class Tile, class A, class B>
 CUFLASH_DEVICE void start_gemm_add_tt(Tile& c, MnMajor<A> a, KMajor<B> b) {
-  static_assert(A::kPanelWidth == 64 && A::kRows == B::kColumns, "a panel has a warpgroup's rows");
+  static_assert(A::kPanelWidth == 64 && A::kRows == B::kColumns, "a panel has the 64 rows of a warpgroup");
   ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
@@ -212,8 +214,8 @@ CUFLASH_DEVICE void start_gemm_add_tt(Tile& c, MnMajor<A> a, KMajor<B> b) {
 
 // c += a b
 template <class Tile, class Left, class T, int Depth, int Columns>
-CUFLASH_DEVICE void start_gemm_add_nn(Tile& c, const PackedOperand<T, Left>& a, MnMajor<WgmmaTile<T, Depth,
-                                      Columns>> b) {
+CUFLASH_DEVICE void start_gemm_add_nn(Tile& c, const PackedOperand<T, Left>& a,
+                                      MnMajor<WgmmaTile<T, Depth, Columns>> b) {
   ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
@@ -225,7 +227,7 @@ CUFLASH_DEVICE void start_gemm_add_nn(Tile& c, const PackedOperand<T, Left>& a, 
 // c = a b^T, or c += a b^T if it `adds`, where b's columns are in the order `e4m3_column`
 template <class Tile, class Left, class B>
 CUFLASH_DEVICE void start_gemm_nt(Tile& c, const E4M3Operand<Left>& a, KMajor<B> b, bool adds) {
-  static_assert(B::kColumns == 32 * E4M3Operand<Left>::kNumFragments, "what the sum runs over");
+  static_assert(B::kColumns == 32 * E4M3Operand<Left>::kNumFragments, "both operands have the summed dimension");
   ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
@@ -240,8 +242,8 @@ CUFLASH_DEVICE void wait_wgmma(Tile& c) {
   ptx::wgmma_wait<kPending>();
   ptx::fence_registers(accumulators(c));
 }
-// Keep other accesses to an operand's registers on their side of this line. Call it after the wait for the products that
-// read the operand, before its registers are packed anew.
+// Keep other accesses to an operand's registers on their side of this line. Call it after the wait for the products
+// that read the operand, before its registers are packed anew.
 template <class T, class Left>
 CUFLASH_DEVICE void fence_registers(PackedOperand<T, Left>& a) {
 #pragma unroll
@@ -252,7 +254,7 @@ CUFLASH_DEVICE void fence_registers(PackedOperand<T, Left>& a) {
 template <class Tile, class T, class Left>
 CUFLASH_DEVICE void store(Tile to, const PackedOperand<T, Left>& from, int first_row) {
   using Panel = typename Tile::Panel;
-  static_assert(Tile::kColumns == 8 * Left::kColumnTiles, "all its columns");
+  static_assert(Tile::kColumns == 8 * Left::kColumnTiles, "a row of the tile has all columns of the product");
   constexpr int kNumFragments = Panel::kChunks / 2;
   const uint32_t start = to.panel(0).address(first_row + ptx::lane() % 16, ptx::lane() / 16);
 #pragma unroll
@@ -261,17 +263,18 @@ CUFLASH_DEVICE void store(Tile to, const PackedOperand<T, Left>& from, int first
                      from.fragments[k]);
 }
 
-// Store a warpgroup's product, rounded and transposed, to shared memory: its rows become columns of the panels, the warp's from
-// first_column on, and its columns their rows from first_row on. Called by whole warps.
+// Store a warpgroup's product, rounded and transposed, to shared memory: its rows become columns of the panels, the
+// warp's from first_column on, and its columns their rows from first_row on. `transposed_address` returns the address
+// to which a thread stores; the functions below store 16 columns of the product, or all. Called by whole warps.
 template <class Tile>
-CUFLASH_DEVICE uint32_t transposed_address(Tile to, int first_column, int first_row = 0) {  // of the thread
+CUFLASH_DEVICE uint32_t transposed_address(Tile to, int first_column, int first_row = 0) {
   constexpr int kChunk = Tile::Panel::kChunk;
   const int lane = ptx::lane(), column = first_column + lane / 8 % 2 * kChunk;
   return to.panel(column / to.kPanelWidth)
       .address(first_row + lane / 16 * 8 + lane % 8, column % to.kPanelWidth / kChunk);
 }
 template <class Tile, class T, class Left>
-CUFLASH_DEVICE void store_transposed(uint32_t address, const PackedOperand<T, Left>& from, int k) {  // 16 columns of it
+CUFLASH_DEVICE void store_transposed(uint32_t address, const PackedOperand<T, Left>& from, int k) {
   ptx::stmatrix_x4_trans(Tile::Panel::advanced(address, 16 * k, 0), from.fragments[k]);
 }
 template <class Tile, class T, class Left>

@@ -327,7 +327,8 @@ FAULTS = {
     },
     finished_gradients_are_right: {
         "first keys are taken with the others": Edit(
-            "attention/tile_scheduler.cuh", "FusedDqTileOrder.at", "rank == 0 ? ahead + behind : ahead", "ahead"
+            "attention/tile_scheduler.cuh", "FusedDqTileOrder.at",
+            "rank == 0 ? last_tile_lead + first_tile_lag : last_tile_lead", "last_tile_lead"
         ),
         "dQ of the first places is rounded at the end": Edit(
             "attention/tile_scheduler.cuh", "query_tile_reversed",

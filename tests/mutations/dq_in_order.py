@@ -12,10 +12,10 @@ WRITER, PRODUCER, SUMS = "sm90/dq_writer.cuh", "sm90/q_producer.cuh", "planning/
 FAULTS = {
     sums_of_dq_are_in_order: {
         "a tile adds before its turn": Edit(
-            WRITER, "awaits_turn", "if (num_before > 0) tile::wait_at_least(num_done, num_before);", ""
+            WRITER, "wait_for_key_tiles", "if (num_before > 0) tile::wait_at_least(num_done, num_before);", ""
         ),
-        "the first tile adds too": Edit(WRITER, "awaits_turn", "return num_before == 0;", "return false;"),
-        "every tile stores": Edit(WRITER, "awaits_turn", "return num_before == 0;", "return true;"),
+        "the first tile adds too": Edit(WRITER, "wait_for_key_tiles", "return num_before == 0;", "return false;"),
+        "every tile stores": Edit(WRITER, "wait_for_key_tiles", "return num_before == 0;", "return true;"),
         "a step is signalled before its additions are complete": Edit(
             WRITER, "signal_addition", "tile::wait_bulk_copies();", ""
         ),

@@ -90,7 +90,7 @@ FAULTS = {
     },
     simt_is_right: {
         "neighbouring keys change places": Edit(
-            "attention/dropout.cuh", "WeightDraw.keeps", "place.key % 2 * 8", "(1 - place.key % 2) * 8"
+            "attention/dropout.cuh", "WeightDraw.keeps", "position.key % 2 * 8", "(1 - position.key % 2) * 8"
         ),
         "numbers drawn last are another head's": Edit(
             "attention/dropout.cuh", "head_number", "batch_head.batch_index", "0 * batch_head.batch_index"
@@ -137,8 +137,8 @@ FAULTS = {
     },
     hopper_gradients_are_right: {
         "where a plain step stands is not told": Edit(
-            "sm90/q_tiles.cuh", None, "constexpr bool kTellsPlaces = kHasScore || config::kHasDropout;",
-            "constexpr bool kTellsPlaces = false;",
+            "sm90/q_tiles.cuh", None, "constexpr bool kMessagesHaveBlocks = kHasScore || config::kHasDropout;",
+            "constexpr bool kMessagesHaveBlocks = false;",
         ),
         "neighbours keep what they drew": Edit(
             "attention/dropout.cuh", "kept_fragments", "__shfl_xor_sync(0xffffffffu, drawn, 4)", "drawn"
@@ -154,7 +154,7 @@ FAULTS = {
             "attention/dropout.cuh", "kept_fragments", "if ((first_row | first_column) % 16 != 0)", "if (false)",
         ),
         "the next step has this one's weights": Edit(
-            "sm90/backward.cu", "consume", "draw_step(kept, next_place, dropout, params.shape);", ";"
+            "sm90/backward.cu", "consume", "draw_step(kept, next_positions, dropout, params.shape);", ";"
         ),
         "dP of a dropped weight is kept": Edit(
             "sm90/backward_changed_scores.cuh", "make_changed_operands",

@@ -61,7 +61,7 @@ FAULTS = {
             "sm90/kv_pipeline.cuh", "init_barriers", "kStagesArray + config::kIsQuantized)", "kStagesArray)"
         ),
         "scales are stored in a slot that is not empty": Edit(
-            PIPELINE, "write_scales", "wait_slot(k, phase_of(num_k_blocks));", ""
+            PIPELINE, "write_scales", "wait_slot_empty(k, phase_of(num_k_blocks));", ""
         ),
         "Q is left before the scores are made": Edit(
             FORWARD, "consume_tiles",

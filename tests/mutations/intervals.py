@@ -121,9 +121,9 @@ FAULTS = {
             KERNEL, "column_length", "num_queries_of(first, last)", "num_queries_of(first, first)"
         ),
         "blocks that are begun do not count": Edit(
-            KERNEL, "blocks_of", "(length - 1) / block + 1", "length / block"
+            KERNEL, "num_blocks_of", "(length - 1) / block + 1", "length / block"
         ),
-        "long blocks are told apart": Edit(KERNEL, "blocks_of", "0, kMaxLength", "0, 1 << 20"),
+        "long blocks are told apart": Edit(KERNEL, "num_blocks_of", "0, kMaxLength", "0, 1 << 20"),
         "the shortest come first": Edit(ORDERS, "put_in_order", "other_length > length", "other_length < length"),
         "of equally long ones the first comes first": Edit(
             ORDERS, "put_in_order", "&& other > number", "&& other < number"

@@ -61,14 +61,14 @@ FAULTS = {
         ),
         "keys past the end count": Edit(
             "lists/classify.cu", "kind_by_elements",
-            "minimum(params.block_kv - first, params.seqlen_kv - key)", "params.block_kv - first",
+            "min(params.block_kv - first, params.seqlen_kv - key)", "params.block_kv - first",
         ),
         "a block that is cut off is never full": Edit(
             "lists/classify.cu", "kind_by_elements", "is_full &= allowed == exists;", "is_full &= allowed == 0xff;"
         ),
         "a block that only queries in its middle see is absent": Edit(
             "lists/classify.cu", "kind_of_whole_block",
-            "has_some |= maximum(lo, key) < minimum(hi, last_key);", "",
+            "has_some |= max(lo, key) < min(hi, last_key);", "",
         ),
         "the last batch axis is the first": Edit(
             "lists/classify.cu", "MaskMatrix", "p.mask_batch_strides[axis]", "p.mask_batch_strides[0]"

@@ -71,7 +71,8 @@ FAULTS = {
             "sm90/page_copies.cuh", "PageCopy.count_faults", "!has_page_", "false"
         ),
         "queries that belong to no sequence turn a warp's maxima": Edit(
-            "sm90/kv_producer.cuh", "load_keys", "config::kIsPaged && ends_before_others(params, tile_info.work)",
+            "sm90/kv_producer.cuh", "load_keys",
+            "config::kIsPaged && ends_before_unused_queries(params, tile_info.work)",
             "false",
         ),
         "a tile has queries that belong to no sequence": Edit(

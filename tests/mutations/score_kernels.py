@@ -38,13 +38,15 @@ FAULTS = {
             "mask_scores(s, params, work, block); if constexpr (kHasScore) score_of_queries(s, score_function, "
             "params.shape.softmax_scale, work, block, kLog2E); else s.scale(softmax_scale_log2);",
         ),
-        "the slope is left out": Edit("attention/score_slopes.cuh", "make_pair", "df * slopes.d0", "df"),
-        "masked elements have a gradient": Edit("attention/score_slopes.cuh", "make_pair", "is_seen && lse_2", "lse_2"),
+        "the slope is left out": Edit("attention/score_slopes.cuh", "score_to_p_and_ds", "df * slopes.d0", "df"),
+        "masked elements have a gradient": Edit(
+            "attention/score_slopes.cuh", "score_to_p_and_ds", "is_seen && lse_2", "lse_2"
+        ),
         "slopes are taken at products that are not scaled": Edit(
-            "attention/score_slopes.cuh", "make_pair", "const T scaled = s * scale;", "const T scaled = s;"
+            "attention/score_slopes.cuh", "score_to_p_and_ds", "const T scaled = s * scale;", "const T scaled = s;"
         ),
         "gradients of heads are added twice": Edit(
-            "attention/score_slopes.cuh", "score_pairs",
+            "attention/score_slopes.cuh", "scores_to_p_and_ds",
             "if (adds) score.flush(of_tile, tile_sums);",
             "if (adds) score.flush(of_tile, tile_sums); if (adds) score.flush(of_tile, tile_sums);",
         ),
@@ -53,14 +55,14 @@ FAULTS = {
             "tile/global_sum.cuh", "RunningSum.add", "if (address != nullptr) tile::add(address, sum);", ""
         ),
         "the last running sum is lost": Edit(
-            "attention/score_slopes.cuh", "score_pairs", "if (adds) score.flush(score_sums);", ""
+            "attention/score_slopes.cuh", "scores_to_p_and_ds", "if (adds) score.flush(score_sums);", ""
         ),
         "a warp's sums go to its first lane's element": Edit(
             "tile/global_sum.cuh", "RunningSum.flush", "__all_sync(0xffffffffu, own == first)",
             "__any_sync(0xffffffffu, own == first)",
         ),
         "S^T is taken for S": Edit(
-            "attention/score_slopes.cuh", "score_pairs_of_keys",
+            "attention/score_slopes.cuh", "scores_to_p_and_ds_of_keys",
             "{work.first, work.last}, {block.start, block.stop}",
             "{block.start, block.stop}, {work.first, work.last}",
         ),
@@ -122,7 +124,7 @@ FAULTS = {
             "{0, state.work.last}, is_masked",
         ),
         "hidden elements are taken for seen ones": Edit(
-            "attention/fragment_slopes.cuh", "score_pairs_of_rows",
+            "attention/fragment_slopes.cuh", "scores_to_p_and_ds_of_rows",
             "!is_masked || !is_masked_score(s.at(i, j))",
             "true",
         ),
@@ -144,7 +146,7 @@ FAULTS = {
     },
     nothing_past_the_end_matters: {
         "queries past the end have a P": Edit(
-            "attention/score_slopes.cuh", "make_pair",
+            "attention/score_slopes.cuh", "score_to_p_and_ds",
             "is_seen && lse_2 != -ptx::negative_infinity<T>()",
             "is_seen",
         ),
@@ -154,17 +156,17 @@ FAULTS = {
             "sm90/forward.cu", "score_step", "if constexpr (kHasScore)", "if constexpr (false)"
         ),
         "scores have the function of a later tile": Edit(
-            "sm90/forward.cu", "find_scores_of_tile",
+            "sm90/forward.cu", "prepare_tile_score",
             "shared().tile_infos[tile_info_index(num_tiles_done)]",
             "shared().tile_infos[tile_info_index(num_tiles_done + 1)]",
         ),
     },
     hopper_gradients_are_exact: {
         "a step has the keys of the first tile": Edit(
-            "sm90/changed_weights.cuh", "place_of_step", "{work.first, work.last}", "{0, work.last}"
+            "sm90/changed_weights.cuh", "positions_of_step", "{work.first, work.last}", "{0, work.last}"
         ),
         "a step has the queries of the first one": Edit(
-            "sm90/changed_weights.cuh", "place_of_step", "{message.block.start, message.block.stop}",
+            "sm90/changed_weights.cuh", "positions_of_step", "{message.block.start, message.block.stop}",
             "{0, message.block.stop}",
         ),
         "a slope that is constant is left out": Edit(

@@ -17,7 +17,7 @@ FAULTS = {
             SCORE, "apply_to_each", "T(Tile::column(j))", "T(j)"
         ),
         "the softmax scale is not among the factors": Edit(
-            SCORE, "find", "work.batch_head.head, softmax_scale)", "work.batch_head.head)"
+            SCORE, "prepare", "work.batch_head.head, softmax_scale)", "work.batch_head.head)"
         ),
         "products are scaled before too": Edit(
             SCORE, "apply_to_each", "Score::kTakesProducts ? s.at(i, j) :", "false ? s.at(i, j) :"

@@ -179,7 +179,7 @@ FAULTS = {
         "sums are replaced before all warps have read": Edit(
             CHOOSE, "BlockOfRow", "T(0)); __syncthreads();", "T(0));"
         ),
-        "places lie over sums": Edit(WIDE, "lists_choose_wide", "room + BlockOfRow::kBytes", "room"),
+        "places lie over sums": Edit(WIDE, "lists_choose_wide", "storage + BlockOfRow::kBytes", "storage"),
         "bits of neighbours are swapped": Edit(
             CHOOSE, "choose_of_row", "word * 32 + ptx::lane()", "word * 32 + (ptx::lane() ^ 1)"
         ),

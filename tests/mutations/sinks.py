@@ -120,7 +120,7 @@ FAULTS = {
         "bfloat16 is written as halves": Edit(
             "attention/sink.cuh", "sum_sink_gradient",
             "matrix<ptx::BFloat16>(sink.dsink, first, first.head, 1, 1).at(0, 0) = "
-            "ptx::bfloat16_by_integers(static_cast<float>(-room[0]));",
+            "ptx::bfloat16_by_integers(static_cast<float>(-partial_sums[0]));",
             "write(ptx::Half());",
         ),
         "heads that share a sink are not summed": Edit(

@@ -37,7 +37,7 @@ FAULTS = {
             "work.first, max(end_of_keys(params, work),",
         ),
         "every step is whole": Edit(
-            "sm90/q_producer.cuh", "produce", "smem.kv_phases | (is_full_block ?", "smem.kv_phases | (true ?"
+            "sm90/q_producer.cuh", "load_tile", "smem.kv_phases | (is_full_block ?", "smem.kv_phases | (true ?"
         ),
         "a step's keys are all seen": Edit(
             "sm90/q_copy_warps.cuh", "bit_range",
@@ -71,7 +71,7 @@ FAULTS = {
             "sm90/q_producer.cuh", "find_visit_range", "row < last && (end", "row < last - 1 && (end"
         ),
         "a head's work is read before it is written": Edit(
-            "sm90/q_producer.cuh", "produce", "__syncwarp(); HeadWork& head_work", "HeadWork& head_work"
+            "sm90/q_producer.cuh", "load_tile", "__syncwarp(); HeadWork& head_work", "HeadWork& head_work"
         ),
         "K comes while the last one is read": Edit(
             "sm90/q_copy_warps.cuh", "prepare_steps", "tile::wait_empty(smem.k, k_phase(message.flags));", ""
@@ -138,10 +138,10 @@ FAULTS = {
             "lse.at(work.first + row, 0)",
         ),
         "what is known is the first tile's": Edit(
-            "sm90/q_producer.cuh", "produce", "head_work.stats[number]", "head_work.stats[0]"
+            "sm90/q_producer.cuh", "load_tile", "head_work.stats[number]", "head_work.stats[0]"
         ),
         "what is known is not waited for": Edit(
-            "sm90/q_producer.cuh", "produce",
+            "sm90/q_producer.cuh", "load_tile",
             "flags & StepMessage::kThreadsCopyQ, sizeof stats",
             "flags & StepMessage::kThreadsCopyQ",
         ),
@@ -191,12 +191,12 @@ FAULTS = {
             "",
         ),
         "a head takes the place of one that helpers work on": Edit(
-            "sm90/q_producer.cuh", "produce",
+            "sm90/q_producer.cuh", "load_tile",
             "has_sent_step ? (work_slot + 1) % kNumHeadWorks",
             "has_sent_step ? (work_slot + 1) % 2",
         ),
         "a head's queries have the mask of the one before": Edit(
-            "sm90/q_producer.cuh", "produce", "message.work = work_slot;", "message.work = 0;"
+            "sm90/q_producer.cuh", "load_tile", "message.work = work_slot;", "message.work = 0;"
         ),
         "both warpgroups make one part of dQ": Edit(
             "sm90/backward_epilogue.cuh", "start_dq", "kRowParts == 1 ? part * KOfWarpgroup::kBytes : 0", "0"
@@ -258,12 +258,12 @@ FAULTS = {
         ),
         "keys are never left": Edit("sm90/backward.cu", "consume", "if (starts_next_tile(flags)) release_kv();", ""),
         "K of every tile has one phase": Edit(
-            "sm90/q_producer.cuh", "produce",
+            "sm90/q_producer.cuh", "load_tile",
             "smem.kv_phases ^= StepMessage::kPhaseOfK | (",
             "smem.kv_phases ^= 0 | (",
         ),
         "V of every tile has one phase": Edit(
-            "sm90/q_producer.cuh", "produce", "(has_k ? 0 : StepMessage::kPhaseOfV)", "0"
+            "sm90/q_producer.cuh", "load_tile", "(has_k ? 0 : StepMessage::kPhaseOfV)", "0"
         ),
         "a tile that nobody works on takes a place": Edit(
             "sm90/q_producer.cuh", "produce", "has_sent_step = false; }", "}"
@@ -274,7 +274,7 @@ FAULTS = {
             "if (false) work_slot = (work_slot + 1)",
         ),
         "dK of keys that no query sees is what stands there": Edit(
-            "sm90/q_producer.cuh", "produce",
+            "sm90/q_producer.cuh", "load_tile",
             "write_empty_rows(params, params.dk, smem.works[work_slot].tile, shape.head_dim);",
             "",
         ),
@@ -284,15 +284,15 @@ FAULTS = {
         "dK is not scaled": Edit(
             "sm90/backward_epilogue.cuh", "write_gradients", "dk.scale(params.shape.softmax_scale);", ""
         ),
-        "one head gives dK and dV": Edit("sm90/q_producer.cuh", "produce", "head < shape.group_size", "head < 1"),
+        "one head gives dK and dV": Edit("sm90/q_producer.cuh", "load_tile", "head < shape.group_size", "head < 1"),
         "sums of dQ go to the first tile": Edit(
-            "sm90/q_producer.cuh", "produce", "head_work.dq_sum + number * params", "head_work.dq_sum + 0 * params"
+            "sm90/q_producer.cuh", "load_tile", "head_work.dq_sum + number * params", "head_work.dq_sum + 0 * params"
         ),
         "dQ is not scaled": Edit("sm90/convert_dq.cu", "sm90_convert_dq", "dq.scale(shape.softmax_scale);", ""),
     },
     wide_gradients_are_right: {
         "dO is brought while the last one is read": Edit(
-            "sm90/q_producer.cuh", "produce",
+            "sm90/q_producer.cuh", "load_tile",
             "if constexpr (kReleasesDo) tile::wait_empty(d_o, do_phase(state));",
             "",
         ),
@@ -385,7 +385,7 @@ FAULTS = {
             "tile::store_full_rows(rows, dq, first, 1.0f)",
         ),
         "steps that finish are walked as others": Edit(
-            "sm90/q_producer.cuh", "produce", "(head_work.dq.finishes ? StepMessage::kFinalizesDq : 0)", "0"
+            "sm90/q_producer.cuh", "load_tile", "(head_work.dq.finishes ? StepMessage::kFinalizesDq : 0)", "0"
         ),
         "blocks have their first tiles by their own numbers": Edit(
             "sm90/q_producer.cuh", "advance_tile",
@@ -595,8 +595,8 @@ FAULTS = {
             "sm90/dq_writer.cuh", "dq_writer_fused", "ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);", ""
         ),
         "steps that hide nothing are not noted": Edit(
-            "sm90/q_producer.cuh", "produce",
-            "if (kLastArrivalFinishesDq || kTellsPlaces || flags & (", "if (kTellsPlaces || flags & (",
+            "sm90/q_producer.cuh", "load_tile",
+            "if (kLastArrivalFinishesDq || kMessagesHaveBlocks || flags &", "if (kMessagesHaveBlocks || flags &",
         ),
         "whether a step finishes is asked too early": Edit(
             "sm90/backward.cu", "consume",

@@ -171,13 +171,13 @@ FAULTS = {
         "scores are added to those that were": Edit("sm90/forward.cu", "recompute_scores", "s.fill(0);", ""),
         "a masked step is plain": Edit(
             "sm90/forward.cu", "is_plain",
-            "kAsPlain = StepMessage::kSkipMax | StepMessage::kUnmasked;",
-            "kAsPlain = StepMessage::kSkipMax;",
+            "kPlainFlags = StepMessage::kSkipMax | StepMessage::kUnmasked;",
+            "kPlainFlags = StepMessage::kSkipMax;",
         ),
         "a tile's last step is plain": Edit(
             "sm90/forward.cu", "is_plain",
-            "(kAsPlain | StepMessage::kLastForWarpgroup)) == kAsPlain",
-            "kAsPlain) == kAsPlain",
+            "(kPlainFlags | StepMessage::kLastForWarpgroup)) == kPlainFlags",
+            "kPlainFlags) == kPlainFlags",
         ),
         "turned scores are as they are": Edit(
             "sm90/kv_producer.cuh", "step_flags",
@@ -271,8 +271,8 @@ FAULTS = {
         ),
         "a task is left before its results are written": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
-            "wait_slot(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));",
-            "wait_slot(tile_info_slot, tile_info_phase(num_tiles_done));",
+            "wait_slot_empty(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));",
+            "wait_slot_empty(tile_info_slot, tile_info_phase(num_tiles_done));",
         ),
         "a row that ends within a chunk is left to the accelerator": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",

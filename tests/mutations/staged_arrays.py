@@ -46,10 +46,10 @@ FAULTS = {
             "tile::wait_full(array_slot(stage, consumer_number()), phase_of(num_k_blocks));", ";",
         ),
         "a slot is filled again while it is read": Edit(
-            PRODUCER, "load_array", "wait_slot(array_slot(stage, consumer), phase_of(num_blocks));", ""
+            PRODUCER, "load_array", "wait_slot_empty(array_slot(stage, consumer), phase_of(num_blocks));", ""
         ),
         "Q does not wait for the elements of its step": Edit(
-            "sm90/q_producer.cuh", "produce", "? SmemArray::kBytes : 0", "? 0 : 0"
+            "sm90/q_producer.cuh", "load_tile", "? SmemArray::kBytes : 0", "? 0 : 0"
         ),
     },
     layouts_change_no_bit: {
