@@ -776,7 +776,9 @@ def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     summed_axes = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
     # Values that float16 cannot hold become inf or 0, and sums of inf NaN, as in the results that need no sum.
     with np.errstate(all="ignore"):
-        return gradient.sum(axis=(*range(missing), *summed_axes)).reshape(shape).astype(dtype, copy=False)
+        # Without keepdims NumPy's sum over every axis is a number, which reshape leaves one.
+        summed = gradient.sum(axis=(*range(missing), *summed_axes), keepdims=True)
+        return summed.reshape(shape).astype(dtype, copy=False)
 
 
 def _times_power_of_two(array: Array, exponent: int) -> Array:

@@ -104,8 +104,8 @@ FAULTS = {
         ),
         "broadcast gradients are not summed": Edit(
             "plans.py", "_summed_to",
-            "gradient.sum(axis=(*range(missing), *summed_axes))",
-            "gradient.max(axis=(*range(missing), *summed_axes))",
+            "gradient.sum(axis=(*range(missing), *summed_axes), keepdims=True)",
+            "gradient.max(axis=(*range(missing), *summed_axes), keepdims=True)",
         ),
     },
     rows_without_a_score_are_right: {

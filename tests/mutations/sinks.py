@@ -55,6 +55,7 @@ FAULTS = {
             "are_operands_summed = self.kernels is None or self.is_empty or",
             "are_operands_summed = self.is_empty or",
         ),
+        "a gradient without axes is a number": Edit("plans.py", "_summed_to", "keepdims=True", "keepdims=False"),
     },
     bounds_are_sharp: {
         "the sink's weight has no error": Edit(
