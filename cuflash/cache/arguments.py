@@ -9,7 +9,8 @@ import numpy as np
 
 from ..api import plan
 from ..arrays import (
-    DTYPES, Array, ShapeDtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array,
+    DTYPES, Array, ShapeDtype, accumulator_dtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace,
+    no_array,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
@@ -17,6 +18,7 @@ from ..layouts import COPIES, device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
 from ..planning.decoding import PART_STEP
 from ..planning.families.sm80 import MOST_PARTS
+from ..planning.operands import operands_of
 from ..planning.problem import MAX_HEAD_DIM
 from .pages import Growth, Shortage
 
@@ -187,6 +189,24 @@ def overlap_reasons(name: str, array: Array, others: Mapping[str, Array]) -> lis
     ]
 
 
+def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
+    """Why a value is no sink of queries [batch, num_heads, n, head_dim] to a cache whose arrays lie as one does.
+
+    Raises
+    ------
+    TypeError
+        It is no array.
+    """
+    if sink is None:
+        return []
+    reasons: list[str] = []
+    with collecting(reasons):
+        operands_of({"sink": sink}, (int(q.shape[0]), int(q.shape[1])), accumulator_dtype(q.dtype))
+    if not is_array(sink):  # a shape and a dtype alone
+        raise TypeError(no_array("sink", sink))
+    return reasons + place_reasons("sink", sink, like)
+
+
 def option_reasons(like: ShapeDtype, scale: Any, kernel: Any, executor: Any, precision: Any) -> list[str]:
     """Why options of attention are refused whatever the rows are, for rows like some."""
     reasons: list[str] = []
@@ -235,10 +255,10 @@ def shortage_reason(name: str, shortage: Shortage, num_pages: int) -> str:
     )
 
 
-def not_served(q: Array, kernel: Any) -> str:
+def not_served(q: Array, kernel: Any, sink: Array | None) -> str:
     """The reason against a call that no kernel serves on a cache that is counted on the device."""
     return (
         "q must be what the cache's kernels serve in a cache that is counted on the device: float16 or bfloat16, "
-        f"head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90'; got {q.shape} of {q.dtype}, "
-        f"kernel {describe(kernel)}"
+        f"head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90', no sink or one of one axis; got "
+        f"{q.shape} of {q.dtype}, kernel {describe(kernel)}, sink {describe(sink)}"
     )

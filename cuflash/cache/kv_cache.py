@@ -22,7 +22,7 @@ from ..scores import Score
 from .arguments import (
     PAGE_SIZE, capacity_reason, checked_window, dtype_of, listed_ints, not_served, numbers, option_reasons,
     out_reasons, overlap_reasons, page_reasons, part_reasons, row_reasons, second_rounding_reasons, sequence_reasons,
-    shortage_reason, size_reasons,
+    shortage_reason, sink_reasons, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
@@ -751,7 +751,8 @@ class KVCache:
             query and key, so that row t of q has i = lengths[b] - n + t. A bias broadcasts against
             (batch, num_heads, capacity, capacity), and is read at these positions. Arrays lie where the cache is.
         sink, kernel, executor : optional
-            As in `cuflash.attention`.
+            As in `cuflash.attention`. A sink with numbers of its own for each sequence, (batch, num_heads), takes one
+            call for each sequence.
         precision : str
             As in `cuflash.attention`. With "fp8", q and the rows of each sequence are rounded to 8 bits at each call,
             which costs a pass over all rows. A cache of float8_e4m3fn refuses it, since its rows are rounded already.
@@ -797,19 +798,18 @@ class KVCache:
             self._put().decode(found, q, o, lse, news, sink, scored)
             return (o, lse) if return_lse else o
         xp, limits = namespace(self._k), None
-        q = as_arrays({"q": q})["q"]
+        q, sink = as_arrays({"q": q, "sink": sink}).values()
         with collecting(reasons):
             limits = checked_window(window)
         reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
         reasons += second_rounding_reasons(self._arrays.is_quantized, precision)
-        reasons = self._query_reasons(q, counts, out, scored, reasons)
+        reasons = self._query_reasons(q, counts, out, sink, scored, reasons)
         if reasons:
             like = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0])
             raise UnsupportedProblem(reasons + option_reasons(like, scale, kernel, executor, precision))
         news = self._counted(counts, int(q.shape[2]))
         o = xp.empty((*q.shape[:3], self._v.shape[3]), q.dtype) if out is None else out
         lse = xp.empty(q.shape[:3], accumulator_dtype(q.dtype))
-        sink = as_arrays({"sink": sink})["sink"]
         left, right = limits or (None, None)
         kind = None if scored is None else ScoreKind.of_score(scored)
         options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision, self._part_keys, kind)
@@ -819,21 +819,21 @@ class KVCache:
         if plan is not None:
             self._decode(plan, arrays, None if counts is None else news, out, asked, scored)
         elif self._is_counted_on_device:
-            raise UnsupportedProblem([not_served(q, kernel)])
+            raise UnsupportedProblem([not_served(q, kernel, sink)])
         else:
             own_rows = [OwnRows(*each) for each in zip(self._pages.tables, self._lengths, news)]
             attend_one_by_one(self._arrays, own_rows, arrays, limits, causal, options, scored, self._capacity)
         return (o, lse) if return_lse else o
 
     def _query_reasons(
-        self, q: Array, counts: Any, out: Any, score: Score | None, others: list[str]
+        self, q: Array, counts: Any, out: Any, sink: Any, score: Score | None, others: list[str]
     ) -> list[str]:
-        """Why a call of `attention` is refused, with other reasons, without which results and the score are checked.
+        """Why a call of `attention` is refused, with other reasons, without which results, sink and score are checked.
 
         Raises
         ------
         TypeError
-            q is no array.
+            q or the sink is no array.
         """
         wanted = {"q": (len(self._lengths), "num_heads", "n", self._k.shape[3])}
         reasons = row_reasons({"q": q}, self._k, wanted, self._row_dtypes) + others
@@ -842,6 +842,7 @@ class KVCache:
             reasons += out_reasons(out, (*q.shape[:3], self._v.shape[3]), q, own)
             if q.shape[2] > self._capacity:
                 reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
+            reasons += sink_reasons(sink, q, self._k)
             if score is not None:
                 reasons += fit_reasons(score, q, self._k, self._v, self._capacity)
         return reasons + self._count_reasons(counts, q)

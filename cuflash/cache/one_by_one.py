@@ -74,7 +74,9 @@ def attend_one_by_one(
     xp, placed = namespace(q), None if score is None else in_cache(score, len(sequences), capacity)
     is_by_query = options.part_keys is not None and q.shape[2] * (q.shape[1] // rows.k.shape[1]) <= MOST_ROWS
     for sequence, own in enumerate(sequences):
-        results = []
+        results, own_sink = [], sink
+        if sink is not None and sink.ndim == 2:
+            own_sink = sink[sequence if sink.shape[0] > 1 else 0]
         for part in _parts(own, window, causal, is_by_query):
             given = part.options
             if score is not None and placed is not None:
@@ -84,12 +86,12 @@ def attend_one_by_one(
                 given = given | {"score": placed.with_arrays({**held, "place": place})}
             k, v = rows.gather(own.table, part.first, part.stop, q.dtype)
             made: tuple[Array, Array] = attention(
-                xp.ascontiguousarray(q[sequence, :, part.queries], k.dtype), k, v, return_lse=True, sink=sink,
+                xp.ascontiguousarray(q[sequence, :, part.queries], k.dtype), k, v, return_lse=True, sink=own_sink,
                 scale=options.scale, kernel=options.kernel, executor=options.executor, precision=options.precision,
                 **given,
             )  # fmt: skip
             results.append((part.queries, *made))
-        o[sequence], lse[sequence] = 0, -np.inf if sink is None else sink[..., None]
+        o[sequence], lse[sequence] = 0, -np.inf if own_sink is None else own_sink[..., None]
         for queries, own_o, own_lse in results:
             o[sequence, :, queries], lse[sequence, :, queries] = own_o, own_lse
 
@@ -97,11 +99,11 @@ def attend_one_by_one(
 def _parts(
     own: OwnRows, window: tuple[int | None, int | None] | None, causal: bool, is_by_query: bool
 ) -> Iterator[_Part]:
-    """The calls of a sequence; queries before its first position are in none."""
+    """The calls of a sequence, one at least, which checks options; queries before its first position are in none."""
     length, new = own.length, own.new
     left, right = window or (None, None)
     right = 0 if causal else right
-    if is_by_query:  # a query sees one run of keys
+    if is_by_query and min(length, new):  # a query sees one run of keys
         for query in range(max(0, new - length), new):
             position = length - new + query
             first = 0 if left is None else max(0, position - left)

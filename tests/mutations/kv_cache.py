@@ -22,7 +22,8 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def operations_are_right(library: ModuleType) -> None:
-    """Random operations hold what arrays hold, and a window of a long sequence reads its last pages."""
+    """Random operations hold what arrays hold, a window of a long sequence reads its last pages, and rows before the
+    first position attend nothing."""
     pages = {"page_size": 16, "num_pages": 4}
     cache = library.KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, **pages)
     rows = np.random.default_rng(0).standard_normal((1, 1, 50, 4)).astype(np.float32)
@@ -30,6 +31,8 @@ def operations_are_right(library: ModuleType) -> None:
     last = rows[:, :, -4:]
     found = cache.attention(rows[:, :, -1:], window=(3, 0))
     assert_within_bounds(Example(q=rows[:, :, -1:], k=last, v=last), o=found)
+    cache.truncate([1])
+    assert not cache.attention(last, causal=False)[:, :, :3].any()  # rows at positions below 0
     for kind in KINDS:
         walk(library, kind, seed=1, steps=40)
         walk(library, kind, seed=2, steps=40)
@@ -153,6 +156,7 @@ def forked_without_room(library: ModuleType) -> None:
 
 FILE, PAGES, ROWS = "cache/kv_cache.py", "cache/pages.py", "cache/paged_rows.py"
 GIVEN, ONE = "cache/given_pages.py", "cache/one_by_one.py"
+ODD_SINK = np.zeros((3, 1), np.float32)
 FAULTS = {
     operations_are_right: {
         "rows are written one early": Edit(
@@ -186,7 +190,10 @@ FAULTS = {
         ),
         "rows that are not counted keep what they had": Edit(
             ONE, "attend_one_by_one",
-            "o[sequence], lse[sequence] = 0, -np.inf if sink is None else sink[..., None]", "pass",
+            "o[sequence], lse[sequence] = 0, -np.inf if own_sink is None else own_sink[..., None]", "pass",
+        ),
+        "all sequences have the first one's sink": Edit(
+            ONE, "attend_one_by_one", "sink[sequence if sink.shape[0] > 1 else 0]", "sink[0]"
         ),
         "a window is not handed on": Edit(
             ONE, "_parts", "None if window is None else SlidingWindow",
@@ -227,6 +234,14 @@ FAULTS = {
         "a cache over pages takes those of others": Edit(
             FILE, "KVCache.over", "tables, owns_rest=False", "tables"
         ),
+    },
+    refuses(lambda library: a_cache(library, part_keys=64).attention(K, kernel="other"), "kernel must be 'auto'"): {
+        "options are not looked at where there are no keys": Edit(
+            ONE, "_parts", "is_by_query and min(length, new)", "is_by_query"
+        ),
+    },
+    refuses(lambda library: filled(library).attention(K, sink=ODD_SINK), "(*batch, num_heads) = (2, 1)"): {
+        "sinks are taken as they are": Edit(FILE, "KVCache._query_reasons", "sink_reasons(sink, q, self._k)", "[]"),
     },
     pages_are_used_sparingly: {
         "resetting keeps pages": Edit(FILE, "KVCache.reset", "self._pages.shrink(row, 0)", "pass"),

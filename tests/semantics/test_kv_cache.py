@@ -417,6 +417,27 @@ def test_what_does_not_fit_is_refused_with_a_reason(name: str) -> None:
     assert words in refused(call)
 
 
+@pytest.mark.parametrize("parts", [{}, {"part_keys": 64}], ids=["whole", "in parts"])
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [0, 2, 0], [2, 0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sink": np.zeros(3, np.float32)}, {"sink": np.zeros((2, 4), np.float32)}, {"sink": np.zeros(4, int)},
+        {"sink": 0.5}, {"sink": np.zeros((3, 4, 1), np.float32)}, {"scale": "x"}, {"scale": np.nan},
+        {"kernel": "other"}, {"executor": "other"}, {"precision": "other"}, {"executor": "gpu"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_are_refused_before_anything_is_written(options, lengths, parts) -> None:
+    """Whatever the lengths are: a sequence without keys is no reason to look at nothing."""
+    cache, q = KVCache(**SMALL | parts), normal(3, 2 * HEADS, 1, 8)
+    cache.append(*normal(2, 3, HEADS, 2, 8), counts=lengths)
+    out = np.full(q.shape, 7, np.float32)
+    with pytest.raises((UnsupportedProblem, TypeError), match=next(iter(options))):
+        cache.attention(q, out=out, **options)
+    assert (out == 7).all()
+
+
 GOOD = {
     "KVCache": (lambda **given: KVCache(**given), SMALL | {"value_dim": 8, "xp": np} | PAGES),
     "append": (lambda **given: a_cache(**PAGES).append(**given), {"k": K, "v": K, "counts": [1, 2, 0]}),

@@ -18,7 +18,10 @@ from cuflash.planning.decoding import MOST_ROWS
 from cuflash.testing import Example, assert_within_bounds
 
 BATCH, HEADS, DIM, VALUE_DIM, CAPACITY, PAGE, NUM_PAGES = 3, 2, 4, 3, 70, 16, 9
-KINDS = ("contiguous", "pages", "over contiguous pages", "over strided pages", "8 bits", "8 bits in pages")
+KINDS = ("contiguous", "pages", "over contiguous pages", "over strided pages", "8 bits", "8 bits in pages", "in parts")
+
+# Shapes of sinks, on the host; kernels of caches do not serve the last two, which differ between sequences.
+SINKS = (None, (2 * HEADS,), (1,), (BATCH, 2 * HEADS), (BATCH, 1))
 
 
 def rounded_to_8_bits(rows: Any) -> Any:
@@ -53,6 +56,7 @@ class CheckedCache:
                     array[...] = 0x7F if array.dtype == np.uint8 else np.nan
 
     def _made(self, batch: int, pages: dict[str, int], capacity: int = CAPACITY) -> Any:
+        pages = pages | ({"part_keys": 64} if self.kind == "in parts" else {})
         return self.library.KVCache(
             batch=batch, num_kv_heads=HEADS, head_dim=self.dim, value_dim=self.value_dim, capacity=capacity,
             dtype=ml_dtypes.float8_e4m3fn if self.has_8_bits else self.dtype, xp=self.xp, **pages,
@@ -91,7 +95,7 @@ class CheckedCache:
             call()
         except self.library.UnsupportedProblem as error:
             # Pages that sequences share leave more of them free than are counted here.
-            assert is_long or self.kind not in ("contiguous", "8 bits") and sum(held) > NUM_PAGES, error
+            assert is_long or self.kind not in ("contiguous", "8 bits", "in parts") and sum(held) > NUM_PAGES, error
             assert "sequence" in str(error) and "must fit the" in str(error)
             return False
         assert not is_long
@@ -144,30 +148,40 @@ class CheckedCache:
         self.keys[target], self.values[target] = self.keys[source], self.values[source]
         self.held[target] = -(-self.lengths()[source] // PAGE)
 
-    def attend(self, num_rows: int, counts: list[int] | None, causal: bool, window: Any) -> None:
+    def attend(
+        self, num_rows: int, counts: list[int] | None, causal: bool, window: Any, sink_shape: tuple[int, ...] | None
+    ) -> None:
         q = self._normal(BATCH, 2 * HEADS, num_rows, self.dim)
         out = self.xp.full((BATCH, 2 * HEADS, num_rows, self.value_dim), np.nan, self.dtype)
-        o, lse = self.cache.attention(q, counts=counts, causal=causal, window=window, out=out, return_lse=True)
+        sink = None if sink_shape is None else self._normal(*sink_shape).astype(np.float32)
+        o, lse = self.cache.attention(
+            q, counts=counts, causal=causal, window=window, sink=sink, out=out, return_lse=True
+        )
         assert o is out and lse.shape == o.shape[:-1]
+        sinks = None if sink is None else np.broadcast_to(self._on_host(sink), (BATCH, 2 * HEADS))
         q, o, lse = map(self._on_host, (q, o, lse))
         bounded = self.rng.integers(BATCH)
         for b, new in enumerate([num_rows] * BATCH if counts is None else counts):
             given = q[b] if 2 * num_rows > MOST_ROWS else q[b, :, :new]  # more rows have kernels of their own
-            one, other = (x[:, :new] for x in self._alone(given, b, [new], causal, window))
+            own = None if sinks is None else np.ascontiguousarray(sinks[b])
+            one, other = (x[:, :new] for x in self._alone(given, b, [new], causal, window, own))
             if b == bounded:  # which takes longest
-                self._assert_within_bounds(q[b, :, :new], b, causal, window, one, other)
+                self._assert_within_bounds(q[b, :, :new], b, causal, window, own, one, other)
             assert np.array_equal(o[b, :, :new], one) and np.array_equal(lse[b, :, :new], other)
-            assert not o[b, :, new:].any() and np.isneginf(lse[b, :, new:]).all()
+            of_no_row = np.full(2 * HEADS, -np.inf, np.float32) if own is None else own
+            assert not o[b, :, new:].any() and (lse[b, :, new:] == of_no_row[:, None]).all()
 
-    def _alone(self, q: Any, b: int, counts: list[int], causal: bool, window: Any) -> Any:
+    def _alone(self, q: Any, b: int, counts: list[int], causal: bool, window: Any, sink: Any) -> Any:
         """Attention of a sequence by a cache without pages that holds nothing else."""
         alone = self._made(1, {}, self.cache.capacity)
         alone.append(*(self.xp.asarray(rows[b][None]) for rows in (self.keys, self.values)))
-        q = self.xp.asarray(q[None])
-        o, lse = alone.attention(q, counts=counts, causal=causal, window=window, return_lse=True)
+        q, sink = self.xp.asarray(q[None]), None if sink is None else self.xp.asarray(sink)
+        o, lse = alone.attention(q, counts=counts, causal=causal, window=window, sink=sink, return_lse=True)
         return self._on_host(o)[0], self._on_host(lse)[0]
 
-    def _assert_within_bounds(self, q: Any, b: int, causal: bool, window: Any, o: Any, lse: Any) -> None:
+    def _assert_within_bounds(
+        self, q: Any, b: int, causal: bool, window: Any, sink: Any, o: Any, lse: Any
+    ) -> None:
         keys, values = self.keys[b], self.values[b]
         positions = keys.shape[1] - q.shape[1] + np.arange(q.shape[1])[:, None]
         at, (left, right) = np.arange(keys.shape[1]) - positions, window or (None, None)
@@ -176,7 +190,7 @@ class CheckedCache:
         allowed &= (at >= -(most if left is None else left)) & (at <= (most if right is None else right))
         rounded = {} if self.is_on_host else {"product_dtype": ml_dtypes.bfloat16 if self.has_8_bits else self.dtype}
         keys, values = keys.astype(self.dtype), values.astype(self.dtype)  # exact: few bits of numbers around 1
-        assert_within_bounds(Example(q=q, k=keys, v=values, mask=allowed, **rounded), o=o, lse=lse)
+        assert_within_bounds(Example(q=q, k=keys, v=values, mask=allowed, sink=sink, **rounded), o=o, lse=lse)
 
     def assert_holds(self) -> None:
         """Assert that the rows found through the table are those that the arrays hold."""
@@ -215,7 +229,8 @@ def walk(library: Any, kind: str, seed: int, steps: int, xp: Any = np, most_rows
             checked.append(num_rows, counted(num_rows), bool(rng.random() < 0.5))
         elif name == "attend":
             window = (side(), side()) if rng.random() < 0.5 else None
-            checked.attend(num_rows, counted(num_rows), bool(rng.random() < 0.7), window)
+            sink = SINKS[rng.integers(0, len(SINKS))] if xp is np else None
+            checked.attend(num_rows, counted(num_rows), bool(rng.random() < 0.7), window, sink)
         elif name == "reserve":
             checked.reserve(rng.integers(0, 75, BATCH).tolist())
         elif name == "truncate":
@@ -269,9 +284,12 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, source: int, step: int) -> None:
         self.checked.fork(source, (source + step) % BATCH)
 
-    @rule(rows=counts_of(20), causal=st.booleans(), window=st.none() | st.tuples(SIDES, SIDES))
-    def attend(self, rows: tuple[int, list[int] | None], causal: bool, window: Any) -> None:
-        self.checked.attend(*rows, causal, window)
+    @rule(
+        rows=counts_of(20), causal=st.booleans(), window=st.none() | st.tuples(SIDES, SIDES),
+        sink_shape=st.sampled_from(SINKS),
+    )  # fmt: skip
+    def attend(self, rows: tuple[int, list[int] | None], causal: bool, window: Any, sink_shape: Any) -> None:
+        self.checked.attend(*rows, causal, window, sink_shape)
 
     @invariant()
     def holds_what_was_put_there(self) -> None:
