@@ -176,7 +176,7 @@ def attention_vjp(
 
     dropped = _times(probability, weight_factors)
     o = dropped @ values
-    d = np.sum(do * o, axis=-1, keepdims=True)
+    d = np.where(allowed.any(axis=-1, keepdims=True), np.sum(do * o, axis=-1, keepdims=True), 0)
     if dlse is not None:
         d = d - np.where(np.isneginf(lse[..., None]), 0, widened(dlse).reshape(d.shape))
     dp = _times(do @ np.swapaxes(values, -1, -2), weight_factors)

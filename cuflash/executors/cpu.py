@@ -286,8 +286,13 @@ class _HostCall:
     def sink_gradient(self) -> Array:
         """dsink [*batch, heads]: minus the sum over queries of the sink's weight times delta."""
         sink = self.arrays["sink"].astype(self.wide)[..., None]
+        lse, delta = self.arrays["lse"], self.arrays["delta"]
+        if np.isnan(delta).any():
+            # In a row without a key o is 0 and lse is the sink: what do holds counts for nothing, and dlse alone does.
+            is_alone = np.isnan(delta) & (lse == sink) & ~self.arrays["o"].any(axis=-1)
+            delta = np.where(is_alone, -self.arrays["dlse"] if "dlse" in self.arrays else 0, delta)
         with np.errstate(all="ignore"):
-            terms = np.exp(sink - self.arrays["lse"]) * self.arrays["delta"]
+            terms = np.exp(sink - lse) * delta
             return -np.where(sink == -np.inf, self.wide(0), terms).sum(axis=-1)
 
     def backward_columns(self, tiles: list[_Tile], scratch: Array) -> None:

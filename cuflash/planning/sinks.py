@@ -40,23 +40,23 @@ def sink_backward(
     like : KernelSpec, optional
         One of the family, if it has a kernel of its own; else delta is a vector, which the simt family's kernel reads.
     reads : tuple of str
-        Arrays that delta comes from.
+        Arrays that delta comes from; o and dlse of rows without a key are read besides.
     """
     if "sink" not in problem.wrt:
         return made
-    gradient = gradient_spec(problem.accumulator, like)
+    gradient = gradient_spec(problem.dtype, like)
     launch = Launch(
         spec=gradient, tiles=problem.num_heads, shared_bytes=gradient.num_threads * problem.accumulator.itemsize,
-        reads=("sink", "lse", *reads), writes=("dsink",), features=("sink",),
+        reads=("sink", "lse", "o", "dlse", *reads), writes=("dsink",), features=("sink",),
     )  # fmt: skip
     launches: Mapping[str, Launch] = {**made.launches, "sink_gradient": launch}
     return replace(made, launches=launches, features=(*made.features, _feature(problem)))
 
 
-def gradient_spec(accumulator: np.dtype[Any], like: KernelSpec | None = None) -> KernelSpec:
-    """The kernel that makes a sink's gradient; the simt family's reads neither operands nor tiles."""
+def gradient_spec(dtype: np.dtype[Any], like: KernelSpec | None = None) -> KernelSpec:
+    """The kernel that makes a sink's gradient beside o of a dtype; the simt family's reads no tiles."""
     of_vector = KernelSpec(
-        family=SIMT, entry="sink_gradient", dtype=accumulator, head_dim=32, value_dim=32, block_q=16, block_kv=16
+        family=SIMT, entry="sink_gradient", dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16
     )
     return replace(
         of_vector if like is None else like,

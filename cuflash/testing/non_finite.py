@@ -53,7 +53,7 @@ def assert_non_finite(example: Example, **results: Any) -> float:
     example : Example
         The operands, with NaN or infinities in them.
     **results : array
-        Any of o, lse, dq, dk and dv, as the implementation under test returned them for the example.
+        Any of o, lse, dq, dk, dv and dsink, as the implementation under test returned them for the example.
 
     Returns
     -------
@@ -104,7 +104,7 @@ def _assert_all(name: str, result: Any, must: Any, does: Any, words: str, exampl
 
 
 def expected(example: Example) -> dict[str, Expected]:
-    """Classify the elements of o and lse, and with `do` also of dq, dk and dv."""
+    """Classify the elements of o and lse, with `do` also of dq, dk and dv, and with a sink also of dsink."""
     score, allowed, holds = _pairs(example)
     is_hidden = allowed & np.isneginf(score)  # its weight is 0
     is_nan_row = (allowed & (np.isnan(score) | np.isposinf(score))).any(axis=-1)
@@ -173,11 +173,24 @@ def _gradients(
         in_nan_row | do.any.any(axis=-2, keepdims=True) | fills,
     )
     shapes = example.q.shape, example.k.shape, example.v.shape
-    return {
+    of_sink = {}
+    if example.sink is not None:  # in a row without a key lse is the sink: dlse counts there, and do does not
+        rows = (
+            has_scores & nan_delta | dlse.nan,
+            has_scores & bad_delta | dlse.any,
+            allowed.any(axis=-1) & any_delta | dlse.any,
+        )
+        of_sink["dsink"] = Expected(*(_of_sink(x.any(axis=-1), example.sink.shape) for x in rows))
+    return of_sink | {
         "dq": Expected(*(sum_to(x.astype(float), shapes[0]) > 0 for x in dq)),
         "dk": Expected(*(sum_heads_to(x.astype(float), shapes[1]) > 0 for x in dk)),
         "dv": Expected(*(sum_heads_to(x.astype(float), shapes[2]) > 0 for x in dv)),
     }
+
+
+def _of_sink(x: Any, shape: tuple[int, ...]) -> Any:
+    """Return whether something is true of any head that an element of a sink belongs to."""
+    return (sum_to(x.astype(float), shape or (1,)) > 0).reshape(shape)
 
 
 def _pairs(example: Example) -> tuple[Any, Any, dict[str, _Holds]]:

@@ -1,6 +1,6 @@
 // The gradient of a sink. One block sums over the queries of one head, and recomputes delta = rowsum(dO o O) - dlse of each.
 #include <attention/config_simt.cuh>
-#include <attention/sink.cuh>
+#include <attention/sink_delta.cuh>
 #include <ptx/shared.cuh>
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
@@ -15,7 +15,8 @@ naive_sink_gradient(const __grid_constant__ cuflash::attention::Params params CU
         Accumulator delta = 0;
         for (int column = 0; column < shape.value_dim; ++column)
           delta += tile::to_accumulator(d_o.at(query, column)) * tile::to_accumulator(o.at(query, column));
-        if (params.dlse.data == nullptr) return delta;
-        return delta - matrix<Accumulator>(params.dlse, batch_head, batch_head.head, shape.seqlen_q, 1).at(query, 0);
+        if (params.dlse.data != nullptr)
+          delta -= matrix<Accumulator>(params.dlse, batch_head, batch_head.head, shape.seqlen_q, 1).at(query, 0);
+        return delta_beside_sink(params, sink, batch_head, query, delta);
       });
 }

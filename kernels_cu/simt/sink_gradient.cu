@@ -1,7 +1,7 @@
 // The gradient of a sink, once delta of every query is known, for all families that keep delta in a vector. One block sums
 // over the queries of one head.
 #include <attention/config_simt.cuh>
-#include <attention/sink.cuh>
+#include <attention/sink_delta.cuh>
 #include <ptx/shared.cuh>
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
@@ -11,6 +11,7 @@ simt_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUF
   const int length = params.shape.seqlen_q;
   sum_sink_gradient<Accumulator, 32 * config::kNumWarps>(
       params, sink, ptx::dynamic_shared<Accumulator>(), [&](const BatchHead& batch_head, int query) {
-        return matrix<Accumulator>(params.delta, batch_head, batch_head.head, length, 1).at(query, 0);
+        const auto delta = matrix<Accumulator>(params.delta, batch_head, batch_head.head, length, 1);
+        return delta_beside_sink(params, sink, batch_head, query, delta.at(query, 0));
       });
 }

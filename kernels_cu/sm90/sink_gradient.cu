@@ -1,6 +1,6 @@
 // The gradient of a sink, from delta in the QueryStats of each tile of queries. A thread block sums over the queries of
 // one head.
-#include <attention/sink.cuh>
+#include <attention/sink_delta.cuh>
 #include <ptx/shared.cuh>
 #include <sm90/query_stats.cuh>
 
@@ -13,6 +13,7 @@ sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUF
   sum_sink_gradient<float, kThreads>(
       params, sink, ptx::dynamic_shared<float>(), [&](const BatchHead& batch_head, int query) {
         const int row = (config::kIsListed ? query % params.work.block_q : query) % kBlockQ;
-        return query_stats(params, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)].delta[row];
+        const QueryStats& stats = query_stats(params, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)];
+        return delta_beside_sink(params, sink, batch_head, query, stats.delta[row]);
       });
 }

@@ -164,9 +164,9 @@ def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
 def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
     """The kernels that a call with a sink has beside a kernel, or in its place."""
     if spec.name in ("naive_softmax", "sm90_backward_statistics") and not spec.cuts_sequences:
-        found = {gradient_spec(spec.accumulator, spec)}
+        found = {gradient_spec(spec.dtype, spec)}
     else:
-        found = {gradient_spec(spec.accumulator), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
+        found = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
     takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
     return found | ({replace(spec, has_sink=True)} if takes_it else set())
 

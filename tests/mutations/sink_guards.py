@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from cuflash import masks
-from cuflash.testing import Structure, assert_within_bounds
+from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import SIM
 from executors import check_simulated
 
@@ -33,6 +34,7 @@ def the_host_is_right(library: ModuleType) -> None:
         assert all(isinstance(result, np.ndarray) for result in found.values())
         assert_within_bounds(example, **found)
     example = SHORT.example()
+    _assert_rows_without_keys_give_dlse(example, lambda changed: _results(library, changed))
     without = _results(library, example.but(sink=None))
     nothing = _results(library, example.but(sink=np.full(4, -np.inf, np.float32)))
     assert not nothing["dsink"].any()
@@ -88,6 +90,15 @@ def calls_are_told_apart(library: ModuleType) -> None:
     assert not np.array_equal(raised, other)
 
 
+def _assert_rows_without_keys_give_dlse(example: Example, results: Callable[[Example], Any]) -> None:
+    """NaN in do of rows without keys reaches no sink; in another row it does, beside a sink of any size."""
+    do = np.where(ROWS, example.do, np.nan).astype(example.do.dtype)
+    assert_within_bounds(example, dsink=results(example.but(do=do))["dsink"])
+    do[:, 1, 1] = np.nan
+    for sink in (example.sink, np.full(4, 25, np.float32)):
+        assert np.isnan(results(example.but(do=do, sink=sink))["dsink"]).tolist() == [False, True, False, False]
+
+
 def _results(library: ModuleType, example: Any) -> dict[str, Any]:
     sink = {} if example.sink is None else {"sink": example.sink, "wrt": "sink"}
     (o, lse), vjp = library.attention_vjp(
@@ -104,6 +115,7 @@ def simt_is_right() -> None:
     check_simulated("simt", replace(SHORT, sink=(1,), sink_dtype="float16"))
     example = SHORT.example()
     run = replace(SIM, kernel="simt")
+    _assert_rows_without_keys_give_dlse(example, run.everything)
     nothing = run.everything(example.but(sink=np.full(4, -np.inf, np.float32)))
     assert not nothing.pop("dsink").any()
     plain = run.everything(example.but(sink=None))

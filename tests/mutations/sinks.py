@@ -55,6 +55,15 @@ FAULTS = {
             "are_operands_summed = self.kernels is None or self.is_empty or",
             "are_operands_summed = self.is_empty or",
         ),
+        "rows without keys give NaN": Edit(
+            "executors/cpu.py", "_HostCall.sink_gradient", "if np.isnan(delta).any():", "if False:"
+        ),
+        "rows that the sink dwarfs count as without keys": Edit(
+            "executors/cpu.py", "_HostCall.sink_gradient", '& ~self.arrays["o"].any(axis=-1)', ""
+        ),
+        "dlse of rows without keys is forgotten": Edit(
+            "executors/cpu.py", "_HostCall.sink_gradient", 'if "dlse" in self.arrays', "if False"
+        ),
         "a gradient without axes is a number": Edit("plans.py", "_summed_to", "keepdims=True", "keepdims=False"),
     },
     bounds_are_sharp: {
@@ -93,6 +102,16 @@ FAULTS = {
         ),
     },
     simt_is_right: {
+        "rows without keys give NaN": Edit(
+            "attention/sink_delta.cuh", "delta_beside_sink", "if (delta == delta) return delta;", "return delta;"
+        ),
+        "rows that the sink dwarfs count as without keys": Edit(
+            "attention/sink_delta.cuh", "delta_beside_sink", "!= 0) return delta;", "!= 0) break;"
+        ),
+        "dlse of rows without keys has the wrong sign": Edit(
+            "attention/sink_delta.cuh", "delta_beside_sink",
+            "return -matrix<T>(params.dlse", "return matrix<T>(params.dlse",
+        ),
         "o keeps the weights without a sink": Edit(
             "simt/forward.cu", "simt_forward", "o.scale_row(i, merge_sink(row_lse, logit));",
             "merge_sink(row_lse, logit);",

@@ -16,7 +16,9 @@ import splitting
 from cuflash import masks, reference
 from cuflash.executors.launch import run as run_pass
 from cuflash.executors.sim import Simulator
-from cuflash.testing import Example, Structure, assert_non_finite, assert_within, examples, non_finite, oracle
+from cuflash.testing import (
+    Example, Structure, assert_non_finite, assert_within, assert_within_bounds, examples, non_finite, oracle,
+)  # fmt: skip
 from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
 from executors import CPU, GPU, SIM, Run, holds_for_examples, needs_compiler, on_every_backward
 from hypothesis import given
@@ -128,6 +130,41 @@ def test_every_fault_reaches_what_it_should(run: Run, fields: dict[str, Any], wo
 @holds_for_examples(on_every_backward, has_non_finite=True, most_scores=1 << 13)
 def test_what_is_drawn_reaches_what_it_should(run: Run, example: Example) -> None:
     assert_non_finite(example, **run.everything(example))
+
+
+@holds_for_examples(on_every_backward, has_non_finite=True, has_sink=True, most_scores=1 << 13)
+def test_what_is_drawn_reaches_what_it_should_beside_a_sink(run: Run, example: Example) -> None:
+    assert_non_finite(example, **run.everything(example))
+
+
+KERNELS_OF_SINKS = [  # those that keep delta in a vector, that compute it, and that keep it beside lse
+    (CPU, "float32"), (replace(SIM, kernel="simt"), "float64"), (SIM, "float16"), (NAIVE, "float32"),
+    (SIM90, "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    [pytest.param(*each, marks=[] if each[0] is CPU else needs_compiler) for each in KERNELS_OF_SINKS],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", [masks.Lengths(q=20), masks.Sequences([0, 7, 20])], ids=["length", "sequences"])
+@pytest.mark.parametrize("has_dlse", [True, False], ids=["dlse", "no dlse"])
+def test_a_sink_takes_nothing_from_rows_without_keys_but_dlse(run: Run, dtype: str, mask: Any, has_dlse: bool) -> None:
+    """Gradients of o may be NaN or infinite after the last token, as o may be; in a row with keys they count."""
+    structure = Structure(
+        num_heads=4, num_kv_heads=2, seqlen_q=30, seqlen_kv=30, dtype=dtype, mask=mask, sink=(4,), has_dlse=has_dlse
+    )
+    example = run.rounded(structure.example())
+    for value in (np.nan, np.inf):
+        do = example.do.copy()
+        do[:, 20:] = value
+        assert_within_bounds(example, dsink=run.everything(example.but(do=do))["dsink"])
+    do[1, 3, 2] = np.nan
+    most = 18 if dtype == "float16" else 25  # beside which all else is too little to change lse, and o is not 0
+    for sink in (example.sink, np.full(4, most, np.float32)):
+        dsink = run.everything(example.but(do=do, sink=sink))["dsink"]
+        assert np.isnan(dsink).tolist() == [False, True, False, False]
 
 
 FEW = [replace(each, most_examples=4) for each in (NAIVE, FA1, SIM90, replace(SIM90, deterministic=True))]

@@ -81,7 +81,7 @@ class Naive(Family):
         backward = Pass({entry: launches[entry] for entry in _BACKWARD}, {"scores": matrix, "score_gradients": matrix})
         return Kernels(
             forward=sink_forward(forward, problem, "softmax"),
-            backward=sink_backward(backward, problem, chosen["softmax"], ("o", "do", "dlse")),
+            backward=sink_backward(backward, problem, chosen["softmax"], ("do",)),
             order=TileOrder(num_heads, num_heads),
         )
 
