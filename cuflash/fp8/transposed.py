@@ -18,7 +18,8 @@ def transposed_values(data: Array) -> Array:
     *leading, keys, columns = data.shape
     padded = xp.zeros((*leading, keys + -keys % _PADDING, columns), np.uint8)
     padded[..., :keys, :] = data.view(np.uint8)
-    parts = padded.reshape(*leading, -1, 2, 4, 2, columns)  # groups of 16, halves, threads, neighbours
+    groups = padded.shape[-2] // 16
+    parts = padded.reshape(*leading, groups, 2, 4, 2, columns)  # groups of 16, halves, threads, neighbours
     axes = len(leading)
     order = (*range(axes), axes + 4, axes, axes + 2, axes + 1, axes + 3)
     return xp.ascontiguousarray(parts.transpose(order)).reshape(*leading, columns, padded.shape[-2])

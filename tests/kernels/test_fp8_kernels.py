@@ -15,7 +15,7 @@ from cuflash.executors.sim import Simulator
 from cuflash.fp8 import kernel_calls
 from cuflash.fp8.transposed import transposed_values
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
-from executors import GPU, SIM, Run, hostile_schedules, in_turn, needs_compiler
+from executors import CPU, GPU, SIM, Run, hostile_schedules, in_turn, needs_compiler
 from test_sm90 import FewBlocks
 
 import cuflash
@@ -260,6 +260,19 @@ def test_no_schedule_changes_a_bit(name: str) -> None:
             found = attention(SIM, x8, **SCHEDULED[name])
         np.testing.assert_array_equal(found[0].view(np.uint16), right[0].view(np.uint16))
         np.testing.assert_array_equal(found[1], right[1])
+
+
+@pytest.mark.parametrize("run", [CPU, pytest.param(SIM, marks=needs_compiler)], ids=str)
+@pytest.mark.parametrize("leading", [(0, 2), (2, 0), (2, 2)], ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(5, 5), (0, 5), (5, 0), (0, 0)])
+def test_axes_may_be_empty(run: Run, leading: tuple[int, int], seqlen_q: int, seqlen_kv: int) -> None:
+    """A batch without entries, and sequences without rows, have results of their shapes; rows without keys are 0."""
+    q, k = (np.ones((*leading, rows, 64), np.float16) for rows in (seqlen_q, seqlen_kv))
+    x8 = [cuflash.quantize(x) for x in (q, k, k)]
+    assert x8[2].transposed().shape == (*leading, 64, seqlen_kv + -seqlen_kv % 128)
+    o, lse = attention(run, x8)
+    assert (o.shape, lse.shape) == (q.shape, q.shape[:-1])
+    assert (o == (seqlen_kv > 0)).all() and np.isneginf(lse).all() == (seqlen_kv == 0 or not lse.size)
 
 
 def test_values_are_transposed_in_the_order_of_weights() -> None:
