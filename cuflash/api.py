@@ -188,11 +188,11 @@ def attention(
     >>> lse.shape
     (2, 4, 100)
     """
-    require_flag("return_lse", return_lse)
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
         deterministic,
     )  # fmt: skip
+    require_flag("return_lse", return_lse, lambda: _reasons(q, k, v, options))
     if fp8.is_asked_for(q, k, v, precision):
         o, lse = _quantized_attention(q, k, v, options, out)
     else:
@@ -288,12 +288,12 @@ def attention_vjp(
     >>> dq.shape, bool(abs(dk.sum(axis=1)).max() < 1e-4)       # every row of dS sums to 0
     ((4, 50, 32), True)
     """
-    require_flag("return_lse", return_lse)
-    require_plain(q, k, v, precision)
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
         deterministic,
     )  # fmt: skip
+    require_flag("return_lse", return_lse, lambda: _reasons(q, k, v, options))
+    require_plain(q, k, v, precision)
     ready, given, o, lse = run(q, k, v, options, out)
     operands = {name: array for name, array in given.items() if name not in ("q", "k", "v")}
     return ((o, lse) if return_lse else o), Pullback(ready, given["q"], given["k"], given["v"], o, lse, operands)
@@ -592,7 +592,17 @@ def _first_call(
     return ready, made, (forward, lists_of)
 
 
-def require_flag(name: str, value: Any) -> None:
-    """Refuse an argument that is neither True nor False."""
+def require_flag(name: str, value: Any, further: Callable[[], list[str]] = list) -> None:
+    """Refuse an argument that is neither True nor False; `further` finds the other reasons to refuse the call."""
     if type(value) is not bool and (reasons := flag_reasons(name, value)):
-        raise UnsupportedProblem(reasons)
+        raise UnsupportedProblem(reasons + further())
+
+
+def _reasons(q: Any, k: Any, v: Any, options: Options) -> list[str]:
+    """Why a call is refused, but for `out` and `return_lse`."""
+    if fp8.is_asked_for(q, k, v, options.precision):
+        return further_reasons(q, k, v, options)
+    reasons: list[str] = []
+    with collecting(reasons):
+        planned(q, k, v, options)
+    return reasons

@@ -504,10 +504,10 @@ def requested_mask(
         with collecting(reasons):
             parts.append(_window(window, align, shape))
     if mask is not None:
-        given = as_mask(mask)
-        misplaced = _location_reasons(given, where)
-        reasons.extend(misplaced)
         with collecting(reasons):
+            given = as_mask(mask)
+            misplaced = _location_reasons(given, where)
+            reasons.extend(misplaced)
             if not misplaced:
                 parts.append(given.resolve(shape))
     if reasons:

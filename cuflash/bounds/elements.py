@@ -16,7 +16,7 @@ from ..fp8 import e4m3, operands as fp8
 from ..fp8.cuts import Cuts
 from ..planning.dropout_launches import SEED
 from ..planning.options import Options
-from ..planning.problem import Problem, with_operands
+from ..planning.problem import problem_of, with_operands
 from ..planning.staged_array import gradient_in_parts
 from ..plans import Plan, as_mask_of_arrays
 from ..reference import allowed_of, expand_heads, with_heads
@@ -163,12 +163,12 @@ def error_bound(
             raise UnsupportedProblem(reasons)
         storage, (q, k, v) = v.source_dtype, (x.scaled(np.float64) for x in (q, k, v))
     q, k, v, do, dlse, sink = host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
-    problem = composed = None
+    composed = None
     with collecting(reasons):
         composed = library.composed(score, softcap, bias)
+    problem = problem_of(reasons, q, k, v, scale=scale, precision=precision)
     with collecting(reasons):
-        problem = Problem.of(q, k, v, scale=scale, precision=precision)
-        problem = with_operands(problem, {"sink": sink}, wrt, composed, dropout)
+        problem = problem and with_operands(problem, {"sink": sink}, wrt, composed, dropout)
     with collecting(reasons):
         product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
     if problem is not None:

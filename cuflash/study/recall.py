@@ -91,8 +91,9 @@ def recall(
             "mask must be a Mask, a BlockIndex, a boolean or scipy.sparse array, or a function of (b, h, i, j), of the "
             "keys to keep; got None: masks.Band() keeps all"
         )
-    dense = attention(q, k, v, causal=causal, scale=scale, score=score, return_lse=True)
-    return kept(dense, q, k, v, mask, causal, scale, score)
+    # The call with the mask is first: it finds whatever is wrong before anything is computed.
+    masked = attention(q, k, v, mask=mask, causal=causal, scale=scale, score=score, return_lse=True)
+    return _compared(attention(q, k, v, causal=causal, scale=scale, score=score, return_lse=True), masked)
 
 
 def kept(
@@ -103,11 +104,14 @@ def kept(
     mask: MaskLike,
     causal: Causality,
     scale: float | None,
-    score: ScoreLike | None = None,
 ) -> Recall:
-    """`recall`, given o and lse of attention without the mask."""
-    o, lse = dense
-    kept_o, kept_lse = attention(q, k, v, mask=mask, causal=causal, scale=scale, score=score, return_lse=True)
+    """`recall` without a score function, given o and lse of attention without the mask."""
+    return _compared(dense, attention(q, k, v, mask=mask, causal=causal, scale=scale, return_lse=True))
+
+
+def _compared(dense: tuple[Array, Array], masked: tuple[Array, Array]) -> Recall:
+    """The `Recall` of o and lse without the mask, and with it."""
+    (o, lse), (kept_o, kept_lse) = dense, masked
     xp = namespace(lse)
     is_empty = lse == -np.inf
     with np.errstate(invalid="ignore"):

@@ -112,21 +112,26 @@ FAULTS = {
     },
     recall_is_right: {
         "the mask's causal part is not all keys'": Edit(
-            "study/recall.py", "kept", "attention(q, k, v, mask=mask, causal=causal,", "attention(q, k, v, mask=mask,"
+            "study/recall.py", "recall", "attention(q, k, v, mask=mask, causal=causal,", "attention(q, k, v, mask=mask,"
         ),
         "queries without a key lose all": Edit(
-            "study/recall.py", "kept", "xp.where(is_empty, 1,", "xp.where(is_empty, 0,"
+            "study/recall.py", "_compared", "xp.where(is_empty, 1,", "xp.where(is_empty, 0,"
         ),
         "the mass is the inverse": Edit(
-            "study/recall.py", "kept", "xp.exp(kept_lse - lse)", "xp.exp(lse - kept_lse)"
+            "study/recall.py", "_compared", "xp.exp(kept_lse - lse)", "xp.exp(lse - kept_lse)"
         ),
         "the error is of the masked output": Edit(
-            "study/recall.py", "kept", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
+            "study/recall.py", "_compared", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
         ),
     },
     recall_has_scores: {
-        "all keys have plain scores": Edit("study/recall.py", "recall", "score=score", "score=None"),
-        "kept keys have plain scores": Edit("study/recall.py", "kept", "score=score", "score=None"),
+        "all keys have plain scores": Edit(
+            "study/recall.py", "recall", "score=score, return_lse=True), masked", "score=None, return_lse=True), masked"
+        ),
+        "kept keys have plain scores": Edit(
+            "study/recall.py", "recall", "mask=mask, causal=causal, scale=scale, score=score",
+            "mask=mask, causal=causal, scale=scale, score=None",
+        ),
     },
     scipy_is_read: {
         "stored zeros allow": Edit(

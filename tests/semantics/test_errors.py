@@ -4,6 +4,7 @@ import subprocess
 import sys
 from decimal import Decimal
 from fractions import Fraction
+from inspect import signature
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from device_double import to_device
 
 import cuflash
-from cuflash import BlockIndex, masks, patterns
+from cuflash import BlockIndex, UnsupportedProblem, masks, patterns
 from cuflash.arrays import describe
 from cuflash.compiler import nvrtc as compiling
 
@@ -122,6 +123,18 @@ def test_all_reasons_come_at_once():
 def test_a_wrong_scale_hides_nothing_else():
     wrong = {"scale": "x", "causal": 3, "window": 5, "bias": np.ones((10, 10), bool), "dropout": 0.5, "precision": "x"}
     assert sorted(reason.split()[0].split("=")[0] for reason in reasons_of(Q, Q, Q, **wrong)) == sorted(wrong)
+
+
+@pytest.mark.parametrize("call", [cuflash.attention, cuflash.attention_vjp, cuflash.plan, cuflash.error_bound])
+@pytest.mark.parametrize(
+    "hider", [{"scale": np.nan}, {"mask": np.ones((10, 10))}, {"return_lse": 1}], ids=lambda hider: next(iter(hider))
+)
+def test_no_wrong_argument_hides_another(call, hider):
+    others = {"causal": 3, "window": 5, "bias": np.ones((10, 10), bool), "sink": np.zeros(3, np.float32), "dropout": 1}
+    wrong = {**others, **{name: value for name, value in hider.items() if name in signature(call).parameters}}
+    with pytest.raises(UnsupportedProblem) as caught:
+        call(Q, Q, Q, **wrong)
+    assert sorted(reason.split()[0] for reason in caught.value.reasons) == sorted(wrong)
 
 
 def test_a_list_is_written_out_where_it_is_short():

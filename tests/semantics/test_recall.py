@@ -24,6 +24,24 @@ def problems(draw, library=cuflash):
     return q, k, v, draw(of_library.masks(shape)), draw(st.sampled_from((False, "bottom_right", "top_left")))
 
 
+def test_all_that_is_wrong_is_told_before_anything_is_computed(monkeypatch):
+    module = importlib.import_module("cuflash.study.recall")
+    computed, attention = [], module.attention
+
+    def counted(*arrays, **options):
+        computed.append(attention(*arrays, **options))
+        return computed[-1]
+
+    monkeypatch.setattr(module, "attention", counted)
+    q = np.ones((2, 5, 8), np.float32)
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        cuflash.recall(q, q, q, np.ones((5, 5)), causal=3, scale=np.nan)
+    assert sorted(reason.split()[0] for reason in caught.value.reasons) == ["causal", "mask", "scale"]
+    with pytest.raises(cuflash.UnsupportedProblem, match="mask must broadcast"):
+        cuflash.recall(q, q, q, np.ones((4, 4), bool))
+    assert not computed
+
+
 def weights(q, k, allowed, bias=0.0):
     """Return softmax weights over the keys that are allowed; all are 0 in a row without one."""
     k = np.repeat(k, q.shape[-3] // k.shape[-3], axis=-3)
