@@ -187,8 +187,8 @@ class PrefixLM(_Aligned):
     Parameters
     ----------
     prefix : int or int array [*batch]
-        Length of the prefix; an array broadcasts over the leading axes. Values outside [0, seqlen_kv]
-        are clipped.
+        Length of the prefix; an array broadcasts over the leading axes. Values above seqlen_kv are clipped, and those
+        of an array below 0 too; an int is at least 0.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
 

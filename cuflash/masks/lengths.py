@@ -19,8 +19,8 @@ class Lengths(Mask):
     Parameters
     ----------
     q, kv : int, int array [*batch], or None
-        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Values below 0
-        or above the problem's length are clipped.
+        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Values above the
+        problem's length are clipped, and those of arrays below 0 too; an int is at least 0.
 
     Raises
     ------

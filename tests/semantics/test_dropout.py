@@ -156,6 +156,29 @@ def test_lse_is_that_of_all_weights_and_calls_repeat(run, dtype) -> None:
     assert all(first[name].tobytes() == second[name].tobytes() for name in repeating)
 
 
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    [
+        pytest.param(CPU, "float32", id="cpu"),
+        *(
+            pytest.param(replace(SIM, kernel=kernel), "float16", id=kernel, marks=needs_compiler)
+            for kernel in ("simt", "naive", "sm80", "sm90")
+        ),
+    ],
+)
+def test_a_row_of_nan_gives_nan_to_dv_where_its_weights_are_kept(run, dtype) -> None:
+    dropout = Dropout(0.5, SEED)
+    example = Structure(num_heads=2, num_kv_heads=2, seqlen_q=20, seqlen_kv=30, dtype=dtype, dropout=dropout).example()
+    q = example.q.copy()
+    q[:, 7, 3] = np.nan
+    found = run.everything(example.but(q=q))
+    for name in ("o", "lse", "dq"):
+        assert np.isnan(found[name][:, 7]).all() and not np.isnan(np.delete(found[name], 7, axis=1)).any()
+    assert np.isnan(found["dk"]).all()
+    kept = dropout.keep((2, 20, 30))[:, 7]
+    assert (np.isnan(found["dv"]) == kept[..., None]).all()
+
+
 @on_every_executor
 def test_a_seed_in_an_array_is_read_by_each_call(run) -> None:
     q, k, v = map(run.put, (Q[:1], K[:1], V[:1]))
