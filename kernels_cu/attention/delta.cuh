@@ -37,8 +37,8 @@ CUFLASH_DEVICE void for_each_delta(const attention::Params& params, const attent
       }
     }
 #pragma unroll
-    for (int lane_offset = 1; lane_offset < Partition::kThreadsPerRow; lane_offset *= 2)
-      sum += __shfl_xor_sync(0xffffffffu, sum, lane_offset);
+    for (int thread_offset = 1; thread_offset < Partition::kThreadsPerRow; thread_offset *= 2)
+      sum += __shfl_xor_sync(0xffffffffu, sum, thread_offset);
     if (!in_bounds || first_chunk != 0) continue;
     const bool is_empty = row_lse == ptx::negative_infinity<float>();
     write(row, is_empty ? 0.0f : params.dlse.data == nullptr ? sum : sum - dlse.at(row, 0));
