@@ -119,7 +119,7 @@ def expected(example: Example) -> dict[str, Expected]:
     )
     results = {"o": o, "lse": Expected(is_nan_row, is_nan_row, is_nan_row)}
     if example.do is not None:
-        results |= _gradients(example, allowed & has_scores[..., None], allowed, is_nan_row, o, holds)
+        results |= _gradients(example, score, allowed & has_scores[..., None], allowed, is_nan_row, o, holds)
     if example.problem.has_heads:
         return results
     return {
@@ -140,9 +140,9 @@ def finite_part(example: Example) -> Example:
 
 
 def _gradients(
-    example: Example, counts: Any, allowed: Any, is_nan_row: Any, o: Expected, holds: dict[str, _Holds]
+    example: Example, score: Any, counts: Any, allowed: Any, is_nan_row: Any, o: Expected, holds: dict[str, _Holds]
 ) -> dict[str, Expected]:
-    """dq, dk and dv. `counts` says the pairs of rows that have a score above -inf, or NaN."""
+    """dq, dk and dv, and dsink. `counts` says the pairs of rows that have a score above -inf, or NaN."""
     q, k, v, do, dlse = (holds[name] for name in ("q", "k", "v", "do", "dlse"))
     has_scores = counts.any(axis=-1)
     # delta of a row, with which every dS of the row is made.
@@ -175,9 +175,10 @@ def _gradients(
     shapes = example.q.shape, example.k.shape, example.v.shape
     of_sink = {}
     if example.sink is not None:  # in a row without a key lse is the sink: dlse counts there, and do does not
+        weighs = is_nan_row | has_scores & _weighs_beside_sink(example, score, counts)
         rows = (
-            has_scores & nan_delta | dlse.nan,
-            has_scores & bad_delta | dlse.any,
+            weighs & nan_delta | dlse.nan,
+            weighs & bad_delta | dlse.any,
             allowed.any(axis=-1) & any_delta | dlse.any,
         )
         of_sink["dsink"] = Expected(*(_of_sink(x.any(axis=-1), example.sink.shape) for x in rows))
@@ -186,6 +187,16 @@ def _gradients(
         "dk": Expected(*(sum_heads_to(x.astype(float), shapes[1]) > 0 for x in dk)),
         "dv": Expected(*(sum_heads_to(x.astype(float), shapes[2]) > 0 for x in dv)),
     }
+
+
+def _weighs_beside_sink(example: Example, score: Any, counts: Any) -> Any:
+    """Return whether the keys of a row have more than a four-hundredth of its weight.
+
+    A row whose keys have next to none may count as one without a key, since o rounds to 0 and lse to the sink.
+    """
+    with np.errstate(invalid="ignore"):
+        of_keys = np.logaddexp.reduce(np.where(counts, score, -np.inf), axis=-1)
+        return ~(of_keys < np.asarray(example.sink).astype(np.float64)[..., None] - 6)
 
 
 def _of_sink(x: Any, shape: tuple[int, ...]) -> Any:

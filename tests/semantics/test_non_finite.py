@@ -167,6 +167,28 @@ def test_a_sink_takes_nothing_from_rows_without_keys_but_dlse(run: Run, dtype: s
         assert np.isnan(dsink).tolist() == [False, True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    [pytest.param(*each, marks=[] if each[0] is CPU else needs_compiler) for each in KERNELS_OF_SINKS],
+    ids=str,
+)
+def test_a_row_that_weighs_nothing_beside_a_sink_may_count_as_one_without_a_key(run: Run, dtype: str) -> None:
+    """Where o rounds to 0 and lse to the sink, NaN in do of the row need not reach the sink's gradient."""
+    structure = Structure(num_heads=4, num_kv_heads=2, seqlen_q=30, seqlen_kv=30, dtype=dtype, sink=(4,))
+    drawn = run.rounded(structure.example())
+    do = drawn.do.copy()
+    do[1, 3, 2] = np.nan
+    for logit, must in ((0, True), (1000, False)):
+        example = drawn.but(do=do, sink=np.full(4, logit, np.float32))
+        due = non_finite.expected(example)["dsink"]
+        assert (due.is_nan.tolist(), due.may_be_not_finite.tolist()) == (
+            [False, must, False, False], [False, True, False, False],
+        )  # fmt: skip
+        dsink = run.everything(example)["dsink"]
+        non_finite.assert_not_finite_where_due(example, dsink=dsink)
+        assert np.isnan(dsink).tolist() == due.is_nan.tolist()
+
+
 FEW = [replace(each, most_examples=4) for each in (NAIVE, FA1, SIM90, replace(SIM90, deterministic=True))]
 
 
