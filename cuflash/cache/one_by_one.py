@@ -91,9 +91,18 @@ def attend_one_by_one(
                 **given,
             )  # fmt: skip
             results.append((part.queries, *made))
-        o[sequence], lse[sequence] = 0, -np.inf if own_sink is None else own_sink[..., None]
+        o[sequence], lse[sequence] = _without_keys(own_sink, lse)
         for queries, own_o, own_lse in results:
             o[sequence, :, queries], lse[sequence, :, queries] = own_o, own_lse
+
+
+def _without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
+    """o and lse of queries that see no key: 0, and -inf or the sink; NaN where the sink is NaN or +inf."""
+    if sink is None:
+        return 0, -np.inf
+    xp, logit = namespace(lse), sink.astype(lse.dtype)[..., None]
+    own_lse = xp.where(xp.isposinf(logit), np.nan, logit)
+    return xp.where(xp.isnan(own_lse), np.nan, 0)[..., None], own_lse
 
 
 def _parts(

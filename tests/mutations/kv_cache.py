@@ -33,6 +33,8 @@ def operations_are_right(library: ModuleType) -> None:
     assert_within_bounds(Example(q=rows[:, :, -1:], k=last, v=last), o=found)
     cache.truncate([1])
     assert not cache.attention(last, causal=False)[:, :, :3].any()  # rows at positions below 0
+    beside_inf = cache.attention(last, causal=False, sink=np.full(1, np.inf, np.float32), return_lse=True)
+    assert all(np.isnan(x).all() for x in beside_inf)
     for kind in KINDS:
         walk(library, kind, seed=1, steps=40)
         walk(library, kind, seed=2, steps=40)
@@ -190,8 +192,9 @@ FAULTS = {
         ),
         "rows that are not counted keep what they had": Edit(
             ONE, "attend_one_by_one",
-            "o[sequence], lse[sequence] = 0, -np.inf if own_sink is None else own_sink[..., None]", "pass",
+            "o[sequence], lse[sequence] = _without_keys(own_sink, lse)", "pass",
         ),
+        "a sink of inf without keys is a number": Edit(ONE, "_without_keys", "xp.isposinf(logit)", "False"),
         "all sequences have the first one's sink": Edit(
             ONE, "attend_one_by_one", "sink[sequence if sink.shape[0] > 1 else 0]", "sink[0]"
         ),

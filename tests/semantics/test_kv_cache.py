@@ -121,6 +121,23 @@ def test_rows_of_a_sequence_may_be_fewer_than_those_given() -> None:
     assert not o[1].any()
 
 
+@pytest.mark.parametrize("of_each", [False, True], ids=["one for all", "of each sequence"])
+def test_queries_without_keys_have_what_attention_gives_them_beside_a_sink(of_each: bool) -> None:
+    """A sequence without rows, and queries that are not counted, beside sinks that are numbers and others."""
+    cache, q = KVCache(**SMALL), normal(3, 2 * HEADS, 2, 8)
+    k, v = normal(2, 3, HEADS, 2, 8)
+    cache.append(k, v, counts=[2, 0, 2])
+    sink = np.float32([0.5, np.nan, np.inf, -np.inf])
+    given = np.broadcast_to(sink, (3, 4)) if of_each else sink
+    o, lse = cache.attention(q, counts=[2, 2, 1], sink=given, return_lse=True)
+    nothing = q[:1], k[:1, :, :0], v[:1, :, :0]
+    wanted = cuflash.attention(*nothing, sink=sink, return_lse=True)
+    assert np.isnan(wanted[1][0, :, 0]).tolist() == [False, True, True, False]
+    for found, without in zip((o, lse), wanted):
+        np.testing.assert_array_equal(found[1:2], without)
+        np.testing.assert_array_equal(found[2:, :, 1], without[:, :, 1])
+
+
 def test_queries_may_see_what_comes_after_them() -> None:
     cache, q = KVCache(**SMALL | {"batch": 1}), normal(1, HEADS, 5, 8)
     k, v = normal(2, 1, HEADS, 3, 8)
