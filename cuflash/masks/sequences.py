@@ -248,7 +248,7 @@ class Sequences(Mask):
 
     @property
     def _has_equal_offsets(self) -> bool:
-        """Whether keys have the offsets of queries, as far as that is known without waiting for a device."""
+        """Tell whether keys have the offsets of queries; False of offsets on a device, since nothing waits for it."""
         kv_offsets = self.kv_offsets
         return kv_offsets is None or (namespace(kv_offsets) is np and np.array_equal(self.q_offsets, kv_offsets))
 

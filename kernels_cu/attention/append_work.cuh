@@ -2,7 +2,8 @@
 #include <attention/append_params.cuh>
 #include <attention/tile_scheduler.cuh>
 
-// What the kernels that append to a cache share: the positions of new rows, and the update of a sequence's length.
+// The kernels that append rows to a cache share this header. It finds the positions of new rows, and updates the length
+// of a sequence.
 namespace cuflash::attention {
 
 // The new rows of a sequence stand at positions length <= j < length + num_rows.

@@ -21,7 +21,8 @@ static_assert(kRows * config::kNumWarps * kRowsOfWarp == config::kBlockQ, "warps
 constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal float
 constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;  // range of a `Divisor`
 
-// What a lane loads or stores at once: elements of a chunk, signs of four columns, and bytes of a chunk.
+// A lane loads or stores one of these at once: a Packet has the elements of a chunk, Signs those of four columns, and
+// Words the bytes of a chunk.
 struct alignas(sizeof(Element) * kChunk) Packet {
   Element at[kChunk];
 };

@@ -21,7 +21,7 @@ struct DqArrivals {
 };
 constexpr int kDqIsStored = 1 << 30, kArrivalIsDone = 1 << 16;
 
-// What one tile of keys does when it arrives at a tile of queries whose last tile finishes dQ.
+// An arrival of a tile of keys at a tile of queries. The last tile of keys to arrive there finishes dQ.
 struct DqArrival {
   int before;  // number of tiles that arrived before
   int num_awaited;  // how many of these must be done first

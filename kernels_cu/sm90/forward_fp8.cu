@@ -33,7 +33,7 @@ CUFLASH_DEVICE float scale_of_row(const float* of_head, const attention::Matrice
   return of_head[(rows == kBlockKv ? row / kBlockKv : row / rows) * scales.row_stride];
 }
 
-// What the producer warps (sm90/kv_pipeline.cuh) of this kernel do with scales.
+// The producer warps (sm90/kv_pipeline.cuh) call these functions of this kernel to read and store scales.
 struct Fp8Hooks : ForwardHooks {
   struct ScalesOfStep {
     float key, value;

@@ -2,7 +2,7 @@
 #include <attention/sink.cuh>
 #include <sm90/kv_storage.cuh>
 
-// What the producer warps (sm90/kv_pipeline.cuh) of all forward kernels do for queries that see no key.
+// The producer warps (sm90/kv_pipeline.cuh) of all forward kernels call these functions for queries that see no key.
 namespace cuflash {
 
 struct ForwardHooks {

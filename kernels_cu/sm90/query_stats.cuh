@@ -21,7 +21,8 @@ struct alignas(16) QueryStats {
     return nonempty[row / 16] >> row % 16 & 1;
   }
 };
-// Which tiles of keys store and finish the sums of dQ (sm90/dq_arrivals.cuh).
+// These constants say whether the first tile of keys to arrive stores the sums of dQ, and whether the last one finishes
+// them (sm90/dq_arrivals.cuh).
 constexpr bool kFirstArrivalStoresDq =
     (config::kIsListed || config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
 constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && config::kFusesDqEpilogue;

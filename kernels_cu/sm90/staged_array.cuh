@@ -59,7 +59,7 @@ CUFLASH_DEVICE auto staged_part(const Score& score, const attention::BatchHead& 
                                                            keys.last - keys.first};
 }
 
-// Whether two types are the same.
+// True if two types are the same.
 template <class A, class B>
 constexpr bool kIsSame = false;
 template <class A>

@@ -124,7 +124,7 @@ FLAGS = {
 
 @given(st.fixed_dictionaries({name: st.integers(-1, 40) for name in FLAGS}))
 def test_the_command_speaks_of_its_flags_alone(sizes: dict[str, int]) -> None:
-    """What it refuses is refused by the flag's name; all else is told."""
+    """An error names the wrong flags as they are typed, and right flags have a report."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:

@@ -50,16 +50,17 @@ def weights(q, k, allowed, bias=0.0):
     return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
 
 
-def tolerance(q, k, eps, block):
+def tolerance(q, k, eps, block, largest_bias=0.0):
     """Relative error of a mass, to first order: twice that of a score's products, since lse has it too, and of sums.
 
-    Exponentials, and products of tensor cores, err by some units in the last place more.
+    A bias is rounded as often as a score after its products, four times. Exponentials, and products of tensor cores,
+    err by some units in the last place more.
     """
     wide_q, wide_k = np.abs(q.astype(np.float64)), np.abs(k.astype(np.float64))
     wide_k = wide_k.repeat(q.shape[-3] // k.shape[-3], axis=-3)
     dim, num_keys = q.shape[-1], k.shape[-2]
     largest = (wide_q @ wide_k.swapaxes(-1, -2)).max() * dim**-0.5
-    return float(eps * (4 * (dim + 4) * largest + 2 * num_keys + block[0] + 16))
+    return float(eps * (4 * (dim + 4) * largest + 4 * 4 * largest_bias + 2 * num_keys + block[0] + 16))
 
 
 EXACT = np.finfo(np.float64).eps
@@ -96,7 +97,7 @@ def check_scored(library, problem):
     kept = library.recall(q, k, v, mask, causal=causal, score=library.scores.bias(bias))
     has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
     exact = np.where(has_key, (weights(q, k, eligible, bias) * allowed).sum(-1), 1)
-    np.testing.assert_allclose(kept.mass, exact, rtol=tolerance(q, k, EXACT, (1, 1)) + 16 * EXACT * np.abs(bias).max())
+    np.testing.assert_allclose(kept.mass, exact, rtol=tolerance(q, k, EXACT, (1, 1), np.abs(bias).max()))
 
 
 def check_sums(library, problem):
