@@ -21,6 +21,7 @@ from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
 from .fp8 import Quantized, operands as fp8
+from .keywords import explains_keywords
 from .layouts import is_foreign
 from .masks.at_each_call import at_each_call
 from .masks.one_array import MaskContents
@@ -59,6 +60,7 @@ def attention(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@explains_keywords
 def attention(
     q: _Operand,
     k: _Operand,
@@ -221,6 +223,7 @@ def attention_vjp(
 ) -> tuple[Array | tuple[Array, Array], Callable[..., Gradients]]: ...
 
 
+@explains_keywords
 def attention_vjp(
     q: AnyArray,
     k: AnyArray,
@@ -299,6 +302,7 @@ def attention_vjp(
     return ((o, lse) if return_lse else o), Pullback(ready, given["q"], given["k"], given["v"], o, lse, operands)
 
 
+@explains_keywords
 def plan(
     q: AnyArray,
     k: AnyArray,
@@ -385,6 +389,7 @@ def plan(
     return listed or planned(q, k, v, options, device)
 
 
+@explains_keywords
 def precompile(
     q: AnyArray,
     k: AnyArray,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .errors import UnsupportedProblem
+from .keywords import explains_keywords
 
 Array: TypeAlias = Any  # an array of any namespace: NumPy's, CuPy's
 Namespace: TypeAlias = Any
@@ -22,6 +23,7 @@ _MOST_ITEMS = 8  # of a list
 _SHORT = (int, float, complex, str, bytes, np.generic)  # types of values that messages write out
 
 
+@explains_keywords
 @dataclass(frozen=True, slots=True)
 class ShapeDtype:
     """An array's shape and dtype without its data, for planning.

@@ -19,6 +19,7 @@ import threadpoolctl
 
 from .compiler import host_cache
 from .compiler.nvrtc import cache_info, nvrtc_version
+from .keywords import explains_keywords
 from .planning.device import DeviceSpec
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -55,6 +56,7 @@ class Report:
         return "\n".join(map(str, self.findings))
 
 
+@explains_keywords
 def doctor() -> Report:
     """Look at the machine and say what works, what is missing and what to do. Never raises.
 
@@ -76,6 +78,7 @@ def doctor() -> Report:
     return Report(findings=tuple(_run_check(subject, check) for subject, check in _CHECKS.items()))
 
 
+@explains_keywords
 def show_config() -> None:
     """Print what `doctor` reports, under the name that NumPy, SciPy and CuPy have for it.
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from .keywords import explains_keywords
+
 _LOG_LINES = 40  # as many of them are shown
 
 
+@explains_keywords
 class UnsupportedProblem(ValueError):
     """Raised before any work, with every reason at once.
 
@@ -37,6 +40,7 @@ class UnsupportedProblem(ValueError):
         return "\n- ".join([f"{len(self.reasons)} reasons:", *self.reasons])
 
 
+@explains_keywords
 class CompileError(RuntimeError):
     """NVRTC refused the text of a kernel: a fault of cuflash, or of a version of NVRTC that it does not know.
 

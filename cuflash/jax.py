@@ -19,6 +19,7 @@ from .arrays import Array, ShapeDtype, describe
 from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu
+from .keywords import explains_keywords
 from .layouts import kind_of, taken
 from .planning.dropout_launches import numbers_of, require_number
 from .planning.lookup import lookup, remember
@@ -56,6 +57,7 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@explains_keywords
 def attention(
     q: jax.Array,
     k: jax.Array,

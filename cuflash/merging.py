@@ -9,9 +9,11 @@ import numpy as np
 
 from .arrays import DTYPES, Array, accumulator_dtype, describe, is_array, namespace
 from .errors import UnsupportedProblem
+from .keywords import explains_keywords
 from .plans import as_arrays
 
 
+@explains_keywords
 def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple[Array, Array]:
     """Combine attention over disjoint sets of keys into attention over their union.
 

@@ -10,9 +10,11 @@ import numpy as np
 
 from .arrays import Array, as_int_array, describe, is_array, is_int, is_integer_dtype, namespace, no_array, to_host
 from .errors import UnsupportedProblem
+from .keywords import explains_keywords
 from .plans import as_arrays
 
 
+@explains_keywords
 def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     """Put sequences one after the other into one array, without padding between them.
 
@@ -59,6 +61,7 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     return xp.concatenate(given, axis=axis), xp.asarray(ends)
 
 
+@explains_keywords
 def unpack(packed: Array, offsets: Array, axis: int = -2) -> list[Array]:
     """The sequences of a packed array, as views of it.
 

@@ -19,6 +19,7 @@ import scipy.sparse
 
 from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_number
 from .errors import UnsupportedProblem, collecting
+from .keywords import explains_keywords
 from .masks.base import Mask
 from .masks.block_pattern import BlockPattern
 from .masks.coordinates import UNBOUNDED, Intervals, widened
@@ -33,6 +34,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
+@explains_keywords
 def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, max_stride: int | None = None) -> Mask:
     """Flat block butterfly: block row I keeps block I and the blocks whose number differs from I in one bit.
 
@@ -79,6 +81,7 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
     return _kept(np.tile(rows, len(cols)), np.concatenate(cols), grid, sides)
 
 
+@explains_keywords
 def bigbird(
     seqlen_q: int,
     seqlen_kv: int | None = None,
@@ -147,6 +150,7 @@ def bigbird(
     return BlockPattern(np.stack(heads) if num_heads > 1 else heads[0], sides)
 
 
+@explains_keywords
 def random(
     seqlen_q: int,
     seqlen_kv: int | None = None,
@@ -202,6 +206,7 @@ def random(
     return BlockPattern(np.stack(drawn) if num_heads > 1 else drawn[0], sides)
 
 
+@explains_keywords
 def longformer(
     window: tuple[int, int], num_global: int = 0, *, dilation: int = 1, align: str | None = None
 ) -> Mask:
@@ -260,6 +265,7 @@ def longformer(
     return local | Lengths(kv=num_global) | Lengths(q=num_global) if num_global else local
 
 
+@explains_keywords
 def strided(stride: int, *, align: str | None = None) -> Mask:
     """Sparse Transformer, strided: the last `stride` keys, and every `stride`-th key before them.
 
@@ -297,6 +303,7 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
     return SlidingWindow(stride - 1, 0, align) | Dilated(stride, None, 0, align)
 
 
+@explains_keywords
 def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     """Sparse Transformer, fixed: the query's own segment of `stride` tokens, and the last keys of earlier segments.
 
@@ -340,6 +347,7 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     return Causal(align) & (SameStretch(stride) | StretchEnds(stride, stride - num_others))
 
 
+@explains_keywords
 def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = None) -> Mask:
     """Attention sinks and a window: of the keys that are not beyond the window, the first ones and those inside it.
 
@@ -385,6 +393,7 @@ def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = N
     return reach & (Lengths(kv=num_sinks) | SlidingWindow(left, right, align))
 
 
+@explains_keywords
 def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
     """Every other block: half of the blocks and no two neighbours, the worst case for reading keys in runs.
 

@@ -14,6 +14,7 @@ from .arrays import Array, ShapeDtype, accumulator_dtype, describe, is_array, na
 from .compiler import nvrtc
 from .errors import UnsupportedProblem
 from .executors import checks, cpu, gpu, sim, without_keys
+from .keywords import explains_keywords, require_own_names
 from .masks.base import Mask
 from .masks.content import held_arrays
 from .layouts import (
@@ -28,6 +29,7 @@ from .planning.problem import Problem
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Gradients:
     """Gradients of one call; unpacks to dq, dk, dv. `gradients[name]` is that of an array that `wrt` names.
@@ -143,6 +145,8 @@ class Plan:
         >>> o.shape, lse.shape
         ((2, 16, 8), (2, 16))
         """
+        if operands:
+            require_own_names("Plan.forward", operands, (each.name for each in self.plan.problem.operands))
         if self.captured:
             operands = {**self.captured, **operands}
         if out is None:
@@ -321,6 +325,8 @@ class Plan:
         """
         if dlse is not None:
             arrays = *arrays, dlse
+        if operands:
+            require_own_names("Plan.backward", operands, (each.name for each in self.plan.problem.operands))
         if self.captured:
             operands = {**self.captured, **operands}
         read = {}
@@ -461,6 +467,7 @@ class Plan:
         """
         return self.plan.workspace_bytes
 
+    @explains_keywords
     def explain(self) -> str:
         """Describe what was decided and why, and, of kernels that this process compiled, the registers that they take.
 
@@ -490,6 +497,7 @@ class Plan:
             lines.append(f"kernels    {self.plan.rule}")
         return "\n".join([*lines, explain(self.plan, notes, self.numbers)])
 
+    @explains_keywords
     def compile(self) -> None:
         """Make everything ready that the first call would otherwise make, so that calls can be captured too.
 

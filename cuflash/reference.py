@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array, describe
+from .keywords import explains_keywords
 
 __all__ = ["attention", "attention_vjp"]
 
@@ -36,6 +37,7 @@ def __dir__() -> list[str]:
 
 
 @np.errstate(invalid="ignore")
+@explains_keywords
 def attention(
     q: Array,
     k: Array,
@@ -106,6 +108,7 @@ def attention(
 
 
 @np.errstate(invalid="ignore")
+@explains_keywords
 def attention_vjp(
     q: Array,
     k: Array,

@@ -21,6 +21,7 @@ from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
+from .keywords import explains_keywords
 from .layouts import dtype_of, is_tensor, taken, tensor_reasons
 from .masks.at_each_call import at_each_call
 from .planning.dropout_launches import numbers_of, require_number
@@ -66,6 +67,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@explains_keywords
 def attention(
     q: Tensor,
     k: Tensor,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, Namespace
+from ..arrays import Array, Namespace, namespace
 from ..masks.base import And, Mask
 from ..masks.coordinates import elements
 from ..masks.shape import MaskShape
@@ -294,6 +294,17 @@ def row_intervals(
     lo, hi = (xp.clip(side, 0, seqlen_kv) for side in mask.closed_form(b, h, xp.arange(seqlen_q)))
     leading = np.broadcast_shapes(lo.shape, hi.shape, (1, 1, seqlen_q))
     first, end = (xp.broadcast_to(side, leading).astype(np.int32, order="C") for side in (lo, hi))
+    return first, end
+
+
+def transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, Array]:
+    """Row intervals seen from the keys: lo and hi never decrease, so the queries of a key are an interval too."""
+    xp, leading = namespace(lo), lo.shape[:-1]
+    keys = xp.arange(seqlen_kv)
+    first, end = (xp.empty((*leading, seqlen_kv), dtype=np.int32) for _ in range(2))
+    for position in np.ndindex(leading):
+        first[position] = xp.searchsorted(hi[position], keys, side="right")
+        end[position] = xp.searchsorted(lo[position], keys, side="right")
     return first, end
 
 

@@ -14,6 +14,7 @@ import scipy.sparse
 
 from ..arrays import Array, flag_reasons, is_array, namespace, require_callable, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..layouts import is_differentiated
 from ..masks.arrays import Sparse, as_mask
 from ..masks.base import Band, Mask
@@ -23,7 +24,7 @@ from ..masks.fields import with_cupy_arrays
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .carried import CarriedLists, Remembered
-from .classify import BlockKind, classify, pack, pointers, unpack
+from .classify import BlockKind, classify, pack, pointers, transposed_intervals, unpack
 from .classify_on_device import classify_grid, column_lists, entry_rows, transposed_tiles
 from .index_mask import IndexGrid, IndexMask
 from .report import IndexReport, require_same_blocks
@@ -36,6 +37,7 @@ _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are v
 make_on_device: Callable[[Array, Mask, MaskShape, tuple[int, int]], BlockIndex] | None = None
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class BlockIndex:
     """The blocks of a mask: absent, full or partial, and the elements of the partial ones.
@@ -199,9 +201,14 @@ class BlockIndex:
             reasons += shape_reasons(shape) or length_reasons(shape)
         if reasons:
             raise UnsupportedProblem(reasons)
-        is_on_host = mask_namespace(given) is np
-        found = (classify if is_on_host else classify_grid)(given.resolve(shape), shape, sides)
-        return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=sides, **found._asdict())
+        return cls._of_mask(given, shape, sides)
+
+    @classmethod
+    def _of_mask(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
+        """Classify every block of a mask, whose shape and block were checked."""
+        is_on_host = mask_namespace(mask) is np
+        found = (classify if is_on_host else classify_grid)(mask.resolve(shape), shape, block)
+        return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **found._asdict())
 
     @classmethod
     def from_blocks(cls, blocks: Array, seqlen_q: int, seqlen_kv: int, block: Any) -> BlockIndex:
@@ -684,7 +691,7 @@ class BlockIndex:
         matrix, row = np.divmod(self.block_rows, max(num_q, 1))
         new_row = matrix * num_kv + self.indices
         order = np.lexsort((row, new_row))
-        lo, hi = (None, None) if self.lo is None else _transposed_intervals(self.lo, self.hi, self.seqlen_kv)
+        lo, hi = (None, None) if self.lo is None else transposed_intervals(self.lo, self.hi, self.seqlen_kv)
         return BlockIndex(
             seqlen_q=self.seqlen_kv,
             seqlen_kv=self.seqlen_q,
@@ -909,7 +916,7 @@ def _transposed_grid(index: BlockIndex) -> BlockIndex:
     indptr, entries = column_lists(index.indptr, index.indices, index.batch * index.num_heads, *grid)
     is_entry = xp.arange(len(entries), dtype=np.int32) < indptr[-1]
     rows = index.block_rows % max(grid[0], 1)
-    lo, hi = (None, None) if index.lo is None else _transposed_intervals(index.lo, index.hi, index.seqlen_kv)
+    lo, hi = (None, None) if index.lo is None else transposed_intervals(index.lo, index.hi, index.seqlen_kv)
     return replace(
         index,
         seqlen_q=index.seqlen_kv,
@@ -923,17 +930,6 @@ def _transposed_grid(index: BlockIndex) -> BlockIndex:
         lo=lo,
         hi=hi,
     )
-
-
-def _transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, Array]:
-    """Row intervals seen from the keys: lo and hi never decrease, so the queries of a key are an interval too."""
-    xp, leading = namespace(lo), lo.shape[:-1]
-    keys = xp.arange(seqlen_kv)
-    first, end = (xp.empty((*leading, seqlen_kv), dtype=np.int32) for _ in range(2))
-    for position in np.ndindex(leading):
-        first[position] = xp.searchsorted(hi[position], keys, side="right")
-        end[position] = xp.searchsorted(lo[position], keys, side="right")
-    return first, end
 
 
 def _read_only(array: Array) -> Array:

@@ -440,7 +440,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered
         return _work_of_index(mask, block)
     if isinstance(mask, IndexGrid) and mask.index.block == block:
         return ListedWork(index=mask.index)
-    return ListedWork(index=BlockIndex.from_mask(mask, block=block, **shape._asdict()))
+    return ListedWork(index=BlockIndex._of_mask(mask, shape, block))
 
 
 def _work_of_index(mask: IndexMask, block: tuple[int, int]) -> ListedWork:
@@ -449,8 +449,8 @@ def _work_of_index(mask: IndexMask, block: tuple[int, int]) -> ListedWork:
     if work is None:
         index = mask.index
         if index.block != block:
-            over = {"batch": (index.batch,), "num_heads": index.num_heads}
-            index = BlockIndex.from_mask(mask, index.seqlen_q, index.seqlen_kv, block, **over)
+            shape = MaskShape((index.batch,), index.num_heads, index.seqlen_q, index.seqlen_kv)
+            index = BlockIndex._of_mask(mask, shape, block)
         work = mask.works.setdefault(block, ListedWork(index=index))
     return work
 

@@ -14,6 +14,7 @@ from ..dropout import Dropout
 from ..errors import UnsupportedProblem, collecting
 from ..fp8 import e4m3, operands as fp8
 from ..fp8.cuts import Cuts
+from ..keywords import explains_keywords
 from ..planning.dropout_launches import SEED
 from ..planning.options import Options
 from ..planning.problem import problem_of, with_operands
@@ -29,6 +30,7 @@ from .host import host_arrays
 from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, rounded_up
 
 
+@explains_keywords
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bounds:
     """Bounds on the error of each element of a result, as float64 arrays.
@@ -62,6 +64,7 @@ class Bounds:
     others: Mapping[str, Array] = field(default_factory=dict)
 
 
+@explains_keywords
 def error_bound(
     q: Array,
     k: Array,

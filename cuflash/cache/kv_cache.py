@@ -13,6 +13,7 @@ from ..executors.bound_launch import launch_once
 from ..executors.decoding import bound_decode, target_of
 from ..executors.prefill import BoundPrefill
 from ..fp8.quantize import SOURCES
+from ..keywords import explains_keywords
 from ..layouts import is_foreign
 from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.options import ScoreLike
@@ -34,6 +35,7 @@ from .prefill import prefill_plan_of
 from .scoring import ScoreKind, arrays_of, fit_reasons, score_of
 
 
+@explains_keywords
 class KVCache:
     """Keys and values of earlier tokens of several sequences, contiguous or in pages.
 
@@ -163,8 +165,7 @@ class KVCache:
     ) -> None:
         self._arrays, self._k, self._v = arrays, arrays.k, arrays.v
         self._pages, self._lengths, self._capacity = pages, lengths, capacity
-        self._is_counted_on_device = False
-        self._device, self._part_keys = None, part_keys
+        self._is_counted_on_device, self._device, self._part_keys = False, None, part_keys
         if not isinstance(arrays.k, np.ndarray):
             self._device = OnDevice(arrays, self._layout, len(lengths), isinstance(pages, PagePool))
 

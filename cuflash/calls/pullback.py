@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..arrays import Array
 from ..executors import checks, gpu
+from ..keywords import explains_keywords
 from ..plans import Gradients, Plan, layout_key, named_gradients
 
 
@@ -33,6 +34,7 @@ class Pullback:
     lse: Array
     operands: Mapping[str, Array] = field(default_factory=dict)
 
+    @explains_keywords
     def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
         """Gradients of sum(do * o) + sum(dlse * lse).
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import platformdirs
 
+from ..keywords import explains_keywords
+
 # Names of what `sim.compiler` keeps. Folders in which a compiler is at work have other names, and stay.
 _KEPT = re.compile(r"(kernel|runtime|prelude)-[0-9a-f]{32}(\.so|\.cpp)?")
 _ADVICE = "set CUFLASH_CACHE_DIR to a folder of your own"
@@ -87,6 +89,7 @@ def host_cache() -> HostCache:
     return HostCache(folder=place, entries=sum(entry.suffix == ".so" for entry in kept), nbytes=nbytes)
 
 
+@explains_keywords
 def cache_clear() -> HostCache:
     """Remove the kernels that the simulator compiled and keeps on disk.
 

@@ -22,6 +22,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from ..errors import CompileError
+from ..keywords import explains_keywords
 from ..planning.routing import family_of
 from ..planning.spec import KernelSpec
 from .host_cache import HostCache, host_cache
@@ -233,6 +234,7 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
         return tuple(_compiled[spec, name, device] for spec, name in keys)
 
 
+@explains_keywords
 def cache_info() -> CacheInfo:
     """Describe the caches of CuPy and of the simulator, and the kernels that this process compiled.
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from ..arrays import Array, ShapeDtype, describe, is_array, is_int, is_number, to_host
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 from .philox import philox4x32
 
 __all__ = ["Dropout", "Draws", "kept", "seed_of"]
@@ -56,6 +57,7 @@ class Draws(NamedTuple):
         return LEVELS / (LEVELS - self.threshold)
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Dropout:
     """Dropout of attention's weights: each is 0 with probability p, and else divided by 1 - p.

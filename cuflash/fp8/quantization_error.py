@@ -22,6 +22,7 @@ import numpy as np
 from ..arrays import Array, describe, is_array, no_array
 from ..blocks.work_list import requested_mask
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..planning.problem import Problem
 from ..plans import as_mask_of_arrays
 from ..reference import allowed_of, expand_heads, with_heads
@@ -29,6 +30,7 @@ from .operands import operand_reasons
 from .quantize import Quantized
 
 
+@explains_keywords
 class QuantizationBound(NamedTuple):
     """Bounds on what quantisation changes, as float64 arrays.
 
@@ -50,6 +52,7 @@ class QuantizationBound(NamedTuple):
     lse: Array
 
 
+@explains_keywords
 def quantization_bound(
     q: Array,
     k: Array,

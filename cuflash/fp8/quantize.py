@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import BFLOAT16, Array, as_dtype, describe, is_array, is_int, is_number, namespace, no_array
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
 from ..plans import as_arrays
 from . import e4m3, on_device
@@ -21,6 +22,7 @@ BLOCK = 128  # rows that share a scale unless a caller says otherwise
 _SMALLEST_SCALE = np.float32(2.0**-126)
 
 
+@explains_keywords
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Quantized:
     """An array as numbers of 8 bits times scales, which `attention` takes in the place of q, k or v.
@@ -207,6 +209,7 @@ class Quantized:
         return []
 
 
+@explains_keywords
 def quantize(
     x: Array,
     *,

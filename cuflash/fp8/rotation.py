@@ -9,9 +9,11 @@ import numpy as np
 
 from ..arrays import Array, describe, is_array, is_int, namespace, no_array
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
 
 
+@explains_keywords
 @dataclass(frozen=True, slots=True)
 class Rotation:
     """An orthogonal matrix that spreads an outlier of a row over the whole row.

@@ -12,6 +12,7 @@ import scipy.sparse
 
 from ..arrays import Array, describe, fix_of_list, is_array, namespace, no_array
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 from ..layouts import is_foreign
 from .base import Mask
 from .block_set import BlockSet, sorted_places
@@ -20,6 +21,7 @@ from .fields import take_arrays
 from .shape import MaskShape
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
     """A boolean array, True = attend.
@@ -91,6 +93,7 @@ class ResolvedDense(Mask):
         return self.allowed.at(b, h, i, j)
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Sparse(Mask):
     """A scipy.sparse array of elements: a query attends the keys that are stored in its row and are not zero.
@@ -158,6 +161,7 @@ class SparseElements(BlockSet):
         return None
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class FromFunction(Mask):
     """Any rule, as a function of the four coordinates.

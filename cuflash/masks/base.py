@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from ..arrays import Array, describe, flag_reasons, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from .content import Described, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, widened
 from .pictures import as_svg, as_text, plotted, shown_states
@@ -185,6 +186,7 @@ class Mask(Described):
         """
         return None
 
+    @explains_keywords
     def on_blocks(self, block: int | tuple[int, int], *, mirrored: bool = False) -> Mask:
         """Draw the pattern in whole blocks: the new mask says of blocks what this one says of tokens.
 
@@ -222,6 +224,7 @@ class Mask(Described):
         """
         return OnBlocks(self, block, mirrored)
 
+    @explains_keywords
     def toarray(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, batch: tuple[int, ...] = (), num_heads: int | None = None
     ) -> Array:
@@ -297,6 +300,7 @@ class Mask(Described):
     def __invert__(self) -> Mask:
         return Not(self)
 
+    @explains_keywords
     def picture(
         self,
         seqlen_q: int,
@@ -353,6 +357,7 @@ class Mask(Described):
         shape = _whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
         return as_text(shown_states(self, shape, block, b, h, most_cols=width)[0])
 
+    @explains_keywords
     def plot(
         self,
         seqlen_q: int,
@@ -438,6 +443,7 @@ class Mask(Described):
         return bounds
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Band(Mask):
     """A query i attends the keys j with lower <= j - i <= upper, in absolute coordinates.

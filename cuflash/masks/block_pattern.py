@@ -11,6 +11,7 @@ import scipy.sparse
 
 from ..arrays import Array, describe, fix_of_list, is_array, namespace
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from .base import Mask
 from .block_set import BlockGrid, BlockSet, sorted_places
 from .coordinates import LeadingArray, leading_reasons, widened
@@ -18,6 +19,7 @@ from .fields import take_arrays
 from .shape import MaskShape, block_pair
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class BlockPattern(Mask):
     """Whole blocks kept or dropped.

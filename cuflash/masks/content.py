@@ -13,6 +13,7 @@ import numpy as np
 
 from ..arrays import Array, Namespace, describe, is_array, namespace, require_callable
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 from .coordinates import LeadingArray, PerBatch
 
 _CONTENT = "_content_of_mask"
@@ -21,6 +22,7 @@ _CONTENT = "_content_of_mask"
 class Described:
     """A frozen description: compared by all that it holds, and pickled without what it has computed."""
 
+    @explains_keywords
     def to(self, convert: Callable[[Array], Array]) -> Self:
         """Return a copy with each array converted: ``mask.to(cupy.asarray)`` copies them to the device.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..arrays import Array, describe, namespace, whole_number
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 from .base import And, Band, Mask
 from .coordinates import UNBOUNDED, Intervals, PerBatch, clipped, widened
 from .fields import convert_sides, converted_length, take_arrays
@@ -51,6 +52,7 @@ def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
     )
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Causal(_Aligned):
     """Each query attends the keys up to its diagonal, and no later one.
@@ -81,6 +83,7 @@ class Causal(_Aligned):
         return Band(None, offset)
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class SlidingWindow(_Aligned):
     """A query sees `left` keys before its diagonal, the diagonal, and `right` keys after it.
@@ -119,6 +122,7 @@ class SlidingWindow(_Aligned):
         return _band(offset, self.left, self.right)
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Dilated(_Aligned):
     """A query sees every `dilation`-th key, counted from its diagonal (Longformer, arXiv 2004.05150, section 3.1).
@@ -180,6 +184,7 @@ class Comb(Mask):
         return may, may & ((smallest == largest) | (self.period == 1))
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class PrefixLM(_Aligned):
     """Every query sees the first `prefix` keys, and the rest causally.

@@ -8,12 +8,14 @@ import numpy as np
 
 from ..arrays import Array, describe, fix_of_list, is_array, is_integer_dtype, namespace
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 from .base import Mask
 from .coordinates import Intervals, LeadingArray, leading_reasons
 from .fields import take_arrays
 from .shape import MaskShape
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
     """A query sees the keys of its own document.

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from ..arrays import Array
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, PerBatch, widened
 from .fields import converted_length, take_arrays
 from .shape import MaskShape
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Lengths(Mask):
     """Only the first `q` queries and the first `kv` keys exist.

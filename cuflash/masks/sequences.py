@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import Array, as_int_array, describe, is_array, is_flag, is_int, is_integer_dtype, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..scores.offsets import offset_reasons, pair_reasons
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, clipped, leading_reasons, widened
@@ -21,6 +22,7 @@ __all__ = ["Sequences"]
 _ALIGNMENTS = ("bottom_right", "top_left")
 
 
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Sequences(Mask):
     """A query sees the keys of its own sequence, of many that are packed one after the other.

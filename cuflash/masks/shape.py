@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..arrays import describe, is_int, whole_number
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 
 MAX_SEQLEN = 1 << 30  # the sum of two lengths, or of a length and a tile, fits int32
 
@@ -18,6 +19,7 @@ class _Extents(NamedTuple):
     seqlen_kv: int
 
 
+@explains_keywords
 class MaskShape(_Extents):
     """The shape that a mask is resolved for: leading axes, query heads and the two lengths.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..arrays import describe, is_int
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 
 # Shared memory one thread block may ask for, in KiB, by compute capability.
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
@@ -26,6 +27,7 @@ _GPUS = {
 }
 
 
+@explains_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
     """A chip, as far as the choice of a tile depends on it.

@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields
 
 from ..arrays import describe, is_number
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 from .device import DeviceSpec
 
 
+@explains_keywords
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
     """Rates that no kernel can exceed, for a multiprocessor and a cycle unless it says otherwise.

@@ -16,6 +16,7 @@ from ..arrays import (
     DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_int, is_number, namespace, no_array, whole_number,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..layouts import dtype_of, is_differentiated, is_tensor
 from .score import Score
 from .trace import tanh_fast
@@ -28,6 +29,7 @@ _MOST = 1 << 30  # tokens of a sequence, or heads
 
 def _remade_by_name(make: Callable[_Parameters, Score]) -> Callable[_Parameters, Score]:
     """Pickles of the scores that a function of this module makes call it again."""
+    make = explains_keywords(make)
 
     @wraps(make)
     def made(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Score:
@@ -130,6 +132,7 @@ def alibi(slopes: Array) -> Score:
     return Score(alibi, slopes=slopes)
 
 
+@explains_keywords
 def alibi_slopes(num_heads: int) -> Array:
     """The slopes of ALiBi, float32 [num_heads]: 2^(-8 n / num_heads) for n = 1 to num_heads.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import Array, as_int_array, describe, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
 from .offsets import offset_reasons, pair_reasons
 from .score import MAX_ARRAYS, Score
@@ -19,6 +20,7 @@ _STARTS = ("q_starts", "kv_starts")
 _PLACE = "place"
 
 
+@explains_keywords
 def within(
     score: Any, q_offsets: Any, kv_offsets: Any = None, *, seqlen_q: int | None = None, seqlen_kv: int | None = None
 ) -> Score:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, no_array
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 from ..layouts import (
     dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
 )  # fmt: skip
@@ -33,6 +34,7 @@ class Printing:
     text: ClassVar[Callable[[Program], str]]
 
 
+@explains_keywords
 class Score:
     """A function of each score and its place, traced when this is made.
 

@@ -13,6 +13,7 @@ from ..blocks.index import BlockIndex
 from ..dropout.philox import philox4x32
 from ..errors import UnsupportedProblem, collecting
 from ..executors.selecting import drawn
+from ..keywords import explains_keywords
 from ..study.block_mass import block_mass
 from . import bound
 from .budget import Budget, Forced
@@ -21,6 +22,7 @@ from .grid import Grid
 _DIAGONAL = Forced()
 
 
+@explains_keywords
 def oracle(
     q: Array,
     k: Array,
@@ -87,6 +89,7 @@ def oracle(
     return grid.index(grid.chosen(mass, mass, budget, forced))
 
 
+@explains_keywords
 def random(
     q: Array,
     k: Array,
@@ -164,6 +167,7 @@ def _drawn(xp: Any, shape: tuple[int, ...], seed: int) -> Array:
     return ((word >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)).reshape(shape)
 
 
+@explains_keywords
 def local(
     q: Array,
     k: Array,

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import Array, describe, is_flag, is_int, is_number, namespace
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 
 # Halves of the keys by which blocks are ordered, and where keys of blocks that are not forced, or not eligible, begin.
 _MAGNITUDE, _FORCED = np.int32((1 << 31) - 1), np.int32(-1 << 31)
@@ -16,6 +17,7 @@ _BLOCK = (1 << 32) - 1
 _NOT_FORCED, _NOT_ELIGIBLE = (int(_FORCED) + 1) << 32, int(_MAGNITUDE) << 32
 
 
+@explains_keywords
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """The number of blocks that each block row keeps: exactly one of `top_k`, `mass` and `threshold`.
@@ -70,6 +72,7 @@ class Budget:
             raise UnsupportedProblem(reasons)
 
 
+@explains_keywords
 @dataclass(frozen=True, kw_only=True)
 class Forced:
     """Blocks that every selector keeps, whatever their scores, as far as the masks allow a key of them.

@@ -7,6 +7,7 @@ from typing import Any
 from ..arrays import Array, describe, is_int
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..study.block_mass import block_mass
 from . import bound
 from .budget import Budget, Forced
@@ -15,6 +16,7 @@ from .grid import Grid, block_means
 _INITIAL_AND_LOCAL = Forced(sink=1, local=2)
 
 
+@explains_keywords
 def nsa(
     q: Array,
     k: Array,

@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import Array, accumulator_dtype, describe, is_number, namespace, whole_number
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..study.block_mass import block_mass
 from . import bound
 from .budget import Budget, Forced
@@ -18,6 +19,7 @@ from .grid import Grid, block_means, padded
 _DIAGONAL = Forced()
 
 
+@explains_keywords
 def pooled(
     q: Array,
     k: Array,
@@ -122,6 +124,7 @@ def pooled(
     return grid.index(grid.chosen(mass, mass, budget, forced, extra))
 
 
+@explains_keywords
 def antidiagonal(
     q: Array,
     k: Array,

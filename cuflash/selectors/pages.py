@@ -7,6 +7,7 @@ from typing import Any
 from ..arrays import Array, accumulator_dtype, is_array, no_array, whole_number
 from ..cache import KVCache
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from . import bound
 from .budget import Budget, Forced
 from .grid import Grid
@@ -14,6 +15,7 @@ from .grid import Grid
 _DIAGONAL = Forced()
 
 
+@explains_keywords
 def page_bounds(q: Array, k: Array, *, page_size: int = 16) -> Array:
     """Compute upper bounds of q . k over the keys of each page, without a scale.
 
@@ -49,6 +51,7 @@ def page_bounds(q: Array, k: Array, *, page_size: int = 16) -> Array:
     return _bounds(Grid.of(q, k, (1, page_size), {}, _DIAGONAL, False, None, None))
 
 
+@explains_keywords
 def quest(
     q: Array,
     k: Array | KVCache,

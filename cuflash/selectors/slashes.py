@@ -9,6 +9,7 @@ import numpy as np
 from ..arrays import Array, whole_number
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..study.block_mass import block_mass
 from . import bound
 from .budget import Budget, Forced, choose
@@ -17,6 +18,7 @@ from .grid import Grid
 _DIAGONAL = Forced()
 
 
+@explains_keywords
 def vertical_slash(
     q: Array,
     k: Array,

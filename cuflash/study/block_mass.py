@@ -14,6 +14,7 @@ from ..arrays import Array, ShapeDtype, describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem, collecting
 from ..executors import cpu_mass, gpu, sim
 from ..executors.launch import BoundPass
+from ..keywords import explains_keywords
 from ..masks.shape import block_pair
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
 from ..planning.options import Options
@@ -27,6 +28,7 @@ _MAX_BOUND_CALLS = 256
 _bound_calls: dict[Hashable, tuple[KernelPlan, BoundCall]] = {}  # calls on a GPU share one if only addresses differ
 
 
+@explains_keywords
 def block_mass(
     q: Array,
     k: Array,

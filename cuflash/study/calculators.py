@@ -15,6 +15,7 @@ from ..cache.arguments import page_size_reasons
 from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
 from ..fp8.rows import SCALE_BYTES
+from ..keywords import explains_keywords
 from ..planning.plan import KernelPlan
 from ..plans import Plan
 
@@ -65,6 +66,7 @@ class Memory:
         )
 
 
+@explains_keywords
 def memory(plan: Plan | KernelPlan) -> Memory:
     """Count the bytes of a planned call, from its shapes alone.
 
@@ -110,6 +112,7 @@ def memory(plan: Plan | KernelPlan) -> Memory:
     )
 
 
+@explains_keywords
 def kv_cache_bytes(
     *,
     num_layers: int,
@@ -180,6 +183,7 @@ def kv_cache_bytes(
     return a_token * sum(-(-int(each) // page) * page for each in listed)
 
 
+@explains_keywords
 def largest_length(
     available_bytes: float,
     *,

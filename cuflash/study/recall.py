@@ -8,9 +8,11 @@ import numpy as np
 
 from ..api import attention
 from ..arrays import Array, namespace
+from ..keywords import explains_keywords
 from ..planning.options import AnyArray, Causality, MaskLike, ScoreLike
 
 
+@explains_keywords
 class Recall(NamedTuple):
     """Result of `recall`.
 
@@ -32,6 +34,7 @@ class Recall(NamedTuple):
     output_error: float
 
 
+@explains_keywords
 def recall(
     q: AnyArray,
     k: AnyArray,

@@ -14,6 +14,7 @@ from ..api import plan as planned
 from ..arrays import ShapeDtype, as_dtype, describe, is_number
 from ..blocks.work_list import ListedWork
 from ..errors import UnsupportedProblem
+from ..keywords import explains_keywords
 from ..planning.device import DeviceSpec
 from ..planning.launches import Launch, Pass
 from ..planning.options import Causality
@@ -94,6 +95,7 @@ class KernelRoofline:
         return self.seconds[self.bound_by]
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class Roofline:
     """The kernels of a pass with their bounds; what `cuflash.roofline` returns.
@@ -195,6 +197,7 @@ class Roofline:
         return "\n".join(lines)
 
 
+@explains_keywords
 def roofline(plan: Plan | KernelPlan, *, which: str = "forward", peaks: Peaks | None = None) -> Roofline:
     """Bound the time of a planned pass from below by what its kernels must compute and move.
 

@@ -27,6 +27,7 @@ from ..arrays import accumulator_dtype
 from ..bounds import Bounds, error_bound
 from ..bounds.rounding import limits
 from ..dropout import Dropout
+from ..keywords import explains_keywords
 from ..masks.base import Mask
 from ..masks.content import without_memos
 from ..planning.problem import Problem
@@ -53,6 +54,7 @@ class Attend(Protocol):
         """o and lse."""
 
 
+@explains_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Example:
     """Operands of one call, with the exact answer and the bounds on it.
@@ -256,6 +258,7 @@ class Example:
 # Tiers R and L
 
 
+@explains_keywords
 def assert_within_bounds(
     example: Example,
     *,
@@ -326,6 +329,7 @@ def _reference_is_finer(dtype: Any) -> bool:
     return bool(np.finfo(np.longdouble).eps < limits(accumulator_dtype(np.dtype(dtype))).eps)
 
 
+@explains_keywords
 def assert_within(name: str, actual: Any, exact: Any, bound: Any, context: object = "") -> float:
     """Assert that every element of an array is within its bound of the exact one.
 
@@ -395,6 +399,7 @@ def _element(name: str, place: tuple[Any, ...]) -> str:
 # Tier E
 
 
+@explains_keywords
 def assert_exact_probes(attend: Attend, example: Example) -> float:
     """Assert that an implementation gives the known answer for inputs of which it is exact.
 
@@ -436,6 +441,7 @@ def assert_exact_probes(attend: Attend, example: Example) -> float:
     return max([probe(attend, example) for probe in probes] + [assert_wide_accumulators(attend, example.q.dtype)])
 
 
+@explains_keywords
 def assert_lse_counts_the_keys(attend: Attend, example: Example) -> float:
     """With q = 0 every weight is 1, so lse is log(number of keys), whatever k holds.
 
@@ -448,6 +454,7 @@ def assert_lse_counts_the_keys(attend: Attend, example: Example) -> float:
     return assert_within("lse", lse, exact, 4 * _roundoffs(example)[1] * np.abs(exact), _probe("q = 0", example))
 
 
+@explains_keywords
 def assert_ones_stay_ones(attend: Attend, example: Example) -> float:
     """With q = 0 and v = 1, o is 1 to one last place, and 0 in a row without keys."""
     __tracebackhide__ = True
@@ -456,6 +463,7 @@ def assert_ones_stay_ones(attend: Attend, example: Example) -> float:
     return assert_within("o", o, exact, 2 * _roundoffs(example)[0], _probe("q = 0, v = 1", example))
 
 
+@explains_keywords
 def assert_mask_is_the_one_asked_for(attend: Attend, example: Example) -> float:
     """With q = 0 and v[j] the unit vector of a digit of j, o counts a row's keys by that digit: the mask, decoded.
 
@@ -477,6 +485,7 @@ def assert_mask_is_the_one_asked_for(attend: Attend, example: Example) -> float:
     return max(ratios)
 
 
+@explains_keywords
 def assert_means_are_exact(attend: Attend, example: Example) -> float:
     """With q = 0 and integers in v, o is their mean over the row's keys: only the division and the store round."""
     __tracebackhide__ = True
@@ -488,6 +497,7 @@ def assert_means_are_exact(attend: Attend, example: Example) -> float:
     return assert_within("o", o, exact, _two_roundings(example, exact), _probe("q = 0, v = integers", example))
 
 
+@explains_keywords
 def assert_wide_accumulators(attend: Attend, dtype: Any) -> float:
     """A staircase that narrow sums climb wrongly: one key of weight 1, then 8192 keys of a weight far below.
 

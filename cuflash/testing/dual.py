@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from ..keywords import explains_keywords
+
 __all__ = ["Captured", "Dual"]
 
 
+@explains_keywords
 class Dual:
     """Values of a function and their derivatives by several variables.
 
@@ -115,6 +118,7 @@ def _is_same(index: Any, other: Any) -> bool:
     return len(first) == len(second) and all(map(np.array_equal, first, second))
 
 
+@explains_keywords
 class Captured:
     """A captured array, of which each set of elements that is read is a variable of its own.
 

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from ..keywords import explains_keywords
 from ..masks.shape import MaskShape
 
 __all__ = ["ARRAYS", "Formula", "formulas"]
@@ -132,6 +133,7 @@ class Formula:
 
 
 @cache
+@explains_keywords
 def formulas(depth: int = 4) -> st.SearchStrategy[Formula]:
     """Formulas of up to that depth, most of which read the score."""
     trees = _reals(depth)

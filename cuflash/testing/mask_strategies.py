@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from ..keywords import explains_keywords
 from ..masks.arrays import Dense, FromFunction
 from ..masks.base import Mask
 from ..masks.block_pattern import BlockPattern
@@ -35,6 +36,7 @@ class Checkered:
         return (i + 2 * j + (h + b if self.by_head else 0)) % self.period != 0
 
 
+@explains_keywords
 @st.composite
 def masks(draw: st.DrawFn, shape: MaskShape, max_leaves: int = 3) -> Mask:
     """Masks of every kind that fit this shape, alone and composed by ``& | ^ - ~``; with rows that attend nothing.
@@ -83,6 +85,7 @@ def _align(draw: st.DrawFn, shape: MaskShape) -> str | None:
 INTEGER_KINDS = st.sampled_from((int, *INTEGER_TYPES))
 
 
+@explains_keywords
 def as_kind(number: int, kind: type[Any]) -> Any:
     """A number as one of a kind of integers, if that holds it."""
     return kind(number) if kind is int or np.iinfo(kind).min <= number <= np.iinfo(kind).max else number

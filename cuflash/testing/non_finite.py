@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..keywords import explains_keywords
 from ..reference import expand_heads, sum_heads_to, sum_to, with_heads
 from .assertions import Example, assert_within_bounds
 
 __all__ = ["Expected", "assert_non_finite", "assert_not_finite_where_due", "expected", "finite_part"]
 
 
+@explains_keywords
 class Expected(NamedTuple):
     """Classes of a result's elements, each a bool array in the shape of the result.
 
@@ -103,6 +105,7 @@ def _assert_all(name: str, result: Any, must: Any, does: Any, words: str, exampl
         )
 
 
+@explains_keywords
 def expected(example: Example) -> dict[str, Expected]:
     """Classify the elements of o and lse, with `do` also of dq, dk and dv, and with a sink also of dsink."""
     score, allowed, holds = _pairs(example)
@@ -127,6 +130,7 @@ def expected(example: Example) -> dict[str, Expected]:
     }
 
 
+@explains_keywords
 def finite_part(example: Example) -> Example:
     """The example with 0 for what is not finite, and without the keys whose scores are -inf.
 

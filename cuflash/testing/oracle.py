@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 from scipy.special import logsumexp
 
+from ..keywords import explains_keywords
 from .dual import Captured, Dual
 
 __all__ = ["Captured", "Dual", "attention", "attention_vjp"]
 
 
 @np.errstate(invalid="ignore")
+@explains_keywords
 def attention(
     q: Any,
     k: Any,
@@ -53,6 +55,7 @@ def attention(
 
 
 @np.errstate(invalid="ignore")
+@explains_keywords
 def attention_vjp(
     q: Any,
     k: Any,

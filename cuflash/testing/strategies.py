@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from ..arrays import DTYPES, accumulator_dtype, describe, flag_reasons, is_int, whole_number
 from ..dropout import Dropout
 from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
 from ..masks.arrays import Dense
 from ..masks.base import Mask
 from ..masks.shape import MaskShape
@@ -70,6 +71,7 @@ LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset"
 # Sizes
 
 
+@explains_keywords
 def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     """Sequence lengths: 0 and 1, whole tiles and one token more, one or two off, half a tile over, primes; as often
     more than four tiles, where these are not too long."""
@@ -80,17 +82,20 @@ def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     return st.one_of(primes, *(each.map(lambda length: min(max(length, 0), longest)) for each in around))
 
 
+@explains_keywords
 def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[tuple[int, int]]:
     """(num_heads, num_kv_heads): key/value heads times a group of 1, 2, 3, 7 or 8."""
     pairs = [(kv * group, kv) for group in groups for kv in (1, 2, 3) if kv * group <= max(most, 1)]
     return st.sampled_from(pairs)
 
 
+@explains_keywords
 def head_dims(widest: int = 256) -> st.SearchStrategy[int]:
     """Head and value dims: powers of two, their neighbours, and those that models have."""
     return st.sampled_from([dim for dim in HEAD_DIMS if dim <= widest])
 
 
+@explains_keywords
 def scales() -> st.SearchStrategy[float | None]:
     """None (1 / sqrt(head_dim)) as often as all else, then 1e-3 to 1e4, and a negative one."""
     return st.none() | st.sampled_from(SCALES)
@@ -99,11 +104,13 @@ def scales() -> st.SearchStrategy[float | None]:
 # Views
 
 
+@explains_keywords
 def layouts() -> st.SearchStrategy[str]:
     """Names of memory layouts for `laid_out`."""
     return st.sampled_from(LAYOUTS)
 
 
+@explains_keywords
 def laid_out(values: Any, layout: str) -> Any:
     """Copy values into another memory layout; gaps in the memory hold NaN.
 
@@ -157,6 +164,7 @@ def _embedded(values: Any, shape: Sequence[int], place: Sequence[Any]) -> Any:
 Masks = st.SearchStrategy[Mask | None] | Callable[[MaskShape], st.SearchStrategy[Mask | None]]
 
 
+@explains_keywords
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Structure:
     """The parameters that determine an example; `Structure(...).example()` makes it.
@@ -351,6 +359,7 @@ class _Limits:
     masks: Masks | None
 
 
+@explains_keywords
 def structures(
     *,
     tile: int = 64,
@@ -535,6 +544,7 @@ def _layouts(names: Sequence[str]) -> st.SearchStrategy[tuple[str, ...]]:
     return st.one_of(*contiguous, st.tuples(*[st.sampled_from(tuple(names))] * 5))
 
 
+@explains_keywords
 def dropouts() -> st.SearchStrategy[Dropout]:
     """Probabilities, seeds and offsets, and the ends of their ranges."""
     probabilities = st.sampled_from((0, 2.0**-8, 0.1, 0.5, 1 - 2.0**-8)) | st.floats(2.0**-8, 0.9)
@@ -543,6 +553,7 @@ def dropouts() -> st.SearchStrategy[Dropout]:
     return st.builds(Dropout, probabilities, seeds, offsets)
 
 
+@explains_keywords
 @st.composite
 def sinks(draw: st.DrawFn, shape: MaskShape, dtype: str) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of a sink for q of a dtype: one for each head, or for each head of a batch entry, or shared."""
@@ -572,6 +583,7 @@ def _leading_axes(room: int) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
     return st.sampled_from([(axes,) * 3 for axes in plain] + stretched)
 
 
+@explains_keywords
 def examples(
     *,
     tile: int = 64,

@@ -21,8 +21,8 @@ from cuflash.planning.routing import FAMILIES
 ROOT = Path(__file__).parents[2]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
-ROOMS = """errors arrays layouts dropout scores masks patterns reference blocks planning compiler sim executors plans
-fp8 calls merging packing bounds api torch jax cache study selectors diagnosis cuflash __main__
+ROOMS = """keywords errors arrays layouts dropout scores masks patterns reference blocks planning compiler sim executors
+plans fp8 calls merging packing bounds api torch jax cache study selectors diagnosis cuflash __main__
 testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
@@ -60,7 +60,7 @@ THIRD_PARTY = {
 EVERYWHERE = {"numpy", "cuflash", *sys.stdlib_module_names} - {"pickle", "marshal", "shelve", "dbm"}
 
 # Closer walls than the order: the specification and the oracle share no code with what they judge.
-ONLY = {"reference": {"errors", "arrays"}}
+ONLY = {"reference": {"keywords", "errors", "arrays"}}
 NEVER = {
     "testing.oracle": {"blocks", "planning", "executors", "merging", "plans", "api", "cuflash"},
     "blocks.index": {"reference"},

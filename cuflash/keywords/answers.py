@@ -1,0 +1,139 @@
+"""The decorator of public calls: a TypeError for an unknown keyword says how the call spells it."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+from .elsewhere import ELSEWHERE, OF_ONE_CALL
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+_CONSTRUCTORS = ("__init__", "__new__")
+_AS_CLOSE = 0.75  # difflib's ratio of a misspelt name and of the name that was meant
+
+
+def explains_keywords(call: _Call) -> _Call:
+    """Decorate a public call so that its TypeError for an unknown keyword names the keyword that was meant.
+
+    Parameters
+    ----------
+    call : function or class
+        A function is wrapped. A class is changed in place and returned: its constructor, and the public methods that no
+        base class has.
+
+    Returns
+    -------
+    function or class
+        The same call. Its signature, name and docstring are those of the call that was decorated.
+
+    Examples
+    --------
+    >>> @explains_keywords
+    ... def attention(q, k, v, *, causal=False, scale=None): ...
+    >>> attention(1, 2, 3, softmax_scale=0.5)
+    Traceback (most recent call last):
+        ...
+    TypeError: attention() has no softmax_scale: use scale=
+    """
+    if not isinstance(call, type):
+        explained: _Call = _explained(call)
+        return explained
+    for name, member in list(vars(call).items()):
+        is_own = not name.startswith("_") and not any(hasattr(base, name) for base in call.__bases__)
+        if not is_own and name not in _CONSTRUCTORS:
+            continue
+        if isinstance(member, (classmethod, staticmethod)):
+            setattr(call, name, type(member)(_explained(member.__func__)))
+        elif inspect.isfunction(member):
+            setattr(call, name, _explained(member))
+    return call
+
+
+def _explained(function: Any) -> Any:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            # Raised while the arguments were bound, if no frame of the function is in the traceback.
+            if kwargs and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                answers = _unknown_keywords(function, kwargs)
+                if answers:
+                    raise TypeError(answers) from None
+            raise
+
+    return call
+
+
+def _unknown_keywords(function: Callable[..., Any], keywords: Iterable[str]) -> str:
+    """Return what to tell about the keywords that a function lacks; an empty string if it has all of them."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return ""
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    qualified = function.__qualname__.rpartition("<locals>.")[2]
+    owner, _, name = qualified.rpartition(".")
+    if owner:
+        names = names[1:] if names[:1] in (["self"], ["cls"], ["_cls"]) else names
+        qualified = owner if name in (*_CONSTRUCTORS, "__call__") else qualified
+    return _answers(qualified, names, [each for each in keywords if each not in names])
+
+
+def require_own_names(call: str, keywords: Iterable[str], own: Iterable[str]) -> None:
+    """Refuse keywords of other libraries in a method of a plan, which takes arrays by names that are the caller's own.
+
+    Parameters
+    ----------
+    call : str
+        The method.
+    keywords : iterable of str
+        Names that it got.
+    own : iterable of str
+        Names of the plan's own arrays beside q, k and v.
+    """
+    if not ELSEWHERE.keys().isdisjoint(keywords):
+        names = ["q", "k", "v", *own]
+        unknown = [name for name in keywords if name in ELSEWHERE and name not in names]
+        if unknown:
+            raise TypeError(_answers(call, names, unknown))
+
+
+def _answers(call: str, names: Sequence[str], unknown: Sequence[str]) -> str:
+    answers = [f"{call}() has no {each}: {_answer(call, names, each)}" for each in unknown]
+    return "\n- ".join([f"{len(answers)} unknown keywords:", *answers]) if len(answers) > 1 else "".join(answers)
+
+
+def _answer(call: str, names: Sequence[str], keyword: str) -> str:
+    if (call, keyword) in OF_ONE_CALL:
+        return OF_ONE_CALL[call, keyword]
+    sentences = ELSEWHERE.get(keyword, [])
+    for sentence in sorted(sentences, key=lambda each: not keywords_of(each)):
+        asked = keywords_of(sentence) or {"q"}
+        if asked <= set(names):
+            return sentence
+    close = difflib.get_close_matches(keyword.lower(), names, n=1, cutoff=_AS_CLOSE)
+    if close:
+        return f"did you mean {close[0]}=?"
+    takes = f"it takes {', '.join(names)}" if names else "it takes no arguments"
+    where = "cuflash.plan" if call.startswith("Plan.") else "cuflash.attention"
+    return f"{takes}; in {where}, {sentences[0]}" if sentences else takes
+
+
+def keywords_of(sentence: str) -> set[str]:
+    """Return the keywords that a sentence says to use, and not those of calls inside their values.
+
+    Examples
+    --------
+    >>> sorted(keywords_of("use mask=masks.Lengths(kv=lengths) or bias="))
+    ['bias', 'mask']
+    """
+    depth, found = 0, set()
+    for name, bracket in re.findall(r"(?<![\w.])(\w+)=(?!=)|([()\[\]])", sentence):
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(bracket, 0)
+        if name and not depth:
+            found.add(name)
+    return found
