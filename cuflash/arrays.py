@@ -98,6 +98,15 @@ def _is_cupy(value: object) -> bool:
     return cupy is not None and isinstance(value, cupy.ndarray)
 
 
+def is_sparse(value: object) -> bool:
+    """Return whether a value is a scipy.sparse array, which it cannot be before the process has imported scipy.sparse."""
+    if "scipy.sparse" not in sys.modules:
+        return False
+    from scipy.sparse import issparse
+
+    return bool(issparse(value))
+
+
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype of sums, softmax and lse: float64 for float64, else float32."""
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 
 from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_number
 from .errors import UnsupportedProblem, collecting
@@ -471,9 +470,11 @@ def _grid(seqlen_q: int, seqlen_kv: int | None, block: Any) -> tuple[tuple[int, 
 
 
 def _kept(rows: Array, cols: Array, grid: tuple[int, int], sides: tuple[int, int]) -> Mask:
+    from scipy.sparse import coo_array  # SciPy takes as long to import as all of cuflash
+
     inside = cols < grid[1]
     rows, cols = rows[inside], cols[inside]
-    return BlockPattern(scipy.sparse.coo_array((np.ones(len(rows), bool), (rows, cols)), shape=grid), sides)
+    return BlockPattern(coo_array((np.ones(len(rows), bool), (rows, cols)), shape=grid), sides)
 
 
 def _random_rows(rng: np.random.Generator, candidates: Array, count: Any) -> Array:

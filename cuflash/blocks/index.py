@@ -10,9 +10,8 @@ from operator import and_, or_, sub, xor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import scipy.sparse
 
-from ..arrays import Array, flag_reasons, is_array, namespace, require_callable, to_host, whole_number
+from ..arrays import Array, flag_reasons, is_array, is_sparse, namespace, require_callable, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..layouts import is_differentiated
@@ -288,7 +287,7 @@ class BlockIndex:
         >>> BlockIndex.from_scipy(scipy.sparse.eye_array(2), 6, 6, block=4).nnz
         20
         """
-        if not scipy.sparse.issparse(matrix):
+        if not is_sparse(matrix):
             raise TypeError(f"matrix must be a scipy.sparse array; got {type(matrix).__name__}: use from_blocks")
         reasons = count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
         with collecting(reasons):
@@ -522,6 +521,8 @@ class BlockIndex:
         """
         if not self.is_on_host:
             return self.on_host.to_scipy(b, h, elements=elements)
+        from scipy.sparse import bsr_array, csr_array  # late: few calls need SciPy, which is slow to import
+
         row = self._row(b, h)
         if reasons := flag_reasons("elements", elements):
             raise UnsupportedProblem(reasons)
@@ -530,12 +531,12 @@ class BlockIndex:
         rows, cols = starts - start, self.indices[start:stop]
         grid = (self.num_q_blocks, self.num_kv_blocks)
         if not elements:
-            return scipy.sparse.csr_array((np.minimum(self.kinds[start:stop], 2), cols, rows), shape=grid)
+            return csr_array((np.minimum(self.kinds[start:stop], 2), cols, rows), shape=grid)
         blocks = np.zeros((stop - start, *self.block), bool)
         for position in range(stop - start):
             blocks[position] = self._elements(start + position)
         shape = (grid[0] * self.block[0], grid[1] * self.block[1])
-        return scipy.sparse.bsr_array((blocks, cols, rows), shape=shape, blocksize=self.block)
+        return bsr_array((blocks, cols, rows), shape=shape, blocksize=self.block)
 
     def row_counts(self) -> Array:
         """Number of keys that each query attends.
@@ -941,7 +942,7 @@ def _read_only(array: Array) -> Array:
 
 def _within(matrix: Any, lengths: tuple[int, int]) -> Any:
     """A scipy.sparse array of elements without its padding, which must keep nothing."""
-    kept = scipy.sparse.csr_array(matrix)
+    kept = matrix.tocsr()
     inside = kept[: lengths[0], : lengths[1]]
     if (kept != 0).sum() > (inside != 0).sum():
         raise UnsupportedProblem([f"matrix must keep no element beyond the lengths {lengths}; got some in its padding"])

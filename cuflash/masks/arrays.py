@@ -8,9 +8,8 @@ from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import scipy.sparse
 
-from ..arrays import Array, describe, fix_of_list, is_array, namespace, no_array
+from ..arrays import Array, describe, fix_of_list, is_array, is_sparse, namespace, no_array
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
@@ -126,7 +125,7 @@ class Sparse(Mask):
     matrix: Any
 
     def __post_init__(self) -> None:
-        if not scipy.sparse.issparse(self.matrix):
+        if not is_sparse(self.matrix):
             raise TypeError(f"matrix must be a scipy.sparse array; got {describe(self.matrix)}: use masks.Dense")
         if self.matrix.ndim != 2:
             raise UnsupportedProblem([f"a mask's matrix must have two axes; got shape {self.matrix.shape}"])
@@ -243,7 +242,7 @@ def as_mask(value: Any) -> Mask:
     if not isinstance(value, type):
         if isinstance(value, Indexed):
             return value.as_mask()
-        if scipy.sparse.issparse(value):
+        if is_sparse(value):
             return Sparse(value)
         if is_array(value) or is_foreign(value):
             return Dense(value)

@@ -7,9 +7,8 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 
-from ..arrays import Array, describe, fix_of_list, is_array, namespace
+from ..arrays import Array, describe, fix_of_list, is_array, is_sparse, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from .base import Mask
@@ -55,7 +54,7 @@ class BlockPattern(Mask):
         take_arrays(self, {"blocks": "blocks"})
         with collecting(reasons):
             object.__setattr__(self, "block", block_pair(self.block))
-        if scipy.sparse.issparse(self.blocks):
+        if is_sparse(self.blocks):
             if self.blocks.ndim != 2:
                 reasons.append(f"blocks must have two axes as a scipy.sparse array; got shape {self.blocks.shape}")
         elif not (is_array(self.blocks) and self.blocks.ndim >= 2 and self.blocks.dtype == np.bool_):
@@ -110,7 +109,7 @@ class BlockPattern(Mask):
     def resolve(self, shape: MaskShape) -> Mask:
         self.require_fit(shape)
         grid, leading = tuple(self.blocks.shape[-2:]), tuple(self.blocks.shape[:-2])
-        if scipy.sparse.issparse(self.blocks):
+        if is_sparse(self.blocks):
             return BlockSet((1, 1, *grid), self.block, *sorted_places(self.blocks))
         if namespace(self.blocks) is not np:
             return BlockGrid(LeadingArray.of(self.blocks, shape.batch, 3), self.block)
@@ -122,7 +121,7 @@ class BlockPattern(Mask):
         return BlockSet(flat.shape, self.block, keys, np.ones(len(keys), bool))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        if len(self.blocks.shape) > 2 or scipy.sparse.issparse(self.blocks):
+        if len(self.blocks.shape) > 2 or is_sparse(self.blocks):
             raise UnsupportedProblem(
                 ["BlockPattern with leading axes or a sparse array depends on the shape: call .resolve(shape) first"]
             )
