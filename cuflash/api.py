@@ -15,6 +15,7 @@ from .calls.foreign import with_known_arrays
 from .calls.listed_plan import listed_plan, without_mask
 from .calls.pullback import Pullback
 from .calls.quantized_call import attention_on_kernels
+from .calls.unchanged import writeable
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .dropout import Dropout
@@ -253,7 +254,7 @@ def attention_vjp(
     q, k, v : arrays
         As in `attention`.
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
-        As in `attention`. The backward pass draws the weights that are dropped anew: an array that holds the seed must
+        As in `attention`. The backward pass draws the dropped weights a second time: an array that holds the seed must
         still hold it then.
     wrt : str or tuple of str
         Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
@@ -265,17 +266,19 @@ def attention_vjp(
     Returns
     -------
     o : array, or pair (o, lse)
-        What `attention` returns.
+        What `attention` returns. NumPy arrays are read-only as long as `vjp` or a copy of it lives, `out` among them:
+        write to ``o.copy()``.
     vjp : callable (do, dlse=None) -> Gradients
         Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
         over broadcast axes and grouped heads. Of an array that `wrt` names, `Gradients[name]` is the gradient, of its
-        shape and dtype. It reads q, k, v, o and lse again: leave them as they are until then. A pickle of it holds
-        them.
+        shape and dtype. It reads q, k, v, o and lse again, and all arrays whose gradients or values the scores need:
+        leave them as they are until then. A pickle of it holds them.
 
     Raises
     ------
     TypeError, UnsupportedProblem, MemoryError, RuntimeError
-        As `attention`; `vjp` raises them for do and dlse.
+        As `attention`; `vjp` raises them for do and dlse. `vjp` also raises RuntimeError if an array that it reads again
+        was changed since: always on the host, and on a GPU with CUFLASH_CHECK=1.
 
     Notes
     -----
@@ -297,7 +300,8 @@ def attention_vjp(
     )  # fmt: skip
     require_flag("return_lse", return_lse, lambda: _reasons(q, k, v, options))
     require_plain(q, k, v, precision)
-    ready, given, o, lse = run(q, k, v, options, out)
+    with writeable(out):
+        ready, given, o, lse = run(q, k, v, options, out)
     operands = {name: array for name, array in given.items() if name not in ("q", "k", "v")}
     return ((o, lse) if return_lse else o), Pullback(ready, given["q"], given["k"], given["v"], o, lse, operands)
 

@@ -663,7 +663,9 @@ class Plan:
         if array.shape != shape or array.dtype != dtype:
             reasons.append(f"{name} must have shape {shape} and dtype {dtype}; got {array.shape} and {array.dtype}")
         if isinstance(array, np.ndarray) and not array.flags.writeable:
-            reasons.append(f"{name} must be writeable; got a read-only array")
+            reasons.append(
+                f"{name} must be writeable; got a read-only array: pass a new one, or release the vjp that reads this one"
+            )
         if is_broadcast(array):
             reasons.append(
                 f"{name} must not be a broadcast view; got strides {array.strides}: give an array of its own"

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..arrays import Array
 from ..executors import checks, gpu
 from ..keywords import explains_keywords
 from ..plans import Gradients, Plan, layout_key, named_gradients
+from .unchanged import Held, checksums, held, require_unchanged
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pullback:
     """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
 
-    All arrays but the cotangents lie as the plan's own call had them, so that do alone tells which launches serve.
+    All arrays but the cotangents lie as the plan's own call had them, so that do alone tells which launches serve. They
+    must also hold what they held then: NumPy's o and lse are read-only as long as this object or a copy of it lives, and
+    on the host, or with CUFLASH_CHECK=1, checksums of all of them are compared.
 
     Examples
     --------
@@ -33,6 +37,28 @@ class Pullback:
     o: Array
     lse: Array
     operands: Mapping[str, Array] = field(default_factory=dict)
+    _sums: Mapping[str, int] = field(default_factory=dict, init=False)
+    _held: tuple[Held, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        is_on_host = self.ready.executor != "gpu"
+        if is_on_host or checks.is_on():
+            object.__setattr__(self, "_sums", checksums(self._read()))
+        if is_on_host:
+            object.__setattr__(self, "_held", held(self.o, self.lse))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_held": ()}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        object.__setattr__(self, "_held", held(self.o, self.lse))
+
+    def _read(self) -> dict[str, Array]:
+        """The arrays that the backward pass reads beside the cotangents, by name."""
+        is_of_forward = self.ready.plan.problem.is_of_forward
+        operands = {name: array for name, array in self.operands.items() if not is_of_forward(name)}
+        return {"q": self.q, "k": self.k, "v": self.v, "o": self.o, "lse": self.lse, **operands}
 
     @explains_keywords
     def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
@@ -44,7 +70,11 @@ class Pullback:
             An argument is not an array.
         UnsupportedProblem
             An argument is not like o, or not like lse. It lists every reason.
+        RuntimeError
+            An array that the forward pass read or returned holds other values than then.
         """
+        if self._sums:
+            require_unchanged(self._read(), self._sums)
         ready, kept, operands = self.ready, (self.q, self.k, self.v, self.o, self.lse), self.operands
         layout = layout_key(do) if dlse is None and ready.executor == "gpu" else None
         bound_call = ready._bound_calls.get((Pullback, layout))

@@ -123,6 +123,22 @@ def test_checks_pass(cupy, monkeypatch):
         assert_within_bounds(example, **results(cupy, example))
 
 
+def test_checks_see_an_array_that_changed_before_its_vjp(cupy, monkeypatch):
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    q, k, v = sent(cupy, *drawn(3, 2, 100, 64))
+    for dtype in (cupy.float16, cupy.float32):
+        q, k, v = (array.astype(dtype) for array in (q, k, v))
+        o, vjp = cuflash.attention_vjp(q, k, v)
+        vjp(o)
+        for name, array in {"q": q, "o": o}.items():
+            before = array.copy()
+            array[1, 99, 63] += 1
+            with pytest.raises(RuntimeError, match=f"^{name} must stay unchanged until vjp is called"):
+                vjp(v)
+            array[...] = before
+        vjp(o)
+
+
 def test_explain_knows_the_registers_of_compiled_kernels(cupy):
     ready = cuflash.plan(*sent(cupy, *drawn(3, 2, 100, 64)))
     ready.compile()

@@ -875,6 +875,29 @@ def test_checks_pass_on_sound_calls_and_change_no_bit(monkeypatch, executor, mas
     assert call() == plain
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "o", "lse", "sink"])
+def test_checks_see_an_array_on_a_gpu_that_changed_before_its_vjp(cupy, monkeypatch, name):
+    """Without them nothing is read for that."""
+
+    def call():
+        arrays = {"q": Q, "k": K, "v": V, "sink": np.ones(2, np.float32)}
+        arrays = {name: cupy.asarray(array.copy()) for name, array in arrays.items()}
+        (o, lse), vjp = cuflash.attention_vjp(**arrays, wrt="sink", return_lse=True)
+        return {**arrays, "o": o, "lse": lse}, vjp
+
+    do = cupy.asarray(DO)
+    for is_checked in (False, True):
+        monkeypatch.setenv("CUFLASH_CHECK", str(int(is_checked)))
+        arrays, vjp = call()
+        vjp(do)
+        arrays[name][0] = 3.0
+        if is_checked:
+            with pytest.raises(RuntimeError, match=f"^{name} must stay unchanged until vjp is called"):
+                vjp(do)
+        else:
+            vjp(do)
+
+
 def test_nan_in_the_inputs_is_nobodys_fault(checked):
     q = Q.copy()
     q[0, 3] = np.nan
