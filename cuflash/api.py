@@ -271,14 +271,14 @@ def attention_vjp(
     vjp : callable (do, dlse=None) -> Gradients
         Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
         over broadcast axes and grouped heads. Of an array that `wrt` names, `Gradients[name]` is the gradient, of its
-        shape and dtype. It reads q, k, v, o and lse again, and all arrays whose gradients or values the scores need:
-        leave them as they are until then. A pickle of it holds them.
+        shape and dtype. It reads q, k, v, o and lse again, and further arrays that gradients need: leave them as they
+        are until then. A pickle of it holds them.
 
     Raises
     ------
     TypeError, UnsupportedProblem, MemoryError, RuntimeError
-        As `attention`; `vjp` raises them for do and dlse. `vjp` also raises RuntimeError if an array that it reads again
-        was changed since: always on the host, and on a GPU with CUFLASH_CHECK=1.
+        As `attention`; `vjp` raises them for do and dlse. It also raises RuntimeError if an array that it reads again
+        has changed: always on the host, and on a GPU with CUFLASH_CHECK=1.
 
     Notes
     -----

@@ -664,7 +664,7 @@ class Plan:
             reasons.append(f"{name} must have shape {shape} and dtype {dtype}; got {array.shape} and {array.dtype}")
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             reasons.append(
-                f"{name} must be writeable; got a read-only array: pass a new one, or release the vjp that reads this one"
+                f"{name} must be writeable; got a read-only array: pass another one, or release the vjp that reads it"
             )
         if is_broadcast(array):
             reasons.append(

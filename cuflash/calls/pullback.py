@@ -18,8 +18,8 @@ class Pullback:
     """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
 
     All arrays but the cotangents lie as the plan's own call had them, so that do alone tells which launches serve. They
-    must also hold what they held then: NumPy's o and lse are read-only as long as this object or a copy of it lives, and
-    on the host, or with CUFLASH_CHECK=1, checksums of all of them are compared.
+    must also hold what they held then: o and lse of NumPy are read-only as long as this object or a copy of it lives,
+    and on the host, or with CUFLASH_CHECK=1, checksums of all of them are compared.
 
     Examples
     --------

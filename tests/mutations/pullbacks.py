@@ -95,7 +95,8 @@ FAULTS = {
         ),
         "factors are even": Edit("calls/unchanged.py", "checksum", "* _ODD | 1", "* _ODD << 1"),
         "words are read past columns that lie apart": Edit(
-            "calls/unchanged.py", "checksum", "length % per_word == 0 and host.strides[-1] == size", "length % per_word == 0"
+            "calls/unchanged.py", "checksum",
+            "length % per_word == 0 and host.strides[-1] == size", "length % per_word == 0",
         ),
     },
     changes_are_seen: {
@@ -113,7 +114,9 @@ FAULTS = {
         ),
     },
     flags_are_right: {
-        "results may be written to": Edit("calls/unchanged.py", "Held.__init__", "array.flags.writeable = False", "pass"),
+        "results may be written to": Edit(
+            "calls/unchanged.py", "Held.__init__", "array.flags.writeable = False", "pass"
+        ),
         "flags stay": Edit("calls/unchanged.py", "Held.__del__", "if self.was_writeable:", "if False:"),
         "a copy does not hold the results": Edit(
             "calls/pullback.py", "Pullback.__setstate__", "held(self.o, self.lse)", "()"

@@ -177,7 +177,7 @@ def test_vjps_that_share_an_output() -> None:
     with pytest.raises(RuntimeError, match="^o must stay unchanged"):
         first(q)
     second(q)
-    with pytest.raises(cuflash.UnsupportedProblem, match="out must be writeable; .* release the vjp that reads this"):
+    with pytest.raises(cuflash.UnsupportedProblem, match="out must be writeable; .* release the vjp that reads it"):
         cuflash.attention(q, q, q, out=buffer)
     del first
     gc.collect()
@@ -223,11 +223,11 @@ def test_a_refused_call_leaves_flags_as_they_were() -> None:
 
 def test_memory_that_numpy_cannot_make_writable_again_stays_as_it_is() -> None:
     q, out = an_array(), np.from_dlpack(np.empty(SHAPE, np.float32))
-    for given in (out, out[...]):
-        assert given.flags.writeable
-        o, vjp = cuflash.attention_vjp(q, q, q, out=given)
-        assert o is given and given.flags.writeable
-        given -= 1
+    for each in (out, out[...]):
+        assert each.flags.writeable
+        o, vjp = cuflash.attention_vjp(q, q, q, out=each)
+        assert o is each and each.flags.writeable
+        each -= 1
         with pytest.raises(RuntimeError, match="^o must stay unchanged"):
             vjp(q)
 
