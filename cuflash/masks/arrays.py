@@ -15,7 +15,7 @@ from ..keywords import explains_keywords
 from ..layouts import is_foreign
 from .base import Mask
 from .block_set import BlockSet, sorted_places
-from .coordinates import LeadingArray, checked_answer
+from .coordinates import LeadingArray, checked_answer, note_call
 from .fields import take_arrays
 from .shape import MaskShape
 
@@ -209,8 +209,10 @@ class FromFunction(Mask):
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         try:
             allowed = self.function(b, h, i, j)
-        except ValueError as error:
-            if "truth value" in str(error):
+        except Exception as error:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            note_call(error, f"the mask function {name}", b, h, i, j)
+            if isinstance(error, ValueError) and "truth value" in str(error):
                 error.add_note(
                     "A mask's function receives arrays of indices: write &, |, ~ and numpy.where in place of and, or, "
                     "not and if, with brackets around comparisons."

@@ -23,10 +23,21 @@ def elements(mask: Any, b: Array, h: Array, i: Array, j: Array) -> Array:
     UnsupportedProblem
         It is no boolean array, or does not broadcast to the coordinates.
     """
-    allowed = mask(b, h, i, j)
+    try:
+        allowed = mask(b, h, i, j)
+    except Exception as error:
+        note_call(error, f"the __call__ of the mask {type(mask).__name__}", b, h, i, j)
+        raise
     if type(allowed) is bool:
         return allowed
     return checked_answer(f"{type(mask).__name__}'s __call__", allowed, b, h, i, j)
+
+
+def note_call(error: Exception, who: str, *coordinates: Array) -> None:
+    """Add to the error of a user's rule what it was called with, unless an inner rule has."""
+    if not isinstance(error, UnsupportedProblem) and not getattr(error, "__notes__", ()):
+        shapes = ", ".join(f"{name} {tuple(np.shape(each))}" for name, each in zip("bhij", coordinates))
+        error.add_note(f"Raised in {who}, which was called with integer arrays of the shapes {shapes}.")
 
 
 def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:

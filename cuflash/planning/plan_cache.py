@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -42,8 +43,9 @@ def _cached_plan(
 
 def plan_for(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
     """Return the plan of a call, from the cache where one is there; masks that hold arrays are not cached."""
-    try:
+    mask_key = None
+    with suppress(TypeError):
         mask_key = _MaskKey(mask, content(mask))
-    except TypeError:
+    if mask_key is None:  # outside of what caught the error, which would be the context of those of a mask's function
         return _new_plan(problem, mask, device, kernel, deterministic)
     return _cached_plan(problem, mask_key, device, kernel, deterministic)

@@ -81,9 +81,11 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
         program, numbers = _finished(builder, builder.real(_number_of(builder, result, is_result=True)))
     except ProgramError as error:
         raise UnsupportedProblem([f"{_place(error, name)}: {error}"]) from None
-    except (IndexError, TypeError, ValueError) as error:
-        refusal = builder.refusal or _refusal_of_others(error)
+    except Exception as error:
+        is_known = isinstance(error, (IndexError, TypeError, ValueError))
+        refusal = (builder.refusal or _refusal_of_others(error)) if is_known else None
         if refusal is None:
+            error.add_note(f"Raised in the score function {name}, which was called with symbols for s, b, h, i and j.")
             raise
         raise UnsupportedProblem([f"{_place(error, name)}: {refusal}"]) from error
     reasons = []

@@ -9,6 +9,7 @@ import itertools
 import math
 import operator
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import ClassVar
@@ -457,13 +458,98 @@ def test_a_rule_that_asks_for_the_truth_of_an_array_is_told_what_to_write(name):
         assert "truth value" in text and note in text or of_one_element in text
 
 
-def test_other_errors_of_a_rule_are_left_alone():
-    def rule(b, h, i, j):
-        raise ValueError("no such table")
+@dataclass(frozen=True, eq=False)
+class OwnMask(masks.Mask):
+    rule: Callable
 
-    with pytest.raises(ValueError, match="no such table") as refused:
-        masks.FromFunction(rule).toarray(8)
-    assert not hasattr(refused.value, "__notes__")
+    def __call__(self, b, h, i, j):
+        return self.rule(b, h, i, j)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnIntervals(masks.Mask):
+    rule: Callable
+
+    def intervals(self, b, h, i):
+        return self.rule(b, h, i, i)
+
+
+USERS_RULES = {
+    "function": lambda rule: rule,
+    "FromFunction": masks.FromFunction,
+    "function & mask": lambda rule: masks.Causal() & rule,
+    "mask | function": lambda rule: rule | masks.Band(0, 0),
+    "not function": lambda rule: ~masks.FromFunction(rule),
+    "own mask": OwnMask,
+    "own mask & mask": lambda rule: OwnMask(rule) & masks.Causal(),
+    "own intervals": OwnIntervals,
+}
+Q = np.random.default_rng(0).standard_normal((2, 24, 8), dtype=np.float32)
+USES_OF_MASKS = {
+    "attention": lambda mask: cuflash.attention(Q, Q, Q, mask=mask),
+    "attention, causal": lambda mask: cuflash.attention(Q, Q, Q, mask=mask, causal=True),
+    "sim": lambda mask: cuflash.attention(Q, Q, Q, mask=mask, executor="sim"),
+    "vjp": lambda mask: cuflash.attention_vjp(Q, Q, Q, mask=mask),
+    "plan": lambda mask: cuflash.plan(Q, Q, Q, mask=mask),
+    "plan for a GPU": lambda mask: cuflash.plan(Q, Q, Q, mask=mask, device=cuflash.DeviceSpec.gpu("H100")),
+    "index": lambda mask: cuflash.BlockIndex.from_mask(mask, 24, 24, block=8),
+    "recall": lambda mask: cuflash.recall(Q, Q, Q, mask),
+    "block_mass": lambda mask: cuflash.block_mass(Q, Q, block=8, mask=mask),
+    "error_bound": lambda mask: cuflash.error_bound(Q, Q, Q, mask=mask),
+    "selector": lambda mask: cuflash.selectors.oracle(
+        Q, Q, block=8, budget=cuflash.selectors.Budget(top_k=1), mask=mask
+    ),
+}
+ERRORS = (ZeroDivisionError, TypeError, ValueError, KeyError, IndexError, AttributeError, NotImplementedError, OSError)
+
+
+def check_error(kind, who, use, is_noted=True):
+    """Assert that the error of a rule, which `use` calls, comes first and alone, with a note that `who` was called."""
+
+    def rule(b, h, i, j):
+        raise kind("no such table")
+
+    try:
+        use(rule)
+    except Exception as caught:
+        error = caught
+    assert type(error) is kind and error.args == ("no such table",)
+    assert error.__context__ is error.__cause__ is None
+    notes = getattr(error, "__notes__", [])
+    told = f"Raised in {who}, which was called with integer arrays of the shapes b ("
+    assert len(notes) <= 1 and all(note.startswith(told) for note in notes) and (notes or not is_noted)
+
+
+def check_errors(library):
+    q, found = np.ones((1, 5, 4), np.float32), part(library, "masks")
+
+    class Answers(part(library, "masks.base").Mask):
+        def __init__(self, rule):
+            self.rule = rule
+
+        def __call__(self, b, h, i, j):
+            return self.rule(b, h, i, j)
+
+    own = "the __call__ of the mask Answers"
+    check_error(TypeError, "the mask function rule", lambda rule: library.attention(q, q, q, mask=rule))
+    check_error(KeyError, "the mask function rule", lambda rule: (found.Causal() & rule).toarray(5))
+    check_error(KeyError, own, lambda rule: library.attention(q, q, q, mask=Answers(rule)))
+
+
+@pytest.mark.parametrize("use", USES_OF_MASKS)
+@pytest.mark.parametrize("make", USERS_RULES)
+def test_an_error_of_a_users_rule_comes_first_and_alone(make, use):
+    who, is_noted = "the mask function rule", True
+    if make.startswith("own mask"):
+        who = "the __call__ of the mask OwnMask"
+    elif make == "own intervals":  # which are called by themselves, or by the class's __call__
+        who, is_noted = "the __call__ of the mask OwnIntervals", False
+    for kind in ERRORS:
+        check_error(kind, who, lambda rule: USES_OF_MASKS[use](USERS_RULES[make](rule)), is_noted)
+
+
+def test_errors_of_rules_are_noted():
+    check_errors(cuflash)
 
 
 PATTERN = masks.BlockPattern(np.ones((4, 2, 2), bool), 4)

@@ -16,6 +16,7 @@ from test_mask_inputs import (
     check_classes,
     check_coordinates,
     check_documents,
+    check_errors,
     check_indices,
     check_limits,
     check_numbers,
@@ -73,6 +74,10 @@ def indices_are_counted(library: ModuleType) -> None:
 
 def limits_are_kept(library: ModuleType) -> None:
     check_limits(library)
+
+
+def errors_come_alone(library: ModuleType) -> None:
+    check_errors(library)
 
 
 def answers_are_checked(library: ModuleType) -> None:

@@ -7,6 +7,7 @@ from mutations.mask_input_guards import (
     classes_are_told_apart,
     coordinates_are_right,
     deep_trees_are_right,
+    errors_come_alone,
     ids_are_right,
     indices_are_counted,
     limits_are_kept,
@@ -120,6 +121,30 @@ FAULTS = {
             "planning/problem.py", "_shape_reasons",
             "reasons += length_reasons(MaskShape((), 1, q.shape[-2], k.shape[-2]))",
             "",
+        ),
+    },
+    errors_come_alone: {
+        "a mask is planned while another error is handled": Edit(
+            "planning/plan_cache.py", "plan_for",
+            """    with suppress(TypeError):
+        mask_key = _MaskKey(mask, content(mask))
+""",
+            """    try:
+        mask_key = _MaskKey(mask, content(mask))
+    except TypeError:
+        return _new_plan(problem, mask, device, kernel, deterministic)
+""",
+        ),
+        "a function's error has no note": Edit(
+            "masks/arrays.py", "FromFunction.__call__",
+            'note_call(error, f"the mask function {name}", b, h, i, j)', "pass",
+        ),
+        "a class's error has no note": Edit(
+            "masks/coordinates.py", "elements",
+            'note_call(error, f"the __call__ of the mask {type(mask).__name__}", b, h, i, j)', "pass",
+        ),
+        "each rule around another adds a note": Edit(
+            "masks/coordinates.py", "note_call", 'and not getattr(error, "__notes__", ())', ""
         ),
     },
     answers_are_checked: {

@@ -315,6 +315,10 @@ def refusals_are_told(library):
             assert wanted.format(line=branches.__code__.co_firstlineno + 1) in told(error)
         else:
             raise AssertionError(wanted)
+    try:
+        library.Score(lambda s, b, h, i, j: {}["no such table"])
+    except KeyError as error:
+        assert "score function <lambda>" in "".join(getattr(error, "__notes__", ()))
     kept = []
 
     def keeps(s, b, h, i, j):

@@ -237,6 +237,7 @@ FAULTS = {
         "what other libraries raise is passed on": Edit(
             TRACE, "trace", "builder.refusal or _refusal_of_others(error)", "builder.refusal"
         ),
+        "a function's error has no note": Edit(TRACE, "trace", "error.add_note(", "str("),
         "a real index is taken": Edit(PROGRAM, "Builder.load", 'any([self.kind(n) != "int" for n in args])', "False"),
         "an index is left out": Edit(
             TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank",

@@ -692,6 +692,31 @@ def test_the_library_refuses_what_it_cannot_use(make: Any, told: str) -> None:
         make()
 
 
+USES_OF_SCORES: dict[str, Any] = {
+    "attention": lambda f: cuflash.attention(Q, Q, Q, score=f),
+    "softcap": lambda f: cuflash.attention(Q, Q, Q, score=f, softcap=3.0),
+    "further faults": lambda f: cuflash.attention(Q, Q, Q, score=f, scale="1"),
+    "vjp": lambda f: cuflash.attention_vjp(Q, Q, Q, score=f),
+    "plan": lambda f: cuflash.plan(Q, Q, Q, score=f),
+    "Score": Score,
+    "recall": lambda f: cuflash.recall(Q, Q, Q, cuflash.masks.Causal(), score=f),
+    "error_bound": lambda f: cuflash.error_bound(Q, Q, Q, score=f),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_SCORES)
+@pytest.mark.parametrize("kind", [ZeroDivisionError, TypeError, ValueError, KeyError, IndexError, AttributeError])
+def test_an_error_of_a_score_function_comes_first_and_alone(kind: type[Exception], use: str) -> None:
+    def mine(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        raise kind("no such table")
+
+    with pytest.raises(kind, match="no such table") as caught:
+        USES_OF_SCORES[use](mine)
+    error = caught.value
+    assert type(error) is kind and error.__context__ is error.__cause__ is None
+    assert error.__notes__ == ["Raised in the score function mine, which was called with symbols for s, b, h, i and j."]
+
+
 @pytest.mark.parametrize("make", [lambda: scores.alibi([1.0]), lambda: scores.bias(1.0), lambda: scores.temperature(2)])
 def test_the_library_takes_arrays(make: Any) -> None:
     with pytest.raises(TypeError, match="must be an array"):
