@@ -15,7 +15,7 @@ from operator import and_, or_, xor
 from typing import Any, Self
 
 from ..arrays import Array, describe, flag_reasons, is_int, namespace
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, checked_calls, collecting
 from ..keywords import explains_keywords
 from .content import Described, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, widened
@@ -443,7 +443,16 @@ class Mask(Described):
         return bounds
 
 
+def _has_both_bounds(positional: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    return len(positional) != 1 or "upper" in keywords
+
+
 @explains_keywords
+@checked_calls(
+    _has_both_bounds,
+    "Band takes both bounds of j - i: masks.Band(-8, 8) has 8 keys on either side of the query, masks.Band(lower=8) no "
+    "upper bound",
+)
 @dataclass(frozen=True, eq=False)
 class Band(Mask):
     """A query i attends the keys j with lower <= j - i <= upper, in absolute coordinates.
@@ -451,12 +460,14 @@ class Band(Mask):
     Parameters
     ----------
     lower, upper : int or None
-        Bounds of j - i, inclusive; None is unlimited.
+        Bounds of j - i, inclusive; None is unlimited. lower is at most upper: ``~Band()`` attends nothing.
 
     Raises
     ------
+    TypeError
+        `lower` is given by its place, and `upper` is not.
     UnsupportedProblem
-        A diagonal is no int or None.
+        A bound is not an int or None, or `lower` is greater than `upper`.
 
     Examples
     --------
@@ -477,6 +488,11 @@ class Band(Mask):
                 object.__setattr__(self, name, int(bound))
             elif bound is not None:
                 reasons.append(f"{name} must be an int, or None for no bound; got {describe(bound)}")
+        if not reasons and self.lower is not None and self.upper is not None and self.lower > self.upper:
+            reasons.append(
+                f"lower must be at most upper; got {describe(self.lower)} and {describe(self.upper)}, between which no "
+                f"key lies: exchange them, or write ~masks.Band() for nothing"
+            )
         if reasons:
             raise UnsupportedProblem(reasons)
 
@@ -814,7 +830,9 @@ def intersection(masks: Sequence[Mask]) -> Mask:
     bands = [mask for mask in masks if type(mask) is Band]
     lowers = [band.lower for band in bands if band.lower is not None]
     uppers = [band.upper for band in bands if band.upper is not None]
-    band = Band(max(lowers, default=None), min(uppers, default=None))
+    lower, upper = max(lowers, default=None), min(uppers, default=None)
+    is_empty = lower is not None and upper is not None and lower > upper
+    band = Band(UNBOUNDED, None) if is_empty else Band(lower, upper)
     rest = [mask for mask in masks if type(mask) is not Band]
     if not rest:
         return band

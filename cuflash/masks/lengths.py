@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arrays import Array
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, checked_calls, collecting, is_by_keywords
 from ..keywords import explains_keywords
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, PerBatch, widened
@@ -13,19 +13,27 @@ from .fields import converted_length, take_arrays
 from .shape import MaskShape
 
 
+_KEYWORDS = "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding, q= for query padding"
+
+
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@checked_calls(is_by_keywords, _KEYWORDS)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Lengths(Mask):
     """Only the first `q` queries and the first `kv` keys exist.
+
+    Key padding is ``Lengths(kv=lengths)``. Both arguments are keywords, since a positional one could mean either.
 
     Parameters
     ----------
     q, kv : int, int array [*batch], or None
-        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Values above the
+        Lengths of queries and keys, one at least; arrays broadcast over the leading axes; None is all. Values above the
         problem's length are clipped, and those of arrays below 0 too; an int is at least 0.
 
     Raises
     ------
+    TypeError
+        There is a positional argument, or neither `q` nor `kv`.
     UnsupportedProblem
         A length is no int of at least 0, integer array or None. Calls, and `resolve`, raise it where an array does not
         fit the batch.
@@ -44,6 +52,8 @@ class Lengths(Mask):
     kv: int | Array | None = None
 
     def __post_init__(self) -> None:
+        if self.q is None and self.kv is None:
+            raise TypeError(f"{_KEYWORDS}; got None for both")
         take_arrays(self, {"q": "q", "kv": "kv"})
         for name, length in (("q", self.q), ("kv", self.kv)):
             if length is not None:

@@ -128,8 +128,9 @@ def _sliding_window(draw: st.DrawFn, shape: MaskShape) -> Mask:
 
 
 def _lengths(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    q, kv = (_count(draw, shape, most) if draw(st.booleans()) else None for most in shape[2:])
-    return Lengths(q=q, kv=kv)
+    names = draw(st.sampled_from((("q",), ("kv",), ("q", "kv"))))
+    mosts = {"q": shape.seqlen_q, "kv": shape.seqlen_kv}
+    return Lengths(**{name: _count(draw, shape, mosts[name]) for name in names})
 
 
 def _prefix_lm(draw: st.DrawFn, shape: MaskShape) -> Mask:

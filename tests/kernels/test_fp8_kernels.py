@@ -90,7 +90,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "window": {"window": (40, 3)},
     "documents": {"mask": DOCUMENTS, "scale": -0.3},
     "bits": {"mask": BITS},
-    "lengths": {"mask": masks.Lengths(70)},
+    "lengths": {"mask": masks.Lengths(q=70)},
     "a scale of 0": {"scale": 0.0},
 }
 
@@ -185,7 +185,7 @@ def test_rows_without_keys_and_what_is_not_finite(run: Run) -> None:
     x = operands(200, 200, (64, 64), (2, 2), "bfloat16")
     x[2][1, 150, 3] = np.nan
     x8 = [cuflash.quantize(each) for each in x]
-    mask = masks.Lengths(60, 100)
+    mask = masks.Lengths(q=60, kv=100)
     o, lse = attention(run, x8, mask=mask)
     assert (o[:, 60:] == 0).all() and np.isneginf(lse[:, 60:]).all() and np.isfinite(lse[:, :60]).all()
     assert np.isfinite(o[0].astype(np.float32)).all()

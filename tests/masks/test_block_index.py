@@ -115,7 +115,7 @@ def test_density_may_be_stated_over_the_eligible_blocks():
     [
         (3, "eligible must be a BlockIndex or None; got 3"),
         (BlockIndex.from_mask(masks.Causal(), 8, 8, block=4), r"\(2, 2\); got \(8, 8\) in blocks of \(4, 4\)"),
-        (BlockIndex.from_mask(masks.Lengths(), 8, 9, block=2), r"got \(8, 9\) in blocks of \(2, 2\)"),
+        (BlockIndex.from_mask(masks.Band(), 8, 9, block=2), r"got \(8, 9\) in blocks of \(2, 2\)"),
     ],
 )
 def test_no_density_is_stated_over_other_blocks(eligible, told):

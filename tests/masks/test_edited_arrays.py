@@ -48,7 +48,7 @@ KINDS = {
         lambda q, kv: masks.Sequences(q, kv, causal="top_left"), lambda rng: (each := offsets(rng), each.copy())
     ),
     "Documents": Kind(masks.Documents, lambda rng: (ids(rng), ids(rng))),
-    "Lengths": Kind(masks.Lengths, lambda rng: tuple(rng.integers(0, SEQLEN, (2, 2)))),
+    "Lengths": Kind(lambda q, kv: masks.Lengths(q=q, kv=kv), lambda rng: tuple(rng.integers(0, SEQLEN, (2, 2)))),
     "PrefixLM": Kind(masks.PrefixLM, lambda rng: (rng.integers(0, SEQLEN, 2),)),
 }
 EDITS = {"Sequences of equal arrays": KINDS["Sequences of two arrays"].arrays}  # others write arrays of their own kind

@@ -107,6 +107,10 @@ def numbered(draw):
     arguments = draw(st.tuples(*(RULES | PLACED_RULES)[name][0]))
     if name == "fixed" and arguments[1] > arguments[0]:
         arguments = arguments[::-1] if arguments[1] else (1, 0)
+    if name == "band" and None not in arguments and int(arguments[0]) > int(arguments[1]):
+        arguments = arguments[::-1]
+    if name == "lengths" and arguments == (None, None):
+        arguments = (0, None)
     return name, arguments
 
 
@@ -114,7 +118,7 @@ def numbered_mask(library, name, arguments, align):
     made = part(library, "masks")
     kinds = {
         "window": made.SlidingWindow, "dilated": made.Dilated, "band": made.Band, "prefix": made.PrefixLM,
-        "lengths": made.Lengths,
+        "lengths": lambda q, kv: made.Lengths(q=q, kv=kv),
     }  # fmt: skip
     aligned = {} if name in ("band", "lengths") else {"align": align}
     return (kinds[name] if name in kinds else getattr(part(library, "patterns"), name))(*arguments, **aligned)
@@ -258,6 +262,46 @@ def test_what_is_no_number_is_refused_in_words(name):
     with pytest.raises(UnsupportedProblem) as refused:
         make()
     assert words in str(refused.value)
+
+
+CALLS_REFUSED = {
+    "a length that may be of queries or of keys": (
+        lambda: masks.Lengths(np.array([50, 37])), "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding"
+    ),
+    "two lengths by their places": (lambda: masks.Lengths(3, 4), "Lengths takes keywords: masks.Lengths(kv=lengths)"),
+    "a length of one side by its place": (lambda: masks.Lengths(3, kv=4), "for key padding, q= for query padding"),
+    "no length": (lambda: masks.Lengths(), "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding"),
+    "lengths of None": (lambda: masks.Lengths(q=None, kv=None), "q= for query padding; got None for both"),
+    "a band of one number": (lambda: Band(8), "masks.Band(-8, 8) has 8 keys on either side of the query"),
+    "an index of blocks": (
+        lambda: cuflash.BlockIndex(np.ones((2, 2), bool)), "with BlockIndex.from_blocks, BlockIndex.from_mask or"
+    ),
+    "an index of nothing": (lambda: cuflash.BlockIndex(), "make an index with BlockIndex.from_blocks"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_REFUSED)
+def test_a_call_with_two_readings_names_the_one_that_is_meant(name):
+    make, words = CALLS_REFUSED[name]
+    with pytest.raises(TypeError) as refused:
+        make()
+    assert words in str(refused.value)
+
+
+def test_a_bound_may_be_given_by_name_alone():
+    assert Band(lower=2) == Band(2, None) and Band(2, upper=3) == Band(2, 3) and Band(upper=3) == Band(None, 3)
+
+
+@given(st.integers(-9, 9), st.integers(-9, 9), st.integers(-9, 9), st.integers(-9, 9))
+def test_an_intersection_of_bands_may_be_empty_and_a_band_may_not(a, b, c, d):
+    first, second = Band(min(a, b), max(a, b)), Band(min(c, d), max(c, d))
+    both = first & second
+    assert (both.toarray(6, 9) == first.toarray(6, 9) & second.toarray(6, 9)).all()
+    assert (both.resolve(MaskShape((), 1, 6, 9)).to(np.copy).toarray(6, 9) == both.toarray(6, 9)).all()
+    assert (seen(cuflash, "cpu", 6, 9, both) == both.toarray(6, 9)).all()
+    if a != b:
+        with pytest.raises(UnsupportedProblem, match="lower must be at most upper; .*: exchange them, or write ~masks"):
+            Band(max(a, b), min(a, b))
 
 
 def check_coordinates(library, kind, drawn):

@@ -159,7 +159,7 @@ def test_rectangles_never_claim_too_much(shape, data):
 
 @pytest.mark.parametrize("mask", [masks.Causal(), masks.SlidingWindow(3, 1) & ~masks.Causal(), masks.Lengths(kv=3)])
 def test_masks_without_arrays_compare_and_hash_by_value(mask):
-    twin = type(mask)(*(getattr(mask, field) for field in mask.__dataclass_fields__))
+    twin = type(mask)(**{field: getattr(mask, field) for field in mask.__dataclass_fields__})
     assert mask == twin and hash(mask) == hash(twin)
     assert mask != masks.Causal("top_left")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import numpy as np
+from mutations.calls import refuses, takes
 from mutations.mask_input_guards import (
     answers_are_checked,
     classes_are_told_apart,
@@ -19,7 +23,44 @@ from mutations.mask_input_guards import (
 from mutations.planting import Edit
 from mutations.python_guards import work_is_right
 
+
+def has_an_empty_intersection(library: ModuleType) -> bool:
+    both = library.masks.Band(5, 9) & library.masks.Band(-3, 0)
+    return not library.attention(*3 * [np.ones((12, 2), np.float32)], mask=both).any()
+
+
 FAULTS = {
+    refuses(lambda library: library.masks.Lengths(3), "masks.Lengths(kv=lengths)"): {
+        "a length without a name is taken": Edit(
+            "errors.py", "is_by_keywords", "bool(keywords) and not positional", "True"
+        ),
+    },
+    refuses(lambda library: library.masks.Lengths(q=None), "got None for both"): {
+        "lengths of neither side are taken": Edit(
+            "masks/lengths.py", "Lengths.__post_init__", "if self.q is None and self.kv is None:", "if False:"
+        ),
+    },
+    refuses(lambda library: library.masks.Band(8), "masks.Band(-8, 8)"): {
+        "one bound by its place is taken": Edit("masks/base.py", "_has_both_bounds", "len(positional) != 1", "True"),
+    },
+    takes(lambda library: library.masks.Band(2, upper=3) == library.masks.Band(2, 3)): {
+        "a bound by its name is refused": Edit("masks/base.py", "_has_both_bounds", 'or "upper" in keywords', ""),
+    },
+    refuses(lambda library: library.masks.Band(3, 1), "exchange them"): {
+        "a band that attends nothing is taken": Edit(
+            "masks/base.py", "Band.__post_init__", "self.lower > self.upper", "False"
+        ),
+    },
+    takes(has_an_empty_intersection): {
+        "an empty intersection of bands is refused": Edit(
+            "masks/base.py", "intersection", "Band(UNBOUNDED, None) if is_empty else", ""
+        ),
+    },
+    refuses(lambda library: library.BlockIndex(), "from_blocks"): {
+        "an index is made of nothing": Edit(
+            "errors.py", "checked_calls", "if not is_right(positional, keywords):", "if False:"
+        ),
+    },
     shapes_are_right: {
         "processors are counted in a narrow dtype": Edit(
             "planning/device.py", "DeviceSpec.__post_init__", "object.__setattr__(self, name, int(value))", "pass"

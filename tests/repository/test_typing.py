@@ -41,6 +41,7 @@ cuflash.attention_vjp(q, q, q, wrt=3)  # call-overload
 cuflash.plan(shape, shape, shape, executor="cuda")  # arg-type
 cuflash.precompile(shape, shape, shape, kernel="sm70")  # arg-type
 cuflash.recall(q, q, q, "window")  # arg-type
+masks.Lengths(3)  # call-arg
 reveal_type(cuflash.attention(q, q, q, return_lse=True))  # tuple[Any, Any]
 reveal_type(cuflash.attention(q, q, q))  # Any
 reveal_type(cuflash.attention(q, q, q, return_lse=bool(q.any())))  # Any | tuple[Any, Any]
