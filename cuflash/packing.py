@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, as_int_array, describe, is_array, is_int, is_integer_dtype, namespace, no_array, to_host
+from .arrays import (
+    Array, as_int_array, describe, flag_reasons, is_array, is_int, is_integer_dtype, namespace, no_array, to_host,
+)  # fmt: skip
 from .errors import UnsupportedProblem
 from .keywords import explains_keywords
 from .plans import as_arrays
+from .scores.offsets import end_reasons, offset_reasons
+
+_LAYOUTS = "axis=-2 packs (heads, length, dim), axis=-3 (length, heads, dim), axis=-1 (heads, length)"
 
 
 @explains_keywords
@@ -24,7 +29,8 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
         One for each sequence, at least one. They differ in their lengths alone, and lie in one place. Arrays of other
         libraries are taken as `attention` takes them.
     axis : int
-        The axis of the lengths: -2, or -1 for lse and dlse [..., length].
+        The axis of the lengths: -2 for [..., heads, length, dim], -3 for [..., length, heads, dim], -1 for lse and dlse
+        [..., length].
 
     Returns
     -------
@@ -40,6 +46,13 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     UnsupportedProblem
         No arrays, or arrays that do not fit each other; all reasons at once.
 
+    Notes
+    -----
+    `attention` takes heads before lengths: ``packed.swapaxes(-3, -2)`` of an array that was packed along axis -3.
+
+    The layout cannot be told from the shapes if all lengths are equal: arrays [length, heads, dim] then fit along axis
+    -2 too, which packs their heads. Pass ``axis=-3`` for them.
+
     Examples
     --------
     >>> import numpy as np, cuflash
@@ -51,9 +64,11 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     >>> o = cuflash.attention(packed, packed, packed, mask=cuflash.masks.Sequences(offsets, causal=True))
     >>> [part.shape for part in cuflash.unpack(o, offsets)]
     [(4, 5, 32), (4, 0, 32), (4, 9, 32)]
+    >>> cuflash.pack([part.swapaxes(0, 1) for part in x], axis=-3)[0].shape        # lengths before heads
+    (14, 4, 32)
     """
     given = _given(arrays)
-    reasons = _axis_reasons(axis) or _unlike_reasons(given, axis)
+    reasons = _axis_reasons(axis, "arrays[0]", given[0]) or _unlike_reasons(given, axis)
     if reasons:
         raise UnsupportedProblem(reasons)
     xp = namespace(given[0])
@@ -62,7 +77,7 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
 
 
 @explains_keywords
-def unpack(packed: Array, offsets: Array, axis: int = -2) -> list[Array]:
+def unpack(packed: Array, offsets: Array, axis: int = -2, *, allow_gaps: bool = False) -> list[Array]:
     """The sequences of a packed array, as views of it.
 
     Parameters
@@ -70,9 +85,13 @@ def unpack(packed: Array, offsets: Array, axis: int = -2) -> list[Array]:
     packed : array [..., length, dim]
         Packed arrays, or results of `attention` on them.
     offsets : list of ints, or int array [num_sequences + 1]
-        As `pack` returns them. Offsets on a device are copied to the host, which waits for the device.
+        As `pack` returns them: from 0 to the length. Offsets on a device are copied to the host, which waits for the
+        device.
     axis : int
-        The axis that was packed: -2, or -1 for lse and dlse [..., length].
+        The axis that was packed: -2 for [..., heads, length, dim], -3 for [..., length, heads, dim], -1 for lse and
+        dlse [..., length].
+    allow_gaps : bool
+        The first offset may be greater than 0, and the last less than the length: rows of no sequence are left out.
 
     Returns
     -------
@@ -84,7 +103,7 @@ def unpack(packed: Array, offsets: Array, axis: int = -2) -> list[Array]:
     TypeError
         `packed` or `offsets` is not an array.
     UnsupportedProblem
-        The offsets decrease, or reach beyond the array; all reasons at once.
+        The offsets decrease, leave gaps, or reach beyond the array; all reasons at once.
 
     Examples
     --------
@@ -97,20 +116,17 @@ def unpack(packed: Array, offsets: Array, axis: int = -2) -> list[Array]:
         if not is_array(array):
             raise TypeError(no_array(name, array))
     packed, offsets = given.values()
-    reasons = _axis_reasons(axis)
-    if not reasons and packed.ndim < -axis:
-        reasons.append(f"packed must have at least {-axis} axes; got {describe(packed)}")
+    reasons = _axis_reasons(axis, "packed", packed) + flag_reasons("allow_gaps", allow_gaps)
     if offsets.ndim != 1 or not offsets.size or not is_integer_dtype(offsets.dtype):
         reasons.append(f"offsets must be an integer array (num_sequences + 1,); got {describe(offsets)}")
     if reasons:
         raise UnsupportedProblem(reasons)
-    ends, length = to_host(offsets).tolist(), packed.shape[axis]
-    if ends[0] < 0 or ends[-1] > length or any(start > stop for start, stop in pairwise(ends)):
-        raise UnsupportedProblem(
-            [f"offsets must never decrease, from 0 or later to packed's length {length} or before; got {ends[:8]}"]
-        )
-    rest = (slice(None),) * (-axis - 1)
-    return [packed[(..., slice(start, stop), *rest)] for start, stop in pairwise(ends)]
+    ends = to_host(offsets)
+    reasons = offset_reasons("offsets", ends, allow_gaps) or _end_reasons(ends, packed, axis, allow_gaps)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    rest = (slice(None),) * (axis % packed.ndim)
+    return [packed[(*rest, slice(start, stop))] for start, stop in pairwise(ends.tolist())]
 
 
 def _given(arrays: Any) -> list[Array]:
@@ -126,25 +142,40 @@ def _given(arrays: Any) -> list[Array]:
     return list(given.values())
 
 
-def _axis_reasons(axis: Any) -> list[str]:
-    return [] if is_int(axis) and axis in (-2, -1) else [f"axis must be -2 or -1; got {describe(axis)}"]
+def _axis_reasons(axis: Any, name: str, array: Array) -> list[str]:
+    """Why an axis is not one of an array's."""
+    if not is_int(axis):
+        return [f"axis must be an int; got {describe(axis)}: {_LAYOUTS}"]
+    if not -array.ndim <= axis < array.ndim:
+        return [f"axis must be an axis of {name}, which has {array.ndim}; got {axis}, {describe(array)}: {_LAYOUTS}"]
+    return []
 
 
 def _unlike_reasons(given: list[Array], axis: int) -> list[str]:
     """Why arrays cannot be packed into one."""
-    first = given[0]
-    if first.ndim < -axis:
-        return [f"arrays[0] must have at least {-axis} axes; got {describe(first)}"]
-    reasons = []
+    first, reasons = given[0], []
+    others = [other for other in range(-first.ndim, 0) if other != axis and all(_fit(x, first, other) for x in given)]
+    fix = f": they fit along axis={others[-1]}; {_LAYOUTS}" if others else ""
     for place, array in enumerate(given):
-        others, wanted = list(array.shape), list(first.shape)
-        if len(others) == len(wanted):
-            del others[axis], wanted[axis]
-        if others != wanted or array.dtype != first.dtype:
+        if not _fit(array, first, axis) or array.dtype != first.dtype:
             reasons.append(
                 f"arrays[{place}] must be of arrays[0]'s dtype, {first.dtype}, and of its shape {tuple(first.shape)} "
-                f"but for axis {axis}; got {describe(array)}"
+                f"but for axis {axis}; got {describe(array)}{fix}"
             )
         if namespace(array) is not namespace(first):
             reasons.append(f"arrays[{place}] must be where arrays[0] is: copy either")
     return reasons
+
+
+def _fit(array: Array, first: Array, axis: int) -> bool:
+    """Return whether two arrays have equal shapes but for an axis."""
+    axis %= first.ndim
+    shapes = [(*x.shape[:axis], *x.shape[axis + 1 :]) for x in (array, first)]
+    return array.ndim == first.ndim and shapes[0] == shapes[1]
+
+
+def _end_reasons(ends: Array, packed: Array, axis: int, allow_gaps: bool) -> list[str]:
+    """Why offsets on the host do not end with an axis of an array."""
+    reasons = end_reasons("offsets", ends, f"packed.shape[{axis}]", int(packed.shape[axis]), allow_gaps)
+    others = [other for other in range(-packed.ndim, 0) if packed.shape[other] == ends[-1]]
+    return [f"{reason}; axis={others[-1]} ends there" if others else reason for reason in reasons]

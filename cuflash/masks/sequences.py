@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, as_int_array, describe, is_array, is_flag, is_int, is_integer_dtype, namespace, whole_number
+from ..arrays import (
+    Array, as_int_array, describe, flag_reasons, is_array, is_flag, is_int, is_integer_dtype, namespace, whole_number,
+)  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
-from ..scores.offsets import offset_reasons, pair_reasons
+from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, clipped, leading_reasons, widened
 from .fields import take_arrays, taken_array
@@ -33,9 +35,8 @@ class Sequences(Mask):
     Parameters
     ----------
     q_offsets : list of ints, or int array [..., num_sequences + 1]
-        Sequence n holds the queries q_offsets[n] <= i < q_offsets[n + 1]. Offsets never decrease, the first is at least
-        0 and the last at most seqlen_q; a sequence may be empty. Leading axes broadcast over the problem's. Queries
-        before the first offset and from the last one on attend no key.
+        Sequence n holds the queries q_offsets[n] <= i < q_offsets[n + 1]. Offsets never decrease, the first is 0 and
+        the last seqlen_q; a sequence may be empty. Leading axes broadcast over the problem's.
     kv_offsets : list of ints, or int array [..., num_sequences + 1], optional
         The same of the keys; `q_offsets` unless given.
     causal : bool, "bottom_right" or "top_left"
@@ -43,6 +44,9 @@ class Sequences(Mask):
         meets its last key or the first its first.
     window : (left, right), optional
         Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
+    allow_gaps : bool
+        The first offset may be greater than 0, and the last less than the length. Queries of no sequence attend no key,
+        and keys of none are not attended.
 
     Raises
     ------
@@ -58,7 +62,8 @@ class Sequences(Mask):
 
     Arrays of offsets are not copied, so that calls see what is written to them. Those on the host are checked when the
     mask is made, and by each call again. Offsets on a device are never looked at, since that would wait for the device:
-    there the order is a condition. Offsets that break it mean nothing, and read no memory that is not theirs.
+    there these rules are conditions, and gaps need no argument. Offsets that are out of order give meaningless results,
+    and read no memory that is not theirs.
 
     No result of a sequence depends on the finite values of another, and what stands after the last offset may be NaN.
     A packed sequence has the results of that sequence alone within the bounds of both; not bit for bit, since tiles
@@ -86,6 +91,7 @@ class Sequences(Mask):
     _: KW_ONLY
     causal: bool | str = False
     window: tuple[int | None, int | None] | None = None
+    allow_gaps: bool = False
 
     def __post_init__(self) -> None:
         for name in ("q_offsets", "kv_offsets"):
@@ -93,7 +99,10 @@ class Sequences(Mask):
         take_arrays(self, {"q_offsets": "q_offsets", "kv_offsets": "kv_offsets"})
         if self.kv_offsets is self.q_offsets:
             object.__setattr__(self, "kv_offsets", None)
-        reasons = self._offset_reasons()
+        reasons = flag_reasons("allow_gaps", self.allow_gaps)
+        if not reasons:
+            object.__setattr__(self, "allow_gaps", bool(self.allow_gaps))
+        reasons += self._offset_reasons()
         with collecting(reasons):
             object.__setattr__(self, "window", _checked_window(self.window))
         if is_flag(self.causal):
@@ -112,6 +121,7 @@ class Sequences(Mask):
         *,
         causal: bool | str = False,
         window: tuple[int | None, int | None] | None = None,
+        allow_gaps: bool = False,
     ) -> Sequences:
         """The mask of sequences that follow each other without a gap, from their lengths.
 
@@ -121,8 +131,8 @@ class Sequences(Mask):
             Queries of each sequence.
         kv_lengths : list of ints, or int array [..., num_sequences], optional
             Keys of each sequence; `q_lengths` unless given.
-        causal, window : optional
-            As in `Sequences`.
+        causal, window, allow_gaps : optional
+            As in `Sequences`; a gap can only be behind the last sequence.
 
         Raises
         ------
@@ -141,7 +151,7 @@ class Sequences(Mask):
                 offsets.append(None if lengths is None and name == "kv_lengths" else _sums(name, lengths))
         if reasons:
             raise UnsupportedProblem(reasons)
-        return cls(*offsets, causal=causal, window=window)
+        return cls(*offsets, causal=causal, window=window, allow_gaps=allow_gaps)
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -157,7 +167,8 @@ class Sequences(Mask):
         return (self.q_offsets,) if self.kv_offsets is None else (self.q_offsets, self.kv_offsets)
 
     def resolve(self, shape: MaskShape) -> Mask:
-        reasons = self._offset_reasons() or self._pair_reasons()  # contents may have changed since the mask was made
+        broken = self._offset_reasons() or self._pair_reasons()  # contents may have changed since the mask was made
+        reasons = list(broken)
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
         ends = (
             ("q_offsets", self.q_offsets, "seqlen_q", shape.seqlen_q),
@@ -166,10 +177,9 @@ class Sequences(Mask):
         for name, offsets, which, length in ends:
             own = "q_offsets" if self.kv_offsets is None else name
             reasons += leading_reasons(own, tuple(offsets.shape[:-1]), shape.batch)
-            last = int(offsets[..., -1].max(initial=0)) if namespace(offsets) is np else 0
-            if last > length:
-                missing = ": give kv_offsets=" if own != name else ""
-                reasons.append(f"{own} must end at {which}={length} or before; got {last}{missing}")
+            missing = "; give kv_offsets= where keys have other lengths" if own != name else ""
+            ends = [] if broken else end_reasons(own, offsets, which, length, self.allow_gaps)
+            reasons += [reason + missing for reason in ends]
         if reasons:
             raise UnsupportedProblem(dict.fromkeys(reasons))
         has_more = self.kv_offsets is not None and self._has_equal_offsets
@@ -231,7 +241,7 @@ class Sequences(Mask):
     def _offset_reasons(self) -> list[str]:
         """Why the offsets of queries, or those of keys, break their rules by themselves."""
         named = zip(("q_offsets", "kv_offsets"), self.arrays)
-        return [reason for name, offsets in named for reason in offset_reasons(name, offsets)]
+        return [reason for name, offsets in named for reason in offset_reasons(name, offsets, self.allow_gaps)]
 
     def _pair_reasons(self) -> list[str]:
         """Why offsets of queries and keys, each of which is fine, do not belong together."""

@@ -13,7 +13,7 @@ from ..errors import UnsupportedProblem
 from ..masks.shape import MaskShape
 from ..scores.program import Program
 from ..scores.ranges import range_reasons
-from ..scores.score import Score
+from ..scores.score import RESTARTED, Score
 from .operands import Operand
 
 _WIDEST = np.dtype(np.float64)
@@ -49,6 +49,7 @@ def captured_operands(
         number = list(score.arrays).index("bias")
         dtype = np.dtype(score.program.arrays[number].dtype)
         reasons += _bias_reasons(tuple(score.arrays["bias"].shape), dtype, scores_shape, accumulator)
+    reasons += _start_reasons(score, shape)
     if not reasons:
         shapes = [tuple(map(int, array.shape)) for array in score.arrays.values()]
         extents = {"b": shape.num_batch, "h": shape.num_heads, "i": shape.seqlen_q, "j": shape.seqlen_kv}
@@ -75,6 +76,22 @@ def _number_reasons(numbers: Iterable[float], accumulator: np.dtype[Any]) -> lis
         for number in numbers
         if number and math.isfinite(number) and not least <= abs(number) <= most
     ]
+
+
+def _start_reasons(score: Score | Traced, shape: MaskShape) -> list[str]:
+    """Why the offsets of a function of `scores.within` are not those of the rows of a call."""
+    if not (isinstance(score, Score) and RESTARTED in score.facts):
+        return []
+    reasons = []
+    for name, which in (("q_starts", "seqlen_q"), ("kv_starts", "seqlen_kv")):
+        rows, length = score.arrays[name].shape[-1] if name in score.arrays else None, getattr(shape, which)
+        if rows not in (None, length):
+            offsets = "kv_offsets (q_offsets by default)" if name == "kv_starts" else "q_offsets"
+            reasons.append(
+                f"{offsets} of scores.within must end at {which}={length}; got offsets of {rows} rows: allow_gaps=True "
+                f"and {which}={length} leave the rows behind the last sequence out"
+            )
+    return reasons
 
 
 def _bias_reasons(

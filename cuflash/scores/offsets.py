@@ -9,8 +9,14 @@ import numpy as np
 from ..arrays import Array, describe, is_array, is_integer_dtype, namespace
 
 
-def offset_reasons(name: str, offsets: Any) -> list[str]:
-    """Why a value is no array of offsets; what offsets on a device hold is not looked at."""
+_MOST_SHOWN = 8  # offsets in a message
+
+
+def offset_reasons(name: str, offsets: Any, allow_gaps: bool) -> list[str]:
+    """Why a value is not an array of offsets; what offsets on a device hold is not looked at.
+
+    Unless gaps are allowed, the first sequence starts at row 0.
+    """
     if not (is_array(offsets) and offsets.ndim >= 1 and offsets.shape[-1] and is_integer_dtype(offsets.dtype)):
         made = "masks.Sequences.of(lengths) makes the mask from lengths, with its offsets"
         rule = "a list of ints, or an integer array (..., num_sequences + 1)"
@@ -18,8 +24,16 @@ def offset_reasons(name: str, offsets: Any) -> list[str]:
     if namespace(offsets) is not np or not offsets.size:
         return []
     reasons = []
-    if (offsets[..., 0] < 0).any():
-        reasons.append(f"{name} must start at 0 or later; got {int(offsets[..., 0].min())}")
+    starts = offsets[..., 0]
+    if (starts < 0).any():
+        reasons.append(f"{name} must start at 0 or later; got {int(starts.min())}")
+    elif not allow_gaps and starts.any():
+        shown = _shown(starts != 0, offsets)
+        reasons.append(
+            f"{name} must start at 0, where the first sequence does; got {shown}: for lengths write "
+            f"masks.Sequences.of({shown}), or np.cumsum([0, *lengths]); allow_gaps=True leaves the rows before the "
+            f"first sequence out"
+        )
     falls = np.argwhere(offsets[..., 1:] < offsets[..., :-1])
     if len(falls):
         place = tuple(falls[0].tolist())
@@ -29,6 +43,33 @@ def offset_reasons(name: str, offsets: Any) -> list[str]:
             "where each sequence starts, and the last one ends; masks.Sequences.of takes lengths"
         )
     return reasons
+
+
+def end_reasons(name: str, offsets: Array, of_length: str, length: int, allow_gaps: bool) -> list[str]:
+    """Why offsets on the host do not end with the rows that they are offsets of; `of_length` is what these are called.
+
+    Unless gaps are allowed, the last sequence ends at the last row.
+    """
+    if namespace(offsets) is not np or not offsets.size:
+        return []
+    ends = offsets[..., -1]
+    if (ends == length).all():
+        return []
+    if (ends > length).any():
+        rule = f"{of_length}={length} or before" if allow_gaps else f"{of_length}={length}"
+        return [f"{name} must end at {rule}; got {_shown(ends > length, offsets)}"]
+    if allow_gaps:
+        return []
+    fix = "allow_gaps=True leaves the rows behind the last sequence out"
+    return [f"{name} must end at {of_length}={length}; got {_shown(ends != length, offsets)}: {fix}"]
+
+
+def _shown(is_wrong: Array, offsets: Array) -> str:
+    """The offsets of the first batch entry that breaks a rule, or its first and last ones."""
+    wrong = offsets[tuple(np.argwhere(is_wrong)[0])].tolist()
+    if len(wrong) <= _MOST_SHOWN:
+        return str(wrong)
+    return f"[{', '.join(map(str, wrong[: _MOST_SHOWN - 1]))}, ..., {wrong[-1]}]"
 
 
 def pair_reasons(q_offsets: Array, kv_offsets: Array) -> list[str]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, as_int_array, describe, is_int, namespace
+from ..arrays import Array, as_int_array, describe, flag_reasons, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
-from .offsets import offset_reasons, pair_reasons
-from .score import MAX_ARRAYS, Score
+from .offsets import end_reasons, offset_reasons, pair_reasons
+from .score import MAX_ARRAYS, RESTARTED, Score
 
 __all__ = ["in_cache", "within"]
 
@@ -22,7 +22,13 @@ _PLACE = "place"
 
 @explains_keywords
 def within(
-    score: Any, q_offsets: Any, kv_offsets: Any = None, *, seqlen_q: int | None = None, seqlen_kv: int | None = None
+    score: Any,
+    q_offsets: Any,
+    kv_offsets: Any = None,
+    *,
+    seqlen_q: int | None = None,
+    seqlen_kv: int | None = None,
+    allow_gaps: bool = False,
 ) -> Score:
     """A score function whose positions start again at 0 in each packed sequence.
 
@@ -36,8 +42,10 @@ def within(
     kv_offsets : list of ints, or int array [..., num_sequences + 1], optional
         The same of the keys; `q_offsets` unless given.
     seqlen_q, seqlen_kv : int, optional
-        Rows of q and of k: the last offsets unless given. Offsets on a device are not looked at, and need them, of
-        which seqlen_kv is seqlen_q unless given.
+        Rows of q and of k; the last offsets by default. Offsets on a device are not looked at, and need them; there
+        seqlen_kv is seqlen_q by default.
+    allow_gaps : bool
+        As in `masks.Sequences`; rows behind the last offset need seqlen_q, and seqlen_kv where it differs.
 
     Returns
     -------
@@ -71,7 +79,7 @@ def within(
     True
     """
     score = score if isinstance(score, Score) else Score(score)
-    reasons = [
+    reasons = flag_reasons("allow_gaps", allow_gaps) + [
         f"score must have no array of the name {name}, which is that of an array of within: rename it"
         for name in _STARTS
         if name in score.arrays
@@ -83,9 +91,9 @@ def within(
     of_keys = "q_offsets" if is_shared else "kv_offsets"
     of_rows = ("seqlen_q", seqlen_q) if is_one_length else ("seqlen_kv", seqlen_kv)
     with collecting(reasons):
-        starts["q_starts"] = _starts("q_offsets", held["q_offsets"], "seqlen_q", seqlen_q)
+        starts["q_starts"] = _starts("q_offsets", held["q_offsets"], "seqlen_q", seqlen_q, allow_gaps)
     with collecting(reasons):
-        starts["kv_starts"] = _starts(of_keys, held[of_keys], *of_rows)
+        starts["kv_starts"] = _starts(of_keys, held[of_keys], *of_rows, allow_gaps)
     if not reasons and not is_shared:
         reasons += pair_reasons(*held.values())
     if reasons:
@@ -95,9 +103,10 @@ def within(
         return score.function(s, b, h, _behind(i, q_starts[..., i]), _behind(j, kv_starts[..., j]), **arrays)
 
     restarted.__name__ = f"within of {score.name}"
+    setattr(restarted, "facts", score.facts | {RESTARTED})
     made = Score.of_reserved(restarted, **score.arrays, **starts)
     own = [offsets.copy() for offsets in held.values()]  # a pickle is made of the offsets of today
-    return made.remade_by(within, score, *own, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    return made.remade_by(within, score, *own, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, allow_gaps=allow_gaps)
 
 
 def _taken_array(name: str, given: Any) -> Any:
@@ -122,7 +131,7 @@ def _behind(position: Any, start: Any) -> Any:
     return np.maximum(position - np.maximum(start, 0), 0)
 
 
-def _starts(name: str, offsets: Any, of_length: str, length: Any) -> Array:
+def _starts(name: str, offsets: Any, of_length: str, length: Any, allow_gaps: bool) -> Array:
     """The first row of each row's sequence, int32 [..., rows].
 
     Raises
@@ -130,7 +139,7 @@ def _starts(name: str, offsets: Any, of_length: str, length: Any) -> Array:
     UnsupportedProblem
         The offsets or the number of rows break their rule; all reasons at once.
     """
-    xp, reasons = namespace(offsets), offset_reasons(name, offsets)
+    xp, reasons = namespace(offsets), offset_reasons(name, offsets, allow_gaps)
     least = int(offsets[..., -1].max(initial=0)) if xp is np and not reasons else 0
     if length is None and xp is not np:
         reasons.append(f"{of_length} must be given for {name} on a device, which are not looked at; got None")
@@ -138,6 +147,8 @@ def _starts(name: str, offsets: Any, of_length: str, length: Any) -> Array:
         reasons.append(f"{of_length} must be an int of at least {least}, the last of {name}; got {describe(length)}")
     elif length is None and least >= 2**31:
         reasons.append(f"{name} must be below 2**31; got {least}")
+    elif not reasons:
+        reasons += end_reasons(name, offsets, of_length, least if length is None else int(length), allow_gaps)
     if reasons:
         raise UnsupportedProblem(reasons)
     rows = xp.arange(least if length is None else int(length))

@@ -25,6 +25,7 @@ RESERVED = (
     "q", "k", "v", "o", "lse", "do", "dlse", "dq", "dk", "dv", "out", "bias", "sink", "dropout_seed",
     "s", "b", "h", "i", "j", "self",
 )  # fmt: skip
+RESTARTED = "restarted"  # a fact of functions that `within` makes: q_starts and kv_starts have an element for each row
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
@@ -159,6 +160,11 @@ class Score:
         """
         return getattr(self.function, "__name__", type(self.function).__name__)
 
+    @property
+    def facts(self) -> frozenset[str]:
+        """What calls check of the library's own functions; those that are made of others have the facts of all."""
+        return getattr(self.function, "facts", frozenset())
+
     @cached_property
     def curvature(self) -> Curvature:
         return curvature(self.program)
@@ -228,6 +234,7 @@ class Score:
             return outer(between, b, h, i, j, **{name: arrays[name] for name in outer_names})
 
         composed.__name__ = f"{self.name} @ {other.name}"
+        setattr(composed, "facts", self.facts | other.facts)
         return Score.of_reserved(composed, **{**other.arrays, **self.arrays}).remade_by(operator.matmul, self, other)
 
     def renamed(self, names: Mapping[str, str]) -> Score:
@@ -281,6 +288,7 @@ class Score:
             return function(s, b, h, i, j, **{old: arrays[new] for old, new in new_names.items()})
 
         renamed.__name__ = self.name
+        setattr(renamed, "facts", self.facts)
         made = Score.of_reserved(renamed, **{new: self.arrays[old] for old, new in new_names.items()})
         return made.remade_by(Score.renamed, self, dict(names))
 

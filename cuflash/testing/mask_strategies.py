@@ -160,10 +160,16 @@ def _sequences(draw: st.DrawFn, shape: MaskShape) -> Mask:
         np.sort(rng.integers(0, length, (*leading, count + 1), _integers_that_hold(draw, length), endpoint=True))
         for length in shape[2:]
     )
-    if draw(st.booleans()) and (q_offsets <= shape.seqlen_kv).all():
-        return Sequences(q_offsets, causal=draw(st.booleans()), window=(left, right))
+    has_gaps = not count or draw(st.booleans())
+    if not has_gaps:
+        for offsets, length in zip((q_offsets, kv_offsets), shape[2:]):
+            offsets[..., 0], offsets[..., -1] = 0, length
+    fits_keys = (q_offsets <= shape.seqlen_kv).all() if has_gaps else shape.seqlen_q == shape.seqlen_kv
+    if draw(st.booleans()) and fits_keys:
+        return Sequences(q_offsets, causal=draw(st.booleans()), window=(left, right), allow_gaps=has_gaps)
     causal: Any = draw(st.sampled_from(("bottom_right", "top_left", False)))
-    return Sequences(q_offsets, kv_offsets, causal=causal, window=(left, right) if causal else None)
+    window = (left, right) if causal else None
+    return Sequences(q_offsets, kv_offsets, causal=causal, window=window, allow_gaps=has_gaps)
 
 
 def _block_pattern(draw: st.DrawFn, shape: MaskShape) -> Mask:

@@ -50,7 +50,9 @@ MASKS = {
     "full": None,
     "causal": masks.Causal("bottom_right"),
     "window": masks.SlidingWindow(128, 64, "top_left"),
-    "sequences": masks.Sequences(np.array([5, 69, 69, 200, 320]), np.array([0, 64, 64, 320, 400])),
+    "sequences": masks.Sequences(
+        np.array([5, 69, 69, 200, 320]), np.array([0, 64, 64, 320, 400]), allow_gaps=True
+    ),
     "lengths": masks.Lengths(kv=np.array([400, 131])),
 }
 WIDTHS = {"64": (24, 16), "128": (80, 72)}  # of the tiles of 128 queries and of 64

@@ -49,7 +49,7 @@ def structures() -> dict[str, Structure]:
     heads = {"num_heads": 2, "num_kv_heads": 2}
     narrow, wide = {"head_dim": 64, "value_dim": 40}, {"head_dim": 128, "value_dim": 128}
     square = heads | {"seqlen_q": 520, "seqlen_kv": 520}
-    sequences = masks.Sequences(np.array([5, 69, 69, 133, 400, 500]), causal=True)
+    sequences = masks.Sequences(np.array([5, 69, 69, 133, 400, 500]), causal=True, allow_gaps=True)
     return {
         "sequences": Structure(**square, **wide, mask=sequences),
         "long sequences": Structure(**square, **wide, mask=masks.Sequences(np.array([0, 20, 520]), causal=True)),
@@ -61,13 +61,16 @@ def structures() -> dict[str, Structure]:
             **heads, **wide, seqlen_q=400, seqlen_kv=400,
             mask=masks.Sequences(np.array([*range(0, 150, 3), 400]), causal=True),
         ),
-        "of full sequences": Structure(**square, **wide, mask=masks.Sequences(np.array([0, 70, 200, 500]))),
+        "of full sequences": Structure(
+            **square, **wide, mask=masks.Sequences(np.array([0, 70, 200, 500]), allow_gaps=True)
+        ),
         "sequences in a window": Structure(
             **square, **wide, mask=masks.Sequences(np.array([0, 90, 350, 520]), causal=True, window=(100, None))
         ),
         # 40 queries of the second sequence follow the first one's last tile, and in its slot queries of none
         "an end past the next sequence": Structure(
-            **heads, **wide, seqlen_q=200, seqlen_kv=200, mask=masks.Sequences(np.array([3, 77, 117]), causal=True)
+            **heads, **wide, seqlen_q=200, seqlen_kv=200,
+            mask=masks.Sequences(np.array([3, 77, 117]), causal=True, allow_gaps=True),
         ),
         "chunks of keys": Structure(**square, **wide, mask=Chunks()),
         "chunks of heads that share keys": Structure(**square | {"num_kv_heads": 1}, **wide, mask=Chunks()),
@@ -76,16 +79,16 @@ def structures() -> dict[str, Structure]:
         "a window of tiles": Structure(**square, **narrow, mask=masks.SlidingWindow(128, 128, "top_left")),
         "of each entry": Structure(
             **square, **narrow, q_batch=(2,), k_batch=(2,), v_batch=(2,),
-            mask=masks.Sequences(np.array([[0, 64, 520], [0, 130, 140]])),
+            mask=masks.Sequences(np.array([[0, 64, 520], [0, 130, 140]]), allow_gaps=True),
         ),
         "of each entry and wide": Structure(
             **square, **wide, q_batch=(2,), k_batch=(2,), v_batch=(2,),
-            mask=masks.Sequences(np.array([[0, 64, 520], [0, 130, 140]]), causal=True),
+            mask=masks.Sequences(np.array([[0, 64, 520], [0, 130, 140]]), causal=True, allow_gaps=True),
         ),
         "not aligned": Structure(**square, head_dim=64, value_dim=33, layouts=("padded",) * 5, mask=sequences),
         "queries past all sequences": Structure(
             **heads, **wide, seqlen_q=330, seqlen_kv=300, mask=masks.Sequences(
-                np.array([0, 100, 256]), np.array([0, 128, 300]), causal="bottom_right"
+                np.array([0, 100, 256]), np.array([0, 128, 300]), causal="bottom_right", allow_gaps=True
             ),
         ),
     }  # fmt: skip
@@ -191,7 +194,7 @@ def test_drawn_masks_are_within_their_bounds(run: Run, example: Example) -> None
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles_that_come_at_once_are_waited_for(dim: int, use: ArrivalUse) -> None:
     """There are more tiles of keys than the GPU works on at a time. All results but dQ repeat bit for bit."""
-    mask = masks.Sequences(np.sort(np.random.default_rng(0).integers(0, 1025, 9)), causal=True)
+    mask = masks.Sequences(np.sort(np.random.default_rng(0).integers(0, 1025, 9)), causal=True, allow_gaps=True)
     example = half(Structure(num_heads=40, seqlen_q=1024, seqlen_kv=1024, head_dim=dim, value_dim=dim, mask=mask))
     first = assert_all_right(example, GPU90, use)
     for _ in range(20):

@@ -55,7 +55,7 @@ def cases(draw):
     window = draw(st.sampled_from([None, (5, None), (None, 2), (0, 3), (1 << 70, 1 << 70)]))
     causal = draw(st.sampled_from(["bottom_right", "top_left", *([True, False] if is_same else [])]))
     mask = masks.Sequences(
-        q_offsets, None if is_same else offsets(shape.seqlen_kv), causal=causal, window=window
+        q_offsets, None if is_same else offsets(shape.seqlen_kv), causal=causal, window=window, allow_gaps=True
     )
     closed = draw(st.sampled_from(CLOSED))
     return shape, mask if closed is None else mask & closed
@@ -126,7 +126,7 @@ def test_the_kernel_finds_what_the_array_form_finds(executor):
 @needs_compiler
 def test_any_order_of_threads_finds_the_same_intervals():
     shape, offsets = MaskShape((3,), 1, 300, 300), np.sort(RNG.integers(0, 301, (3, 9)), axis=-1)
-    mask = masks.Sequences(offsets, causal=True) & masks.SlidingWindow(100, 0)
+    mask = masks.Sequences(offsets, causal=True, allow_gaps=True) & masks.SlidingWindow(100, 0)
     for schedule in hostile_schedules("intervals", 1):
         assert_found(mask, shape, *on_simulator(mask, shape, schedule))
 
@@ -159,11 +159,15 @@ def test_masks_that_the_kernel_does_not_serve_are_left_to_the_array_form():
 Q, K, V, DO = RNG.standard_normal((4, 2, 3, 40, 16), dtype=np.float32)
 OFFSETS = [np.array(offsets) for offsets in ([0, 7, 30, 40], [3, 3, 20, 21], [0, 39, 40, 40])]
 MASKS = {
-    "causal": lambda take, turn: masks.Sequences(take(OFFSETS[turn]), causal=True),
-    "of each entry": lambda take, turn: masks.Sequences(take(np.stack([OFFSETS[turn], OFFSETS[turn] // 2]))),
-    "with a window": lambda take, turn: masks.Sequences(take(OFFSETS[turn])) & masks.SlidingWindow(5, 2),
+    "causal": lambda take, turn: masks.Sequences(take(OFFSETS[turn]), causal=True, allow_gaps=True),
+    "of each entry": lambda take, turn: masks.Sequences(
+        take(np.stack([OFFSETS[turn], OFFSETS[turn] // 2])), allow_gaps=True
+    ),
+    "with a window": lambda take, turn: (
+        masks.Sequences(take(OFFSETS[turn]), allow_gaps=True) & masks.SlidingWindow(5, 2)
+    ),
     "with offsets of keys": lambda take, turn: masks.Sequences(
-        take(OFFSETS[turn]), take(OFFSETS[turn - 1]), causal="bottom_right", window=(9, None)
+        take(OFFSETS[turn]), take(OFFSETS[turn - 1]), causal="bottom_right", window=(9, None), allow_gaps=True
     ),
 }
 
@@ -202,7 +206,7 @@ def test_gradients_read_the_offsets_of_their_own_call(cupy):
         pullbacks.append(cuflash.attention_vjp(*arrays, mask=masks.Sequences(offsets))[1])
     for turn, vjp in enumerate(pullbacks):
         dq, dk, dv = (x.get() for x in vjp(do))
-        require_bounds(masks.Sequences(OFFSETS[turn]), dq=dq, dk=dk, dv=dv)
+        require_bounds(masks.Sequences(OFFSETS[turn], allow_gaps=True), dq=dq, dk=dk, dv=dv)
 
 
 def test_plans_for_new_sequences_share_their_launches(cupy, monkeypatch):
@@ -216,11 +220,11 @@ def test_plans_for_new_sequences_share_their_launches(cupy, monkeypatch):
                 asks_nothing_again(patched)
     for turn, plan in enumerate(plans):
         o, lse = plan.forward(*arrays)
-        require_bounds(masks.Sequences(OFFSETS[turn], causal=True), o=o.get(), lse=lse.get())
+        require_bounds(masks.Sequences(OFFSETS[turn], causal=True, allow_gaps=True), o=o.get(), lse=lse.get())
         out = cupy.empty(Q.shape, np.float32)
         assert plan.forward(*arrays, out=out)[0] is out and (out.get() == o.get()).all()
         assert plan.plan.visited_scores == cuflash.plan(
-            Q, K, V, mask=masks.Sequences(OFFSETS[turn], causal=True), executor="sim"
+            Q, K, V, mask=masks.Sequences(OFFSETS[turn], causal=True, allow_gaps=True), executor="sim"
         ).plan.visited_scores
 
 
@@ -258,7 +262,7 @@ def test_new_sequences_wait_for_nothing_and_can_be_captured():
             offsets[...] = cupy.asarray(OFFSETS[turn])
             graph.launch(stream)
             stream.synchronize()
-            require_bounds(masks.Sequences(OFFSETS[turn], causal=True), o=o.get())
+            require_bounds(masks.Sequences(OFFSETS[turn], causal=True, allow_gaps=True), o=o.get())
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -13,6 +13,7 @@ import scipy.sparse
 from executors import RUNS, Run
 from hypothesis import given
 from hypothesis import strategies as st
+from library_parts import part
 from refusals import refused
 
 import cuflash
@@ -40,12 +41,14 @@ def ids(rng: np.random.Generator) -> np.ndarray:
 KINDS = {
     "Dense": Kind(masks.Dense, lambda rng: (rng.random((2, SEQLEN, SEQLEN)) < 0.5,)),
     "BlockPattern": Kind(lambda blocks: masks.BlockPattern(blocks, 8), lambda rng: (rng.random((5, 5)) < 0.5,)),
-    "Sequences": Kind(lambda q: masks.Sequences(q, causal=True), lambda rng: (offsets(rng),)),
+    "Sequences": Kind(lambda q: masks.Sequences(q, causal=True, allow_gaps=True), lambda rng: (offsets(rng),)),
     "Sequences of two arrays": Kind(
-        lambda q, kv: masks.Sequences(q, kv, causal="bottom_right"), lambda rng: (offsets(rng), offsets(rng))
+        lambda q, kv: masks.Sequences(q, kv, causal="bottom_right", allow_gaps=True),
+        lambda rng: (offsets(rng), offsets(rng)),
     ),
     "Sequences of equal arrays": Kind(
-        lambda q, kv: masks.Sequences(q, kv, causal="top_left"), lambda rng: (each := offsets(rng), each.copy())
+        lambda q, kv: masks.Sequences(q, kv, causal="top_left", allow_gaps=True),
+        lambda rng: (each := offsets(rng), each.copy()),
     ),
     "Documents": Kind(masks.Documents, lambda rng: (ids(rng), ids(rng))),
     "Lengths": Kind(lambda q, kv: masks.Lengths(q=q, kv=kv), lambda rng: tuple(rng.integers(0, SEQLEN, (2, 2)))),
@@ -113,16 +116,17 @@ def test_a_plan_has_the_mask_that_was_there_when_it_was_made(name: str, run: Run
     np.testing.assert_array_equal(run.get(ready.forward(*x)[0]), before)
 
 
-def check_refusals(library: ModuleType, causal: Any, before: Any, after: Any) -> bool:
-    """An edited mask is refused by the next call for the reasons for which one cannot be made; tell whether it was."""
+def check_refusals(library: ModuleType, causal: Any, before: Any, after: Any, allow_gaps: bool = False) -> bool:
+    """An edited mask is refused by the next call for the reasons for which a new one is; tell whether it was."""
     live = [array.copy() for array in before]
-    mask = library.masks.Sequences(*live, causal=causal)
+    mask = library.masks.Sequences(*live, causal=causal, allow_gaps=allow_gaps)
     for array, written in zip(live, after):
         array[...] = written
     x = np.zeros((1, 8, 4), np.float32)
     why = ""
     try:
-        library.masks.Sequences(*after, causal=causal)
+        shape = part(library, "masks.shape").MaskShape((), 1, 8, 8)
+        library.masks.Sequences(*after, causal=causal, allow_gaps=allow_gaps).resolve(shape)
     except library.UnsupportedProblem as error:
         why = str(error)
     try:
@@ -137,10 +141,10 @@ def check_refusals(library: ModuleType, causal: Any, before: Any, after: Any) ->
 LISTS = st.lists(st.integers(-1, 8), min_size=3, max_size=3)
 
 
-@given(st.sampled_from([True, False, "top_left"]), LISTS, LISTS)
-def test_offsets_are_checked_at_each_call(causal: Any, q: list[int], kv: list[int]) -> None:
+@given(st.sampled_from([True, False, "top_left"]), LISTS, LISTS, st.booleans())
+def test_offsets_are_checked_at_each_call(causal: Any, q: list[int], kv: list[int], allow_gaps: bool) -> None:
     good = np.array([0, 3, 8])
-    check_refusals(cuflash, causal, (good, good), (np.array(q), np.array(kv)))
+    check_refusals(cuflash, causal, (good, good), (np.array(q), np.array(kv)), allow_gaps)
 
 
 def test_offsets_that_are_wrong_after_an_edit_are_refused() -> None:

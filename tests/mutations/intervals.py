@@ -24,15 +24,20 @@ def _offsets(length: int, *leading: int) -> np.ndarray:
     return np.sort(_RNG.integers(0, length + 1, (*leading, 7)), axis=-1)
 
 
+_GAPS = {"allow_gaps": True}
 _CASES = (
-    (MaskShape((), 1, 230, 230), masks.Sequences(_offsets(230).astype(np.uint8), causal=True, window=(9, None))),
-    (MaskShape((2, 3), 2, 70, 90), masks.Sequences(_offsets(70, 3), _offsets(90, 2, 1), causal="bottom_right")),
-    (MaskShape((3,), 1, 90, 41), masks.Sequences(
-        _offsets(90, 3).astype(np.int32), _offsets(41).astype(np.int16), causal="top_left", window=(3, 3)
+    (MaskShape((), 1, 230, 230), masks.Sequences(
+        _offsets(230).astype(np.uint8), causal=True, window=(9, None), **_GAPS
     )),
-    (MaskShape((), 1, 64, 64), masks.Sequences(np.array([3, 20, 60], np.uint64)) & masks.SlidingWindow(7, 3)),
+    (MaskShape((2, 3), 2, 70, 90), masks.Sequences(
+        _offsets(70, 3), _offsets(90, 2, 1), causal="bottom_right", **_GAPS
+    )),
+    (MaskShape((3,), 1, 90, 41), masks.Sequences(
+        _offsets(90, 3).astype(np.int32), _offsets(41).astype(np.int16), causal="top_left", window=(3, 3), **_GAPS
+    )),
+    (MaskShape((), 1, 64, 64), masks.Sequences(np.array([3, 20, 60], np.uint64), **_GAPS) & masks.SlidingWindow(7, 3)),
     (MaskShape((), 1, 300, 5000), masks.Sequences(np.array([0, 100, 300]), np.array([0, 2900, 5000]))),
-    (MaskShape((), 2, 83, 60), masks.Sequences(_offsets(60)) & masks.Lengths(q=80, kv=33)),
+    (MaskShape((), 2, 83, 60), masks.Sequences(_offsets(60), **_GAPS) & masks.Lengths(q=80, kv=33)),
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def sequences_are_right(library: ModuleType) -> None:
 def what_is_after_the_last_sequence_is_not_visited(library: ModuleType) -> None:
     x = np.ones((1, 40, 4), np.float32)
     x[:, 30:] = np.nan
-    mask = library.masks.Sequences(np.array([0, 20, 30]), causal=True)
+    mask = library.masks.Sequences(np.array([0, 20, 30]), causal=True, allow_gaps=True)
     o, vjp = library.attention_vjp(x, x, x, mask=mask)
     assert np.isfinite(o).all() and all(np.isfinite(gradient).all() for gradient in vjp(x))
 
@@ -49,7 +49,10 @@ def packing_is_right(library: ModuleType) -> None:
     packed, offsets = library.pack(arrays)
     assert offsets.tolist() == [0, 2, 2, 5] and packed[0, :, 0].tolist() == [2, 2, 3, 3, 3]
     assert [part.shape for part in library.unpack(packed, offsets)] == [(2, 2, 3), (2, 0, 3), (2, 3, 3)]
-    assert [part.tolist() for part in library.unpack(packed[0, :, 0], offsets[1:], -1)] == [[], [3, 3, 3]]
+    assert [part.tolist() for part in library.unpack(packed[0, :, 0], offsets, -1)] == [[2, 2], [], [3, 3, 3]]
+    lengths_first = library.pack([array.swapaxes(0, 1) for array in arrays], -3)[0]
+    assert np.array_equal(lengths_first, packed.swapaxes(0, 1))
+    assert [part.shape for part in library.unpack(lengths_first, offsets, -3)] == [(2, 2, 3), (0, 2, 3), (3, 2, 3)]
     assert library.masks.Sequences.of([2, 0, 3]).q_offsets.tolist() == offsets.tolist()
 
 
@@ -63,7 +66,7 @@ def resolves_equal_offsets_to_one_array(library: ModuleType) -> bool:
 
 
 def offsets_may_be_edited(library: ModuleType) -> None:
-    before, after = np.array([0, 9, 20, 40]), np.array([0, 20, 20, 30])
+    before, after = np.array([0, 9, 20, 40]), np.array([0, 20, 20, 40])
     check_calls(
         library, lambda *of: library.masks.Sequences(*of, causal="top_left"), [before] * 2, [before, after], CPU
     )
@@ -81,6 +84,11 @@ def scores_keep_their_offsets(library: ModuleType) -> None:
     live[1] = 6
     remake, arguments = made.__reduce__()
     assert remake(*arguments).arrays["q_starts"].tolist() == [0] * 3 + [3] * 5
+
+
+def has_offsets_of_more_rows(library: ModuleType) -> None:
+    x, score = np.ones((5, 2), np.float32), library.scores.within(lambda s, b, h, i, j: s + i, [0, 6])
+    library.attention(x, x, x, score=library.scores.softcap(1.0) @ score)
 
 
 FILE, RULES = "masks/sequences.py", "scores/offsets.py"
@@ -141,33 +149,68 @@ FAULTS = {
         "offsets are lengths": Edit(
             "packing.py", "pack", "np.cumsum([0, *(", "np.array([0, *("
         ),
-        "sequences are cut along another axis": Edit("packing.py", "unpack", "(-axis - 1)", "(-axis - 2)"),
+        "sequences are cut along another axis": Edit("packing.py", "unpack", "axis % packed.ndim", "0"),
         "sequences start one late": Edit(
-            "packing.py", "unpack", "(..., slice(start, stop), *rest)", "(..., slice(start + 1, stop), *rest)"
+            "packing.py", "unpack", "slice(start, stop)", "slice(start + 1, stop)"
         ),
     },
     refuses(lambda library: library.masks.Sequences(np.array([0, 5, 3])), "q_offsets must never decrease"): {
         "offsets may decrease": Edit(RULES, "offset_reasons", "if len(falls):", "if False:"),
     },
-    refuses(lambda library: library.masks.Sequences(np.array([-1, 3])), "q_offsets must start at 0"): {
-        "offsets may be negative": Edit(RULES, "offset_reasons", "if (offsets[..., 0] < 0).any():", "if False:"),
+    refuses(lambda library: library.masks.Sequences([-1, 3], allow_gaps=True), "q_offsets must start at 0 or later"): {
+        "offsets may be negative": Edit(RULES, "offset_reasons", "if (starts < 0).any():", "if False:"),
+    },
+    refuses(lambda library: library.masks.Sequences([20, 30]), "must start at 0", "masks.Sequences.of([20, 30])"): {
+        "lengths are taken as offsets": Edit(RULES, "offset_reasons", "not allow_gaps and starts.any()", "False"),
+    },
+    takes(lambda library: library.masks.Sequences([20, 30], allow_gaps=True).toarray(50).sum() == 100): {
+        "no gaps are allowed before the first sequence": Edit(
+            RULES, "offset_reasons", "not allow_gaps and starts.any()", "starts.any()"
+        ),
+        "no gaps are allowed behind the last sequence": Edit(RULES, "end_reasons", "if allow_gaps:", "if False:"),
     },
     refuses(
         lambda library: library.masks.Sequences(OFFSETS).resolve(_shape(library, 10, 9)), "must end at seqlen_kv=9"
     ): {
-        "offsets may reach beyond the keys": Edit(FILE, "Sequences.resolve", "if last > length:", "if False:"),
+        "offsets may reach beyond the keys": Edit(
+            RULES, "end_reasons", "if (ends > length).any():", "if True:\n    return []\nif False:"
+        ),
+    },
+    refuses(
+        lambda library: library.masks.Sequences(OFFSETS).resolve(_shape(library, 12, 12)), "must end at seqlen_q=12"
+    ): {
+        "rows behind the last sequence are left out": Edit(RULES, "end_reasons", "if allow_gaps:", "if True:"),
+    },
+    refuses(lambda library: library.unpack(np.ones((12, 2)), OFFSETS), "packed.shape[-2]=12", "allow_gaps=True"): {
+        "rows of no sequence are left out": Edit(
+            "packing.py", "unpack", 'or _end_reasons(ends, packed, axis, allow_gaps)', "or []"
+        ),
+    },
+    refuses(lambda library: library.scores.within(lambda s, b, h, i, j: s + i, [0, 4], seqlen_q=5), "seqlen_q=5"): {
+        "positions behind the last sequence are taken": Edit(
+            "scores/places.py", "_starts",
+            "end_reasons(name, offsets, of_length, least if length is None else int(length), allow_gaps)", "[]",
+        ),
+    },
+    refuses(has_offsets_of_more_rows, "must end at seqlen_q=5", "got offsets of 6 rows"): {
+        "positions of more rows than there are serve a call": Edit(
+            "planning/score_operands.py", "_start_reasons", "if rows not in (None, length):", "if False:"
+        ),
+        "a composed score has no facts": Edit(
+            "scores/score.py", "Score.__matmul__", "self.facts | other.facts", "self.facts"
+        ),
     },
     refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS[:2]), "as many sequences"): {
         "sequences of queries may have no keys": Edit(
             RULES, "pair_reasons", "if of_queries != of_keys:", "if False:"
         ),
     },
-    refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS + 1, causal=True), "causal must be"): {
+    refuses(lambda library: library.masks.Sequences(OFFSETS, 2 * OFFSETS, causal=True), "causal must be"): {
         "causal without an alignment is taken": Edit(
             FILE, "Sequences._pair_reasons", "needs_equal = self.causal is True or", "needs_equal = False or"
         ),
     },
-    refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS + 1, window=(1, 0)), "causal must be"): {
+    refuses(lambda library: library.masks.Sequences(OFFSETS, 2 * OFFSETS, window=(1, 0)), "causal must be"): {
         "a window without an alignment is taken": Edit(
             FILE, "Sequences._pair_reasons", "(self.window is not None and not self.causal)", "False"
         ),
@@ -210,12 +253,14 @@ FAULTS = {
             "scores/places.py", "within", "reasons += pair_reasons(*held.values())", "pass"
         ),
     },
-    refuses(lambda library: library.unpack(np.ones((9, 2)), OFFSETS), "packed's length 9"): {
-        "sequences may reach beyond the array": Edit("packing.py", "unpack", "ends[-1] > length or", ""),
+    refuses(lambda library: library.pack([np.ones((2, 3))], 2), "axis must be an axis of arrays[0]"): {
+        "an axis that there is not is packed": Edit(
+            "packing.py", "_axis_reasons", "if not -array.ndim <= axis < array.ndim:", "if False:"
+        ),
     },
     refuses(lambda library: library.pack([np.ones((2, 3)), np.ones((2, 4))]), "arrays[1] must be of"): {
         "sequences of other dims are joined": Edit(
-            "packing.py", "_unlike_reasons", "if others != wanted or array.dtype", "if array.dtype"
+            "packing.py", "_unlike_reasons", "not _fit(array, first, axis) or", ""
         ),
     },
 }  # fmt: skip

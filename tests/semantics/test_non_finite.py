@@ -148,7 +148,9 @@ KERNELS_OF_SINKS = [  # those that keep delta in a vector, that compute it, and 
     [pytest.param(*each, marks=[] if each[0] is CPU else needs_compiler) for each in KERNELS_OF_SINKS],
     ids=str,
 )
-@pytest.mark.parametrize("mask", [masks.Lengths(q=20), masks.Sequences([0, 7, 20])], ids=["length", "sequences"])
+@pytest.mark.parametrize(
+    "mask", [masks.Lengths(q=20), masks.Sequences([0, 7, 20], allow_gaps=True)], ids=["length", "sequences"]
+)
 @pytest.mark.parametrize("has_dlse", [True, False], ids=["dlse", "no dlse"])
 def test_a_sink_takes_nothing_from_rows_without_keys_but_dlse(run: Run, dtype: str, mask: Any, has_dlse: bool) -> None:
     """Gradients of o may be NaN or infinite after the last token, as o may be; in a row with keys they count."""

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from executors import CPU, on_every_backward
 from foreign import Foreign
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_wrong_inputs import JUNK, bytes_of
 
 import cuflash
-from cuflash import UnsupportedProblem, masks
+from cuflash import UnsupportedProblem, masks, scores
 from cuflash.masks.shape import MaskShape
 from cuflash.testing import Structure, assert_within, assert_within_bounds
 from refusals import refused
@@ -33,7 +33,7 @@ def table(mask, seqlen_q, seqlen_kv):
 
 
 def test_sequences_do_not_see_each_other_nor_what_is_outside_of_them():
-    assert table(masks.Sequences(np.array([1, 3, 3, 4])), 5, 5) == [
+    assert table(masks.Sequences(np.array([1, 3, 3, 4]), allow_gaps=True), 5, 5) == [
         [0, 0, 0, 0, 0],
         [0, 1, 1, 0, 0],
         [0, 1, 1, 0, 0],
@@ -76,12 +76,12 @@ def test_a_window_looks_to_both_sides_within_its_sequence():
 
 
 def test_offsets_differ_by_batch_entry_and_there_may_be_no_sequence():
-    mask = masks.Sequences(np.array([[0, 2, 3], [0, 0, 1]]), causal=True)
+    mask = masks.Sequences(np.array([[0, 2, 3], [0, 0, 1]]), causal=True, allow_gaps=True)
     assert mask.toarray(3, batch=(2,), num_heads=1).astype(int)[:, 0].tolist() == [
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]],
         [[1, 0, 0], [0, 0, 0], [0, 0, 0]],
     ]
-    assert table(masks.Sequences(np.array([0])), 1, 2) == [[0, 0]]
+    assert table(masks.Sequences(np.array([0]), allow_gaps=True), 1, 2) == [[0, 0]]
 
 
 @st.composite
@@ -124,7 +124,7 @@ def check_mask(library, drawn):
     shape = part(library, "masks.base").MaskShape((), 1, *expected.shape)
     for dtype in (np.int32, np.uint64):
         offsets = offsets_of(q_lengths, first, dtype), offsets_of(kv_lengths, first, dtype)
-        mask = library.masks.Sequences(*offsets, causal=causal, window=window)
+        mask = library.masks.Sequences(*offsets, causal=causal, window=window, allow_gaps=True)
         assert (mask.toarray(**shape._asdict())[0] == expected).all()
         i, j = np.ogrid[: expected.shape[0], : expected.shape[1]]
         assert (mask(0, 0, i.astype(np.uint8), j.astype(np.uint8)) == expected).all()
@@ -150,7 +150,9 @@ def test_sequences_in_another_order_have_their_rows_in_that_order(drawn, random)
     moved = [[lengths[n] for n in order] for lengths in (q_lengths, kv_lengths)]
     shape = MaskShape((), 1, *expected_of(*drawn).shape)
     made = (
-        masks.Sequences(offsets_of(q, first), offsets_of(kv, first), causal=causal, window=window)
+        masks.Sequences(
+            offsets_of(q, first), offsets_of(kv, first), causal=causal, window=window, allow_gaps=True
+        )
         for q, kv in ((q_lengths, kv_lengths), moved)
     )
     one, other = (mask.toarray(*shape[2:]) for mask in made)
@@ -179,7 +181,7 @@ CASES = {
 def packed_structure(case, **fields):
     options = dict(CASES[case])
     kv = LENGTHS[1] if options.pop("kv", False) else None
-    mask = masks.Sequences.of(LENGTHS[0], kv, **options)
+    mask = masks.Sequences.of(LENGTHS[0], kv, **options, allow_gaps=True)
     seqlen_q, seqlen_kv = sum(LENGTHS[0]) + 3, sum(kv or LENGTHS[0]) + 9
     small = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 24}
     return Structure(**small | {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "mask": mask} | fields)
@@ -244,7 +246,7 @@ def test_packed_sequences_have_sinks_and_lists_of_heads(run, kind):
 @on_every_backward
 @pytest.mark.parametrize("where", ["queries", "keys"])
 def test_nan_after_the_last_sequence_changes_nothing(run, where):
-    mask = masks.Sequences(np.array([0, 30, 30, 70]), causal=True)
+    mask = masks.Sequences(np.array([0, 30, 30, 70]), causal=True, allow_gaps=True)
     example = run.rounded(Structure(num_heads=2, seqlen_q=200, seqlen_kv=200, dtype="float16", mask=mask).example())
     names = ("q", "do") if where == "queries" else ("k", "v")
     poisoned = {name: getattr(example, name).copy() for name in names}
@@ -280,10 +282,12 @@ def test_ten_thousand_sequences():
 # Packing
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([-2, -1]))
-def test_unpacking_undoes_packing(lengths, axis):
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(1, 4), st.data())
+def test_unpacking_undoes_packing(lengths, num_axes, data):
+    axis = data.draw(st.integers(-num_axes, num_axes - 1))
     rng = np.random.default_rng(len(lengths))
-    shapes = [(2, length, 3) if axis == -2 else (2, length) for length in lengths]
+    others = [2, 3, 4][: num_axes - 1]
+    shapes = [(*others[: axis % num_axes], length, *others[axis % num_axes :]) for length in lengths]
     arrays = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
     packed, offsets = cuflash.pack(arrays, axis)
     assert offsets.tolist() == np.cumsum([0, *lengths]).tolist() and offsets.dtype == np.int64
@@ -315,10 +319,10 @@ WRONG = {
     "booleans": (lambda: masks.Sequences(np.array([False, True])), "q_offsets must be a list of ints, or an integer"),
     "unequal numbers": (lambda: masks.Sequences(OFFSETS, OFFSETS[:2]), "as many sequences as q_offsets, 2; got 1"),
     "no alignment": (
-        lambda: masks.Sequences(OFFSETS, OFFSETS + 1, causal=True), "causal must be 'bottom_right', which lets the last"
+        lambda: masks.Sequences(OFFSETS, 2 * OFFSETS, causal=True), "causal must be 'bottom_right', which lets the last"
     ),
     "no alignment of a window": (
-        lambda: masks.Sequences(OFFSETS, OFFSETS + 1, window=(1, 0)), "may differ from q_offsets; got window=(1, 0)"
+        lambda: masks.Sequences(OFFSETS, 2 * OFFSETS, window=(1, 0)), "may differ from q_offsets; got window=(1, 0)"
     ),
     "no such alignment": (
         lambda: masks.Sequences(OFFSETS, causal="left"), "causal must be True, False, 'bottom_right' or 'top_left'"
@@ -326,11 +330,12 @@ WRONG = {
     "a negative side": (lambda: masks.Sequences(OFFSETS, window=(-1, 0)), "window's sides must be an int of at least"),
     "half a window": (lambda: masks.Sequences(OFFSETS, window=3), "window must be (left, right)"),
     "too long for the queries": (
-        lambda: masks.Sequences(OFFSETS).resolve(MaskShape((), 1, 9, 10)), "must end at seqlen_q=9 or before; got 10"
+        lambda: masks.Sequences(OFFSETS).resolve(MaskShape((), 1, 9, 10)),
+        "q_offsets must end at seqlen_q=9; got [0, 4, 10]",
     ),
     "too long for the keys": (
         lambda: masks.Sequences(OFFSETS).resolve(MaskShape((), 1, 10, 9)),
-        "q_offsets must end at seqlen_kv=9 or before; got 10: give kv_offsets=",
+        "q_offsets must end at seqlen_kv=9; got [0, 4, 10]; give kv_offsets= where keys have other lengths",
     ),
     "another batch": (
         lambda: masks.Sequences(np.tile(OFFSETS, (3, 1))).resolve(MaskShape((2,), 1, 10, 10)),
@@ -353,12 +358,71 @@ WRONG = {
     ),
     "other dims": (lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 4))]), "shape (2, 3) but for axis -2"),
     "other axes": (lambda: cuflash.pack([np.ones((2, 3)), np.ones(3)]), "arrays[1] must be of arrays[0]'s dtype"),
-    "one axis": (lambda: cuflash.pack([np.ones(3)]), "arrays[0] must have at least 2 axes"),
-    "an axis": (lambda: cuflash.pack([np.ones((2, 3))], axis=0), "axis must be -2 or -1; got 0"),
-    "beyond the array": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS), "length 9 or before; got [0, 4, 10]"),
+    "one axis": (lambda: cuflash.pack([np.ones(3)]), "axis must be an axis of arrays[0], which has 1; got -2"),
+    "an axis": (lambda: cuflash.pack([np.ones((2, 3))], axis=2), "axis must be an axis of arrays[0], which has 2; got"),
+    "half an axis": (lambda: cuflash.pack([np.ones((2, 3))], axis=0.5), "axis must be an int; got 0.5: axis=-2 packs"),
+    "lengths before heads": (
+        lambda: cuflash.pack([np.ones((5, 2, 8)), np.ones((3, 2, 8))]),
+        "they fit along axis=-3; axis=-2 packs (heads, length, dim), axis=-3 (length, heads, dim)",
+    ),
+    "beyond the array": (
+        lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS), "offsets must end at packed.shape[-2]=9; got [0, 4, 10]"
+    ),
+    "offsets of another axis": (lambda: cuflash.unpack(np.ones((10, 4, 2)), OFFSETS), "; axis=-3 ends there"),
+    "an axis that is not packed": (lambda: cuflash.unpack(np.ones(9), OFFSETS), "packed, which has 1; got -2"),
+    "a flag": (lambda: masks.Sequences(OFFSETS, allow_gaps=1), "allow_gaps must be True or False; got 1"),
     "falling offsets": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS[::-1]), "offsets must never decrease"),
     "offsets of floats": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS / 2), "offsets must be an integer array"),
 }  # fmt: skip
+
+
+def reads_offsets(offsets, allow_gaps):
+    """Return the calls that read offsets of 50 rows, by name."""
+    x = np.ones((1, 50, 4))
+    sequences = lambda: masks.Sequences(offsets, allow_gaps=allow_gaps)  # noqa: E731
+    score = scores.alibi(np.ones(1))
+    within = lambda: scores.within(score, offsets, seqlen_q=50, allow_gaps=allow_gaps)  # noqa: E731
+    return {
+        "attention": lambda: cuflash.attention(x, x, x, mask=sequences()),
+        "keys": lambda: masks.Sequences(np.array([0] * len(offsets)), offsets, allow_gaps=allow_gaps).toarray(0, 50),
+        "unpack": lambda: cuflash.unpack(x, offsets, allow_gaps=allow_gaps),
+        "within": lambda: cuflash.attention(x, x, x, mask=masks.Causal(), score=within()),
+    }
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=12).map(sorted))
+@example([20, 30])
+@example([0, 20, 30])
+@example([5, 50])
+def test_offsets_leave_no_gaps_unless_these_are_asked_for(offsets):
+    is_whole = offsets[0] == 0 and offsets[-1] == 50
+    for call in reads_offsets(offsets, True).values():
+        call()
+    for name, call in reads_offsets(offsets, False).items():
+        if is_whole:
+            call()
+            continue
+        words = refused(call)
+        assert "must start at 0" in words if offsets[0] else "must end at" in words, name
+        assert "allow_gaps=True leaves" in words and str(offsets[-1]) in words, name
+
+
+def test_lengths_in_the_place_of_offsets_are_told_the_call_that_takes_them() -> None:
+    for call in (lambda: masks.Sequences([20, 30]), lambda: cuflash.unpack(np.ones((50, 2)), [20, 30])):
+        told = refused(call)
+        assert "got [20, 30]: for lengths write masks.Sequences.of([20, 30]), or np.cumsum([0, *lengths])" in told
+    many = refused(lambda: masks.Sequences(np.arange(1, 40)))
+    assert "got [1, 2, 3, 4, 5, 6, 7, ..., 39]" in many
+
+
+@pytest.mark.parametrize("offsets", [[0, 20, 60], [0, 20, 30], [0, 60]])
+def test_offsets_of_a_score_are_those_of_the_rows(offsets):
+    x, score = np.ones((1, 50, 4), np.float32), scores.within(scores.alibi(np.ones(1)), offsets)
+    for one in (score, scores.softcap(5.0) @ score):
+        words = refused(lambda one=one: cuflash.attention(x, x, x, score=one))
+        assert f"q_offsets of scores.within must end at seqlen_q=50; got offsets of {offsets[-1]} rows" in words
+    longer = scores.within(scores.alibi(np.ones(1)), offsets, seqlen_q=60, allow_gaps=True)
+    assert "got offsets of 60 rows" in refused(lambda: cuflash.attention(x, x, x, score=longer))
 
 
 def test_offsets_in_a_list_are_those_in_an_array() -> None:
@@ -413,9 +477,9 @@ def test_arrays_of_another_place_are_refused(device):
 
 
 def test_sequences_are_pickled_copied_and_not_hashed():
-    mask = masks.Sequences(OFFSETS, OFFSETS + 1, causal="top_left", window=(np.int8(3), None))
+    mask = masks.Sequences(OFFSETS, 2 * OFFSETS, causal="top_left", window=(np.int8(3), None))
     sent = pickle.loads(pickle.dumps(mask))
-    assert (sent.kv_offsets == OFFSETS + 1).all() and (sent.causal, sent.window) == ("top_left", (3, None))
+    assert (sent.kv_offsets == 2 * OFFSETS).all() and (sent.causal, sent.window) == ("top_left", (3, None))
     assert operator.is_not(mask.to(np.copy).q_offsets, mask.q_offsets)
     with pytest.raises(TypeError, match="never hashed"):
         hash(mask)

@@ -37,8 +37,8 @@ def test_a_packed_sequence_has_the_scores_of_one_alone(run: Run, dtype: str) -> 
         for heads, rows in ((4, SEQLEN_Q), (2, SEQLEN_KV), (2, SEQLEN_KV))
     )
     alone, offsets = score_of(run), [run.put(each) for each in (Q_OFFSETS, KV_OFFSETS)]
-    packed = scores.within(alone, *offsets, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV)
-    mask = masks.Sequences(*offsets, causal="bottom_right")
+    packed = scores.within(alone, *offsets, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV, allow_gaps=True)
+    mask = masks.Sequences(*offsets, causal="bottom_right", allow_gaps=True)
     arrays = [run.put(x) for x in (q, k, v)]
     o, lse = cuflash.attention(*arrays, mask=mask, score=packed, return_lse=True, **run.options)
     o, lse = run.get(o), run.get(lse)
@@ -86,9 +86,10 @@ WRONG = {
     ),
     "none": (lambda: scores.within(ALIBI, np.zeros((2, 0), int)), "q_offsets must be a list of ints"),
     "fewer rows": (lambda: scores.within(ALIBI, [0, 5], seqlen_q=4), "seqlen_q must be an int of at least 5, the last"),
+    "more rows": (lambda: scores.within(ALIBI, [0, 5], seqlen_q=6), "q_offsets must end at seqlen_q=6; got [0, 5]: al"),
     "far": (lambda: scores.within(ALIBI, [0, 2**31]), "q_offsets must be below 2**31; got 2147483648"),
     "twice": (lambda: scores.within(scores.within(ALIBI, [0, 1]), [0, 1]), "score must have no array of the name q_st"),
-    "all": (lambda: scores.within(ALIBI, [1, 0], "x", seqlen_q=1.5), "3 reasons"),
+    "all": (lambda: scores.within(ALIBI, [1, 0], "x", seqlen_q=1.5), "4 reasons"),
 }
 
 
