@@ -15,12 +15,14 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from . import api
-from .arrays import Array, ShapeDtype, describe
+from .arrays import Array, ShapeDtype, describe, is_array
 from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu
 from .keywords import explains_keywords
-from .layouts import kind_of, taken
+from .layouts import is_tracer, kind_of, taken
+from .masks.base import Mask
+from .masks.content import held_arrays
 from .planning.dropout_launches import numbers_of, require_number
 from .planning.lookup import lookup, remember
 from .planning.options import (
@@ -85,6 +87,7 @@ def attention(
     q, k, v : jax.Array
         Of float16, bfloat16, float32 or float64, all the same, on the CPU or on one CUDA device, the one that CuPy has
         current; shapes as `cuflash.attention` takes them. Inside `jax.jit`, `jax.vmap` and the like on the CPU alone.
+        NumPy's arrays and lists are taken as `jax.numpy.array` takes them, here and in bias, sink and score.
     mask, causal, window, scale : optional
         As in `cuflash.attention`, and known when the call is traced; a mask's arrays may be JAX's, or of any library
         with DLPack, where q is.
@@ -115,7 +118,7 @@ def attention(
     Raises
     ------
     TypeError
-        An argument that has to be an array of JAX is none.
+        An argument that has to be an array is not one.
     UnsupportedProblem
         The arguments are invalid or not supported, as a tracer on a GPU. It lists every reason; nothing has been
         computed.
@@ -126,7 +129,7 @@ def attention(
     -----
     q, k, v, bias, sink and the real arrays of a score have gradients. Those of bias, sink and score arrays are computed
     only where JAX differentiates with respect to them. Reverse mode alone, once: `jax.jvp` and second derivatives are
-    refused by JAX.
+    refused. `jax.vmap` calls once for each entry: where you can, pass the mapped axis as a leading axis of one call.
 
     Examples
     --------
@@ -141,18 +144,52 @@ def attention(
     api.require_flag("return_lse", return_lse)
     require_number(dropout)
     options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic,
+        mask, causal, window, scale, _with_arrays_of_jax(score), softcap, _of_jax(bias), _of_jax(sink), dropout, (),
+        kernel, executor, precision, deterministic,
     )  # fmt: skip
     options, operands = api.with_one_score(options)
-    given = {"q": q, "k": k, "v": v, **operands}
-    reasons = _array_reasons(given, executor)
+    given = {"q": _of_jax(q), "k": _of_jax(k), "v": _of_jax(v), **operands}
+    reasons = _array_reasons(given, executor) + _traced_reasons(options)
     if reasons:
         raise UnsupportedProblem(reasons)
     call = _Call(tuple(given), options, _platform(given.values()))
     call.planned((), given.values())  # refuses what cannot be, before JAX calls anything
-    o, lse = _attention(call, *given.values())
+    o, lse = _attention(call, *_varying_alike(given.values(), given.values()))
     return (o, lse) if return_lse else o
+
+
+def _of_jax(value: Any) -> Any:
+    """Return an array of NumPy, or a list of numbers, as one of JAX, in a dtype that JAX has; any other value as it is.
+
+    It is a copy, since a later change of NumPy's array must not reach a gradient.
+    """
+    is_numpy = isinstance(value, np.ndarray) and is_array(value)
+    return jax.numpy.array(value) if is_numpy or isinstance(value, list) else value
+
+
+def _with_arrays_of_jax(score: Any) -> Any:
+    """Return a Score over arrays of JAX in place of NumPy's; any other value as it is."""
+    if not isinstance(score, Score) or not any(isinstance(array, np.ndarray) for array in score.arrays.values()):
+        return score
+    arrays = {name: _of_jax(array) for name, array in score.arrays.items()}
+    if all(array.dtype == score.arrays[name].dtype for name, array in arrays.items()):
+        return score.with_arrays(arrays)
+    return Score.of_reserved(score.function, **arrays)
+
+
+def _varying_alike(arrays: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Return arrays that vary over all axes of a mesh over which `others` do, within `jax.shard_map`."""
+    kinds = [jax.typeof(other) for other in others if isinstance(other, jax.core.Tracer)]
+    axes = frozenset[str]().union(*map(_varying_axes, kinds))
+    if not axes:
+        return list(arrays)
+    return [jax.lax.pcast(array, tuple(axes - _varying_axes(jax.typeof(array))), to="varying") for array in arrays]
+
+
+def _varying_axes(kind: Any) -> frozenset[str]:
+    """Return the axes of a mesh over which values of a type differ."""
+    found = kind.vma if hasattr(kind, "vma") else kind.mat.varying if hasattr(kind, "mat") else ()  # until JAX 0.9
+    return frozenset(found)
 
 
 class _Call:
@@ -220,7 +257,7 @@ def _forward_of(call: _Call, ready: Plan, arrays: Sequence[jax.Array]) -> Sequen
 
 def _forward(call: _Call, *given: Any) -> Any:
     """o and lse, and what the backward pass needs: of the operands those gradients that JAX is going to use."""
-    arrays = [each.value for each in given]
+    arrays = [_held_by_jax(each.value) for each in given]
     wrt = tuple(name for name, each in zip(call.names[3:], given[3:]) if each.perturbed)
     ready = call.planned(wrt, arrays)
     o, lse = _forward_of(call, ready, arrays)
@@ -266,13 +303,26 @@ def _run(
 
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         shapes = tuple(jax.ShapeDtypeStruct(*result) for result in results)
-        made: tuple[jax.Array, ...] = jax.pure_callback(on_host, shapes, *arrays, vmap_method="sequential")
-        return made
+        return tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))
     if ready.executor == "gpu":
         on_device = (taken("q", array, gpu.namespace()) for array in arrays)
         return tuple(map(jax.dlpack.from_dlpack, function(*on_device)))
     (device,) = arrays[0].devices()
     return tuple(jax.device_put(array, device) for array in on_host(*arrays))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _called_back(on_host: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array) -> Any:
+    return jax.pure_callback(on_host, shapes, *arrays, vmap_method="sequential")
+
+
+@_called_back.defjvp
+def _refused(*given: Any) -> Any:
+    """Refuse second derivatives: JAX's own error is about callbacks."""
+    raise TypeError(
+        "gradients of cuflash.jax.attention cannot be differentiated: compute second derivatives through "
+        "jax.nn.dot_product_attention"
+    )
 
 
 def _platform(arrays: Iterable[jax.Array]) -> str:
@@ -289,8 +339,31 @@ def _default_platform() -> str:
 
 def _data(array: jax.Array) -> jax.Array | None:
     """The array itself, or the one behind a tracer of `jax.grad` or `jax.vjp`; None for a tracer without data."""
-    found: jax.Array | None = array.to_concrete_value() if isinstance(array, jax.core.Tracer) else array
-    return found
+    found = array.to_concrete_value() if isinstance(array, jax.core.Tracer) else array
+    return None if found is None else _held_by_jax(found)
+
+
+def _held_by_jax(value: Any) -> jax.Array:
+    """Return an array or tracer as it is, and as an array an argument of NumPy's that a transformation still holds."""
+    return value if isinstance(value, jax.Array) else jax.numpy.array(value)
+
+
+def _traced_reasons(options: Options) -> list[str]:
+    """Why options that hold tracers are refused: a plan is made of them when JAX traces the call."""
+    mask, window, reasons = options.mask, options.window, []
+    if is_tracer(mask) or isinstance(mask, Mask) and any(map(is_tracer, held_arrays(mask))):
+        fix = "close over the mask, or pass bias=jnp.where(mask, 0, -jnp.inf)"
+        reasons.append(f"mask must be known when JAX traces the call; got a tracer: {fix}")
+    if is_tracer(options.scale):
+        fix = "name it in static_argnames of jax.jit, or multiply q by it"
+        reasons.append(f"scale must be a Python number when JAX traces the call; got a tracer: {fix}")
+    others = {"causal": [options.causal], "softcap": [options.softcap]}
+    others["window"] = [*window] if isinstance(window, (tuple, list)) else [window]
+    for name, values in others.items():
+        if any(map(is_tracer, values)):
+            fix = f"name {name} in static_argnames of jax.jit"
+            reasons.append(f"{name} must be known when JAX traces the call; got a tracer: {fix}")
+    return reasons
 
 
 def _array_reasons(given: dict[str, Any], executor: Any) -> list[str]:
@@ -306,7 +379,7 @@ def _array_reasons(given: dict[str, Any], executor: Any) -> list[str]:
         if not isinstance(array, jax.Array):
             raise TypeError(f"{name} must be a jax.Array; got {describe(array)}: jax.numpy.asarray makes one")
         data = _data(array)
-        if data is not None and len(data.devices()) > 1:
+        if data is not None and len(data.devices()) > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
             count = len(data.devices())
             reasons.append(f"{name} must lie on one device; got {count} of them: jax.device_put moves it")
         platforms.add(_platform([array]))

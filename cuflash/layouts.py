@@ -165,7 +165,7 @@ def tensors_layout(*tensors: Any) -> tuple[Hashable, ...] | None:
     Tensors of one layout are `taken` as arrays of one layout, but for odd addresses.
     """
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    if torch is None or cupy is None:
+    if torch is None or cupy is None or has_dual_level():
         return None
     found = []
     try:
@@ -248,7 +248,7 @@ def is_tensor(value: object) -> bool:
 
 
 def tensor_reasons(name: str, value: Any) -> list[str]:
-    """Why the elements of a tensor of PyTorch cannot be read in place; none for any other value."""
+    """Why the elements of a tensor of PyTorch cannot be read in place, or are not all of it; none for other values."""
     if not is_tensor(value):
         return []
     if value.device.type == "meta":
@@ -260,16 +260,69 @@ def tensor_reasons(name: str, value: Any) -> list[str]:
         return [f"{name} must not be quantised; got a tensor of {value.dtype}: its dequantize() makes one of floats"]
     if value.layout != sys.modules["torch"].strided:
         return [f"{name} must be a dense tensor; got the layout {value.layout}: its to_dense() makes one"]
-    try:
-        has_memory = value.data_ptr() != 0 or value.numel() == 0
-    except Exception:  # tracers of PyTorch raise, or warn where warnings are errors
-        has_memory = False
-    if not has_memory:
-        fix = "call this outside of torch.compile, torch.export, torch.vmap and torch.func"
+    if _is_traced(value):
+        fix = _fix_of_tracer(value)
         return [f"{name} must hold data; got a tracer, a {kind_of(value)} without memory: {fix}"]
+    if _behaves_otherwise(type(value)):
+        fix = _FIX_OF_SUBCLASS.get(type(value).__name__, "its as_subclass(torch.Tensor) is one")
+        return [f"{name} must be a plain torch.Tensor; got a {type(value).__name__}: {fix}"]
     if value.is_neg():
         return [f"{name} must hold its values; got a lazily negated view: its resolve_neg() makes one that does"]
+    if has_dual_level() and sys.modules["torch"].autograd.forward_ad.unpack_dual(value).tangent is not None:
+        return [
+            f"{name} must not carry a tangent, since attention has no forward-mode derivative; got a dual tensor: pass "
+            f"torch.autograd.forward_ad.unpack_dual({name}).primal, or differentiate with torch.autograd.grad"
+        ]
     return []
+
+
+_FIX_OF_SUBCLASS = {
+    "DTensor": "its full_tensor() makes one, and its to_local() is this process's part",
+    "MaskedTensor": "its to_tensor(0) makes one, and mask= takes what it hides",
+}
+
+
+def has_dual_level() -> bool:
+    """Return whether PyTorch is within `torch.autograd.forward_ad.dual_level`, outside of which there is no tangent."""
+    return bool(getattr(sys.modules["torch"].autograd.forward_ad, "_current_level", 0) >= 0)
+
+
+def _is_traced(tensor: Any) -> bool:
+    """Return whether a tensor stands for values that are computed later, or is one that torch.func has wrapped."""
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
+    if isinstance(tensor, fake):  # its address may be that of memory that is not there
+        return True
+    if _behaves_otherwise(type(tensor)):
+        return False
+    try:
+        return tensor.data_ptr() == 0 and tensor.numel() != 0
+    except Exception:  # tracers of PyTorch raise, or warn where warnings are errors
+        return True
+
+
+def _fix_of_tracer(tensor: Any) -> str:
+    """How to call attention without the transformation of PyTorch that made a tracer."""
+    if is_batched(tensor):
+        return "call this outside of torch.vmap: leading axes are batch axes, so call it once on the whole batch"
+    if sys.modules["torch"]._C._functorch.is_gradtrackingtensor(tensor):
+        return "call this outside of torch.func, and differentiate cuflash.torch.attention with torch.autograd.grad"
+    return "call this outside of torch.compile, torch.export, torch.vmap and torch.func"
+
+
+def is_batched(tensor: Any) -> bool:
+    """Return whether a tensor is one of `torch.vmap`, or of a backward pass for several cotangents at once."""
+    functorch = sys.modules["torch"]._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+@lru_cache(maxsize=64)
+def _behaves_otherwise(kind: type) -> bool:
+    """Return whether a class of tensors has operations of its own, which the elements alone would not have."""
+    torch = sys.modules["torch"]
+    plain = getattr(torch.Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl
+    function = kind.__torch_function__  # type: ignore[attr-defined]
+    is_plain = getattr(function, "__func__", function) in plain
+    return not is_plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def dtype_of(array: Any) -> np.dtype[Any]:
@@ -287,6 +340,12 @@ def is_differentiated(value: object) -> bool:
     """Tell whether a value is an array of PyTorch or JAX, neither of which is imported here."""
     jax_array = getattr(sys.modules.get("jax"), "Array", None)
     return is_tensor(value) or jax_array is not None and isinstance(value, jax_array)
+
+
+def is_tracer(value: object) -> bool:
+    """Return whether a value is one that JAX traces, in place of an array."""
+    core = getattr(sys.modules.get("jax"), "core", None)
+    return core is not None and isinstance(value, core.Tracer)
 
 
 def _said(error: Exception) -> str:

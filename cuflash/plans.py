@@ -18,7 +18,8 @@ from .keywords import explains_keywords, require_own_names
 from .masks.base import Mask
 from .masks.content import held_arrays
 from .layouts import (
-    COPIES, device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, reach, taken,
+    COPIES, device_number, is_broadcast, is_foreign, is_on_cuda, is_tracer, kind_of, layout_reasons, overlap, reach,
+    taken,
 )  # fmt: skip
 from .planning.device import DeviceSpec
 from .planning.explain import explain
@@ -721,7 +722,7 @@ def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
                 arrays[name] = taken(name, value, gpu.namespace() if is_on_cuda(name, value) else np)
             elif is_array(value) and namespace(value).__name__ not in _NAMESPACES.values():
                 fix = "its todense() makes one" if hasattr(value, "todense") else "call this outside of what is traced"
-                if name in ("q", "k", "v") and "Tracer" in type(value).__name__:  # as JAX's
+                if name in ("q", "k", "v") and is_tracer(value):
                     fix += ", or call cuflash.jax.attention"
                 reasons.append(f"{name} must be an array that DLPack gives away; got {kind_of(value)}: {fix}")
         except UnsupportedProblem as error:

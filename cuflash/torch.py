@@ -16,13 +16,13 @@ from torch.autograd.graph import increment_version
 
 from . import api
 from .calls.listed_plan import without_mask
-from .arrays import BFLOAT16, Array, ShapeDtype, describe
+from .arrays import BFLOAT16, Array, ShapeDtype, describe, is_array, is_integer_dtype
 from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .keywords import explains_keywords
-from .layouts import dtype_of, is_tensor, taken, tensor_reasons
+from .layouts import dtype_of, has_dual_level, is_batched, is_tensor, taken, tensor_reasons
 from .masks.at_each_call import at_each_call
 from .planning.dropout_launches import numbers_of, require_number
 from .planning.list_kernels import AT_CALL, WorkAtCall
@@ -171,6 +171,8 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
     require_number(options.dropout)
     outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
     options, operands = api.with_one_score(options)
+    if operands and is_tensor(q):
+        operands = {name: _own_integers(name, each, q) for name, each in operands.items()}
     given = {"q": q, "k": k, "v": v, **operands}
     has_graph = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given.values())
     if has_graph and operands:
@@ -203,6 +205,15 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
     return (o, lse) if return_lse else o
 
 
+def _own_integers(name: str, array: Any, q: Tensor) -> Any:
+    """Return integers that a Score captured as NumPy's or CuPy's, such as those of `scores.within`, as a tensor."""
+    if type(array) in _PLAIN or name in ("bias", "sink") or is_tensor(array) or not is_array(array):
+        return array
+    if not is_integer_dtype(array.dtype):
+        return array
+    return torch.tensor(array, device=q.device) if type(array) is np.ndarray else torch.from_dlpack(array)
+
+
 class _Attention(torch.autograd.Function):
     """A call with gradients: what it saves, PyTorch guards against changes in place and frees."""
 
@@ -222,7 +233,13 @@ class _Attention(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do.resolve_neg()
         dlse = None if dlse is None else dlse.resolve_neg()
         gradients = _Gradients.apply if torch.is_grad_enabled() else _gradients  # enabled by create_graph=True
-        found = gradients(ctx.call, do, dlse, o, lse, *tensors)
+        if has_dual_level():
+            _require_cotangents(do=do, dlse=dlse)
+        try:
+            found = gradients(ctx.call, do, dlse, o, lse, *tensors)
+        except RuntimeError:
+            _require_cotangents(do=do, dlse=dlse)
+            raise
         more, needed = iter(found[3:]), ctx.needs_input_grad[5:]
         return None, None, *found[:3], *(next(more) if is_needed else None for is_needed in needed)
 
@@ -248,6 +265,19 @@ class _Gradients(torch.autograd.Function):
             "gradients of cuflash.torch.attention cannot be differentiated: compute second derivatives through "
             "torch.nn.functional.scaled_dot_product_attention"
         )
+
+
+def _require_cotangents(**given: Tensor | None) -> None:
+    """Refuse gradients of o and lse that are several at once, or whose own derivatives would be lost."""
+    reasons = []
+    for name, each in given.items():
+        if each is not None and is_batched(each):
+            fix = "call torch.autograd.grad for each, without is_grads_batched=True or vectorize=True"
+            reasons.append(f"{name} must be one gradient, outside of torch.vmap; got a batch of them: {fix}")
+        else:
+            reasons += tensor_reasons(name, each)
+    if reasons:
+        raise UnsupportedProblem(reasons)
 
 
 _Outs = tuple[Any, Any]  # o and lse, each None where the call makes it
@@ -404,7 +434,7 @@ def _key(given: dict[str, Any], outs: _Outs, looked_up: Lookup, wants_lse: bool)
         tensors += tuple(each for each in outs if each is not None)
     if not _PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
-    if any(map(torch.Tensor.is_neg, tensors)):  # memory that does not hold their values
+    if has_dual_level() or any(map(torch.Tensor.is_neg, tensors)):  # memory that does not hold all of a tensor
         return None
     lie = torch_gpu.layout_key(*tensors), o is None, lse is None, wants_lse
     return looked_up.key(lie, *given)

@@ -25,6 +25,7 @@ import numpy as np
 from ..arrays import Array, ShapeDtype, describe, is_array, is_int, is_number, to_host
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
+from ..layouts import is_tracer
 from .philox import philox4x32
 
 __all__ = ["Dropout", "Draws", "kept", "seed_of"]
@@ -247,6 +248,9 @@ def kept(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j: Arra
 def _seed_reasons(seed: Any) -> list[str]:
     if is_int(seed):
         return [] if 0 <= seed < 1 << 64 else [f"seed must be an int from 0 to 2^64 - 1; got {describe(seed)}"]
+    if is_tracer(seed):
+        fix = "name the seed in static_argnames of jax.jit; each new one is traced again"
+        return [f"seed must be an int when JAX traces the call; got a tracer: {fix}"]
     is_known = is_array(seed) or isinstance(seed, ShapeDtype)
     if not is_known and (isinstance(seed, np.generic) or not hasattr(seed, "__dlpack__")):
         wanted = "seed must be an int, or an array of no axes of int64 or uint64"

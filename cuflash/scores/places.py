@@ -10,9 +10,9 @@ import numpy as np
 from ..arrays import Array, as_int_array, describe, flag_reasons, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
-from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
-from .offsets import end_reasons, offset_reasons, pair_reasons
-from .score import MAX_ARRAYS, RESTARTED, Score
+from ..layouts import is_foreign, is_on_cuda, is_tracer, taken, taken_on_cuda
+from .offsets import offset_reasons, pair_reasons
+from .score import MAX_ARRAYS, Score
 
 __all__ = ["in_cache", "within"]
 
@@ -118,6 +118,9 @@ def _taken_array(name: str, given: Any) -> Any:
         It is an array of another library that cannot be taken.
     """
     offsets = as_int_array(given)
+    if is_tracer(offsets):
+        fix = "close over the offsets, or name them in static_argnames of jax.jit"
+        raise UnsupportedProblem([f"{name} must be known when JAX traces the call; got a tracer: {fix}"])
     if is_foreign(offsets):
         return taken_on_cuda(name, offsets) if is_on_cuda(name, offsets) else taken(name, offsets, np)
     return offsets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -143,7 +143,7 @@ class Score:
                 reasons += error.reasons
         if reasons:
             raise UnsupportedProblem(reasons)
-        self._remake: Callable[[], Score] | None = None
+        self._remake: tuple[Callable[..., Score], tuple[Any, ...], dict[str, Any]] | None = None
         self.function, self.arrays = function, MappingProxyType(held)
         self.program: Program
         self.numbers: tuple[float, ...]
@@ -325,7 +325,11 @@ class Score:
         for kind in self.program.arrays:
             array = arrays.get(kind.name)
             if array is None or _type_of(kind.name, _as_array(kind.name, array)) != kind:
-                reasons.append(f"{kind.name} must be an array like the captured one; got {describe(array)}")
+                shape = ", ".join("1" if is_one else "n" for is_one in kind.is_single) + "," * (kind.rank == 1)
+                reasons.append(
+                    f"{kind.name} must be a {kind.dtype} array of shape ({shape}), as when the Score was made; got "
+                    f"{describe(array)}: make the Score again after a cast; a module does so in its forward"
+                )
         if reasons:
             raise UnsupportedProblem(reasons)
         return self._over({name: arrays[name] for name in self.arrays})
@@ -358,14 +362,16 @@ class Score:
         >>> Score(softcap(5.0).function).remade_by(softcap, 5.0).curvature
         'curved'
         """
-        self._remake = partial(make, *arguments, **options)
+        self._remake = make, arguments, options
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Score], tuple[Any, ...]]:
-        """The function must be one that a module holds, as for a pickle of the function itself."""
-        if self._remake is not None:
-            return self._remake, ()
-        return partial(Score.of_reserved, **self.arrays), (self.function,)
+        """Return a call that makes an equal score, for pickles and copies.
+
+        A pickle needs a function that a module holds. Arrays are arguments of the call, never part of the callable:
+        `copy.deepcopy` copies the arguments, with its memo, and takes the callable as it is.
+        """
+        return _made_again, self._remake or (Score.of_reserved, (self.function,), dict(self.arrays))
 
     def __str__(self) -> str:
         """The program, an instruction a line, and its numbers."""
@@ -376,6 +382,10 @@ class Score:
     def __repr__(self) -> str:
         arrays = "".join(f", {name}={describe(array)}" for name, array in self.arrays.items())
         return f"<Score {self.name}{arrays}>"
+
+
+def _made_again(make: Callable[..., Score], arguments: tuple[Any, ...], options: dict[str, Any]) -> Score:
+    return make(*arguments, **options)
 
 
 def _as_array(name: str, array: Any) -> Array:

@@ -10,8 +10,10 @@ import pytest
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 
+from jax import test_util  # noqa: E402
+
 import cuflash.jax  # noqa: E402
-from cuflash import BlockIndex, api, masks  # noqa: E402
+from cuflash import BlockIndex, api, masks, scores  # noqa: E402
 from cuflash.testing import Example, assert_within_bounds  # noqa: E402
 from executors import GPU  # noqa: E402
 from refusals import reasons_of  # noqa: E402
@@ -178,8 +180,8 @@ def test_wrong_arrays_are_named():
     (reason,) = reasons_of(attention, q, k[..., :3], v)
     assert reason == "k must have q's head_dim=16 as its last axis; got shape (2, 2, 20, 3)"
     for name in "qkv":
-        with pytest.raises(TypeError, match=rf"{name} must be a jax.Array; got an array .*: jax.numpy.asarray makes"):
-            attention(**{"q": q, "k": k, "v": v, name: Q})
+        with pytest.raises(TypeError, match=rf"{name} must be a jax.Array; got 3.0: jax.numpy.asarray makes"):
+            attention(**{"q": q, "k": k, "v": v, name: 3.0})
 
 
 def test_a_shape_without_data_is_planned_as_shape_and_dtype():
@@ -187,10 +189,117 @@ def test_a_shape_without_data_is_planned_as_shape_and_dtype():
         cuflash.plan(*(jax.ShapeDtypeStruct((4, 8), jnp.float32),) * 3)
 
 
-def test_a_traced_mask_is_refused():
-    (reason,) = reasons_of(jax.jit(lambda kept: attention(*given(), mask=kept)), jnp.ones((20, 20), bool))
-    assert reason.startswith("mask must be an array that DLPack gives away; got jax.")
-    assert reason.endswith("call this outside of what is traced")
+TRACED = {
+    "a mask": (
+        lambda x: {"mask": x > 0}, "mask must be known when JAX traces the call; got a tracer: close over the mask, or "
+        "pass bias=jnp.where(mask, 0, -jnp.inf)",
+    ),
+    "a part of a mask": (lambda x: {"mask": masks.Causal() & masks.Dense(x > 0)}, "mask must be known when JAX traces"),
+    "lengths": (lambda x: {"mask": masks.Lengths(kv=x[0, 0].astype(int))}, "mask must be known when JAX traces the call"),
+    "a scale": (
+        lambda x: {"scale": x[0, 0]}, "scale must be a Python number when JAX traces the call; got a tracer: name it in "
+        "static_argnames of jax.jit, or multiply q by it",
+    ),
+    "a softcap": (
+        lambda x: {"softcap": x[0, 0]}, "softcap must be known when JAX traces the call; got a tracer: name softcap in "
+        "static_argnames of jax.jit",
+    ),
+    "causal": (lambda x: {"causal": x[0, 0] > 0}, "causal must be known when JAX traces the call; got a tracer: name"),
+    "a window": (lambda x: {"window": (x[0, 0].astype(int), 0)}, "window must be known when JAX traces the call; got a "),
+    "a seed": (
+        lambda x: {"dropout": cuflash.Dropout(0.5, x[0, 0].astype(int))}, "seed must be an int when JAX traces the call; "
+        "got a tracer: name the seed in static_argnames of jax.jit; each new one is traced again",
+    ),
+    "offsets": (
+        lambda x: {"score": scores.within(lambda s, b, h, i, j: s + i, x[0].astype(int))},
+        "q_offsets must be known when JAX traces the call; got a tracer: close over the offsets, or name them in static",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TRACED)
+@pytest.mark.parametrize("transform", [jax.jit, lambda call: lambda x: jax.vmap(call)(x[None])], ids=["jit", "vmap"])
+def test_options_that_are_traced_are_refused(kind, transform):
+    make, sentence = TRACED[kind]
+    (reason,) = reasons_of(transform(lambda x: attention(*given(), **make(x))), jnp.ones((20, 20)))
+    assert reason.startswith(sentence)
+
+
+def test_what_is_said_of_traced_options_can_be_done():
+    kept, (q, k, v) = jnp.tri(20, dtype=bool), given()
+    as_bias = jax.jit(lambda kept: attention(q, k, v, bias=jnp.where(kept, 0, -jnp.inf)))(kept)
+    np.testing.assert_allclose(as_bias, attention(q, k, v, mask=kept), atol=1e-6)
+    scaled = jax.jit(lambda scale: attention(q * scale, k, v, scale=1))(jnp.float32(0.5))
+    np.testing.assert_allclose(scaled, attention(q, k, v, scale=0.5), atol=1e-6)
+    step = jax.jit(lambda q, seed: attention(q, k, v, dropout=cuflash.Dropout(0.5, seed)), static_argnames="seed")
+    assert all((step(q, seed=seed) == attention(q, k, v, dropout=cuflash.Dropout(0.5, seed))).all() for seed in (1, 2))
+
+
+@pytest.mark.parametrize("to", [np.asarray, lambda array: array.tolist()], ids=["numpy", "list"])
+def test_arrays_of_numpy_and_lists_are_taken(to):
+    q, k, v = given()
+    kept = np.tri(20, dtype=bool)
+    expected = attention(q, k, v, mask=kept, bias=jnp.ones((4, 20, 20)), sink=jnp.ones(4))
+    found = attention(to(Q), to(K), to(V), mask=kept, bias=to(np.ones((4, 20, 20))), sink=to(np.ones(4)))
+    assert isinstance(found, jax.Array) and (found == expected).all()
+
+
+@pytest.mark.parametrize("way", ["grad", "value_and_grad", "vjp", "jit", "checkpoint"])
+def test_numpy_arguments_of_transformations_are_differentiated(way):
+    def loss(q, k, v, bias, sink, slopes):
+        score = scores.alibi(slopes)
+        o, lse = attention(q, k, v, bias=bias, sink=sink, score=score, causal=True, return_lse=True)
+        return (o**2).sum() + lse.sum()
+
+    arrays = Q, K, V, *(RNG.standard_normal(shape, dtype=np.float32) for shape in ((20, 20), 4, 4))
+    argnums = tuple(range(len(arrays)))
+    expected = jax.grad(loss, argnums)(*map(jnp.asarray, arrays))
+    found = {
+        "grad": lambda: jax.grad(loss, argnums)(*arrays),
+        "value_and_grad": lambda: jax.value_and_grad(loss, argnums)(*arrays)[1],
+        "vjp": lambda: jax.vjp(loss, *arrays)[1](jnp.float32(1)),
+        "jit": lambda: jax.jit(jax.grad(loss, argnums))(*arrays),
+        "checkpoint": lambda: jax.grad(jax.checkpoint(loss), argnums)(*arrays),
+    }[way]()
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_an_array_of_numpy_may_change_after_the_call():
+    q, (_, k, v) = Q.copy(), given()
+    expected = jax.grad(lambda q: attention(q, k, v).sum())(jnp.asarray(Q))
+    _, vjp = jax.vjp(lambda k: attention(q, k, v).sum(), k)
+    _, of_numpy = jax.vjp(lambda q: attention(q, k, v).sum(), q)
+    dk = jax.grad(lambda k: attention(jnp.asarray(Q), k, v).sum())(k)
+    q[...] = 0
+    assert (vjp(jnp.float32(1))[0] == dk).all() and (of_numpy(jnp.float32(1))[0] == expected).all()
+
+
+def test_gradients_are_those_of_differences():
+    with jax.enable_x64(True):
+        q, k, v = (array[:1].astype(np.float64) for array in (Q, K, V))
+        test_util.check_grads(partial(attention, causal=True), (q, k, v), order=1, modes=("rev",))
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_gradients_in_shard_map_are_those_outside(is_traced, check_vma):
+    def call(q, k, v, sink, slopes):
+        return attention(q, k, v, sink=sink, score=scores.alibi(slopes), causal=True, return_lse=True)
+
+    def loss(function, *arrays):
+        o, lse = function(*arrays)
+        return (o**2).sum() + lse.sum()
+
+    arrays = *given(), jnp.ones(4), jnp.arange(4.0)
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("part",)), jax.sharding.PartitionSpec
+    placed = spec("part"), spec("part"), spec("part"), spec(), spec()
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=placed, out_specs=spec("part"), check_vma=check_vma)
+    argnums = 1, 2, 3, 4, 5
+    expected = jax.grad(loss, argnums)(call, *arrays)
+    of = jax.grad(partial(loss, mapped), tuple(range(5)))
+    for ours, theirs in zip((jax.jit(of) if is_traced else of)(*arrays), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_tracer_on_a_gpu_is_refused_in_one_sentence(monkeypatch):
@@ -214,12 +323,24 @@ def test_derivatives_of_arrays_that_hold_data_are_taken_where_these_lie(monkeypa
         assert reason.startswith("q must hold data where attention runs on a GPU; got a tracer")
 
 
-def test_forward_mode_and_second_derivatives_are_refused_by_jax():
+def test_forward_mode_and_second_derivatives_are_refused():
     q, k, v = given()
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: attention(q, k, v), (q,), (q,))
-    with pytest.raises(Exception, match="callback|custom_vjp|differentia|convert"):
-        jax.grad(lambda q: jax.grad(lambda q: (attention(q, k, v) ** 2).sum())(q).sum())(q)
+    for once in (jax.jvp, lambda *given: jax.jit(partial(jax.jvp, given[0]))(*given[1:])):
+        with pytest.raises(TypeError, match="forward-mode"):
+            once(lambda q: attention(q, k, v), (q,), (q,))
+
+    def loss(q):
+        return (attention(q, k, v) ** 2).sum()
+
+    def twice(transform, outer=lambda function: function):
+        return outer(jax.grad(lambda q: transform(jax.grad(loss))(q).sum()))(q)
+
+    for call in (
+        lambda: twice(jax.jit), lambda: twice(lambda x: x), lambda: twice(lambda x: x, jax.jit),
+        lambda: jax.hessian(loss)(q),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="^gradients of cuflash.jax.attention cannot be differentiated: compute sec"):
+            call()
 
 
 # On a GPU.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import reduce
 from operator import matmul
 
@@ -95,6 +96,72 @@ def test_gradients_of_operands_are_those_of_differences(name):
 def test_scores_of_the_library_take_tensors_with_gradients(make):
     slopes = SLOPE.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: attention(Q[:1], K[:1], V[:1], score=make(x)), [slopes])
+
+
+class WithSlopes(torch.nn.Module):
+    """Attention with slopes that are learnt, in a score that is made once."""
+
+    def __init__(self, make=scores.alibi):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(SLOPE.clone())
+        self.scores = {"of": make(self.slopes)}
+
+    def forward(self, q, k, v):
+        return attention(q, k, v, score=self.scores["of"])
+
+
+@pytest.mark.parametrize("make", [scores.alibi, lambda x: scores.within(scores.temperature(x), [0, 2, 7], seqlen_q=7)])
+def test_a_copied_module_computes_with_its_own_parameter_and_trains_it(make):
+    module = WithSlopes(make)
+    before = module(Q, K, V).detach()
+    copies = [copy.deepcopy(each) for each in [module] * 2]
+    averaged = torch.optim.swa_utils.AveragedModel(module)
+    sum(each(Q, K, V).square().sum() for each in copies).backward()
+    assert module.slopes.grad is None and all(each.slopes.grad.count_nonzero() for each in copies)
+    with torch.no_grad():
+        module.slopes.fill_(3.0)
+    assert all(torch.equal(each(Q, K, V), before) for each in (*copies, averaged))
+    assert not torch.equal(module(Q, K, V), before)
+
+
+def test_a_cast_module_says_that_the_score_is_to_be_made_again():
+    module = WithSlopes().float()
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        module(Q.float(), K.float(), V.float())
+    assert caught.value.reasons == (
+        "slopes must be a float64 array of shape (n,), as when the Score was made; got an array of shape (4,) and dtype "
+        "float32: make the Score again after a cast; a module does so in its forward",
+    )
+    module.scores["of"] = scores.alibi(module.slopes)
+    assert module(Q.float(), K.float(), V.float()).requires_grad
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_packed_sequences_have_scores_of_tensors_and_of_none(kind):
+    """The starts of the sequences are arrays of the library's own."""
+    q_offsets, kv_offsets = kind([0, 2, 6]), kind([0, 3, 7])
+    mask = masks.Sequences(q_offsets, kv_offsets)
+
+    def of(slopes):
+        return scores.within(scores.alibi(slopes), q_offsets, kv_offsets)
+
+    o, vjp = cuflash.attention_vjp(*map(as_numpy, (Q, K, V)), mask=mask, score=of(as_numpy(SLOPE)), wrt="slopes")
+    slopes = SLOPE.clone().requires_grad_()
+    found = attention(Q, K, V, mask=mask, score=of(slopes))
+    assert (as_numpy(found) == o).all()
+    (dslopes,) = torch.autograd.grad(found, slopes, DO)
+    assert (as_numpy(dslopes) == vjp(as_numpy(DO))["slopes"]).all()
+    plain = scores.within(lambda s, b, h, i, j: s - 0.5 * abs(i - j), q_offsets, kv_offsets)
+    halves = of(torch.full((4,), 0.5, dtype=torch.float64))
+    assert torch.equal(attention(Q, K, V, mask=mask, score=plain), attention(Q, K, V, mask=mask, score=halves))
+
+
+def test_sequences_on_a_gpu_have_scores(tmp_path, monkeypatch):
+    score = scores.within(lambda s, b, h, i, j: s - 0.5 * abs(i - j), [0, 2, 6], [0, 3, 7])
+    q, k, v = (tensor.float() for tensor in (Q, K, V))
+    with torch_machine.installed(monkeypatch, tmp_path / "cache"):
+        for _ in range(2):
+            require_bounds({"o": attention(*map(on_device, (q, k, v)), score=score)}, score=score)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

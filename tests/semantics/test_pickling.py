@@ -233,6 +233,41 @@ def test_a_used_object_tells_the_same_after_a_pickle_and_a_copy(name: str) -> No
         assert type(made) is type(used) and told(made) == told(used)
 
 
+SLOPES, OFFSETS = np.arange(2, dtype=np.float32), np.array([0, 17, 40])
+ALIBI = cuflash.scores.alibi(SLOPES)
+SCORES: dict[str, cuflash.Score] = {
+    "a function": cuflash.Score(decayed, slope=SLOPES),
+    "a function inside of another": (lambda factor: cuflash.Score(lambda s, b, h, i, j, t: factor * t[h] * s, t=SLOPES))(2),
+    "alibi": ALIBI,
+    "bias": cuflash.scores.bias(np.ones((40, 40), np.float32)),
+    "composed": cuflash.scores.temperature(SLOPES) @ ALIBI,
+    "composed with a cap": cuflash.scores.softcap(5.0) @ ALIBI,
+    "other arrays": ALIBI.with_arrays({"slopes": SLOPES + 1}),
+    "relative_position": cuflash.scores.relative_position(np.ones((2, 8), np.float32), 16, bidirectional=True),
+    "relative_position_2d": cuflash.scores.relative_position_2d(np.ones((2, 39, 3), np.float32), 2),
+    "renamed": ALIBI.renamed({"slopes": "others"}),
+    "temperature": cuflash.scores.temperature(SLOPES),
+    "within": cuflash.scores.within(ALIBI, OFFSETS),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_deep_copy_of_a_score_has_arrays_of_its_own_and_a_copy_shares_them(name: str) -> None:
+    score = SCORES[name]
+    reals = {each: array for each, array in score.arrays.items() if array.dtype == np.float32}
+    assert reals and all(copy.copy(score).arrays[each] is array for each, array in reals.items())
+    copies, (again,), arrays = copy.deepcopy(({"score": score}, [score], reals))
+    made = copies["score"]
+    assert made is again and made is not score and told(made) == told(score)
+    assert not any(np.shares_memory(made.arrays[each], array) for each, array in score.arrays.items())
+    assert all(made.arrays[each] is array for each, array in arrays.items())  # what else holds an array holds its copy
+    before = cuflash.attention(Q, K, V, score=score)
+    for array in arrays.values():
+        array += 3
+    assert told(cuflash.attention(Q, K, V, score=score)) == told(before)
+    assert told(cuflash.attention(Q, K, V, score=made)) != told(before)
+
+
 @pytest.mark.parametrize("name", [name for name in MASKS if "function" not in name.lower()])
 def test_masks_without_arrays_are_equal_after_a_pickle(name: str) -> None:
     used = used_mask(MASKS[name])

@@ -76,6 +76,9 @@ class Torch(ModuleType):
     def device(self, kind: str, number: int) -> torch.device:
         return torch.device("cpu")
 
+    def tensor(self, array: Any, *, device: torch.device) -> Any:
+        return on_device(array) if device.type == "cuda" else torch.tensor(array)
+
     def empty_strided(self, shape: Any, strides: Any, *, dtype: Any, device: Any) -> Any:
         self.allocated += 1
         made = torch.empty_strided(shape, strides, dtype=dtype)

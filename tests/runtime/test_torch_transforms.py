@@ -1,0 +1,220 @@
+"""Tensors that carry more than their elements: tangents, transformations of torch.func, operations of their own.
+
+A call either uses what a tensor carries or refuses it; none is computed without.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch.autograd import forward_ad  # noqa: E402
+from torch_machine import on_device  # noqa: E402
+
+import cuflash.torch  # noqa: E402
+import torch_machine  # noqa: E402
+from cuflash import KVCache, masks, scores, selectors  # noqa: E402
+from refusals import reasons_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, where it loads forward mode
+
+attention = cuflash.torch.attention
+Q, K, V = torch.randn(3, 4, 12, 8, generator=torch.Generator().manual_seed(0))
+BIAS, HEADS = torch.zeros(12, 12), torch.ones(4)
+LSE = torch.zeros(4, 12)
+
+
+def an_empty_cache():
+    return KVCache(batch=1, num_kv_heads=4, head_dim=8, capacity=64, dtype=np.float32)
+
+
+def a_cache():
+    cache = an_empty_cache()
+    cache.append(K[None], V[None])
+    return cache
+
+
+# Each passes one tensor that `put` makes; the name is how the refusal calls it.
+ADAPTER = {
+    "q": lambda put: attention(put(Q), K, V),
+    "k": lambda put: attention(Q, put(K), V),
+    "v": lambda put: attention(Q, K, put(V)),
+    "bias": lambda put: attention(Q, K, V, bias=put(BIAS)),
+    "sink": lambda put: attention(Q, K, V, sink=put(HEADS)),
+    "slopes": lambda put: attention(Q, K, V, score=scores.alibi(put(HEADS))),
+    "out": lambda put: attention(Q, K, V, out=put(Q.clone())),
+    "out[0]": lambda put: attention(Q, K, V, out=(put(Q.clone()), LSE.clone())),
+    "out[1]": lambda put: attention(Q, K, V, out=(Q.clone(), put(LSE.clone())), return_lse=True),
+}
+CORE = {
+    "q": lambda put: cuflash.attention(put(Q), K, V),
+    "k": lambda put: cuflash.attention_vjp(Q, put(K), V),
+    "v": lambda put: cuflash.plan(Q, K, put(V)),
+    "bias": lambda put: cuflash.attention(Q, K, V, bias=put(BIAS)),
+    "sink": lambda put: cuflash.attention(Q, K, V, sink=put(HEADS)),
+    "slopes": lambda put: cuflash.attention(Q, K, V, score=scores.alibi(put(HEADS))),
+    "out": lambda put: cuflash.attention(Q, K, V, out=put(Q.clone())),
+    "do": lambda put: cuflash.attention_vjp(Q, K, V)[1](put(Q)),
+    "q of a plan": lambda put: cuflash.plan(Q, K, V).forward(put(Q), K, V),
+    "sink of a plan": lambda put: cuflash.plan(Q, K, V, sink=HEADS).forward(Q, K, V, sink=put(HEADS)),
+    "outs[1]": lambda put: cuflash.merge([Q, put(Q)], [LSE, LSE]),
+    "lses[0]": lambda put: cuflash.merge([Q, Q], [put(LSE), LSE]),
+    "outs": lambda put: cuflash.merge(put(torch.stack([Q, Q])), torch.stack([LSE, LSE])),
+    "q of recall": lambda put: cuflash.recall(put(Q), K, V, masks.Band(0, 9)),
+    "k of block_mass": lambda put: cuflash.block_mass(Q, put(K), block=4),
+    "v of error_bound": lambda put: cuflash.error_bound(Q, K, put(V)),
+    "do of error_bound": lambda put: cuflash.error_bound(Q, K, V, put(Q)),
+    "x": lambda put: cuflash.quantize(put(Q)),
+    "q in 8 bits": lambda put: cuflash.attention(put(Q), K, V, precision="fp8"),
+    "q of a selector": lambda put: selectors.pooled(put(Q), K, block=4, budget=selectors.Budget(top_k=1)),
+    "k of a selector": lambda put: selectors.antidiagonal(Q, put(K), stride=4, block=4, budget=selectors.Budget(top_k=1)),
+    "arrays[1]": lambda put: cuflash.pack([Q, put(Q)]),
+    "packed": lambda put: cuflash.unpack(put(Q), [0, 5, 12]),
+    "k of a cache": lambda put: an_empty_cache().append(put(K[None]), V[None]),
+    "q of a cache": lambda put: a_cache().attention(put(Q[None, :, -1:])),
+    "sink of a cache": lambda put: a_cache().attention(Q[None, :, -1:], sink=put(HEADS)),
+    "slopes of a cache": lambda put: a_cache().attention(Q[None, :, -1:], score=scores.alibi(put(HEADS))),
+    "k_pages": lambda put: KVCache.over(
+        put(torch.zeros(4, 4, 16, 8)), torch.zeros(4, 4, 16, 8), torch.zeros(1, 4, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+    ),
+}  # fmt: skip
+CALLS = {f"torch: {name}": call for name, call in ADAPTER.items()} | {f"numpy: {name}": call for name, call in CORE.items()}
+
+
+def dual(tensor):
+    return forward_ad.make_dual(tensor, torch.ones_like(tensor))
+
+
+class Tagged(torch.Tensor):
+    """A tensor with operations of its own."""
+
+    @classmethod
+    def __torch_function__(cls, function, kinds, arguments=(), options=None):
+        return super().__torch_function__(function, kinds, arguments, options or {})
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tangent_is_refused_and_its_primal_is_taken(name):
+    argument = name.split()[1]
+    with forward_ad.dual_level():
+        (reason,) = reasons_of(CALLS[name], dual)
+        CALLS[name](lambda tensor: forward_ad.unpack_dual(dual(tensor)).primal)
+    CALLS[name](lambda tensor: tensor)
+    assert reason == (
+        f"{argument} must not carry a tangent, since attention has no forward-mode derivative; got a dual tensor: pass "
+        f"torch.autograd.forward_ad.unpack_dual({argument}).primal, or differentiate with torch.autograd.grad"
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_with_operations_of_its_own_is_refused(name):
+    argument = name.split()[1]
+    (reason,) = reasons_of(CALLS[name], lambda tensor: tensor.as_subclass(Tagged))
+    assert reason == f"{argument} must be a plain torch.Tensor; got a Tagged: its as_subclass(torch.Tensor) is one"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("call", [attention, cuflash.attention], ids=["torch", "numpy"])
+def test_masked_and_distributed_tensors_are_named_with_what_makes_plain_ones(call):
+    masked = torch.masked.masked_tensor(Q, Q > 0)
+    (reason,) = reasons_of(call, masked, K, V)
+    assert reason == (
+        "q must be a plain torch.Tensor; got a MaskedTensor: its to_tensor(0) makes one, and mask= takes what it hides"
+    )
+    DTensor = type("DTensor", (Tagged,), {})
+    (reason,) = reasons_of(call, Q, K.as_subclass(DTensor), V)
+    assert reason.endswith("got a DTensor: its full_tensor() makes one, and its to_local() is this process's part")
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.nn.Buffer])
+def test_parameters_and_buffers_are_plain(kind):
+    expected = attention(Q, K, V)
+    assert torch.equal(attention(kind(Q.clone()), K, V), expected)
+    assert (cuflash.attention(kind(Q.clone()).detach(), K, V) == expected.numpy()).all()
+
+
+TRANSFORMS = {
+    "vmap": (
+        lambda function: torch.vmap(lambda x: function(lambda tensor: tensor * x))(torch.ones(2)),
+        "call this outside of torch.vmap: leading axes are batch axes, so call it once on the whole batch",
+    ),
+    "grad": (
+        lambda function: torch.func.grad(lambda x: function(lambda tensor: tensor * x))(torch.ones(())),
+        "call this outside of torch.func, and differentiate cuflash.torch.attention with torch.autograd.grad",
+    ),
+    "jvp": (
+        lambda function: torch.func.jvp(lambda x: function(lambda tensor: tensor * x), *[(torch.ones(()),)] * 2),
+        "call this outside of torch.func, and differentiate cuflash.torch.attention with torch.autograd.grad",
+    ),
+    "functionalize": (
+        lambda function: torch.func.functionalize(lambda x: function(lambda tensor: tensor * x))(torch.ones(())),
+        "call this outside of torch.compile, torch.export, torch.vmap and torch.func",
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", [*(f"torch: {name}" for name in ADAPTER), "numpy: q", "numpy: slopes", "numpy: x"])
+def test_tensors_of_transformations_are_refused_with_what_to_call(name, transform):
+    transformed, fix = TRANSFORMS[transform]
+    argument = name.split()[1]
+    reason = f"{argument} must hold data; got a tracer, a torch.Tensor without memory: {fix}"
+    assert reason in reasons_of(transformed, CALLS[name])
+
+
+def test_a_repeated_call_on_a_gpu_looks_for_tangents(tmp_path, monkeypatch):
+    with torch_machine.installed(monkeypatch, tmp_path / "cache"):
+        q, k, v = map(on_device, (Q, K, V))
+        attention(q, k, v)
+        with forward_ad.dual_level():
+            (reason,) = reasons_of(attention, q, dual(k), v)
+        assert reason.startswith("k must not carry a tangent")
+        attention(q, k, v)
+
+
+@pytest.mark.parametrize("creates_graph", [False, True])
+@pytest.mark.parametrize("of", ["do", "dlse"])
+def test_a_gradient_that_carries_a_tangent_is_refused(of, creates_graph):
+    q = Q.clone().requires_grad_()
+    o, lse = attention(q, K, V, return_lse=True)
+    result = {"do": o, "dlse": lse}[of]
+    with forward_ad.dual_level():
+        cotangent = dual(torch.ones_like(result))
+        (reason,) = reasons_of(torch.autograd.grad, result, q, cotangent, create_graph=creates_graph)
+    assert reason.startswith(f"{of} must not carry a tangent")
+
+
+@pytest.mark.parametrize("of", ["do", "dlse"])
+@pytest.mark.parametrize("creates_graph", [False, True])
+def test_several_gradients_at_once_are_refused(of, creates_graph):
+    q = Q.double().requires_grad_()
+    o, lse = attention(q, K.double(), V.double(), return_lse=True)
+    result = {"do": o, "dlse": lse}[of]
+    cotangents = torch.ones(3, *result.shape, dtype=torch.float64)
+    (reason,) = reasons_of(
+        torch.autograd.grad, result, q, cotangents, is_grads_batched=True, create_graph=creates_graph
+    )
+    assert reason == (
+        f"{of} must be one gradient, outside of torch.vmap; got a batch of them: call torch.autograd.grad for each, "
+        "without is_grads_batched=True or vectorize=True"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_checks_and_jacobians_that_batch_gradients_are_refused():
+    q = Q[:1, :3, :2].double().requires_grad_()
+
+    def call(q):
+        return attention(q, q, q)
+
+    with pytest.raises(Exception, match="do must be one gradient, outside of torch.vmap"):
+        torch.autograd.functional.jacobian(call, q, vectorize=True)
+    with pytest.raises(Exception, match="do must be one gradient, outside of torch.vmap"):
+        torch.autograd.gradcheck(call, q, check_batched_grad=True)
+    with pytest.raises(Exception, match="must not carry a tangent|forward"):
+        torch.autograd.gradcheck(call, q, check_forward_ad=True)
+    assert torch.autograd.functional.jacobian(call, q).shape == (*q.shape, *q.shape)
+    assert torch.autograd.gradcheck(call, q)
