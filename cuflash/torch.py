@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from . import api
 from .calls.listed_plan import without_mask
+from .calls.model_options import model_options
 from .arrays import BFLOAT16, Array, ShapeDtype, describe, is_array, is_integer_dtype
 from .dropout import Dropout
 from .errors import UnsupportedProblem
@@ -33,7 +34,7 @@ from .planning.options import (
 from .plans import Plan, layout_key
 from .scores import Score
 
-__all__ = ["attention"]
+__all__ = ["attention", "transformers_attention"]
 
 
 def __dir__() -> list[str]:
@@ -163,6 +164,94 @@ def attention(
         called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)
         return called
     return _called(q, k, v, options, out, return_lse)
+
+
+def transformers_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for models of Hugging Face transformers, to be registered with its `AttentionInterface`.
+
+    Models call it with what their attention needs. An option that it does not know, and that may change results, is
+    refused.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention layer; its `is_causal` counts where the call has none.
+    query, key, value : torch.Tensor [batch, num_heads, seqlen, head_dim]
+        As in `attention`; keys and values may have fewer heads.
+    attention_mask : torch.Tensor, optional
+        True means attend; a mask of floats is added to the scores. With a mask nothing else is hidden: it holds what
+        `is_causal` and `sliding_window` say. Without one, several queries are aligned to the first key, as those of a
+        prompt are with a static cache, and a single query to the last key.
+    scaling : float, optional
+        The factor of q . k; 1 / sqrt(head_dim) by default.
+    dropout : float
+        Probability with which a weight is dropped, by a seed from PyTorch's generator.
+    is_causal : bool, optional
+        Whether a call without a mask is causal; by default what the module says, and True if it says nothing.
+    position_bias : torch.Tensor, optional
+        Added to the scores, with a gradient if it requires one.
+    sliding_window : int, optional
+        Keys that a query attends, itself included, where there is no mask; without `is_causal`, as many on either side.
+    softcap : float, optional
+        As in `attention`.
+    s_aux : torch.Tensor [num_heads], optional
+        Sinks, as `sink` of `attention`.
+    cu_seq_lens_q, cu_seq_lens_k : torch.Tensor, optional
+        Offsets of sequences that are packed one after the other in a batch of 1.
+    deterministic : bool, optional
+        As in `attention`; False by default.
+    **others : object
+        None, False, or an option on which no weight depends, such as `position_ids` and `use_cache`.
+
+    Returns
+    -------
+    o : torch.Tensor [batch, seqlen, num_heads, value_dim]
+        The output, with tokens before heads.
+    weights : None
+        Attention weights are never stored.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention` raises them, or an option is not known here.
+
+    Examples
+    --------
+    >>> import torch, cuflash.torch
+    >>> layer = torch.nn.Module()
+    >>> q, k, v = torch.randn(3, 2, 4, 16, 8)
+    >>> o, weights = cuflash.torch.transformers_attention(layer, q, k, v, is_causal=True, use_cache=False)
+    >>> o.shape, weights
+    (torch.Size([2, 16, 4, 8]), None)
+    """
+    options = model_options(
+        module, query, key, attention_mask, is_causal=is_causal, position_bias=position_bias,
+        sliding_window=sliding_window, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, others=others,
+    )  # fmt: skip
+    dropped = Dropout(dropout, seed=int(torch.randint(1 << 62, (), device="cpu"))) if dropout else None
+    o = attention(
+        query, key, value, **options, scale=scaling, softcap=softcap, sink=s_aux, dropout=dropped,
+        deterministic=bool(deterministic),
+    )  # fmt: skip
+    return o.transpose(1, 2).contiguous(), None
 
 
 def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_lse: bool) -> Any:

@@ -127,6 +127,90 @@ def test_caps_and_sinks_of_other_models_are_taken(calls: Any, kind: str) -> None
     assert calls and all(given[option] is not None for _, _, given in calls)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Mistral"])
+@pytest.mark.parametrize("sizes", [(6, 5), (1, 1, 4, 1), (11,)])
+def test_a_static_cache_gives_the_logits_of_a_whole_sequence(kind, sizes):
+    """The keys of a prompt are longer than what is written, and its mask may be left out."""
+    config = getattr(transformers, f"{kind}Config")(**SIZES, sliding_window=8, query_pre_attn_scalar=8)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
+    tokens = TOKENS[:, : sum(sizes)]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False).logits
+        model.set_attn_implementation("exact")
+        cache = transformers.StaticCache(config=config, max_cache_len=24)
+        parts = [model(part, past_key_values=cache).logits for part in tokens.split(sizes, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("kind", ["CLIPText", "SiglipText", "Bert", "ModernBert"])
+def test_encoders_are_causal_where_they_say_so(kind):
+    if not hasattr(transformers, f"{kind}Model"):
+        pytest.skip(f"this version of transformers has no {kind}")
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    ends = {"pad_token_id": 0, "eos_token_id": 49, "bos_token_id": 48, "cls_token_id": 48, "sep_token_id": 49}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **ends, num_attention_heads=4, local_attention=4)
+    torch.manual_seed(0)
+    model, found = getattr(transformers, f"{kind}Model")(config).double().eval(), []
+    for name in ("sdpa", "exact"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            whole = model(input_ids=TOKENS).last_hidden_state
+            padded = model(input_ids=TOKENS[1:], attention_mask=PADDING[1:]).last_hidden_state[PADDING[1:].bool()]
+        found.append((whole, padded))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["T5", "MT5", "UMT5"])
+def test_relative_positions_of_encoders_and_decoders_are_added_and_learnt(kind):
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0,
+        dropout_rate=0.0,
+    )  # fmt: skip
+    found = []
+    for name in ("eager", "exact"):
+        torch.manual_seed(0)
+        make = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config
+        model = make(config, attn_implementation=name).double().eval()
+        out = model(input_ids=TOKENS, attention_mask=PADDING, decoder_input_ids=TOKENS[:, :5])
+        out.logits.square().mean().backward()
+        biases = [each.grad for place, each in model.named_parameters() if "relative_attention_bias" in place]
+        assert biases and all(each.count_nonzero() for each in biases)
+        written = model.generate(TOKENS, attention_mask=PADDING, max_new_tokens=4, do_sample=False)
+        found.append((out.logits.detach(), *biases, written))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_window_without_a_mask_is_that_of_the_model(calls):
+    """The page's mask function that makes none."""
+    exec(compile(blocks(PAGE)[-1].source, str(PAGE), "exec"), vars(transformers) | {"cuflash": cuflash})
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**SIZES, sliding_window=4)
+    model = transformers.MistralForCausalLM(config).double().eval()
+    whole = torch.ones_like(TOKENS)
+    theirs = trained(model, "eager", padding=whole)
+    for mine, right in zip(trained(model, "exact_unpadded", padding=whole), theirs):
+        torch.testing.assert_close(mine, right)
+    assert all(given["window"] == (3, 0) and given["mask"] is None for _, _, given in calls)
+    written = []
+    for name in ("eager", "exact_unpadded"):
+        model.set_attn_implementation(name)
+        written.append(model.generate(TOKENS, max_new_tokens=6, do_sample=False))
+    assert (written[0] == written[1]).all()
+
+
+def test_an_option_that_a_model_needs_and_attention_lacks_is_refused():
+    model = llama()
+    model.set_attn_implementation("exact")
+    with pytest.raises(cuflash.UnsupportedProblem, match="^output_attentions must be False"):
+        model(TOKENS, output_attentions=True)
+    with pytest.raises(cuflash.UnsupportedProblem, match="^indices must be None"):
+        model(TOKENS, indices=torch.arange(3))
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_dropout_is_drawn_from_pytorch_s_generator(calls: Any, checkpoints: bool) -> None:
     """Equal states of the generator give equal steps, also where layers are computed again for their gradients."""

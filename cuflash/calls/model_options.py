@@ -1,0 +1,86 @@
+"""What a model of Hugging Face transformers passes to its attention function, as options of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..arrays import describe
+from ..errors import UnsupportedProblem
+from ..masks import Sequences
+
+# Options that reach an attention function, and on which no weight depends once there is a mask: what they mean was
+# done before the call, or is done after it.
+_WITHOUT_EFFECT = frozenset(
+    "cache_position encoder_hidden_states logits_to_keep max_length_k max_length_q num_items_in_batch "
+    "output_hidden_states output_router_logits past_key_values position_embeddings position_ids return_dict seq_idx "
+    "use_cache".split()
+)
+
+
+def model_options(
+    module: Any,
+    query: Any,
+    key: Any,
+    attention_mask: Any,
+    *,
+    is_causal: bool | None,
+    position_bias: Any,
+    sliding_window: int | None,
+    cu_seq_lens_q: Any,
+    cu_seq_lens_k: Any,
+    others: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the mask, causal, window and bias of a call.
+
+    Causal attention of several queries without a mask is aligned to the first key, as in transformers' own function for
+    scaled_dot_product_attention: keys past the last query are places of a static cache that are not written yet.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An option is not known here, or cannot be; all reasons at once.
+    """
+    reasons = _unknown_reasons(others)
+    num_queries, num_keys = int(query.shape[-2]), int(key.shape[-2])
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mask, bias, window = attention_mask, position_bias, None
+    causal: str | bool = "top_left" if is_causal and mask is None and num_queries > 1 else False
+    if sliding_window is not None and mask is None and num_keys > sliding_window:  # else the mask has it
+        left = sliding_window - 1
+        if is_causal:
+            causal, window = causal or "bottom_right", (left, 0)
+        elif num_queries == num_keys:
+            window = (left, left)
+        else:
+            fix = "register a mask function with AttentionMaskInterface, such as sdpa_mask"
+            reasons.append(f"attention_mask must hold the window of {num_queries} queries of {num_keys} keys: {fix}")
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        if cu_seq_lens_q is None or cu_seq_lens_k is None or query.shape[0] != 1:
+            came = f"got {describe(cu_seq_lens_q)} and {describe(cu_seq_lens_k)} with batch {int(query.shape[0])}"
+            fix = "pack all sequences into one"
+            reasons.append(f"cu_seq_lens_q and cu_seq_lens_k must come together, for a batch of 1; {came}: {fix}")
+            raise UnsupportedProblem(reasons)
+        packed = Sequences(cu_seq_lens_q, cu_seq_lens_k, causal=causal and "bottom_right", window=window)
+        mask, causal, window = packed if mask is None else packed & mask, False, None
+    elif mask is not None and mask.is_floating_point():
+        mask, bias = None, mask if bias is None else bias + mask
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return {"mask": mask, "causal": causal, "window": window, "bias": None if bias is None else bias.to(query.dtype)}
+
+
+def _unknown_reasons(others: Mapping[str, Any]) -> list[str]:
+    """Why options without a parameter of their own are refused; None and False stand for those that are not in use."""
+    reasons = []
+    for name, value in others.items():
+        if value is None or value is False or name in _WITHOUT_EFFECT:
+            continue
+        if name == "output_attentions":
+            fix = "use attn_implementation='eager'"
+            reasons.append(f"output_attentions must be False, since no weights are stored; got {describe(value)}: {fix}")
+        else:
+            fix = "leave it out, or use attn_implementation='eager'"
+            reasons.append(f"{name} must be None, since attention here has no such option; got {describe(value)}: {fix}")
+    return reasons
