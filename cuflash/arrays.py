@@ -181,8 +181,11 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
             made: np.dtype[Any] = np.dtype(dtype)
             return made
     except Exception as error:  # dtypes are made by whatever the argument holds
-        raise UnsupportedProblem([f"{name} must be a dtype; got {describe(dtype)}: 'float32' is one"]) from error
-    raise UnsupportedProblem([f"{name} must be a dtype; got None: 'float32' is one"])
+        written = str(dtype) if type(dtype).__module__ == "torch" else describe(dtype)  # as torch.float32
+        like = written.rpartition(".")[2] if written.startswith("torch.") else "float32"
+        reason = f'{name} must be a NumPy dtype or its name; got {written}: write {name}="{like}"'
+        raise UnsupportedProblem([reason]) from error
+    raise UnsupportedProblem([f'{name} must be a NumPy dtype or its name; got None: write {name}="float32"'])
 
 
 def as_int_array(value: Any) -> Any:
@@ -223,6 +226,8 @@ def fix_of_list(value: object) -> str:
 def no_array(name: str, value: object) -> str:
     """Why an argument that has to be an array is refused."""
     makes = "numpy.asarray makes one"
+    if type(value).__name__ == "KVCache":
+        return f"{name} must be an array; got a KVCache: call cache.attention(q)"
     if hasattr(value, "toarray"):
         makes = "its toarray() makes one"
     elif isinstance(value, np.ma.MaskedArray):

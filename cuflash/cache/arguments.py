@@ -10,7 +10,7 @@ import numpy as np
 from ..api import plan
 from ..arrays import (
     DTYPES, Array, ShapeDtype, accumulator_dtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace,
-    no_array,
+    no_array, to_host,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
@@ -234,6 +234,66 @@ def checked_window(window: Any) -> tuple[int | None, int | None] | None:
     except UnsupportedProblem as error:
         raise UnsupportedProblem(f"window's {reason}" for reason in error.reasons) from None
     return asked.left, asked.right
+
+
+def excess_reasons(counts: list[int], num_rows: int) -> list[str]:
+    """Why counts are refused: a sequence has more rows than are given."""
+    return [
+        f"counts must be at most the number of rows, {num_rows}; got {new} for sequence {sequence}"
+        for sequence, new in enumerate(counts)
+        if new > num_rows
+    ]
+
+
+def growth_reasons(kept: list[int], lengths: list[int]) -> list[str]:
+    """Why sequences cannot be truncated: one is shorter already."""
+    return [
+        f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
+        for sequence, (new, length) in enumerate(zip(kept, lengths))
+        if new > length
+    ]
+
+
+def require_appended(num_rows: int, news: Any, lengths: list[int], *, has_counts: bool) -> None:
+    """Refuse queries whose keys were not appended: a sequence has fewer tokens than queries.
+
+    Parameters
+    ----------
+    num_rows : int
+        Rows of q.
+    news : list of int, or array on a device
+        How many of them belong to each sequence.
+    lengths : list of int
+        Tokens of each sequence.
+    has_counts : bool
+        True if the caller gave `counts`, which then are named.
+
+    Raises
+    ------
+    UnsupportedProblem
+        There are such queries.
+    """
+    if num_rows <= min(lengths):
+        return
+    given = news if isinstance(news, list) else to_host(news).tolist()
+    short = [sequence for sequence, (new, length) in enumerate(zip(given, lengths)) if new > length]
+    if not short:
+        return
+    first = short[0]
+    name, of_whom = ("counts", f" for sequence {first}") if has_counts else ("q", "")
+    rows, tokens = (f"{n} {word}{'s' * (n != 1)}" for n, word in ((given[first], "row"), (lengths[first], "token")))
+    got = f"{name} has {rows}{of_whom} and sequence {first} has {tokens}"
+    if len(short) > 1:
+        got += f", and {len(short) - 1} more of {len(lengths)} sequences have too few"
+    fix = "append their keys and values first"
+    if not has_counts and len(short) < len(lengths) and not lengths[first]:
+        fix += ", or give counts= with 0 for idle sequences"
+    raise UnsupportedProblem([f"{name} must have at most as many rows as a sequence has tokens; {got}: {fix}"])
+
+
+def shown_numbers(values: list[int]) -> str:
+    """Numbers of sequences in a repr, of which the middle is left out where there are many."""
+    return np.array2string(np.array(values), separator=", ", threshold=16, edgeitems=4, max_line_width=10**6)
 
 
 def capacity_reason(name: str, growth: Growth, capacity: int) -> str:

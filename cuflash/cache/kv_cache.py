@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
+from ..executors import checks
 from ..executors.bound_launch import launch_once
 from ..executors.decoding import bound_decode, target_of
 from ..executors.prefill import BoundPrefill
@@ -21,13 +23,14 @@ from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
 from ..scores import Score
 from .arguments import (
-    PAGE_SIZE, capacity_reason, checked_window, dtype_of, listed_ints, not_served, numbers, option_reasons,
-    out_reasons, overlap_reasons, page_reasons, part_reasons, row_reasons, second_rounding_reasons, sequence_reasons,
-    shortage_reason, sink_reasons, size_reasons,
+    PAGE_SIZE, capacity_reason, checked_window, dtype_of, excess_reasons, growth_reasons, listed_ints, not_served,
+    numbers, option_reasons, out_reasons, overlap_reasons, page_reasons, part_reasons, require_appended,
+    row_reasons, second_rounding_reasons, sequence_reasons, shortage_reason, shown_numbers, sink_reasons,
+    size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
-from .on_device import OnDevice, capture_reasons, device_reasons, is_on_device
+from .on_device import OnDevice, capture_reasons, device_reasons, is_capturing, is_on_device
 from .one_by_one import OwnRows, attend_one_by_one
 from .paged_rows import PagedRows
 from .pages import Growth, OwnPages, PagePool, growths, length_faults
@@ -232,6 +235,7 @@ class KVCache:
     def k(self) -> Array:
         """Keys, [batch, num_kv_heads, capacity, head_dim], or with pages [num_pages, num_kv_heads, page_size, ...].
 
+        Positions that nothing was appended to hold uninitialised memory. ``rows(b)`` returns the keys of sequence b.
         Those of 8 bits are float8_e4m3fn in NumPy, and uint8 with the same bits in CuPy.
 
         Examples
@@ -245,7 +249,7 @@ class KVCache:
 
     @property
     def v(self) -> Array:
-        """Values, as `k` with value_dim.
+        """Values, as `k` with value_dim. ``rows(b)`` returns those that sequence b has.
 
         Examples
         --------
@@ -405,9 +409,11 @@ class KVCache:
         batch, (num_pages, heads, page_size, head_dim) = len(self._lengths), self._k.shape
         pages = f", page_size={page_size}, num_pages={num_pages}" if isinstance(self._pages, PagePool) else ""
         pages += "" if self._part_keys is None else f", part_keys={self._part_keys}"
+        lengths = "counted on the device" if self._is_counted_on_device else shown_numbers(self._lengths)
         return (
             f"KVCache(batch={batch}, num_kv_heads={heads}, head_dim={head_dim}, value_dim={self._v.shape[-1]}, "
-            f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages})"
+            f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages}, "
+            f"lengths={lengths})"
         )
 
     # Changes of the content
@@ -478,7 +484,7 @@ class KVCache:
             reasons += [reason for name, rows in given.items() for reason in overlap_reasons(name, rows, own)]
         if any(isinstance(array, np.ndarray) and not array.flags.writeable for array in self._arrays.arrays):
             reasons.append("the cache must have writeable pages to append to; got read-only arrays: give copies")
-        reasons += self._count_reasons(counts, k)
+        reasons += self._count_reasons(counts, k, self._counted)
         if reasons:
             raise UnsupportedProblem(reasons)
         return k, v
@@ -558,12 +564,7 @@ class KVCache:
         if self._is_counted_on_device:
             self._put().truncate(kept)
             return
-        reasons = [
-            f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
-            for sequence, (new, length) in enumerate(zip(kept, self._lengths))
-            if new > length
-        ]
-        if reasons:
+        if reasons := growth_reasons(kept, self._lengths):
             raise UnsupportedProblem(reasons)
         for sequence, length in enumerate(kept):
             self._pages.shrink(sequence, length)
@@ -731,7 +732,13 @@ class KVCache:
     ) -> Array | tuple[Array, Array]:
         """Attention of the last positions of each sequence to all of its positions.
 
-        Query t of n stands at position lengths[b] - n + t of sequence b, whose keys are usually appended just before.
+        Query t of n stands at position lengths[b] - n + t of sequence b, whose keys must have been appended before. A
+        call with more queries than a sequence has tokens is refused, with and without `causal`: to attend from further
+        queries, call `cuflash.attention` on the keys and values that `rows` returns. A sequence that is idle in this
+        step has a count of 0.
+
+        If rows are counted on the device, nothing waits for the lengths: there queries at positions below 0 attend no
+        key, their results are 0, and only ``CUFLASH_CHECK=1`` refuses them.
 
         Parameters
         ----------
@@ -765,7 +772,7 @@ class KVCache:
         Returns
         -------
         o : array [batch, num_heads, n, value_dim]
-            0 in rows that attend no key: those at positions below 0, and all of an empty sequence.
+            0 in rows that attend no key: those that `counts` leaves out.
         lse : array [batch, num_heads, n]
             -inf in such rows, or their head's sink.
 
@@ -774,7 +781,8 @@ class KVCache:
         TypeError
             q is no array.
         UnsupportedProblem
-            The arguments are invalid or not supported. It lists every reason; nothing has been computed.
+            The arguments are invalid or not supported, or q has rows whose keys were not appended. It lists every
+            reason; nothing has been computed.
 
         Examples
         --------
@@ -794,9 +802,9 @@ class KVCache:
             given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
             found = self._device.steps.decode(q, out, sink, asked, scored, given)
         if found is not None and type(return_lse) is bool and not reasons:
-            news = None if counts is None else self._counted(counts, q.shape[2])
+            news = self._queried(counts, q.shape[2])
             o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
-            self._put().decode(found, q, o, lse, news, sink, scored)
+            self._put().decode(found, q, o, lse, None if counts is None else news, sink, scored)
             return (o, lse) if return_lse else o
         xp, limits = namespace(self._k), None
         q, sink = as_arrays({"q": q, "sink": sink}).values()
@@ -808,7 +816,7 @@ class KVCache:
         if reasons:
             like = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0])
             raise UnsupportedProblem(reasons + option_reasons(like, scale, kernel, executor, precision))
-        news = self._counted(counts, int(q.shape[2]))
+        news = self._queried(counts, int(q.shape[2]))
         o = xp.empty((*q.shape[:3], self._v.shape[3]), q.dtype) if out is None else out
         lse = xp.empty(q.shape[:3], accumulator_dtype(q.dtype))
         left, right = limits or (None, None)
@@ -846,7 +854,8 @@ class KVCache:
             reasons += sink_reasons(sink, q, self._k)
             if score is not None:
                 reasons += fit_reasons(score, q, self._k, self._v, self._capacity)
-        return reasons + self._count_reasons(counts, q)
+        is_fitting = q.ndim == 4 and q.shape[2] <= self._capacity
+        return reasons + self._count_reasons(counts, q, self._queried if is_fitting else self._counted)
 
     @property
     def _row_dtypes(self) -> tuple[np.dtype[Any], ...]:
@@ -877,14 +886,14 @@ class KVCache:
         bind: Any = BoundPrefill if isinstance(plan, PrefillPlan) else bound_decode
         launch_once(bind, plan, arrays | tables, target_of("sim"))
 
-    def _count_reasons(self, counts: Any, rows: Array) -> list[str]:
+    def _count_reasons(self, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
         """Why counts cannot say how many of the given rows are each sequence's; a wrong shape allows any count."""
         reasons: list[str] = []
         with collecting(reasons):
             counts = as_arrays({"counts": counts})["counts"]
             if self._device is not None and is_on_device(counts):
                 return device_reasons("counts", counts, len(self._lengths), self._k)
-            self._counted(counts, int(rows.shape[2]) if rows.ndim == 4 else 2**31)
+            counted(counts, int(rows.shape[2]) if rows.ndim == 4 else 2**31)
         return reasons
 
     def _counted(self, counts: Any, num_rows: int) -> Any:
@@ -894,13 +903,18 @@ class KVCache:
         news = self._numbers("counts", counts)
         if not isinstance(news, list):
             return news
-        reasons = [
-            f"counts must be at most the number of rows, {num_rows}; got {new} for sequence {sequence}"
-            for sequence, new in enumerate(news)
-            if new > num_rows
-        ]
-        if reasons:
+        if reasons := excess_reasons(news, num_rows):
             raise UnsupportedProblem(reasons)
+        return news
+
+    def _queried(self, counts: Any, num_rows: int) -> Any:
+        """Return the number of queries of each sequence, which has as many tokens or more.
+
+        Where the device counts tokens, only checks wait for their numbers.
+        """
+        news = self._counted(counts, num_rows)
+        if not self._is_counted_on_device or checks.is_on() and not is_capturing():
+            require_appended(num_rows, news, self._lengths_now(), has_counts=counts is not None)
         return news
 
     def _numbers(self, name: str, value: Any) -> Any:

@@ -108,12 +108,12 @@ def _without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
 def _parts(
     own: OwnRows, window: tuple[int | None, int | None] | None, causal: bool, is_by_query: bool
 ) -> Iterator[_Part]:
-    """The calls of a sequence, one at least, which checks options; queries before its first position are in none."""
+    """The calls of a sequence, which has at least as many keys as queries; one call at least, which checks options."""
     length, new = own.length, own.new
     left, right = window or (None, None)
     right = 0 if causal else right
-    if is_by_query and min(length, new):  # a query sees one run of keys
-        for query in range(max(0, new - length), new):
+    if is_by_query and new:  # a query sees one run of keys
+        for query in range(new):
             position = length - new + query
             first = 0 if left is None else max(0, position - left)
             stop = length if right is None else min(length, position + right + 1)
@@ -121,5 +121,4 @@ def _parts(
         return
     first = 0 if left is None else max(0, length - new - left)
     mask = None if window is None else SlidingWindow(*window, "bottom_right")
-    queries = slice(max(0, new - length), new)  # those at positions from 0 on
-    yield _Part(queries, first, length, {"causal": "bottom_right" if causal else False, "mask": mask})
+    yield _Part(slice(0, new), first, length, {"causal": "bottom_right" if causal else False, "mask": mask})

@@ -39,7 +39,7 @@ def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(
 ) -> None:
     """Results are within bounds of a call of the sequence, with equal bits alone, in another order and in pages."""
     monkeypatch.setattr(one_by_one, "attention", None)  # what else would serve
-    call = drawn(KERNELS[kernel], LENGTHS)
+    call = drawn(KERNELS[kernel], LENGTHS).fitting()
     arrays = arrays_of(len(LENGTHS), 4)
     results = attended(run, kernel, call, arrays, "contiguous")
     assert_is_scored_attention(run, call, arrays, *results)
@@ -55,7 +55,7 @@ def capped_distances(s: Any, b: Any, h: Any, i: Any, j: Any, first: int = 0) -> 
 @on_kernels
 def test_functions_of_products_have_positions_of_the_cache(run: Run) -> None:
     """Hopper's kernel gives a function without arrays q . k, and one of distances alone counts keys from its own."""
-    call = drawn(KERNELS["sm90"], LENGTHS)
+    call = drawn(KERNELS["sm90"], LENGTHS).fitting()
     o, lse = cache_of(run, call, PAGES["pages"]).attention(
         run.put(call.q), score=Score(capped_distances), window=call.window, sink=run.put(call.sink), kernel="sm90",
         executor=run.executor, return_lse=True, counts=call.counts,

@@ -66,9 +66,10 @@ def test_every_schedule_gives_the_same_bits(family: str) -> None:
 @on_kernels
 @pytest.mark.parametrize("pages", [{}, {"page_size": 16, "num_pages": 40}], ids=["contiguous", "pages"])
 def test_a_cache_takes_the_kernels_where_they_serve(run: Run, pages: dict[str, int], monkeypatch: Any) -> None:
-    call = drawn(KINDS["grouped heads and a sink"], (193, 7))
+    call = drawn(KINDS["grouped heads and a sink"], (193, 7)).fitting()
     cache = cache_of(run, call, pages)
-    q, sink, options = run.put(call.q), run.put(call.sink), {"executor": run.executor, "return_lse": True}
+    q, sink = run.put(call.q), run.put(call.sink)
+    options = {"executor": run.executor, "return_lse": True, "counts": call.counts}
     one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
     assert_is_attention(call, *one_by_one, run.rounded)
     monkeypatch.setattr(calls_of_sequences, "attention", None)  # what else would serve

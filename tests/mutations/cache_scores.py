@@ -17,8 +17,8 @@ from scored_caches import arrays_of, assert_is_scored_attention, chunked, mixed
 
 SIGNS = (AssertionError, ValueError, IndexError, KeyError)  # exceptions by which guards see a fault
 _ARRAYS = arrays_of(2, 4)
-_CALLS = {"auto": drawn(NEW | {"rows": 3, "heads": 4}, (193, 2))} | {
-    kernel: drawn(NEW | {"rows": 70, "heads": 4}, (193, 2)) for kernel in ("sm80", "sm90")
+_CALLS = {"auto": drawn(NEW | {"rows": 3, "heads": 4}, (193, 2)).fitting()} | {
+    kernel: drawn(NEW | {"rows": 70, "heads": 4}, (193, 2)).fitting() for kernel in ("sm80", "sm90")
 }
 
 
@@ -29,7 +29,7 @@ def _is_scored(kernel: str) -> None:
     try:
         cache = cache_of(SIM, call, {"page_size": 16, "num_pages": 20})
         results = cache.attention(call.q, score=Score(mixed, **_ARRAYS), scale=0.2, kernel=kernel, executor="sim",
-                                  return_lse=True)  # fmt: skip
+                                  return_lse=True, counts=call.counts)  # fmt: skip
     finally:
         one_by_one.attention = kept
     assert_is_scored_attention(SIM, call, _ARRAYS, *results, scale=0.2)

@@ -389,7 +389,7 @@ FAULTS = {
     takes(lambda library: (attends(deterministic=np.True_)(library) == 1).all()): {
         "flags of NumPy are none": Edit("arrays.py", "is_flag", "(value, (bool, np.bool))", "(value, bool)"),
     },
-    refuses(lambda library: library.ShapeDtype((2, 3), None), "dtype must be a dtype; got None"): {
+    refuses(lambda library: library.ShapeDtype((2, 3), None), "dtype must be a NumPy dtype or its name; got None"): {
         "None is a dtype": Edit("arrays.py", "as_dtype", "if dtype is not None:", "if True:"),
     },
     refuses(attends(causal=10**5000), "causal must be", "an int of 16610 bits"): {

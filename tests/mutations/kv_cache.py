@@ -22,8 +22,8 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def operations_are_right(library: ModuleType) -> None:
-    """Random operations hold what arrays hold, a window of a long sequence reads its last pages, and rows before the
-    first position attend nothing."""
+    """Random operations hold what arrays hold, a window of a long sequence reads its last pages, and rows that are not
+    counted attend nothing."""
     pages = {"page_size": 16, "num_pages": 4}
     cache = library.KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, **pages)
     rows = np.random.default_rng(0).standard_normal((1, 1, 50, 4)).astype(np.float32)
@@ -32,8 +32,7 @@ def operations_are_right(library: ModuleType) -> None:
     found = cache.attention(rows[:, :, -1:], window=(3, 0))
     assert_within_bounds(Example(q=rows[:, :, -1:], k=last, v=last), o=found)
     cache.truncate([1])
-    assert not cache.attention(last, causal=False)[:, :, :3].any()  # rows at positions below 0
-    beside_inf = cache.attention(last, causal=False, sink=np.full(1, np.inf, np.float32), return_lse=True)
+    beside_inf = cache.attention(last, counts=[0], sink=np.full(1, np.inf, np.float32), return_lse=True)
     assert all(np.isnan(x).all() for x in beside_inf)
     for kind in KINDS:
         walk(library, kind, seed=1, steps=40)
@@ -48,6 +47,15 @@ def filled(library: ModuleType, **pages: int) -> Any:
     cache = a_cache(library, **pages)
     cache.append(K, K)
     return cache
+
+
+class Unknown:
+    """Stands for a dtype of PyTorch's."""
+
+    __module__ = "torch"
+
+    def __repr__(self) -> str:
+        return "torch.half"
 
 
 def pages_are_used_sparingly(library: ModuleType) -> None:
@@ -157,7 +165,7 @@ def forked_without_room(library: ModuleType) -> None:
 
 
 FILE, PAGES, ROWS = "cache/kv_cache.py", "cache/pages.py", "cache/paged_rows.py"
-GIVEN, ONE = "cache/given_pages.py", "cache/one_by_one.py"
+GIVEN, ONE, ARGUMENTS = "cache/given_pages.py", "cache/one_by_one.py", "cache/arguments.py"
 ODD_SINK = np.zeros((3, 1), np.float32)
 FAULTS = {
     operations_are_right: {
@@ -187,9 +195,7 @@ FAULTS = {
         "a window forgets its first key": Edit(
             ONE, "_parts", "max(0, length - new - left)", "max(0, length - new - left + 1)"
         ),
-        "queries stand at the end of the rows": Edit(
-            ONE, "_parts", "slice(max(0, new - length), new)", "slice(0, new)"
-        ),
+        "the first query has no result": Edit(ONE, "_parts", "slice(0, new)", "slice(1, new)"),
         "rows that are not counted keep what they had": Edit(
             ONE, "attend_one_by_one",
             "o[sequence], lse[sequence] = _without_keys(own_sink, lse)", "pass",
@@ -238,10 +244,32 @@ FAULTS = {
             FILE, "KVCache.over", "tables, owns_rest=False", "tables"
         ),
     },
-    refuses(lambda library: a_cache(library, part_keys=64).attention(K, kernel="other"), "kernel must be 'auto'"): {
-        "options are not looked at where there are no keys": Edit(
-            ONE, "_parts", "is_by_query and min(length, new)", "is_by_query"
+    refuses(
+        lambda library: a_cache(library, part_keys=64).attention(K, counts=[0, 0], kernel="other"),
+        "kernel must be 'auto'",
+    ): {
+        "options are not looked at where there are no queries": Edit(
+            ONE, "_parts", "is_by_query and new", "is_by_query"
         ),
+    },
+    refuses(lambda library: a_cache(library).attention(K), "q has 3 rows and sequence 0 has 0 tokens"): {
+        "an empty cache is attended": Edit(
+            ARGUMENTS, "require_appended", "if new > length]", "if new > length > 0]"
+        ),
+    },
+    refuses(
+        lambda library: filled(library).attention(np.ones((2, 1, 5, 4), np.float32), counts=[2, 4], causal=False),
+        "counts has 4 rows for sequence 1 and sequence 1 has 3 tokens",
+    ): {
+        "queries without keys are counted": Edit(
+            ARGUMENTS, "require_appended", "if num_rows <= min(lengths):", "if has_counts:"
+        ),
+    },
+    refuses(
+        lambda library: library.KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=4, dtype=Unknown()),
+        'got torch.half: write dtype="half"',
+    ): {
+        "a dtype of another library has no name": Edit("arrays.py", "as_dtype", '"torch."', '"tensor."'),
     },
     refuses(lambda library: filled(library).attention(K, sink=ODD_SINK), "(*batch, num_heads) = (2, 1)"): {
         "sinks are taken as they are": Edit(FILE, "KVCache._query_reasons", "sink_reasons(sink, q, self._k)", "[]"),
@@ -316,7 +344,7 @@ FAULTS = {
                                              "and False"),
     },
     refuses(lambda library: filled(library).append(K, K, counts=[4, 0]), "number of rows, 3; got 4"): {
-        "counts go beyond the rows": Edit(FILE, "KVCache._counted", "if new > num_rows", "if False"),
+        "counts go beyond the rows": Edit(ARGUMENTS, "excess_reasons", "if new > num_rows", "if False"),
     },
     takes(lambda library: filled(library).truncate(Foreign(np.array([1, 2]))) is None): {
         "lengths of another library are refused": Edit(
@@ -339,7 +367,7 @@ FAULTS = {
         ),
     },
     refuses(lambda library: filled(library).truncate([4, 0]), "which has 3"): {
-        "truncating makes a sequence longer": Edit(FILE, "KVCache.truncate", "if new > length", "if False"),
+        "truncating makes a sequence longer": Edit(ARGUMENTS, "growth_reasons", "if new > length", "if False"),
     },
     refuses(lambda library: filled(library).fork(1, 1), "target must be another sequence"): {
         "a sequence is forked to itself": Edit(

@@ -120,6 +120,7 @@ def test_a_later_step_reads_its_own_score_function(
     """Arrays and numbers are those of each call, and arrays of the kind of earlier ones are not checked again."""
     rng, cache = np.random.default_rng(0), a_cache(stand_in, "pages", counted)
     q, k, v = rows_of(stand_in, 1)
+    cache.append(k, v)
     biases = [stand_in.asarray(rng.standard_normal((4, 1, 100), np.float32)) for _ in range(2)]
     kinds: list[dict[str, Any]] = [{"bias": bias} for bias in biases] + [{"softcap": cap} for cap in (0.5, 2.0, 0.5)]
 
@@ -188,6 +189,7 @@ def test_wrong_calls_are_refused_after_right_ones_as_before_them(xp: Any) -> Non
         ]  # fmt: skip
 
     fresh = a_cache(xp)
+    fresh.append(*rows_of(xp, 0)[1:])
     told = [refused(call) for call in wrong_calls(fresh)]
     used = a_cache(xp)
     strided = rows_of(xp, 2, 4)[1][:, :, :1]
@@ -196,12 +198,37 @@ def test_wrong_calls_are_refused_after_right_ones_as_before_them(xp: Any) -> Non
         far = xp.asarray(np.zeros((3, 2, 100, 64), np.float16))[:, :, :1]  # lies as the cache's own rows do
         for rows in ((k, v), (far, v), (v, far), (strided, v)):
             used.append(*rows)
-        used.truncate([4, 0, 3])
         for out in (None, xp.asarray(np.zeros((3, 4, 1, 64), np.float16))):
             used.attention(q, out=out)
             used.attention(q, window=(1, None), scale=1.0, out=out, return_lse=True)
+        used.truncate([5, 1, 4])
     assert [refused(call) for call in wrong_calls(used)] == told
-    assert used.lengths.get().tolist() == [4, 0, 3]
+    assert used.lengths.get().tolist() == [5, 1, 4]
+
+
+def test_queries_without_keys_are_refused_after_steps_too(xp: Any) -> None:
+    """On the host's count always; on the device's, whose lengths no call waits for, under CUFLASH_CHECK=1 alone."""
+    cache, (q, k, v) = a_cache(xp), rows_of(xp, 1)
+    cache.append(k, v)
+    cache.attention(q)
+    cache.attention(q, counts=[1, 0, 1])
+    cache.reset([1])
+    for _ in range(2):
+        assert "q has 1 row and sequence 1 has 0 tokens: append" in refused(lambda: cache.attention(q))
+        assert "counts has 1 row for sequence 1" in refused(lambda: cache.attention(q, counts=[0, 1, 1]))
+        assert cache.attention(q, counts=[1, 0, 1]).get()[[0, 2]].any()
+    cache.count_on_device()
+    assert not cache.attention(q).get()[1].any()
+
+
+def test_checks_find_queries_without_keys_that_the_device_counts(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    cache, (q, _, _) = a_cache(xp, counted="device"), rows_of(xp, 1)
+    assert "q has 1 row and sequence 1 has 0 tokens: append" in refused(lambda: cache.attention(q))
+    of_device = xp.asarray(np.array([1, 1, 1], np.int32))
+    assert "counts has 1 row for sequence 1" in refused(lambda: cache.attention(q, counts=of_device))
+    assert cache.attention(q, counts=[1, 0, 1]).get()[[0, 2]].any()
+    assert "counted on the device" in repr(cache)
 
 
 def test_rows_that_start_at_an_odd_byte_are_refused_after_a_step(xp: Any) -> None:

@@ -97,7 +97,8 @@ def test_the_command_says_what_a_cache_takes() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--layers 2", "the following arguments are required"), ("--dtype float17", "error: --dtype must be a dtype;"),
+        ("--layers 2", "the following arguments are required"),
+        ("--dtype float17", "error: --dtype must be a NumPy dtype or its name;"),
         ("--dtype bool", "error: --dtype must be one of numbers; got bool"), ("--kv-heads x", "invalid int value: 'x'"),
         ("--page-size 0", "error: --page-size must be a multiple of 16, at most 1024; got 0"),
         ("--available nan", "error: --available must be a number of GiB from 0 to 2**70; got nan"),

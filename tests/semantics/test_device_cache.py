@@ -402,6 +402,7 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
     cache.count_on_device()
     q = xp.asarray(np.ones((3, 2, 3, 64), ml_dtypes.bfloat16))
     other = KVCache(**SIZES | {"dtype": ml_dtypes.bfloat16}, xp=xp)
+    other.append(*[xp.asarray(np.ones((3, HEADS, 3, 64), ml_dtypes.bfloat16))] * 2)
     with stream:
         stream.begin_capture()
         assert "make the same call on the cache once before the capture" in refused(lambda: other.attention(q))

@@ -78,7 +78,9 @@ def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, 
     )
 
     def attend(cache: KVCache, q: Any) -> list[Any]:
-        made = cache.attention(run.put(q), window=WINDOWS[window], return_lse=True, **options_of(run))
+        counts = [min(num_rows, int(length)) for length in cache.lengths]
+        given = {"window": WINDOWS[window], "counts": counts, **options_of(run)}
+        made = cache.attention(run.put(q), return_lse=True, **given)
         return [run.get(x) for x in made]
 
     o, lse = attend(cache_of(run, k, v, EDGES), q)
@@ -89,9 +91,10 @@ def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, 
         assert np.array_equal(alone[0][0], o[b]) and np.array_equal(alone[1][0], lse[b])
         mask = masks.Causal("bottom_right")
         mask = mask if WINDOWS[window] is None else mask & masks.SlidingWindow(*WINDOWS[window], "bottom_right")
-        example = run.rounded(Example(q=q[b], k=k[b, :, :length], v=v[b, :, :length], mask=mask))
-        assert_within_bounds(example, o=o[b], lse=lse[b])
-        assert not o[b, :, : max(0, num_rows - length)].any()
+        new = min(num_rows, length)
+        example = run.rounded(Example(q=q[b, :, :new], k=k[b, :, :length], v=v[b, :, :length], mask=mask))
+        assert_within_bounds(example, o=o[b, :, :new], lse=lse[b, :, :new])
+        assert not o[b, :, new:].any()
 
 
 @on_every_executor
@@ -112,8 +115,8 @@ def test_rows_of_a_sequence_may_be_fewer_than_those_given() -> None:
     k, v = normal(2, 3, HEADS, 5, 8)
     cache.append(k, v, counts=[5, 0, 2])
     q = normal(3, HEADS, 4, 8)
-    o, lse = cache.attention(q, counts=np.array([4, 1, 2], np.int8), return_lse=True)
-    for b, (length, count) in enumerate([(5, 4), (0, 1), (2, 2)]):
+    o, lse = cache.attention(q, counts=np.array([4, 0, 2], np.int8), return_lse=True)
+    for b, (length, count) in enumerate([(5, 4), (0, 0), (2, 2)]):
         one = KVCache(**SMALL | {"batch": 1})
         one.append(k[b : b + 1, :, :length], v[b : b + 1, :, :length])
         assert np.array_equal(one.attention(q[b : b + 1, :, :count])[0], o[b, :, :count])
@@ -123,13 +126,13 @@ def test_rows_of_a_sequence_may_be_fewer_than_those_given() -> None:
 
 @pytest.mark.parametrize("of_each", [False, True], ids=["one for all", "of each sequence"])
 def test_queries_without_keys_have_what_attention_gives_them_beside_a_sink(of_each: bool) -> None:
-    """A sequence without rows, and queries that are not counted, beside sinks that are numbers and others."""
+    """Queries that are not counted, of a sequence without rows too, beside sinks that are numbers and others."""
     cache, q = KVCache(**SMALL), normal(3, 2 * HEADS, 2, 8)
     k, v = normal(2, 3, HEADS, 2, 8)
     cache.append(k, v, counts=[2, 0, 2])
     sink = np.float32([0.5, np.nan, np.inf, -np.inf])
     given = np.broadcast_to(sink, (3, 4)) if of_each else sink
-    o, lse = cache.attention(q, counts=[2, 2, 1], sink=given, return_lse=True)
+    o, lse = cache.attention(q, counts=[2, 0, 1], sink=given, return_lse=True)
     nothing = q[:1], k[:1, :, :0], v[:1, :, :0]
     wanted = cuflash.attention(*nothing, sink=sink, return_lse=True)
     assert np.isnan(wanted[1][0, :, 0]).tolist() == [False, True, True, False]
@@ -139,16 +142,47 @@ def test_queries_without_keys_have_what_attention_gives_them_beside_a_sink(of_ea
 
 
 def test_queries_may_see_what_comes_after_them() -> None:
-    cache, q = KVCache(**SMALL | {"batch": 1}), normal(1, HEADS, 5, 8)
+    cache, q = KVCache(**SMALL | {"batch": 1}), normal(1, HEADS, 3, 8)
     k, v = normal(2, 1, HEADS, 3, 8)
     cache.append(k, v)
-    o = cache.attention(q, causal=False)
-    assert np.array_equal(o[0, :, 2:], cuflash.attention(q[0, :, 2:], k[0], v[0])) and not o[:, :, :2].any()
+    assert np.array_equal(cache.attention(q, causal=False)[0], cuflash.attention(q[0], k[0], v[0]))
+
+
+MISSED = {
+    "an empty cache": (0, [0, 0, 0], None, "q has 1 row and sequence 0 has 0 tokens, and 2 more"),
+    "an idle sequence": (0, [2, 0, 1], None, "q has 1 row and sequence 1 has 0 tokens: append their keys and values "
+                         "first, or give counts= with 0 for idle sequences"),
+    "a prompt": (50, [10, 50, 60], None, "q has 50 rows and sequence 0 has 10 tokens: append their keys and values"),
+    "counts": (50, [10, 50, 60], [9, 51, 3], "must be at most the number of rows, 50; got 51 for sequence 1"),
+    "too large counts": (50, [10, 50, 60], [9, 0, 50], ""),
+    "counts of a short sequence": (50, [10, 50, 60], [11, 0, 50],
+                                   "counts has 11 rows for sequence 0 and sequence 0 has 10 tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": (3, 0)}, {"executor": "sim"}], ids=str)
+@pytest.mark.parametrize("case", MISSED)
+@pytest.mark.parametrize("pages", [{}, PAGES], ids=["contiguous", "pages"])
+def test_queries_whose_keys_were_not_appended_are_refused(pages: Any, case: str, options: dict[str, Any]) -> None:
+    """Nothing is written, and the same call is taken once the keys are there."""
+    num_rows, lengths, counts, words = MISSED[case]
+    cache, num_rows = KVCache(**SMALL, **pages), num_rows or 1
+    cache.append(*normal(2, 3, HEADS, 60, 8), counts=lengths)
+    q, out = normal(3, 2 * HEADS, num_rows, 8), np.full((3, 2 * HEADS, num_rows, 8), np.nan, np.float32)
+    if words:
+        assert words in refused(lambda: cache.attention(q, counts=counts, out=out, **options))
+        assert np.isnan(out).all()
+    cache = KVCache(**SMALL, **pages)
+    cache.append(*normal(2, 3, HEADS, 60, 8), counts=[60] * 3)
+    counts = None if counts is None else [min(50, new) for new in counts]
+    o, lse = cache.attention(q, counts=counts, return_lse=True, **options)
+    for b, new in enumerate(counts or [num_rows] * 3):
+        assert np.isfinite(lse[b, :, :new]).all() and o[b, :, :new].all() and not o[b, :, new:].any()
 
 
 def test_results_go_where_they_are_asked_for() -> None:
     cache = KVCache(**SMALL)
-    cache.append(*normal(2, 3, HEADS, 5, 8))
+    cache.append(*normal(2, 3, HEADS, 9, 8))
     q = normal(3, HEADS, 7, 8)
     out = np.full((3, HEADS, 7, 8), np.nan, np.float32)
     assert cache.attention(q, out=out) is out and np.array_equal(out, cache.attention(q))
@@ -306,13 +340,35 @@ def test_a_copy_of_a_cache_holds_rows_of_its_own() -> None:
 def test_a_cache_says_what_it_is() -> None:
     assert repr(KVCache(**SMALL, **PAGES)) == (
         "KVCache(batch=3, num_kv_heads=2, head_dim=8, value_dim=8, capacity=70, dtype=float32, page_size=16, "
-        "num_pages=15)"
+        "num_pages=15, lengths=[0, 0, 0])"
     )
+    assert repr(a_cache()).endswith(", dtype=float32, lengths=[2, 2, 2])")
+    long = KVCache(**SMALL | {"batch": 100})
+    long.append(*np.ones((2, 100, HEADS, 9, 8), np.float32), counts=[n % 10 for n in range(100)])
+    assert repr(long).endswith(", lengths=[0, 1, 2, 3, ..., 6, 7, 8, 9])")
     assert KVCache(**SMALL).nbytes == 2 * 3 * HEADS * CAPACITY * 8 * 4
     assert KVCache(**SMALL, num_pages=2).k.shape == (2, HEADS, 64, 8)
 
 
 # Refused calls
+
+class TorchDtype:
+    """Stands for a dtype of PyTorch's, which NumPy does not know."""
+
+    __module__ = "torch"
+
+    def __repr__(self) -> str:
+        return "torch.bfloat16"
+
+
+def test_messages_about_caches_spell_the_fix() -> None:
+    told = 'dtype must be a NumPy dtype or its name; got torch.bfloat16: write dtype="bfloat16"'
+    assert told in refused(lambda: KVCache(**SMALL | {"dtype": TorchDtype()}))
+    assert KVCache(**SMALL | {"dtype": "bfloat16"}).k.dtype == ml_dtypes.bfloat16
+    cache = a_cache()
+    with pytest.raises(TypeError, match=r"k must be an array; got a KVCache: call cache\.attention\(q\)"):
+        cuflash.attention(K[0], cache, cache)
+
 
 
 K = np.ones((3, HEADS, 2, 8), np.float32)
@@ -451,7 +507,7 @@ def test_options_are_refused_before_anything_is_written(options, lengths, parts)
     cache.append(*normal(2, 3, HEADS, 2, 8), counts=lengths)
     out = np.full(q.shape, 7, np.float32)
     with pytest.raises((UnsupportedProblem, TypeError), match=next(iter(options))):
-        cache.attention(q, out=out, **options)
+        cache.attention(q, out=out, counts=np.minimum(lengths, 1), **options)
     assert (out == 7).all()
 
 

@@ -34,7 +34,7 @@ def attended(call: Drawn, arrays: dict[str, Any], **pages: int) -> Any:
 @pytest.mark.parametrize("kind", CALLS)
 def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(kind: str) -> None:
     """Results on the host are within bounds of a call of the sequence, with equal bits alone and in pages."""
-    call = drawn(CALLS[kind], LENGTHS)
+    call = drawn(CALLS[kind], LENGTHS).fitting()
     arrays = arrays_of(len(LENGTHS), call.q.shape[1])
     results = attended(call, arrays)
     assert_is_scored_attention(CPU, call, arrays, *results)

@@ -46,6 +46,10 @@ class Drawn:
     window: tuple[int | None, int | None] | None = None
     counts: Sequence[int] | None = None
 
+    def fitting(self) -> Drawn:
+        """The call without queries whose keys were not appended, which caches refuse."""
+        return replace(self, counts=[min(self.q.shape[2], length) for length in self.lengths])
+
     def of(self, rows: Sequence[int]) -> Drawn:
         """The call on some of the sequences."""
         q, k, v = (x[list(rows)] for x in (self.q, self.k, self.v))

@@ -154,6 +154,10 @@ class CheckedCache:
         q = self._normal(BATCH, 2 * HEADS, num_rows, self.dim)
         out = self.xp.full((BATCH, 2 * HEADS, num_rows, self.value_dim), np.nan, self.dtype)
         sink = None if sink_shape is None else self._normal(*sink_shape).astype(np.float32)
+        asked = [num_rows] * BATCH if counts is None else counts
+        if any(new > length for new, length in zip(asked, self.lengths())):
+            self._assert_refused(q, counts, causal, window, sink, out)
+            counts = list(map(min, asked, self.lengths()))
         o, lse = self.cache.attention(
             q, counts=counts, causal=causal, window=window, sink=sink, out=out, return_lse=True
         )
@@ -170,6 +174,18 @@ class CheckedCache:
             assert np.array_equal(o[b, :, :new], one) and np.array_equal(lse[b, :, :new], other)
             of_no_row = np.full(2 * HEADS, -np.inf, np.float32) if own is None else own
             assert not o[b, :, new:].any() and (lse[b, :, new:] == of_no_row[:, None]).all()
+
+    def _assert_refused(
+        self, q: Any, counts: list[int] | None, causal: bool, window: Any, sink: Any, out: Any
+    ) -> None:
+        """Assert that a call is refused in which a sequence has more queries than tokens, and writes nothing."""
+        try:
+            self.cache.attention(q, counts=counts, causal=causal, window=window, sink=sink, out=out)
+        except self.library.UnsupportedProblem as error:
+            assert "append their keys and values first" in str(error)
+            assert np.isnan(self._on_host(out)).all()
+            return
+        raise AssertionError("queries were taken whose keys were not appended")
 
     def _alone(self, q: Any, b: int, counts: list[int], causal: bool, window: Any, sink: Any) -> Any:
         """Attention of a sequence by a cache without pages that holds nothing else."""
