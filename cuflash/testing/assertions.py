@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import EllipsisType
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays import accumulator_dtype
+from ..arrays import BFLOAT16, accumulator_dtype, describe
 from ..bounds import Bounds, error_bound
 from ..bounds.rounding import limits
 from ..dropout import Dropout
@@ -45,6 +46,9 @@ __all__ = [
     "assert_within",
     "assert_within_bounds",
 ]
+
+_RESULTS = ("o", "lse", "dq", "dk", "dv", "dsink")
+_ROUNDED = ("o", "lse", "dq", "dk", "dv")  # to the operands' dtype, or to that of sums
 
 
 class Attend(Protocol):
@@ -254,6 +258,10 @@ class Example:
         shapes = ", ".join(f"{name}={getattr(self, name).shape}" for name in "qkv")
         return self.origin or f"Example({shapes}, dtype={self.q.dtype}, mask={self.mask!r}, scale={self.scale})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Give Hypothesis the repr; it would write out every array."""
+        printer.text(repr(self))
+
 
 # Tiers R and L
 
@@ -262,13 +270,13 @@ class Example:
 def assert_within_bounds(
     example: Example,
     *,
-    o: Any = None,
-    lse: Any = None,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-    dsink: Any = None,
-    others: Mapping[str, Any] | None = None,
+    o: Any = ...,
+    lse: Any = ...,
+    dq: Any = ...,
+    dk: Any = ...,
+    dv: Any = ...,
+    dsink: Any = ...,
+    others: Mapping[str, Any] | EllipsisType = ...,
     probable: bool = False,
 ) -> float:
     """Assert that every element of the given results is within its bound of the exact one.
@@ -278,7 +286,7 @@ def assert_within_bounds(
     example : Example
         The operands, which hold the exact results and the bounds.
     o, lse, dq, dk, dv, dsink : array, optional
-        Results of the implementation under test.
+        Results of the implementation under test; at least one, or `others`. Gradients need an example with `do`.
     others : dict of arrays by name, optional
         Gradients of the score's arrays.
     probable : bool
@@ -292,7 +300,11 @@ def assert_within_bounds(
     Raises
     ------
     AssertionError
-        Names the worst element, the first wrong one and the example.
+        Names the worst element, the first wrong one and the example. A result of another shape, or of a dtype that
+        holds less than the example's, fails too.
+    TypeError
+        No result came, or one that is not an array, such as the None of a function that returns nothing, or one for
+        which the example lacks an operand.
 
     Examples
     --------
@@ -309,19 +321,99 @@ def assert_within_bounds(
     Example(q=(1, 2), k=(2, 2), v=(2, 1), dtype=float32, mask=None, scale=None)
     """
     __tracebackhide__ = True
+    named = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
+    results = {name: result for name, result in named.items() if result is not ...}
+    gradients = {} if isinstance(others, EllipsisType) else others
+    require_results(example, results, gradients)
     bounds = example.probable_bounds if probable else example.bounds
-    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
     share = 1.0 if _reference_is_finer(example.q.dtype) else 2.0
-    ratios = [
-        assert_within(name, result, getattr(example.exact, name), share * getattr(bounds, name), example)
-        for name, result in results.items()
-        if result is not None
-    ]
-    ratios += [
-        assert_within(f"d{name}", result, example.exact.others[name], share * bounds.others[name], example)
-        for name, result in (others or {}).items()
-    ]
-    return max(ratios, default=0.0)
+    ratios = []
+    for name, result in results.items():
+        exact = getattr(example.exact, name)
+        found = as_result(name, result, exact.shape, example)
+        ratios.append(assert_within(name, found, exact, share * getattr(bounds, name), example))
+    for name, result in gradients.items():
+        exact = example.exact.others[name]
+        found = as_result(f"d{name}", result, exact.shape, example)
+        ratios.append(assert_within(f"d{name}", found, exact, share * bounds.others[name], example))
+    return max(ratios)
+
+
+def require_results(example: Example, results: Mapping[str, Any], others: Any) -> None:
+    """Refuse to compare nothing, and results for which an example has no exact answer.
+
+    Raises
+    ------
+    TypeError
+        There is no result, or the example lacks an operand of one.
+    """
+    if not isinstance(others, Mapping):
+        raise TypeError(f"others must be a dict of the score's gradients by name; got {describe(others)}")
+    if not results and not others:
+        raise TypeError(f"give at least one of {', '.join(_RESULTS)}, others: nothing would be compared")
+    if unknown := [name for name in results if name not in _RESULTS]:
+        raise TypeError(f"results are {', '.join(_RESULTS)}; got {', '.join(unknown)}")
+    gradients = [name for name in results if name.startswith("d")] + [f"d{name}" for name in others]
+    reasons = [f"{name} needs an example with do" for name in gradients if example.do is None]
+    reasons += ["dsink needs an example with sink"] * ("dsink" in results and example.sink is None)
+    reasons += [f"d{name} needs an example with {name} in wrt" for name in others if name not in example.wrt]
+    if reasons:
+        raise TypeError("; ".join(reasons))
+
+
+def as_pair(results: Any, example: Example) -> tuple[Any, Any]:
+    """o and lse of a function under test as NumPy's arrays, of an example's shapes; see `as_results`."""
+    __tracebackhide__ = True
+    problem = example.problem
+    o, lse = as_results(results, {"o": problem.o_shape(), "lse": problem.lse_shape()}, example)
+    return o, lse
+
+
+def as_results(results: Any, shapes: Mapping[str, Sequence[int]], example: Example) -> list[Any]:
+    """Return what a function under test returned as NumPy's arrays, of the given names and shapes.
+
+    Raises
+    ------
+    TypeError
+        It returned something else than one array for each name.
+    AssertionError
+        An array has another shape, or a dtype that holds less than the example's.
+    """
+    __tracebackhide__ = True
+    several = isinstance(results, (tuple, list))
+    if several and len(results) == len(shapes) and all(hasattr(each, "shape") for each in results):
+        return [as_result(name, result, shape, example) for (name, shape), result in zip(shapes.items(), results)]
+    came = _came(results)
+    if several:
+        came = f"{type(results).__name__} of {len(results)}: {', '.join(map(_came, results[:4]))}"
+    raise TypeError(f"the function under test must return ({', '.join(shapes)}); got {came}")
+
+
+def _came(result: Any) -> str:
+    return f"one array of shape {tuple(result.shape)}" if hasattr(result, "shape") else describe(result)
+
+
+def as_result(name: str, result: Any, shape: Sequence[int], example: Example) -> Any:
+    """Return one result as NumPy's array; it must have its shape, and a dtype that holds what the example's does."""
+    __tracebackhide__ = True
+    if result is None:
+        raise TypeError(f"{name} must be an array; got None: the function under test must return it")
+    try:
+        array = np.asarray(result)
+    except Exception as error:  # arrays of other libraries refuse in their own ways
+        told = str(error).partition("\n")[0]
+        raise TypeError(f"{name} must be an array that NumPy reads; got {type(result).__name__}: {told}") from error
+    assert array.shape == tuple(shape), f"{name} has shape {array.shape}, should have {tuple(shape)}\n{example}"
+    least = np.dtype(example.q.dtype)
+    least = accumulator_dtype(least) if name == "lse" else least
+    is_wide = _is_float(array.dtype) and (name not in _ROUNDED or limits(array.dtype).eps <= limits(least).eps)
+    assert is_wide, f"{name} has dtype {array.dtype}, should have {least} or a wider one\n{example}"
+    return array
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype is one of real numbers with fractions, NumPy's or bfloat16."""
+    return dtype.kind == "f" or dtype == BFLOAT16
 
 
 def _reference_is_finer(dtype: Any) -> bool:
@@ -364,6 +456,9 @@ def assert_within(name: str, actual: Any, exact: Any, bound: Any, context: objec
     """
     __tracebackhide__ = True
     actual, exact = np.asarray(actual), np.asarray(exact)
+    for each in (actual, exact):
+        if not (_is_float(each.dtype) or each.dtype.kind in "iu"):
+            raise TypeError(f"{name} must be an array of real numbers; got {describe(each)}")
     assert actual.shape == exact.shape, f"{name} has shape {actual.shape}, should have {exact.shape}\n{context}"
     bound = np.broadcast_to(bound, exact.shape)
     error, ratio = _errors(actual, exact, bound)
@@ -374,7 +469,7 @@ def assert_within(name: str, actual: Any, exact: Any, bound: Any, context: objec
     first = np.unravel_index(np.argmax(outside), ratio.shape)
     raise AssertionError(
         f"{_element(name, worst)} is {float(actual[worst])!r}, should be {float(exact[worst])!r}: "
-        f"off by {float(error[worst]):.3g}, {float(ratio[worst]):.2g} times its bound of {float(bound[worst]):.2g}\n"
+        f"off by {float(error[worst]):.3g}, {_times(ratio[worst])} times its bound of {float(bound[worst]):.2g}\n"
         f"{outside.sum()} of {outside.size} elements are outside their bounds, the first at {_element(name, first)}\n"
         f"{context}"
     )
@@ -390,6 +485,12 @@ def _errors(actual: Any, exact: Any, bound: Any) -> tuple[Any, Any]:
         error = np.where(np.isnan(error), np.inf, error)
         ratio = np.where(agrees | np.isposinf(bound), 0, error / bound)
     return error, np.where(np.isnan(ratio), np.inf, ratio)
+
+
+def _times(ratio: Any) -> str:
+    """A share above 1, with two digits, or as many as show that it is above 1."""
+    texts = (f"{float(ratio):.{digits}g}" for digits in range(2, 18))
+    return next((text for text in texts if float(text) > 1), "barely more than 1")
 
 
 def _element(name: str, place: tuple[Any, ...]) -> str:
@@ -513,7 +614,7 @@ def assert_wide_accumulators(attend: Attend, dtype: Any) -> float:
     q[..., 0], k[:, 1:, 0] = 1, -step
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     example = Example(q=q, k=k, v=v, scale=float(np.log(2)))
-    o, _ = attend(example.q, example.k, example.v, mask=None, scale=example.scale)
+    o, _ = as_pair(attend(example.q, example.k, example.v, mask=None, scale=example.scale), example)
     return assert_within("o", o, np.ones(o.shape), 2 * _roundoffs(example)[0], _probe("staircase", example))
 
 
@@ -523,7 +624,8 @@ def on_lattice(x: Any) -> Any:
 
 
 def _with_zero_scores(attend: Attend, example: Example, v: Any) -> tuple[Any, Any]:
-    return attend(np.zeros_like(example.q), on_lattice(example.k), v, mask=example.dense_mask, scale=example.scale)
+    q, k = np.zeros_like(example.q), on_lattice(example.k)
+    return as_pair(attend(q, k, v, mask=example.dense_mask, scale=example.scale), example)
 
 
 def _key_counts(example: Example) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..keywords import explains_keywords
 from ..reference import expand_heads, sum_heads_to, sum_to, with_heads
-from .assertions import Example, assert_within_bounds
+from .assertions import Example, as_result, assert_within_bounds, require_results
 
 __all__ = ["Expected", "assert_non_finite", "assert_not_finite_where_due", "expected", "finite_part"]
 
@@ -66,6 +66,8 @@ def assert_non_finite(example: Example, **results: Any) -> float:
     ------
     AssertionError
         Names the result, the first wrong element and the example.
+    TypeError
+        As `assert_within_bounds` raises it: no result came, or one that is not an array.
 
     Examples
     --------
@@ -87,9 +89,11 @@ def assert_non_finite(example: Example, **results: Any) -> float:
 def assert_not_finite_where_due(example: Example, **results: Any) -> None:
     """NaN and infinities are where they must be; of all else nothing is said. Arguments as of `assert_non_finite`."""
     __tracebackhide__ = True
+    require_results(example, results, {})
     classes = expected(example)
     for name, result in results.items():
-        must, wide = classes[name], _wide(result)
+        must = classes[name]
+        wide = _wide(as_result(name, result, must.is_nan.shape, example))
         _assert_all(name, wide, must.is_nan, np.isnan(wide), "NaN", example)
         _assert_all(name, wide, must.is_not_finite, ~np.isfinite(wide), "NaN or infinite", example)
 

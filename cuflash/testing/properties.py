@@ -7,7 +7,8 @@
 No exact answer is needed, only the bounds of the calls that are compared, so that these also judge what no oracle can
 reach. Where a property would round its inputs again (moving keys, adding outputs), they are first put on a lattice of
 small integers, where nothing rounds. "Bitwise" stands where any implementation owes it; else the two sides may differ
-by the sum of their bounds.
+by the sum of their bounds. A property that says nothing about an example still calls the function, which must return
+arrays of the right shapes.
 
 Forward passes are called as ``attend(q, k, v, mask=, scale=) -> (o, lse)``, gradients as
 ``gradients(q, k, v, do, dlse=, mask=, scale=) -> (dq, dk, dv)``, with the mask a bool array or None: the signatures of
@@ -23,7 +24,7 @@ import numpy as np
 
 from ..bounds import Bounds
 from ..planning.problem import MAX_HEAD_DIM
-from .assertions import Attend, Example, assert_within, on_lattice
+from .assertions import Attend, Example, as_pair, as_results, assert_within, on_lattice
 from .non_finite import assert_not_finite_where_due, expected, finite_part
 
 __all__ = ["FORWARD_PROPERTIES", "GRADIENT_PROPERTIES", "PAIR_PROPERTIES", "Pull"]
@@ -66,6 +67,7 @@ def check_heads_and_batch_entries_are_independent(attend: Attend, example: Examp
 def check_a_batch_entry_does_not_see_the_others(attend: Attend, example: Example) -> None:
     """The first entry of the first leading axis alone gives the first entry of the results. (4)"""
     if not example.problem.batch or 0 in example.problem.batch:
+        _run(attend, example)
         return
     rank = len(example.problem.batch) + 3
     first = {name: x[:1] if x.ndim == rank else x for name, x in (("q", example.q), ("k", example.k), ("v", example.v))}
@@ -156,6 +158,7 @@ def check_head_dims_may_be_permuted_and_negated(attend: Attend, example: Example
 def check_zeros_may_pad_the_head_dim(attend: Attend, example: Example) -> None:
     """A further head dim of zeros changes nothing at the same scale. (25)"""
     if example.problem.head_dim == MAX_HEAD_DIM:
+        _run(attend, example)
         return
     plain = example.but(scale=example.problem.softmax_scale)
     padded = {name: np.insert(getattr(example, name), 0, 0, axis=-1) for name in "qk"}
@@ -189,6 +192,7 @@ def check_a_mask_of_all_keys_is_no_mask(attend: Attend, example: Example) -> Non
 def check_masked_keys_may_be_removed(attend: Attend, example: Example) -> None:
     """Further keys that no query attends change nothing. (17)"""
     if not example.problem.seqlen_kv:
+        _run(attend, example)
         return
     keys = np.arange(example.problem.seqlen_kv)
     longer = _with_keys(example, np.append(keys, keys[:1]))
@@ -199,6 +203,7 @@ def check_masked_keys_may_be_removed(attend: Attend, example: Example) -> None:
 def check_a_query_depends_only_on_its_keys(attend: Attend, example: Example) -> None:
     """Another key and value at one position leave the rows that do not attend it, bitwise. (19, 21)"""
     if not example.problem.seqlen_kv:
+        _run(attend, example)
         return
     position = example.problem.seqlen_kv // 2
     plain = _in_c_order(example)
@@ -221,6 +226,7 @@ def check_copies_of_every_key_move_only_lse(attend: Attend, example: Example) ->
 def check_equal_keys_give_the_mean(attend: Attend, example: Example) -> None:
     """With all keys equal, o is the mean of the values, and lse is score + log(number of keys). (23)"""
     if not example.problem.seqlen_kv:
+        _run(attend, example)
         return
     other = example.but(k=np.broadcast_to(example.k[..., :1, :], example.k.shape))
     flat = other.but(q=np.zeros_like(other.q))
@@ -298,6 +304,7 @@ def check_grouped_gradients_are_summed(pull: Pull, example: Example) -> None:
 def check_dk_sums_to_what_dlse_asks(pull: Pull, example: Example) -> None:
     """dk summed over the keys is scale * sum of dlse q, as each row of dS sums to dlse: 0 without one. (28, 30)"""
     if _is_stretched(example):
+        _pull(pull, example)
         return
     dlse = np.zeros(example.problem.lse_shape()) if example.dlse is None else example.dlse
     rows = np.where(_has_keys(example), dlse, 0)[..., None] * _wide(example.q)
@@ -309,8 +316,9 @@ def check_dk_sums_to_what_dlse_asks(pull: Pull, example: Example) -> None:
 def check_dv_sums_to_do(pull: Pull, example: Example) -> None:
     """dv summed over the keys is the sum of do over the rows that attend a key. (28)"""
     if _is_stretched(example):
+        _pull(pull, example)
         return
-    rows = np.where(_has_keys(example)[..., None], _wide(example.do), 0)
+    rows = np.where(_has_keys(example)[..., None], _wide(_do(example)), 0)
     exact = _group_sum(example, rows.sum(axis=-2, keepdims=True))
     dv = _sum(_pull(pull, example)[2], axis=-2, keepdims=True)
     assert_within("sum of dv", dv, exact, example.bounds.dv.sum(axis=-2, keepdims=True), example)
@@ -327,7 +335,7 @@ def check_q_and_k_share_their_slope(pull: Pull, example: Example) -> None:
 def check_gradients_are_linear_in_do(pull: Pull, example: Example) -> None:
     """The gradients of do + do' are those of do, with dlse, plus those of do'. (30)"""
     first = _on_lattice(example)
-    second = first.but(do=np.flip(first.do, axis=(-1, -2)), dlse=None)
+    second = first.but(do=np.flip(_do(first), axis=(-1, -2)), dlse=None)
     both = first.but(do=first.do + second.do)
     results = [_pull(pull, each) for each in (first, second, both)]
     for name, x, y, total in zip(("dq", "dk", "dv"), *results):
@@ -337,7 +345,7 @@ def check_gradients_are_linear_in_do(pull: Pull, example: Example) -> None:
 
 def check_no_gradient_in_no_gradient_out(pull: Pull, example: Example) -> None:
     """do = 0 without dlse gives zeros, bitwise. (30)"""
-    still = example.but(do=np.zeros_like(example.do), dlse=None)
+    still = example.but(do=np.zeros_like(_do(example)), dlse=None)
     gradients = _pull(pull, still)
     _same_bits([np.zeros_like(x) for x in gradients], gradients, still)
 
@@ -356,7 +364,7 @@ def check_empty_rows_give_nothing(pull: Pull, example: Example) -> None:
     one, zero = (np.full(plain.problem.lse_shape(), value, plain.problem.accumulator) for value in (1, 0))
     dlse = zero if example.dlse is None else example.dlse
     other = plain.but(
-        do=np.where(is_empty[:, None], np.ones_like(plain.do), plain.do), dlse=np.where(is_empty, one, dlse)
+        do=np.where(is_empty[:, None], np.ones_like(_do(plain)), plain.do), dlse=np.where(is_empty, one, dlse)
     )
     first, second = _pull(pull, plain.but(dlse=dlse)), _pull(pull, other)
     _same_bits(first, second, example)
@@ -378,7 +386,7 @@ def check_gradients_repeat_bitwise(pull: Pull, example: Example) -> None:
 
 def check_o_and_dv_share_their_product(attend: Attend, pull: Pull, example: Example) -> None:
     """<o, do> = <dv, v>: ties the forward pass to the backward. (29)"""
-    left, left_bound = _inner(_run(attend, example)[0], example.bounds.o, example.do)
+    left, left_bound = _inner(_run(attend, example)[0], example.bounds.o, _do(example))
     right, right_bound = _inner(_pull(pull, example)[2], example.bounds.dv, example.v)
     assert_within("<o, do>", left, right, left_bound + right_bound, example)
 
@@ -386,9 +394,11 @@ def check_o_and_dv_share_their_product(attend: Attend, pull: Pull, example: Exam
 def check_a_unit_do_reads_a_row_of_probabilities(attend: Attend, pull: Pull, example: Example) -> None:
     """do = 1 at one row and column puts that row of P = exp(score - lse) into that column of dv. (31)"""
     if not example.problem.seqlen_q or _is_stretched(example) or example.problem.group_size > 1:
+        _run(attend, example)
+        _pull(pull, example)
         return
     row = example.problem.seqlen_q // 2
-    do = np.zeros_like(example.do)
+    do = np.zeros_like(_do(example))
     do[..., row, 0] = 1
     other = example.but(do=do, dlse=None)
     lse, dv = _run(attend, other)[1][..., row, None], _pull(pull, other)[2][..., 0]
@@ -400,6 +410,8 @@ def check_a_unit_do_reads_a_row_of_probabilities(attend: Attend, pull: Pull, exa
 def check_equal_keys_have_no_slope(attend: Attend, pull: Pull, example: Example) -> None:
     """With all keys equal, o is the same for every q, and dq is 0 without dlse. (23)"""
     if not example.problem.seqlen_kv:
+        _run(attend, example)
+        _pull(pull, example)
         return
     other = example.but(k=np.broadcast_to(example.k[..., :1, :], example.k.shape), dlse=None)
     turned = other.but(q=other.q[..., ::-1, :])
@@ -475,13 +487,20 @@ PAIR_PROPERTIES = (
 
 
 def _run(attend: Attend, example: Example) -> tuple[Any, Any]:
-    return attend(example.q, example.k, example.v, mask=example.dense_mask, scale=example.scale)
+    return as_pair(attend(example.q, example.k, example.v, mask=example.dense_mask, scale=example.scale), example)
 
 
-def _pull(pull: Pull, example: Example) -> tuple[Any, Any, Any]:
-    operands = example.q, example.k, example.v, example.do
-    dq, dk, dv = pull(*operands, dlse=example.dlse, mask=example.dense_mask, scale=example.scale)
-    return dq, dk, dv
+def _pull(pull: Pull, example: Example) -> list[Any]:
+    operands = example.q, example.k, example.v, _do(example)
+    results = pull(*operands, dlse=example.dlse, mask=example.dense_mask, scale=example.scale)
+    return as_results(results, {f"d{name}": getattr(example, name).shape for name in "qkv"}, example)
+
+
+def _do(example: Example) -> Any:
+    """The example's do, without which there are no gradients."""
+    if example.do is None:
+        raise TypeError("gradients need an example with do")
+    return example.do
 
 
 def _forward_bounds(example: Example) -> Bounds:
@@ -495,20 +514,20 @@ def _same(first: tuple[Any, Any], second: tuple[Any, Any], example: Example, oth
     """o and lse of two calls agree within the bounds of both."""
     __tracebackhide__ = True
     bounds = _forward_bounds(example), _forward_bounds(other)
-    for name, x, y in zip(("o", "lse"), first, second):
+    for name, x, y in zip(("o", "lse"), first, second, strict=True):
         assert_within(name, y, _wide(x), sum(getattr(each, name) for each in bounds), other)
 
 
 def _same_gradients(first: Sequence[Any], second: Sequence[Any], bounds: Bounds, example: Example) -> None:
     """Gradients of two calls agree within the example's bounds and those given for the other."""
     __tracebackhide__ = True
-    for name, x, y in zip(("dq", "dk", "dv"), first, second):
+    for name, x, y in zip(("dq", "dk", "dv"), first, second, strict=True):
         assert_within(name, y, _wide(x), getattr(bounds, name) + getattr(example.bounds, name), example)
 
 
 def _same_bits(first: Sequence[Any], second: Sequence[Any], example: Example) -> None:
     __tracebackhide__ = True
-    for place, (x, y) in enumerate(zip(first, second)):
+    for place, (x, y) in enumerate(zip(first, second, strict=True)):
         _bitwise(f"result {place}", x, y, example)
 
 

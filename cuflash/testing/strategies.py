@@ -34,6 +34,7 @@ from .assertions import Example, on_lattice
 from .formulas import Formula, formulas
 from . import mask_strategies
 from .mask_strategies import INTEGER_KINDS, INTEGER_TYPES, as_kind, masks
+from .memory_layouts import LAYOUTS, laid_out
 from .source_text import source_text
 
 __all__ = [
@@ -64,8 +65,9 @@ PRIMES = (1, 2, 3, 5, 7, 13, 31, 61, 127)
 GROUPS = (1, 2, 3, 7, 8)
 SCALES = (1.0, 0.5, -0.5, 1e-3, 10.0, 100.0, 1e4)
 VALUES = ("normal", "lattice", "constant", "outliers", "small", "large", "rising")
+SHORT = 40  # tokens, a third of the examples have no more: these have room for many heads
+LOW = 2000  # exp(-LOW) is 0 in float64
 NON_FINITE = ("nan", "inf", "-inf")
-LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset", "broadcast", "odd_strides")
 
 
 # Sizes
@@ -84,9 +86,10 @@ def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
 
 @explains_keywords
 def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[tuple[int, int]]:
-    """(num_heads, num_kv_heads): key/value heads times a group of 1, 2, 3, 7 or 8."""
+    """(num_heads, num_kv_heads): key/value heads times a group of 1, 2, 3, 7 or 8; most often several of both."""
     pairs = [(kv * group, kv) for group in groups for kv in (1, 2, 3) if kv * group <= max(most, 1)]
-    return st.sampled_from(pairs)
+    several = [pair for pair in pairs if pair[0] > pair[1] > 1]
+    return st.sampled_from(pairs + several)
 
 
 @explains_keywords
@@ -108,55 +111,6 @@ def scales() -> st.SearchStrategy[float | None]:
 def layouts() -> st.SearchStrategy[str]:
     """Names of memory layouts for `laid_out`."""
     return st.sampled_from(LAYOUTS)
-
-
-@explains_keywords
-def laid_out(values: Any, layout: str) -> Any:
-    """Copy values into another memory layout; gaps in the memory hold NaN.
-
-    - contiguous: C order
-    - transposed: (batch, seqlen, heads, dim) in memory, seen as (batch, heads, seqlen, dim); 2-D: Fortran order
-    - padded: a corner of a larger array
-    - stepped: every other row and every other element
-    - negative: the last two axes run backwards
-    - offset: starts one element after the start of its memory
-    - broadcast: stride 0 along the first axis, whose first entry stands for all
-    - odd_strides: axes of extent 1 have strides that point nowhere
-
-    Examples
-    --------
-    >>> laid_out(np.zeros((2, 3, 4)), "negative").strides
-    (96, -32, -8)
-    """
-    if layout == "transposed":
-        other = -3 if values.ndim > 2 else -1
-        return np.ascontiguousarray(values.swapaxes(other, -2)).swapaxes(other, -2)
-    if layout == "padded":
-        return _embedded(values, tuple(extent + 3 for extent in values.shape), [slice(1, -2)] * values.ndim)
-    if layout == "stepped":
-        *leading, rows, columns = values.shape
-        return _embedded(values, (*leading, 2 * rows, 2 * columns), [..., slice(None, None, 2), slice(1, None, 2)])
-    if layout == "negative":
-        return _embedded(values, values.shape, [..., slice(None, None, -1), slice(None, None, -1)])
-    if layout == "offset":
-        return _embedded(values.ravel(), (values.size + 1,), [slice(1, None)]).reshape(values.shape)
-    if layout == "broadcast" and values.shape[0]:
-        return np.broadcast_to(values[:1].copy(), values.shape)
-    if layout == "odd_strides":
-        contiguous = np.array(values, order="C")
-        strides = [
-            99_990_001 * values.itemsize if extent == 1 else stride
-            for extent, stride in zip(values.shape, contiguous.strides)
-        ]
-        return np.lib.stride_tricks.as_strided(contiguous, strides=strides)
-    return np.array(values, order="C")
-
-
-def _embedded(values: Any, shape: Sequence[int], place: Sequence[Any]) -> Any:
-    buffer = np.full(shape, np.nan).astype(values.dtype)
-    view = buffer[tuple(place)]
-    view[...] = values
-    return view
 
 
 # Examples
@@ -208,6 +162,9 @@ class Structure:
         A score function, whose real arrays all have gradients.
     dropout : Dropout, optional
         Which weights are dropped.
+    has_low_rows : bool
+        Whether the scores of every other query, from the first, lie 2000 or more below the others, where exp gives 0:
+        a softmax must subtract the maximum of the row. The first columns of q and k make it so.
 
     Examples
     --------
@@ -239,6 +196,7 @@ class Structure:
     non_finite: tuple[tuple[str, int, str], ...] = ()
     score: Formula | None = None
     dropout: Dropout | None = None
+    has_low_rows: bool = False
 
     @property
     def mask_shape(self) -> MaskShape:
@@ -288,7 +246,10 @@ class Structure:
         operands = {}
         for (name, shape), layout in zip(shapes.items(), self.layouts):
             kind = accumulator_dtype(dtype) if name == "dlse" else dtype
-            filled = _filled(rng, name, shape, self.values).astype(kind)
+            filled = _filled(rng, name, shape, self.values)
+            if self.has_low_rows and name in "qk":
+                filled[..., 0] = self._lowering(name)
+            filled = filled.astype(kind)
             for operand, place, value in self.non_finite:
                 if operand == name and filled.size:
                     filled.flat[place % filled.size] = float(value)
@@ -310,6 +271,12 @@ class Structure:
             wrt=() if score is None else tuple(each.name for each in score.program.arrays if each.kind == "real"),
             origin=f"{self!r}.example()",
         )
+
+    def _lowering(self, name: str) -> Any:
+        """First columns of q and k, integers, whose products times the scale are -LOW or less in every other row."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        size = math.ceil(math.sqrt(LOW / abs(scale)))
+        return size * (np.arange(self.seqlen_q) % 2 == 0) if name == "q" else -math.copysign(size, scale)
 
 
 def _same_value(value: object, default: object) -> bool:
@@ -357,6 +324,29 @@ class _Limits:
     layouts: Sequence[str]
     empty_rows: bool
     masks: Masks | None
+    sink_dtypes: Sequence[str] | None
+    broadcast_sinks: bool
+
+    def reasons(self) -> list[str]:
+        """Why an argument of `structures` is refused."""
+        reasons: list[str] = []
+        for name in ("tile", "most_scores", "most_rows", "max_leaves", "widest", "longest"):
+            with collecting(reasons):
+                whole_number(name, getattr(self, name), 1)
+        reasons += _dtype_reasons("dtypes", self.dtypes)
+        reasons += [] if self.sink_dtypes is None else _dtype_reasons("sink_dtypes", self.sink_dtypes)
+        for name in (
+            "has_non_finite", "has_sink", "has_score", "has_dropout", "broadcast_sinks", "grouped_heads", "empty_rows",
+        ):  # fmt: skip
+            reasons += flag_reasons(name, getattr(self, name))
+        reasons += _batch_reasons(self.batch) + _layout_reasons(self.layouts)
+        is_strategy = self.masks is None or isinstance(self.masks, st.SearchStrategy) or callable(self.masks)
+        if not is_strategy or isinstance(self.masks, Mask):
+            reasons.append(
+                f"masks must be a strategy of masks, or a function of a MaskShape that returns one; got "
+                f"{describe(self.masks)}: write hypothesis.strategies.just(mask), or none() to draw no mask"
+            )
+        return reasons
 
 
 @explains_keywords
@@ -378,6 +368,8 @@ def structures(
     layouts: Sequence[str] = LAYOUTS,
     empty_rows: bool = True,
     masks: Masks | None = None,
+    sink_dtypes: Sequence[str] | None = None,
+    broadcast_sinks: bool = True,
 ) -> st.SearchStrategy[Structure]:
     """Strategy for `Structure` objects: all of an example but its numbers, which are drawn from a seed.
 
@@ -387,7 +379,7 @@ def structures(
         As in `examples`.
     has_non_finite, has_sink, has_score, has_dropout : bool
         As in `examples`.
-    batch, grouped_heads, layouts, empty_rows, masks : optional
+    batch, grouped_heads, layouts, empty_rows, masks, sink_dtypes, broadcast_sinks : optional
         As in `examples`.
 
     Returns
@@ -409,54 +401,37 @@ def structures(
     ...     assert structure.num_heads * structure.seqlen_q * structure.seqlen_kv <= 1000
     >>> test()
     """
-    reasons = [
-        *_number_reasons(
-            tile=tile, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-            longest=longest,
-        ),
-        *_dtype_reasons(dtypes),
-        *flag_reasons("has_non_finite", has_non_finite),
-        *flag_reasons("has_sink", has_sink),
-        *flag_reasons("has_score", has_score),
-        *flag_reasons("has_dropout", has_dropout),
-        *_batch_reasons(batch),
-        *flag_reasons("grouped_heads", grouped_heads),
-        *_layout_reasons(layouts),
-        *flag_reasons("empty_rows", empty_rows),
-    ]
-    if not (masks is None or isinstance(masks, st.SearchStrategy) or callable(masks)) or isinstance(masks, Mask):
-        reasons.append(
-            f"masks must be a strategy of masks, or a function of a MaskShape that returns one; got {describe(masks)}: "
-            "hypothesis.strategies.just(mask) is one, and none() has no mask"
-        )
-    if reasons:
-        raise UnsupportedProblem(reasons)
-    return _structures(
-        _Limits(
-            tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves,
-            widest=widest, longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
-            has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
-            masks=masks,
-        )
+    limits = _Limits(
+        tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
+        longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
+        has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
+        masks=masks, sink_dtypes=sink_dtypes, broadcast_sinks=broadcast_sinks,
     )  # fmt: skip
+    if reasons := limits.reasons():
+        raise UnsupportedProblem(reasons)
+    return _structures(limits)
 
 
-def _number_reasons(**numbers: Any) -> list[str]:
-    reasons: list[str] = []
-    for name, number in numbers.items():
-        with collecting(reasons):
-            whole_number(name, number, 1)
-    return reasons
-
-
-def _dtype_reasons(dtypes: Any) -> list[str]:
+def _dtype_reasons(argument: str, dtypes: Any) -> list[str]:
     names = dtypes if isinstance(dtypes, (tuple, list)) else ()
     if names and all(isinstance(name, str) and name in DTYPE_NAMES for name in names):
         return []
+    came = [_dtype_name(each) for each in (dtypes if isinstance(dtypes, (tuple, list)) else [dtypes])]
+    meant = [name for name in came if name in DTYPE_NAMES]
+    fix = [name for name in meant if name not in names] or ["float32"]
+    shown = f"[{', '.join(map(repr, dtypes))}]" if isinstance(dtypes, list) and len(dtypes) <= 4 else describe(dtypes)
     return [
-        f"dtypes must be a sequence of some of the names {', '.join(DTYPE_NAMES)}; got {describe(dtypes)}: "
-        "['float32'] is one"
+        f"{argument} must be a sequence of some of the names {', '.join(DTYPE_NAMES)}; got {shown}: "
+        f"write {', '.join(map(repr, fix))}, as in {argument}={meant or fix}"
     ]
+
+
+def _dtype_name(value: Any) -> str:
+    """Return the name of a dtype, or of what NumPy takes for one; nothing for what it does not take."""
+    try:
+        return "" if value is None else np.dtype(value).name
+    except Exception:  # dtypes are made by whatever the argument holds
+        return ""
 
 
 def _batch_reasons(batch: Any) -> list[str]:
@@ -475,7 +450,8 @@ def _layout_reasons(layouts: Any) -> list[str]:
 
 @st.composite
 def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
-    seqlen_q, seqlen_kv = draw(st.tuples(*[lengths(limits.tile, limits.longest)] * 2))
+    longest = min(limits.longest, draw(st.sampled_from((limits.longest, limits.longest, SHORT))))
+    seqlen_q, seqlen_kv = draw(st.tuples(*[lengths(limits.tile, longest)] * 2))
     seqlen_kv = seqlen_q if draw(st.booleans()) else seqlen_kv
     seqlen_kv = seqlen_kv if limits.empty_rows else max(1, seqlen_kv)
     room = min(limits.most_scores // max(1, seqlen_q * seqlen_kv), limits.most_rows // max(1, seqlen_q))
@@ -483,7 +459,9 @@ def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
     shape = MaskShape(np.broadcast_shapes(*batches), num_heads, seqlen_q, seqlen_kv)
     widest = min(limits.widest, 256 if seqlen_q * num_heads <= 512 else 64)
     dtype = draw(st.sampled_from(tuple(limits.dtypes)))
-    sink, sink_dtype = draw(sinks(shape, dtype)) if limits.has_sink else (None, "float32")
+    sink, sink_dtype = None, "float32"
+    if limits.has_sink:
+        sink, sink_dtype = draw(sinks(shape, dtype, limits.sink_dtypes, limits.broadcast_sinks))
     return Structure(
         q_batch=batches[0],
         k_batch=batches[1],
@@ -507,6 +485,7 @@ def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
         non_finite=draw(_non_finite()) if limits.has_non_finite else (),
         score=draw(formulas()) if limits.has_score else None,
         dropout=draw(dropouts()) if limits.has_dropout else None,
+        has_low_rows=draw(st.sampled_from((False, False, True))),
     )
 
 
@@ -555,14 +534,17 @@ def dropouts() -> st.SearchStrategy[Dropout]:
 
 @explains_keywords
 @st.composite
-def sinks(draw: st.DrawFn, shape: MaskShape, dtype: str) -> tuple[tuple[int, ...], str]:
+def sinks(
+    draw: st.DrawFn, shape: MaskShape, dtype: str, dtypes: Sequence[str] | None = None, broadcasts: bool = True
+) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of a sink for q of a dtype: one for each head, or for each head of a batch entry, or shared."""
     full = (*shape.batch, shape.num_heads)
     kept = draw(st.integers(0, len(full)))
     stretched = draw(st.tuples(*[st.booleans()] * kept))
     sink = tuple(1 if is_one else extent for extent, is_one in zip(full[len(full) - kept :], stretched))
-    names = DTYPE_NAMES if dtype == "float64" else DTYPE_NAMES[:-1]
-    return draw(st.just(full[-1:]) | st.just(sink)), draw(st.sampled_from(names))
+    names = (DTYPE_NAMES if dtype == "float64" else DTYPE_NAMES[:-1]) if dtypes is None else tuple(dtypes)
+    of_heads = st.just(full[-1:])
+    return draw(of_heads | st.just(sink) if broadcasts else of_heads), draw(st.sampled_from(names))
 
 
 def _non_finite() -> st.SearchStrategy[tuple[tuple[str, int, str], ...]]:
@@ -602,6 +584,8 @@ def examples(
     layouts: Sequence[str] = LAYOUTS,
     empty_rows: bool = True,
     masks: Masks | None = None,
+    sink_dtypes: Sequence[str] | None = None,
+    broadcast_sinks: bool = True,
 ) -> st.SearchStrategy[Example]:
     """Strategy for `Example` objects of every structure; see `structures`.
 
@@ -622,7 +606,7 @@ def examples(
     has_non_finite : bool
         Put NaN or infinities into one to three places of the operands.
     has_sink : bool
-        Draw a sink.
+        Draw a sink; `sink_dtypes` and `broadcast_sinks` say which.
     has_score : bool
         Give each a random score function with arrays.
     has_dropout : bool
@@ -640,6 +624,10 @@ def examples(
         gives no key attends all.
     masks : strategy of masks, or function of a MaskShape that returns one, optional
         Masks to draw from: ``hypothesis.strategies.none()`` draws none. None draws every kind, and no mask.
+    sink_dtypes : sequence of str, optional
+        Names of the dtypes of sinks. None draws every dtype that a call takes beside q.
+    broadcast_sinks : bool
+        Whether the shape of a sink may be any that broadcasts to (*batch, num_heads); otherwise it is (num_heads,).
 
     Returns
     -------
@@ -665,6 +653,6 @@ def examples(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
         longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
         has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
-        masks=masks,
+        masks=masks, sink_dtypes=sink_dtypes, broadcast_sinks=broadcast_sinks,
     )  # fmt: skip
     return drawn.map(Structure.example)

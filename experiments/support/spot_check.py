@@ -63,8 +63,8 @@ class SpotCheck:
         )  # fmt: skip
 
     def share(self, **results: Any) -> float:
-        """The largest error of results, by their names, over its bound: more than 1 is wrong."""
-        shares = [0.0]
+        """The largest error of results, by their names, over its bound: more than 1 is wrong; at least one result."""
+        shares = []
         for name, result in results.items():
             for place, exact, bound in zip(self.places, self.exact[name], self.bounds[name], strict=True):
                 found = on_host(result[place])
@@ -80,8 +80,16 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def share_of_bound(first: Any, second: Any, bound: Any) -> float:
-    """The largest |first - second| / bound; infinite where one is NaN or infinite and the other is not the same."""
+    """The largest |first - second| / bound; infinite where one is NaN or infinite and the other is not the same.
+
+    Raises
+    ------
+    ValueError
+        The arrays differ in shape.
+    """
     wide, other = (np.asarray(x).astype(np.float64) for x in (first, second))
+    if wide.shape != other.shape:
+        raise ValueError(f"results must have the shape {other.shape}; got {wide.shape}")
     with np.errstate(invalid="ignore", divide="ignore"):
         share = np.where(wide == other, 0.0, np.abs(wide - other) / bound)
     return float(np.where(np.isnan(share), np.inf, share).max(initial=0.0))

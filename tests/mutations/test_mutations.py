@@ -25,7 +25,7 @@ from lexing import Language, language_of
 import cuflash
 from mutations import (
     attention, block_guards, blocks, cache_e4m3, cache_scores, cache_steps, calculators, calls, decode, dq_in_order,
-    dropout, dropout_guards, fa1, fp8, fp8_guards, fp8_kernels, host, interop, intervals, kernel_guards, kv_cache,
+    dropout, dropout_guards, fa1, fp8, fp8_guards, fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache,
     lists, mask_algebra, mask_inputs, mass_guards, non_finite, non_finite_guards, planting, prefill, pullbacks, python,
     python_guards, reuse, score_kernel_guards, score_kernels, score_products, scores, selectors, sequences, simt,
     sink_guards, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards,
@@ -33,7 +33,9 @@ from mutations import (
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
-OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop, fp8, study, cache_steps, reuse, pullbacks)
+OF_INPUTS = (
+    calls, mask_inputs, sequences, kv_cache, calculators, interop, fp8, study, cache_steps, reuse, pullbacks, kit,
+)  # fmt: skip
 # Faults of Python and of kernels.
 OF_BOTH = (
     lists, intervals, non_finite, cache_scores, score_kernels, score_products, selectors, sinks, dropout, fa1,

@@ -77,6 +77,7 @@ def test_heads_come_in_groups(group, num_kv_heads):
         *[("value_dim", dim) for dim in strategies.HEAD_DIMS],
         ("has_heads", False),
         ("has_dlse", True),
+        ("has_low_rows", True),
         ("mask", None),
         ("seqlen_q", 0),
         ("seqlen_kv", 0),
@@ -199,14 +200,18 @@ RESTRICTED = {
     "empty_rows": (False, lambda each: each.allowed.any(axis=-1).all()),
     "masks": (st.none(), lambda each: each.mask is None),
 }
+OF_SINKS = {
+    "sink_dtypes": (["float32"], lambda each: each.sink.dtype == np.float32),
+    "broadcast_sinks": (False, lambda each: each.sink.shape == (each.problem.num_heads,)),
+}
 
 
-@pytest.mark.parametrize("name", RESTRICTED)
+@pytest.mark.parametrize("name", [*RESTRICTED, *OF_SINKS])
 def test_examples_can_be_restricted(name):
-    value, holds = RESTRICTED[name]
+    value, holds = {**RESTRICTED, **OF_SINKS}[name]
 
     @settings(database=None, phases=[Phase.generate], max_examples=15)
-    @given(strategies.examples(**{name: value}, most_scores=1 << 12, widest=8))
+    @given(strategies.examples(**{name: value}, most_scores=1 << 12, widest=8, has_sink=name in OF_SINKS))
     def check(example):
         assert holds(example), repr(example)
 
@@ -228,7 +233,7 @@ def test_masks_of_a_function_fit_the_shape_and_wrong_restrictions_are_said():
     check()
     with pytest.raises(UnsupportedProblem) as refused:
         strategies.examples(batch=[2], grouped_heads="no", layouts=["dense"], empty_rows=0, masks=masks.Causal())
-    assert [reason.split(" ")[0] for reason in refused.value.reasons] == [*RESTRICTED]
+    assert {reason.split(" ")[0] for reason in refused.value.reasons} == {*RESTRICTED}
 
 
 WRONG = {
@@ -243,6 +248,8 @@ WRONG = {
     "has_sink": (1, None),
     "has_score": (1, None),
     "has_dropout": (0.5, None),
+    "sink_dtypes": ("float32", [np.float32], []),
+    "broadcast_sinks": (0, None),
 }
 
 
@@ -254,6 +261,22 @@ def test_wrong_numbers_flags_and_dtypes_are_said_before_anything_is_drawn(draw, 
             draw(**{name: value})
         (reason,) = refused.value.reasons
         assert reason.startswith(f"{name} must be ") and "; got " in reason
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "told"),
+    [
+        ([np.dtype("float32")], "got [dtype('float32')]: write 'float32', as in dtypes=['float32']"),
+        ([ml_dtypes.bfloat16, "float16"], "write 'bfloat16', as in dtypes=['bfloat16', 'float16']"),
+        ("float64", "got 'float64': write 'float64', as in dtypes=['float64']"),
+        (np.float16, "got the class float16: write 'float16', as in dtypes=['float16']"),
+        ([object], "write 'float32', as in dtypes=['float32']"),
+    ],
+)
+def test_dtypes_are_written_as_they_can_be_typed(dtypes, told):
+    with pytest.raises(UnsupportedProblem) as refused:
+        strategies.examples(dtypes=dtypes)
+    assert told in str(refused.value)
 
 
 def test_all_wrong_arguments_of_a_strategy_are_said_at_once():
