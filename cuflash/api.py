@@ -112,13 +112,14 @@ def attention(
     softcap : float, optional
         Scores s become softcap tanh(s / softcap); positive.
     bias : array, optional
-        Added to the scores, after softcap: float16, bfloat16 or float32, or with float64 q, k and v also float64, that
-        broadcasts to (*batch, num_heads, seqlen_q, seqlen_kv), or (seqlen_q, seqlen_kv) for two-dimensional q, k and
-        v; any strides. -inf hides a key.
+        Added to the scores, after softcap: float16, bfloat16, float32 or float64, that broadcasts to
+        (*batch, num_heads, seqlen_q, seqlen_kv), or (seqlen_q, seqlen_kv) for two-dimensional q, k and v; any strides.
+        -inf hides a key. Unless q is float64, each number of a float64 bias, sink or array of a score function is cast
+        to float32; beyond float32's range it is infinite.
     sink : array, optional
         A logit for each query head that takes part in every softmax of the head and has no value: the weights of a
         row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
-        for two-dimensional q, k and v. float16, bfloat16 or float32, or with float64 q, k and v also float64; any
+        for two-dimensional q, k and v. float16, bfloat16, float32, or float64, which is cast as that of a bias; any
         strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
     dropout : Dropout, optional
         Which weights are dropped, after the softmax; lse is that of all of them.

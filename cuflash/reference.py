@@ -10,9 +10,10 @@
 ([1.0, 1.5], [1.0, 2.0])
 
 Everything here is written to be read beside the paper and to be right, not fast: memory is O(seqlen_q seqlen_kv).
-Arithmetic is float64 whatever comes in; long double and complex arguments keep their kind, so that rounding can be
-told from error (long double) and the forward differentiated by a complex step of 1e-20. What `numpy.errstate` asks for
-is raised. Nothing of the tiled code is used, and nothing of it may come to be used, since the two check each other.
+Arithmetic is float64 whatever comes in, also for a float64 sink beside float32 q, which `cuflash.attention` casts to
+float32 (`error_bound` includes that rounding); long double and complex arguments keep their kind, so that rounding can
+be told from error (long double) and the forward differentiated by a complex step of 1e-20. What `numpy.errstate` asks
+for is raised. Nothing of the tiled code is used, and nothing of it may come to be used, since the two check each other.
 
 NaN and infinities follow the rule of docs/semantics.md. The whole matrix counts as one partial block: P and dS are 0 at
 every place that the mask leaves out, and 0 times a NaN or infinity of v, k, q or do there is NaN.

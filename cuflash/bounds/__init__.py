@@ -62,13 +62,14 @@ A sink. It is one more column, of an exact score s and without a value. Kernels 
 L' being the log-sum-exp without it: they weigh both by exp2 of differences from the larger of L' and s, so that its
 weight relative to those of the keys is off by the roundings of L', of a difference, and of exp2 twice::
 
-    eta_s = 4 ua (|m| + |L'|) + 2 ua (|s| + |L'|) + 8 ua           r += P_s (exp(eta_s) - 1)
+    eta_s = 4 ua (|m| + |L'|) + 2 ua (|s| + |L'|) + 8 ua + e_s     r += P_s (exp(eta_s) - 1)
     tol_L += 4 ua ((1 - P_s) |L'| + 1)                             tol_O: 4 ua more of sum_j P exp(eta) |v|
-    eta_s' = tol_L + 4 ua (|s| + |L|) + 4 ua                       delta = D - dlse, e_delta = e_D + 2 ua (|D| + |dlse|)
+    eta_s' = tol_L + 4 ua (|s| + |L|) + 4 ua + e_s                 delta = D - dlse, e_delta = e_D + 2 ua (|D| + |dlse|)
     tol_ds = sum_i (P_s (exp(eta_s') - 1) + (k(n) + 4) ua P_s exp(eta_s')) (|delta| + e_delta) + P_s e_delta
              + u |ds| + w                                          with u and w of the sink's dtype
 
-O is a weighted mean of the rows of v and of 0 then.
+O is a weighted mean of the rows of v and of 0 then. e_s is 0, but for a sink of float64 where A is float32: that is
+rounded to A when it is read, so that e_s = ua |s| + wa, and in rows without a key tol_L = e_s.
 
 Dropout multiplies P by Z, which is 0 or 1 / (1 - p), where it multiplies v or dO, and multiplies dP by it. So do the
 bounds, and where Z is not 0 two roundings more are in sum_j Z P exp(eta) |v|, in |Z dP| and in dV: those of 1 / (1 - p)

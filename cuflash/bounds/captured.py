@@ -38,7 +38,8 @@ class Captured:
     def final(self, s: Array, e_s: Array, allowed: Array, model: Rounding) -> ScoreErrors:
         """Final scores and derivatives, with errors; all of it is 0 where the mask is False."""
         arithmetic = Arithmetic(model.ua, model.wa, model.largest_sum)
-        found = score_errors(self.program, self.operands, self.wrt, s, e_s, arithmetic)
+        operands = self.operands._replace(arrays=[model.as_read(array)[0] for array in self.operands.arrays])
+        found = score_errors(self.program, operands, self.wrt, s, e_s, arithmetic)
         loads = (
             load._replace(value=np.where(allowed, load.value, 0), error=np.where(allowed, load.error, 0))
             for load in found.loads

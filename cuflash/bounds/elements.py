@@ -93,7 +93,8 @@ def error_bound(
     ----------
     q, k, v : arrays
         As in `attention`. Their values count as exact, those of `Quantized` ones as they are dequantised;
-        `quantization_bound` says what quantisation changes.
+        `quantization_bound` says what quantisation changes. The values of bias, sink and captured arrays count as
+        exact too: for float64 ones beside narrower q the bound includes their cast to float32.
     do : array, optional
         The gradient of o. With it the gradients are bounded too.
     dlse : array, optional
@@ -121,9 +122,10 @@ def error_bound(
     -------
     Bounds
         Each result is within its bound of the exact one, element by element. Rows with no key have bound 0, since o is
-        0 and lse is -inf, or the sink, exactly. A bound is infinite where nothing is promised: for a result that its
-        dtype may overflow, for gradients from a dS that may overflow the dtype it is rounded to (65504 in float16), and
-        for scores so large (around 10^6 in float32) that exp(score) has no correct digit.
+        0 and lse is -inf, or the sink, exactly; a float64 sink beside narrower q rounds there too. A bound is infinite
+        where nothing is promised: for a result that its dtype may overflow, for gradients from a dS that may overflow
+        the dtype it is rounded to (65504 in float16), and for scores so large (around 10^6 in float32) that exp(score)
+        has no correct digit.
 
     Raises
     ------
@@ -298,9 +300,11 @@ def _dense_bounds(
     queries = np.where(is_row, queries, 0)
     keys, values = (np.where(is_seen, expand_heads(np.asarray(x).astype(np.float64), num_heads), 0) for x in (k, v))
 
-    logit = np.full((), -np.inf) if sink is None else np.atleast_1d(sink).astype(np.float64)[..., None, None]
+    logit, e_logit = model.as_read(np.full(1, -np.inf) if sink is None else np.atleast_1d(sink))
+    logit = logit.astype(np.float64)[..., None, None]
+    e_logit = np.broadcast_to(e_logit, logit.shape[:-2])[..., None, None]
 
-    forward = forward_tolerances(queries, keys, values, allowed, scale, logit, model, captured, weights, cuts)
+    forward = forward_tolerances(queries, keys, values, allowed, scale, logit, e_logit, model, captured, weights, cuts)
     is_row = forward.allowed.any(axis=-1)[..., None]
     tol_o = rounded_up(forward.tol_o, forward.o, model)
     tol_lse = nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
@@ -315,6 +319,6 @@ def _dense_bounds(
     shapes = np.shape(q), np.shape(k), np.shape(v)
     df, e_df, tolerances = gradient_tolerances(queries, keys, values, do, dlse, scale, model, forward, shapes)
     dq, dk, dv = tolerances
-    dsink = None if sink is None else sink_tolerance(values, do, dlse, logit, model, forward, sink)
+    dsink = None if sink is None else sink_tolerance(values, do, dlse, logit, e_logit, model, forward, sink)
     others = {} if captured is None or forward.final is None else captured.tolerances(forward.final, df, e_df, model)
     return Bounds(o=o_bound, lse=lse_bound, dq=dq, dk=dk, dv=dv, dsink=dsink, others=others)

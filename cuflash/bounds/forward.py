@@ -61,6 +61,7 @@ def forward_tolerances(
     allowed: Array,
     scale: float,
     logit: Array,
+    e_logit: Array,
     model: Rounding,
     captured: Captured | None,
     weights: Weights,
@@ -84,7 +85,7 @@ def forward_tolerances(
     eta = np.where(allowed, eta, 0)
     p_excess = excess_of(log_p, p, eta)
     abs_max, abs_lse, abs_sink = np.abs(row_max), np.abs(lse_of_keys), np.abs(np.where(has_sink, logit, 0))
-    eta_sink = 4 * ua * (abs_max + abs_lse) + 2 * ua * (abs_sink + abs_lse) + 8 * ua
+    eta_sink = e_logit + 4 * ua * (abs_max + abs_lse) + 2 * ua * (abs_sink + abs_lse) + 8 * ua
     p_sink = np.exp(log_p_sink)
     r = p_excess.sum(axis=-1, keepdims=True) + excess_of(log_p_sink, p_sink, eta_sink)
     tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (abs_max + np.abs(lse))
@@ -109,7 +110,7 @@ def forward_tolerances(
         eta=eta,
         lse=lse,
         o=o,
-        tol_lse=np.where(is_row, tol_lse, 0),
+        tol_lse=np.where(is_row, tol_lse, e_logit),
         tol_o=np.where(is_row, tol_o, 0),
         final=final,
         log_p_sink=log_p_sink,

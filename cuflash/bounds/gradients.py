@@ -90,9 +90,10 @@ def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: Rounding) 
 
 
 def sink_tolerance(
-    values: Array, do: Array, dlse: Array | float, logit: Array, model: Rounding, forward: Forward, sink: Array
-) -> Array:
-    """The bound on dsink, in the shape of the sink."""
+    values: Array, do: Array, dlse: Array | float, logit: Array, e_logit: Array, model: Rounding, forward: Forward,
+    sink: Array,
+) -> Array:  # fmt: skip
+    """The bound on dsink, in the shape of the sink, whose logits err by `e_logit`."""
     ua, wa, value_dim = model.ua, model.wa, values.shape[-1]
     k_dv = model.k(value_dim) + 2
     p_sink = np.exp(forward.log_p_sink)
@@ -103,7 +104,7 @@ def sink_tolerance(
     larger = np.abs(delta) + e_delta
 
     abs_sink = np.abs(np.where(np.isneginf(logit), 0, logit))
-    eta = forward.tol_lse + 4 * ua * (abs_sink + np.abs(forward.lse)) + 4 * ua
+    eta = forward.tol_lse + e_logit + 4 * ua * (abs_sink + np.abs(forward.lse)) + 4 * ua
     excess = excess_of(forward.log_p_sink, p_sink, eta)
     terms = p_sink.size // max(1, sink.size)
     rounding = (model.k(terms) + 4) * ua

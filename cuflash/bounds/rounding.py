@@ -69,6 +69,17 @@ class Rounding:
         made = replace(self, t=2 * self.ua * (1 + self.ua), u=self.u if self.u == self.ua else self.u + 2 * self.ua)
         return replace(made, wp=LOST_WEIGHT) if are_products_cut else made
 
+    def as_read(self, array: Array) -> tuple[Array, Any]:
+        """Values of an array beside q, k and v as a kernel reads them, and how far rounding them to A may move them.
+
+        A number of a float64 array that A cannot hold is infinite; every other value counts as it is.
+        """
+        if array.dtype != np.float64 or self.ua <= roundoff(array.dtype):
+            return array, 0.0
+        narrow = array.astype(np.float32)
+        is_held = ~np.isinf(narrow)
+        return np.where(is_held, array, narrow), np.where(is_held & (array != 0), self.ua * np.abs(array) + self.wa, 0)
+
     def k(self, terms: int) -> float:
         return min(terms, 6 * math.sqrt(terms)) if self.probable else terms
 

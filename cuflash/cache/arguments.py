@@ -9,8 +9,7 @@ import numpy as np
 
 from ..api import plan
 from ..arrays import (
-    DTYPES, Array, ShapeDtype, accumulator_dtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace,
-    no_array, to_host,
+    DTYPES, Array, ShapeDtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array, to_host,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
@@ -201,7 +200,7 @@ def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
         return []
     reasons: list[str] = []
     with collecting(reasons):
-        operands_of({"sink": sink}, (int(q.shape[0]), int(q.shape[1])), accumulator_dtype(q.dtype))
+        operands_of({"sink": sink}, (int(q.shape[0]), int(q.shape[1])))
     if not is_array(sink):  # a shape and a dtype alone
         raise TypeError(no_array("sink", sink))
     return reasons + place_reasons("sink", sink, like)

@@ -285,7 +285,8 @@ class _HostCall:
 
     def sink_gradient(self) -> Array:
         """dsink [*batch, heads]: minus the sum over queries of the sink's weight times delta."""
-        sink = self.arrays["sink"].astype(self.wide)[..., None]
+        with np.errstate(over="ignore"):  # what a narrower dtype cannot hold is infinite
+            sink = self.arrays["sink"].astype(self.wide)[..., None]
         lse, delta = self.arrays["lse"], self.arrays["delta"]
         if np.isnan(delta).any():
             # In a row without a key o is 0 and lse is the sink: what do holds counts for nothing, and dlse alone does.

@@ -35,5 +35,6 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
 
 def _sink_of_rows(plan: KernelPlan, sink: Array) -> Array:
     """The sink in the accumulator's dtype, and in a shape that broadcasts to lse's."""
-    wide = sink.astype(plan.problem.accumulator)
+    with np.errstate(over="ignore"):  # what a narrower dtype cannot hold is infinite
+        wide = sink.astype(plan.problem.accumulator)
     return wide[..., None] if plan.problem.has_heads else wide.reshape(1)

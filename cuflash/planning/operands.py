@@ -10,8 +10,6 @@ import numpy as np
 from ..arrays import DTYPES, ShapeDtype, describe, is_array, is_number
 from ..errors import UnsupportedProblem
 
-_WIDEST = np.dtype(np.float64)
-
 
 class Operand(NamedTuple):
     """An array beside q, k and v: all that a plan knows of it.
@@ -31,9 +29,7 @@ class Operand(NamedTuple):
         return f"score.{self.name}" if self.is_captured else self.name
 
 
-def operands_of(
-    given: Mapping[str, Any], heads_shape: tuple[int, ...], accumulator: np.dtype[Any]
-) -> tuple[Operand, ...]:
+def operands_of(given: Mapping[str, Any], heads_shape: tuple[int, ...]) -> tuple[Operand, ...]:
     """The operands of a problem from the arrays, or `ShapeDtype`, of a call.
 
     Parameters
@@ -42,8 +38,6 @@ def operands_of(
         None stands for an operand that the call does not have.
     heads_shape : tuple of int
         (*batch, num_heads); (1,) for two-dimensional q, k and v.
-    accumulator : numpy.dtype
-        The dtype of the problem's sums.
 
     Raises
     ------
@@ -58,7 +52,7 @@ def operands_of(
             raise TypeError(_no_operand(name, array, heads_shape))
     reasons = list[str]()
     for name, array in there.items():
-        reasons += _sink_reasons(name, array, heads_shape, accumulator)
+        reasons += _sink_reasons(name, array, heads_shape)
     if reasons:
         raise UnsupportedProblem(reasons)
     return tuple(Operand(name, tuple(map(int, x.shape)), np.dtype(x.dtype)) for name, x in there.items())
@@ -72,15 +66,14 @@ def _no_operand(name: str, value: Any, heads_shape: tuple[int, ...]) -> str:
     return f"{name} must be an array of shape (num_heads,) = ({heads_shape[-1]},); got {describe(value)}: {makes}"
 
 
-def _sink_reasons(name: str, array: Any, heads_shape: tuple[int, ...], accumulator: np.dtype[Any]) -> list[str]:
-    reasons = []
-    shape, dtypes = tuple(array.shape), [dtype for dtype in DTYPES if accumulator == _WIDEST or dtype != _WIDEST]
+def _sink_reasons(name: str, array: Any, heads_shape: tuple[int, ...]) -> list[str]:
+    reasons, shape = [], tuple(array.shape)
     if not _broadcasts(shape, heads_shape):
         leading = f" or one that broadcasts to (*batch, num_heads) = {heads_shape}" if len(heads_shape) > 1 else ""
         reasons.append(f"{name} must have shape (num_heads,) = ({heads_shape[-1]},){leading}; got {shape}")
-    if array.dtype not in dtypes:
-        fix = "float64 is for float64 q, k and v" if array.dtype == _WIDEST else f"convert it with {name}.astype"
-        reasons.append(f"{name} must be {', '.join(map(str, dtypes))}; got {array.dtype}: {fix}")
+    if array.dtype not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        reasons.append(f"{name} must be {known}; got {array.dtype}: write {name}.astype(np.float32)")
     return reasons
 
 

@@ -235,7 +235,7 @@ def with_operands(
     reasons = list[str]()
     operands = tuple[Operand, ...]()
     with collecting(reasons):
-        operands = operands_of(given, problem.heads_shape(), problem.accumulator)
+        operands = operands_of(given, problem.heads_shape())
     if score is not None:
         with collecting(reasons):
             operands += captured_operands(score, problem.mask_shape, problem.has_heads, problem.accumulator)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays import DTYPES
 from ..errors import UnsupportedProblem
 from ..masks.shape import MaskShape
 from ..scores.program import Program
@@ -46,9 +45,7 @@ def captured_operands(
     reasons = _number_reasons(score.numbers, accumulator)
     if "bias" in score.arrays:
         scores_shape = (*shape.batch, *shape[1:]) if has_heads else shape[2:]
-        number = list(score.arrays).index("bias")
-        dtype = np.dtype(score.program.arrays[number].dtype)
-        reasons += _bias_reasons(tuple(score.arrays["bias"].shape), dtype, scores_shape, accumulator)
+        reasons += _bias_reasons(tuple(score.arrays["bias"].shape), scores_shape)
     reasons += _start_reasons(score, shape)
     if not reasons:
         shapes = [tuple(map(int, array.shape)) for array in score.arrays.values()]
@@ -94,18 +91,12 @@ def _start_reasons(score: Score | Traced, shape: MaskShape) -> list[str]:
     return reasons
 
 
-def _bias_reasons(
-    shape: tuple[int, ...], dtype: np.dtype[Any], scores_shape: tuple[int, ...], accumulator: np.dtype[Any]
-) -> list[str]:
-    reasons = []
-    if dtype == _WIDEST != accumulator:
-        known = ", ".join(str(each) for each in DTYPES if each != _WIDEST)
-        reasons.append(f"bias must be {known}; got float64: float64 is for float64 q, k and v")
+def _bias_reasons(shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> list[str]:
     try:
         is_fit = np.broadcast_shapes(shape, scores_shape) == scores_shape
     except ValueError:
         is_fit = False
-    if not is_fit:
-        names = "(*batch, num_heads, seqlen_q, seqlen_kv)" if len(scores_shape) > 2 else "(seqlen_q, seqlen_kv)"
-        reasons.append(f"bias must broadcast to {names} = {scores_shape}; got {shape}")
-    return reasons
+    if is_fit:
+        return []
+    names = "(*batch, num_heads, seqlen_q, seqlen_kv)" if len(scores_shape) > 2 else "(seqlen_q, seqlen_kv)"
+    return [f"bias must broadcast to {names} = {scores_shape}; got {shape}"]

@@ -196,7 +196,8 @@ def bias(array: Array) -> Score:
         raise TypeError(no_array("bias", array))
     dtype = dtype_of(array)
     if dtype not in DTYPES:
-        fix = "a bool array is a mask: give it as mask=" if dtype == np.bool else "convert it with bias.astype"
+        floats = "bias.float()" if is_tensor(array) else "bias.astype(np.float32)"
+        fix = "a bool array is a mask: write mask=bias" if dtype == np.bool else f"write {floats}"
         raise UnsupportedProblem([f"bias must be {', '.join(map(str, DTYPES))}; got {array.dtype}: {fix}"])
     # An axis of length 1 is read at 0: it is broadcast.
     is_single = [extent == 1 for extent in array.shape[-3:]]

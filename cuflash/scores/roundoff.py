@@ -121,7 +121,7 @@ def _real_error(
         return ua * abs(float(x))
     if op == "load":
         is_rounded = program.arrays[instruction.value].dtype == "float64" and ua > 2.0**-52
-        error = ua * np.abs(x) if is_rounded else 0.0
+        error = np.where(np.isinf(x) | np.equal(x, 0), 0, ua * np.abs(x) + model.wa) if is_rounded else 0.0
         return np.inf if any(np.any(np.greater(arg.error, 0)) for arg in args) else error
     if op == "real":
         return np.maximum(args[0].error, np.where(np.abs(x) > 1 / ua, ua * np.abs(x), 0))

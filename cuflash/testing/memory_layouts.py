@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ..keywords import explains_keywords
+
 LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset", "broadcast", "odd_strides")
 
 
+@explains_keywords
 def laid_out(values: Any, layout: str) -> Any:
     """Copy values into another memory layout; gaps in the memory hold NaN.
 

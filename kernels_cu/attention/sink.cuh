@@ -27,7 +27,7 @@ CUFLASH_DEVICE T sink_logit(const Sink& sink, const BatchHead& batch_head, int h
   };
   if (sink.dtype == kHalfSink) return of(ptx::Half());
   if (sink.dtype == kBFloat16Sink) return of(ptx::BFloat16());
-  if (sizeof(T) == sizeof(double) && sink.dtype == kDoubleSink) return of(double());
+  if (sink.dtype == kDoubleSink) return of(double());
   return of(float());
 }
 template <class T>
@@ -102,6 +102,7 @@ CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T*
   else if (sink.dtype == kBFloat16Sink)
     matrix<ptx::BFloat16>(sink.dsink, first, first.head, 1, 1).at(0, 0) =
         ptx::bfloat16_by_integers(static_cast<float>(-partial_sums[0]));
+  else if (sink.dtype == kDoubleSink) write(double());
   else write(float());
 }
 

@@ -393,7 +393,6 @@ FAULTS = {
         ),
         "any number of heads has slopes": Edit(LIBRARY, "_count", "1 <= value <= _MOST", "1 <= value"),
         "a bool bias is taken": Edit(LIBRARY, "bias", "dtype not in DTYPES", "False"),
-        "a float64 bias is taken": Edit(OPERANDS, "_bias_reasons", "dtype == _WIDEST != accumulator", "False"),
         "the bias's shape is not looked at": Edit(
             OPERANDS, "captured_operands", 'if "bias" in score.arrays:', "if False:"
         ),

@@ -14,6 +14,8 @@ from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import SIM
 from executors import check_simulated
 
+import cuflash
+
 SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "sink": (4,)}
 TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
@@ -48,18 +50,21 @@ def the_host_is_right(library: ModuleType) -> None:
 
 def bounds_are_sharp(library: ModuleType) -> None:
     """The bounds of the copy equal those of the installed library."""
+    error_bound = import_module(f"{library.__name__}.bounds").error_bound
     example = SHORT.example()
     operands = example.q, example.k, example.v, example.do
-    options = {"dlse": example.dlse, "mask": example.dense_mask, "sink": example.sink}
-    found = import_module(f"{library.__name__}.bounds").error_bound(*operands, **options)
-    for name in ("o", "lse", "dsink"):
-        np.testing.assert_allclose(getattr(found, name), getattr(example.bounds, name), rtol=1e-9)
+    wide = np.array([1e4, -1e39, 0.1, 0])
+    for sink, bias in ((example.sink, None), (wide, None), (wide, np.where(ROWS, -np.inf, 0.1))):
+        options = {"dlse": example.dlse, "mask": example.dense_mask, "sink": sink, "bias": bias}
+        found, expected = error_bound(*operands, **options), cuflash.error_bound(*operands, **options)
+        for name in ("o", "lse", "dsink"):
+            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-9)
 
 
 def sinks_are_refused(library: ModuleType) -> None:
     """Wrong arguments are refused, and right ones are not."""
     q, sink = np.ones((2, 4, 5, 8), np.float32), np.zeros(4, np.float32)
-    wrong = ({"sink": sink[:3]}, {"sink": sink.astype(float)}, {"sink": sink.astype(int)}, {"wrt": "sink"})
+    wrong = ({"sink": sink[:3]}, {"sink": sink.astype(int)}, {"wrt": "sink"})
     for options in (*wrong, {"sink": sink, "wrt": "q"}, {"sink": sink, "wrt": ["sink"]}):
         try:
             library.attention_vjp(q, q, q, **options)
@@ -74,7 +79,12 @@ def sinks_are_refused(library: ModuleType) -> None:
             continue
         raise AssertionError(f"the plan took {list(given)}")
     library.attention(q, q, q, sink=np.zeros((2, 1), np.float16))
-    library.attention(q.astype(float), q.astype(float), q.astype(float), sink=sink.astype(float))
+    for like in (q, q.astype(float)):
+        library.attention(like, like, like, sink=sink.astype(float))
+    overflows: list[Any] = []
+    with np.errstate(over="call", call=lambda *error: overflows.append(error)):
+        library.attention(q, q[:, :0], q[:, :0], sink=sink - 1e39)
+    assert not overflows
 
 
 def calls_are_told_apart(library: ModuleType) -> None:
@@ -113,6 +123,7 @@ def simt_is_right() -> None:
     check_simulated("simt", SHORT)
     check_simulated("simt", replace(SHORT, sink=(2, 1), sink_dtype="bfloat16"))
     check_simulated("simt", replace(SHORT, sink=(1,), sink_dtype="float16"))
+    check_simulated("simt", replace(SHORT, sink_dtype="float64"))
     example = SHORT.example()
     run = replace(SIM, kernel="simt")
     _assert_rows_without_keys_give_dlse(example, run.everything)

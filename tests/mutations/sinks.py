@@ -76,13 +76,29 @@ FAULTS = {
             "bounds/forward.py", "forward_tolerances",
             "tol_lse = tol_lse + has_sink * 4", "tol_lse = tol_lse + has_sink * 0",
         ),
+        "a float64 sink is not rounded": Edit(
+            "bounds/rounding.py", "Rounding.as_read", "self.ua * np.abs(array) + self.wa, 0)", "0, 0)"
+        ),
+        "beyond float32 a sink stays finite": Edit(
+            "bounds/rounding.py", "Rounding.as_read", "np.where(is_held, array, narrow)", "array"
+        ),
+        "without a key a float64 sink is lse": Edit(
+            "bounds/forward.py", "forward_tolerances", "np.where(is_row, tol_lse, e_logit)",
+            "np.where(is_row, tol_lse, 0)",
+        ),
+        "an infinity of float64 is rounded": Edit(
+            "scores/roundoff.py", "_real_error", "np.isinf(x) | np.equal(x, 0)", "np.equal(x, 0)"
+        ),
         "delta has no error": Edit("bounds/gradients.py", "sink_tolerance", "+ p_sink * e_delta", ""),
         "lse has no error for the sink": Edit(
-            "bounds/gradients.py", "sink_tolerance", "eta = forward.tol_lse + 4", "eta = 4"
+            "bounds/gradients.py", "sink_tolerance", "eta = forward.tol_lse + e_logit", "eta = e_logit"
         ),
     },
     sinks_are_refused: {
         "a sink may have any shape": Edit("planning/operands.py", "_broadcasts", "return False", "return True"),
+        "without keys a sink beyond float32 warns": Edit(
+            "executors/without_keys.py", "_sink_of_rows", 'np.errstate(over="ignore")', "np.errstate()"
+        ),
         "a plan runs without its sink": Edit(
             "plans.py", "Plan._input_reasons", "if name in needed and name not in given", "if False"
         ),
@@ -136,6 +152,12 @@ FAULTS = {
         ),
         "halves are read as bfloat16": Edit(
             "attention/sink.cuh", "sink_logit", "return of(ptx::Half());", "return of(ptx::BFloat16());"
+        ),
+        "a float64 sink is read as float32": Edit(
+            "attention/sink.cuh", "sink_logit", "return of(double());", "return of(float());"
+        ),
+        "a float64 sink has a float32 gradient": Edit(
+            "attention/sink.cuh", "sum_sink_gradient", "write(double());", "write(float());"
         ),
         "bfloat16 is written as halves": Edit(
             "attention/sink.cuh", "sum_sink_gradient",

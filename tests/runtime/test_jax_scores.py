@@ -134,7 +134,7 @@ def test_captured_arrays_of_numpy_are_taken():
 
 BAD = {
     "a bias that is no array": (lambda: {"bias": 3.0}, TypeError, "bias must be an array; got 3.0"),
-    "a bool bias": (lambda: {"bias": jnp.ones(7, bool)}, cuflash.UnsupportedProblem, "give it as mask="),
+    "a bool bias": (lambda: {"bias": jnp.ones(7, bool)}, cuflash.UnsupportedProblem, "write mask=bias"),
     "a bias of another length": (lambda: {"bias": jnp.ones(3)}, cuflash.UnsupportedProblem, "bias must broadcast to"),
     "a cap of 0, and a bias": (
         lambda: {"softcap": 0.0, "bias": jnp.ones(7)}, cuflash.UnsupportedProblem, "softcap must be a positive finite"
@@ -173,3 +173,21 @@ def test_operands_on_a_gpu_have_gradients():
     others = {name: np.asarray(found[name]) for name in wrt}
     results = {"o": np.asarray(o), "lse": np.asarray(lse), "dsink": np.asarray(found["sink"])}
     assert_within_bounds(example, **results, others=others)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_float64_operands_beside_float32_have_float64_gradients(is_traced):
+    def call(bias, sink, slope):
+        return attention(*map(jnp.asarray, (Q, K, V)), bias=bias, sink=sink, score=scores.alibi(slope))
+
+    def pulled(*arrays):
+        o, vjp = jax.vjp(call, *arrays)
+        return (o, *vjp(jnp.asarray(DO)))
+
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(OPERANDS[name].astype(np.float64)) / 3 for name in ("bias", "sink", "slope")]
+        run = jax.jit(pulled) if is_traced else pulled
+        found, expected = run(*wide), run(*(array.astype(np.float32) for array in wide))
+    assert [x.dtype for x in found] == [np.float32, np.float64, np.float64, np.float64]
+    for first, second in zip(found, expected):
+        np.testing.assert_array_equal(first.astype(np.float32), second)

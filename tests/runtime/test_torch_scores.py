@@ -309,7 +309,7 @@ BAD = {
         lambda: {"score": scores.alibi(as_numpy(SLOPE))}, TypeError, "slopes must be a torch.Tensor; got an array of"
     ),
     "a bias that is no array": (lambda: {"bias": 3.0}, TypeError, "bias must be an array; got 3.0"),
-    "a bool bias": (lambda: {"bias": BIAS > 0}, cuflash.UnsupportedProblem, "bias must be float16.*give it as mask="),
+    "a bool bias": (lambda: {"bias": BIAS > 0}, cuflash.UnsupportedProblem, "bias must be float16.*write mask=bias"),
     "an eighth of a bias": (
         lambda: {"bias": BIAS.to(torch.float8_e4m3fn)}, cuflash.UnsupportedProblem, "bias must be float16, bfloat16"
     ),
@@ -343,3 +343,16 @@ def test_every_reason_comes_at_once():
         attention(Q[..., :2], K, V, bias=bias, softcap=-1.0, causal="yes", mask=masks.Causal())
     told = [reason.split()[0] for reason in caught.value.reasons]
     assert told == ["softcap", "k"], caught.value.reasons
+
+
+def test_float64_operands_beside_float32_have_float64_gradients():
+    q, k, v, do = (tensor.float() for tensor in (Q, K, V, DO))
+    wide = [tensor.clone().requires_grad_() for tensor in (BIAS, SINK, SLOPE)]
+    narrow = [tensor.detach().float().requires_grad_() for tensor in wide]
+    made = []
+    for bias, sink, slope in (wide, narrow):
+        o = attention(q, k, v, bias=bias, sink=sink, score=scores.alibi(slope))
+        made.append((o, *torch.autograd.grad(o, (bias, sink, slope), do)))
+    assert [x.dtype for x in made[0]] == [torch.float32, torch.float64, torch.float64, torch.float64]
+    for first, second in zip(*made):
+        assert torch.equal(first.float(), second)
