@@ -99,7 +99,7 @@ def _is_cupy(value: object) -> bool:
 
 
 def is_sparse(value: object) -> bool:
-    """Return whether a value is a scipy.sparse array, which it cannot be before the process has imported scipy.sparse."""
+    """Return whether a value is a scipy.sparse array; none exists before the process has imported scipy.sparse."""
     if "scipy.sparse" not in sys.modules:
         return False
     from scipy.sparse import issparse

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
-_Class = TypeVar("_Class", bound=type)
-
 from .keywords import explains_keywords
 
+_Class = TypeVar("_Class", bound=type)
 _LOG_LINES = 40  # as many of them are shown
 
 

@@ -36,10 +36,10 @@ _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are v
 make_on_device: Callable[[Array, Mask, MaskShape, tuple[int, int]], BlockIndex] | None = None
 
 
-@explains_keywords
 @checked_calls(
     is_by_keywords, "make an index with BlockIndex.from_blocks, BlockIndex.from_mask or BlockIndex.from_scipy"
 )
+@explains_keywords
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class BlockIndex:
     """The blocks of a mask: absent, full or partial, and the elements of the partial ones.

@@ -447,12 +447,12 @@ def _has_both_bounds(positional: tuple[Any, ...], keywords: dict[str, Any]) -> b
     return len(positional) != 1 or "upper" in keywords
 
 
-@explains_keywords
 @checked_calls(
     _has_both_bounds,
     "Band takes both bounds of j - i: masks.Band(-8, 8) has 8 keys on either side of the query, masks.Band(lower=8) no "
     "upper bound",
 )
+@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Band(Mask):
     """A query i attends the keys j with lower <= j - i <= upper, in absolute coordinates.

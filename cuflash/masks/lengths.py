@@ -16,8 +16,8 @@ from .shape import MaskShape
 _KEYWORDS = "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding, q= for query padding"
 
 
-@explains_keywords
 @checked_calls(is_by_keywords, _KEYWORDS)
+@explains_keywords
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Lengths(Mask):
     """Only the first `q` queries and the first `kv` keys exist.

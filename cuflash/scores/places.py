@@ -11,8 +11,8 @@ from ..arrays import Array, as_int_array, describe, flag_reasons, is_int, namesp
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..layouts import is_foreign, is_on_cuda, is_tracer, taken, taken_on_cuda
-from .offsets import offset_reasons, pair_reasons
-from .score import MAX_ARRAYS, Score
+from .offsets import end_reasons, offset_reasons, pair_reasons
+from .score import MAX_ARRAYS, RESTARTED, Score
 
 __all__ = ["in_cache", "within"]
 
