@@ -726,4 +726,64 @@ FAULTS = {
             "masks/shape.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
         ),
     },
+    refuses(
+        lambda library: library.attention(Q, Q, Q, is_causal=True, casual=True),
+        "has no is_causal: use causal=True", "has no casual: did you mean causal=?",
+    ): {
+        "the sentence for another call comes first": Edit(
+            "keywords/elsewhere.py", None, "_CAUSAL, _CAUSAL_ARRAY", "_CAUSAL_ARRAY, _CAUSAL"
+        ),
+        "no name is close": Edit("keywords/answers.py", "_answer", "if close:", "if False:"),
+        "one of two keywords is answered": Edit(
+            "keywords/answers.py", "_answers", "for each in unknown", "for each in unknown[:1]"
+        ),
+        "errors of binding stay Python's": Edit(
+            "keywords/answers.py", "_explained", "error.__traceback__.tb_next is None", "False"
+        ),
+    },
+    refuses(
+        lambda library: library.merge([Q], [Q], softmax_scale=1),
+        "it takes outs, lses; in cuflash.attention, use scale=",
+    ): {
+        "an answer names what the call lacks": Edit(
+            "keywords/answers.py", "_answer", "if asked <= set(names):", "if asked:"
+        ),
+    },
+    refuses(
+        lambda library: library.BlockIndex.from_mask(library.masks.Causal(), Q_LEN=4),
+        "BlockIndex.from_mask() has no Q_LEN: use seqlen_q=",
+    ): {
+        "class methods are left out": Edit(
+            "keywords/answers.py", "explains_keywords", "isinstance(member, (classmethod, staticmethod))", "False"
+        ),
+    },
+    refuses(
+        lambda library: library.KVCache.attention(None, Q, cache_seqlens=4),
+        "KVCache.attention() has no cache_seqlens: call append",
+    ): {
+        "methods are left out": Edit(
+            "keywords/answers.py", "explains_keywords",
+            'not name.startswith("_") and not any(hasattr(base, name) for base in call.__bases__)', "False",
+        ),
+    },
+    refuses(lambda library: library.masks.Lengths(kv_lengths=4), "Lengths() has no kv_lengths: use kv="): {
+        "constructors are left out": Edit(
+            "keywords/answers.py", None, '_CONSTRUCTORS = ("__init__", "__new__")', '_CONSTRUCTORS = ("__new__",)'
+        ),
+    },
+    refuses(lambda library: library.plan(Q, Q, Q).forward(Q, Q, Q, sm_scale=Q), "in cuflash.plan, use scale="): {
+        "plans take names of options for arrays": Edit(
+            "plans.py", "Plan.forward",
+            'require_own_names("Plan.forward", operands, (each.name for each in self.plan.problem.operands))', "pass",
+        ),
+    },
+    refuses(
+        lambda library: library.plan(Q, Q, Q).backward(Q, Q, Q, Q, Q, Q[..., 0], sm_scale=Q),
+        "in cuflash.plan, use scale=",
+    ): {
+        "backward passes take names of options for arrays": Edit(
+            "plans.py", "Plan._arrays_of_backward",
+            'require_own_names("Plan.backward", operands, (each.name for each in self.plan.problem.operands))', "pass",
+        ),
+    },
 }  # fmt: skip

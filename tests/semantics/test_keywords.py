@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -155,6 +156,39 @@ def test_sentences_name_what_exists(sentence: str) -> None:
 def test_names_that_do_not_exist_are_seen() -> None:
     assert unknown_in("use mask=cuflash.masks.Length(kv=lengths)") == ["cuflash.masks.Length"]
     assert unknown_in("use mask=cuflash.masks.Lengths(keys=lengths)") == [".masks.Lengths(keys=)"]
+
+
+def rows_of(page: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the rows of a page's tables of names: the names, and the sentence without backticks."""
+    for table in re.findall(r"^\| [^`|]+ \| cuflash \|\n\|--.*\n((?:\|.*\n)+)", page, re.MULTILINE):
+        for row in table.splitlines():
+            names, sentence = re.fullmatch(r"\| (.*?) \| (.*) \|", row).groups()  # type: ignore[union-attr]
+            yield re.findall(r"`(\w+)`", names), sentence.replace("`", "").replace("\\|", "|")
+
+
+def faults_of(page: str) -> list[str]:
+    """List the names whose sentence on a page is not that of the table, and those that the page lacks."""
+    rows = list(rows_of(page))
+    wrong = [name for names, said in rows for name in names if ELSEWHERE.get(name, [""])[0] != said]
+    return [*wrong, *sorted(set(ELSEWHERE) - {name for names, _ in rows for name in names})]
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text("utf-8")
+
+
+def test_the_page_about_other_libraries_has_the_table() -> None:
+    assert faults_of(PAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "faults"),
+    [
+        ("use `scale=` |", "use `score=` |", {"softmax_scale", "scaling"}),
+        ("`add_zero_attn`", "`zero`", {"zero", "add_zero_attn"}),
+    ],
+)
+def test_a_page_without_the_table_is_seen(there: str, instead: str, faults: set[str]) -> None:
+    assert faults <= set(faults_of(PAGE.replace(there, instead)))
 
 
 def test_all_unknown_keywords_are_answered_at_once() -> None:
