@@ -21,7 +21,7 @@ from .layouts import (
     COPIES, device_number, is_broadcast, is_foreign, is_on_cuda, is_tracer, kind_of, layout_reasons, overlap, reach,
     taken,
 )  # fmt: skip
-from .planning.device import DeviceSpec
+from .planning.device import other_device_reasons
 from .planning.explain import explain
 from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning.plan import KernelPlan
@@ -522,7 +522,7 @@ class Plan:
         if self.executor != "gpu":
             getattr(self.plan.work, "transposed", None)
             return
-        reasons = _device_reasons(self.plan.device, gpu.current_device())
+        reasons = other_device_reasons(self.plan.device, gpu.current_device())
         if reasons:
             raise UnsupportedProblem(reasons)
         gpu.make_ready(self.plan)
@@ -589,7 +589,7 @@ class Plan:
         """
         if self.executor != "gpu":
             return
-        reasons = _device_reasons(self.plan.device, gpu.current_device())
+        reasons = other_device_reasons(self.plan.device, gpu.current_device())
         if reasons:
             raise UnsupportedProblem(reasons)
         if self._scales_arrays:
@@ -757,14 +757,6 @@ def as_mask_of_arrays(mask: Any, executor: str) -> Any:
         return take(mask)
     is_known = all(namespace(array).__name__ in _NAMESPACES.values() for array in held_arrays(mask))
     return mask if is_known else mask.to(take)
-
-
-def _device_reasons(planned: DeviceSpec, here: DeviceSpec) -> list[str]:
-    """Why a plan does not run on a GPU: machine code and tiles are for the chip it was made for."""
-    is_same = planned.compute_capability == here.compute_capability
-    if is_same and planned.tile_memory_bytes <= here.tile_memory_bytes:
-        return []
-    return [f"the plan is for {planned.name}, and the current device is {here.name}: plan without device="]
 
 
 def _empty(like: Array, check: checks.Check | None) -> Callable[..., Array]:

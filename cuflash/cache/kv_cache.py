@@ -24,9 +24,8 @@ from ..plans import as_arrays
 from ..scores import Score
 from .arguments import (
     PAGE_SIZE, capacity_reason, checked_window, dtype_of, excess_reasons, growth_reasons, listed_ints, not_served,
-    numbers, option_reasons, out_reasons, overlap_reasons, page_reasons, part_reasons, require_appended,
-    row_reasons, second_rounding_reasons, sequence_reasons, shortage_reason, shown_numbers, sink_reasons,
-    size_reasons,
+    numbers, option_reasons, out_reasons, overlap_reasons, page_reasons, part_reasons, require_appended, row_reasons,
+    second_rounding_reasons, sequence_reasons, shortage_reason, shown_numbers, sink_reasons, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
@@ -412,8 +411,7 @@ class KVCache:
         lengths = "counted on the device" if self._is_counted_on_device else shown_numbers(self._lengths)
         return (
             f"KVCache(batch={batch}, num_kv_heads={heads}, head_dim={head_dim}, value_dim={self._v.shape[-1]}, "
-            f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages}, "
-            f"lengths={lengths})"
+            f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages}, lengths={lengths})"
         )
 
     # Changes of the content

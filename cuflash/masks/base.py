@@ -20,7 +20,7 @@ from ..keywords import explains_keywords
 from .content import Described, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, widened
 from .pictures import as_svg, as_text, plotted, shown_states
-from .shape import MaskShape, block_pair, shape_reasons
+from .shape import MaskShape, block_pair, whole_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +257,7 @@ class Mask(Described):
         >>> Band(0, 1).toarray(2, batch=(5,), num_heads=8).shape
         (5, 8, 2, 2)
         """
-        shape = _whole_shape(seqlen_q, seqlen_kv, batch, 1 if num_heads is None else num_heads)
+        shape = whole_shape(seqlen_q, seqlen_kv, batch, 1 if num_heads is None else num_heads)
         resolved = self.resolve(shape)
         xp = mask_namespace(resolved)
         coordinates = (
@@ -354,7 +354,7 @@ class Mask(Described):
         ▒▒·
         ·▒▒
         """
-        shape = _whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
+        shape = whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
         return as_text(shown_states(self, shape, block, b, h, most_cols=width)[0])
 
     @explains_keywords
@@ -405,7 +405,7 @@ class Mask(Described):
         >>> Band(-2, 0).plot(6, ax=Figure().add_subplot()).get_xlabel()
         'key'
         """
-        shape = _whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
+        shape = whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
         states, shown_block = shown_states(self, shape, block, b, h, most_cols=512, most_rows=512)
         return plotted(states, shape[2:], shown_block, ax)
 
@@ -443,12 +443,8 @@ class Mask(Described):
         return bounds
 
 
-def _has_both_bounds(positional: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    return len(positional) != 1 or "upper" in keywords
-
-
 @checked_calls(
-    _has_both_bounds,
+    lambda positional, keywords: len(positional) != 1 or "upper" in keywords,
     "Band takes both bounds of j - i: masks.Band(-8, 8) has 8 keys on either side of the query, masks.Band(lower=8) no "
     "upper bound",
 )
@@ -567,14 +563,6 @@ class OnBlocks(Mask):
             may_back, must_back = self.mask.rectangle(b, h, *cols, *rows)
             may, must = may | may_back, must | must_back
         return may, must
-
-
-def _whole_shape(seqlen_q: Any, seqlen_kv: Any, batch: Any, num_heads: Any) -> MaskShape:
-    """Return the shape that lengths, batch and heads make, of which arrays can be made."""
-    shape = MaskShape(batch, num_heads, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv)
-    if reasons := shape_reasons(shape):
-        raise UnsupportedProblem(reasons)
-    return shape
 
 
 # The algebra

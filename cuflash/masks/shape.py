@@ -92,6 +92,14 @@ def shape_reasons(shape: Any) -> list[str]:
     return reasons + [f"shape's {reason}" for reason in count_reasons(**lengths)]
 
 
+def whole_shape(seqlen_q: Any, seqlen_kv: Any, batch: Any, num_heads: Any) -> MaskShape:
+    """Return the shape that lengths, batch and heads make, of which arrays can be made."""
+    shape = MaskShape(batch, num_heads, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv)
+    if reasons := shape_reasons(shape):
+        raise UnsupportedProblem(reasons)
+    return shape
+
+
 def block_pair(block: Any) -> tuple[int, int]:
     """block_q and block_kv from one int or two.
 

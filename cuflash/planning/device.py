@@ -136,6 +136,14 @@ class DeviceSpec:
         )
 
 
+def other_device_reasons(planned: DeviceSpec, here: DeviceSpec) -> list[str]:
+    """Why a plan does not run on a GPU: machine code and tiles are for the chip it was made for."""
+    is_same = planned.compute_capability == here.compute_capability
+    if is_same and planned.tile_memory_bytes <= here.tile_memory_bytes:
+        return []
+    return [f"the plan is for {planned.name}, and the current device is {here.name}: plan without device="]
+
+
 def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -41,10 +41,10 @@ FAULTS = {
         ),
     },
     refuses(lambda library: library.masks.Band(8), "masks.Band(-8, 8)"): {
-        "one bound by its place is taken": Edit("masks/base.py", "_has_both_bounds", "len(positional) != 1", "True"),
+        "one bound by its place is taken": Edit("masks/base.py", None, "len(positional) != 1", "True"),
     },
     takes(lambda library: library.masks.Band(2, upper=3) == library.masks.Band(2, 3)): {
-        "a bound by its name is refused": Edit("masks/base.py", "_has_both_bounds", 'or "upper" in keywords', ""),
+        "a bound by its name is refused": Edit("masks/base.py", None, 'or "upper" in keywords', ""),
     },
     refuses(lambda library: library.masks.Band(3, 1), "exchange them"): {
         "a band that attends nothing is taken": Edit(
