@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import platformdirs
 
 from ..keywords import explains_keywords
 
+MOST_BYTES = 1 << 30  # that are kept; beyond it, what was used least recently is removed
 # Names of what `sim.compiler` keeps. Folders in which a compiler is at work have other names, and stay.
 _KEPT = re.compile(r"(kernel|runtime|prelude)-[0-9a-f]{32}(\.so|\.cpp)?")
 _ADVICE = "set CUFLASH_CACHE_DIR to a folder of your own"
@@ -81,20 +82,19 @@ def host_cache() -> HostCache:
     """
     place = folder()
     try:
-        kept = list(_kept(place))
-        files = [file for entry in kept for file in (entry.iterdir() if entry.is_dir() else (entry,))]
-        nbytes = sum(file.stat().st_size for file in files)
+        files = _files(place)
     except OSError as error:
         raise RuntimeError(f"the simulator's cache folder {place} cannot be read ({error}): {_ADVICE}") from error
-    return HostCache(folder=place, entries=sum(entry.suffix == ".so" for entry in kept), nbytes=nbytes)
+    return _described(place, files)
 
 
 @explains_keywords
 def cache_clear() -> HostCache:
     """Remove the kernels that the simulator compiled and keeps on disk.
 
-    They are compiled anew when they are next used. Kernels that a process has loaded stay usable there. CuPy's cache
-    serves all programs that use CuPy, and stays: remove the folder that `cache_info` shows to clear it.
+    They are compiled again when they are next used. A process that has loaded kernels can go on using them, and files
+    that a process is about to load stay. CuPy's cache, which other programs use too, is left alone: to clear it, remove
+    the folder that `cache_info` shows.
 
     Returns
     -------
@@ -115,17 +115,82 @@ def cache_clear() -> HostCache:
     """
     was = host_cache()
     try:
-        for entry in list(_kept(was.folder)):
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
+        removed = {file: status for file, status in _files(was.folder).items() if _remove(file)}
     except OSError as error:
         advice = "remove the folder yourself"
         raise RuntimeError(f"kernels in {was.folder} cannot be removed ({error}): {advice}") from error
-    return was
+    return _described(was.folder, removed)
 
 
-def _kept(place: Path) -> Iterator[Path]:
-    if place.is_dir():
-        yield from (entry for entry in place.iterdir() if _KEPT.fullmatch(entry.name))
+def shrink(place: Path) -> None:
+    """Remove what was used least recently from a folder that holds more than `MOST_BYTES`."""
+    with suppress(OSError):  # what cannot be removed is no reason to refuse a kernel
+        files = _files(place)
+        excess = sum(status.st_size for status in files.values()) - MOST_BYTES
+        for file, status in sorted(files.items(), key=lambda each: each[1].st_mtime_ns):
+            if excess > 0 and _remove(file):
+                excess -= status.st_size
+
+
+def hold(file: IO[bytes]) -> bool:
+    """Mark an open file of the folder as used now, and keep it from being removed until it is closed.
+
+    Returns
+    -------
+    bool
+        False if it was removed or replaced before.
+    """
+    import fcntl  # Windows, on which no kernel is compiled for the host, has no such module
+
+    with suppress(OSError):  # some file systems have no locks, and those of other machines may be read-only
+        fcntl.flock(file, fcntl.LOCK_SH)
+        os.utime(file.fileno())
+    return _is_in_place(file)
+
+
+def _is_in_place(file: IO[bytes]) -> bool:
+    """Return whether an open file still has its name: it may have been removed, or replaced by another of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(file: Path) -> bool:
+    """Remove a file that no process holds, and the folder of a prelude with it; return whether the file was removed."""
+    import fcntl
+
+    try:
+        with file.open("rb") as opened:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:  # a file system without locks
+                pass
+            if not _is_in_place(opened):
+                return False
+            file.unlink()
+    except FileNotFoundError:  # another process was faster
+        return False
+    if _KEPT.fullmatch(file.parent.name):
+        with suppress(OSError):  # another process writes to it
+            file.parent.rmdir()
+    return True
+
+
+def _files(place: Path) -> dict[Path, os.stat_result]:
+    """Return the files that `sim.compiler` keeps in a folder; other processes may remove some meanwhile."""
+    files = {}
+    for entry in place.iterdir() if place.is_dir() else ():
+        if _KEPT.fullmatch(entry.name):
+            with suppress(FileNotFoundError):
+                for file in entry.iterdir() if entry.is_dir() else (entry,):
+                    if file.is_file():
+                        files[file] = file.stat()
+    return files
+
+
+def _described(place: Path, files: dict[Path, os.stat_result]) -> HostCache:
+    entries = sum(file.suffix == ".so" for file in files)
+    return HostCache(folder=place, entries=entries, nbytes=sum(status.st_size for status in files.values()))

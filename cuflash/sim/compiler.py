@@ -13,9 +13,11 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from ..compiler import host_cache
 from .launch import Kernel
@@ -91,20 +93,30 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
         )
     if sanitize == "blocks" and hasattr(ctypes.CDLL(None), _TSAN_SYMBOL):
         raise BuildError("sanitize='blocks' must run in a process without libtsan.so, which would answer in its place")
+    try:
+        return _built(compiler, text, entry, sanitize)
+    except BuildError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+    return _built(compiler, text, entry, sanitize)  # somebody may have removed the folder meanwhile
+
+
+def _built(compiler: str, text: str, entry: str, sanitize: str) -> Kernel:
     # Neither needs the other, so they compile side by side.
-    with ThreadPoolExecutor(max_workers=2) as together:
-        runtime = together.submit(_build_runtime, compiler, sanitize)
-        library = _build_kernel(compiler, text, entry, sanitize)
-        return _loaded(library, runtime.result(), entry)
+    with ExitStack() as held, ThreadPoolExecutor(max_workers=2) as together:
+        runtime = together.submit(lambda: held.enter_context(_build_runtime(compiler, sanitize)))
+        library = held.enter_context(_build_kernel(compiler, text, entry, sanitize))
+        return _loaded(Path(library.name), Path(runtime.result().name), entry)
 
 
 def _loaded(library: Path, runtime: Path, entry: str) -> Kernel:
     try:
         return Kernel(library, runtime, entry)
     except OSError as error:
+        fault = host_cache.made(library.parent)
         raise BuildError(
-            f"kernel {entry} must be loaded from a folder that libraries may be loaded from; {library.parent} is none "
-            f"({error}): set CUFLASH_CACHE_DIR, or TMPDIR, to a folder of a file system that is mounted without noexec"
+            f"kernel {entry} must be loaded from {library.parent}, which fails ({error}{fault and f'; {fault}'}): "
+            f"set CUFLASH_CACHE_DIR, or TMPDIR, to another folder"
         ) from error
 
 
@@ -170,40 +182,46 @@ def _runtime_text() -> str:
     return "\n".join(f"{path.relative_to(_RUNTIME)}\n{path.read_text('utf-8')}" for path in paths)
 
 
-def _build_runtime(compiler: str, sanitize: str) -> Path:
+def _build_runtime(compiler: str, sanitize: str) -> IO[bytes]:
     flags = (*_COMMON, "-O2", "-fno-semantic-interposition", *_FLAVOUR.get(sanitize, ()))
     target = _target("runtime", _identity(compiler), _runtime_text(), *flags)
-    if not _is_whole(target):
+
+    def publish() -> IO[bytes]:
         source = _RUNTIME / "runtime.cpp"
         command = [compiler, *flags, "-shared", str(source), "-o", target.name, "-ldl"]
-        _publish([command], target, f"the simulator's runtime, {source}")
-    return target
+        return _publish([command], target, f"the simulator's runtime, {source}")
+
+    return _kept_file(target, publish)
 
 
-def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> Path:
+def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> IO[bytes]:
     flags = (*_COMMON, *_KERNEL, *_SANITIZE[sanitize])
     source = f'#line 1 "kernel.cu"\n{text}\n{_glue(entry)}'
     target = _target("kernel", _identity(compiler), _runtime_text(), source, *flags, *_LINK)
-    if not _is_whole(target):
+
+    def publish() -> IO[bytes]:
         kept = target.with_suffix(".cpp")
-        # A compiler that cannot use the precompiled prelude finds its text here.
-        prelude = (f"-I{_build_prelude(compiler, flags)}", f"-I{_RUNTIME}", "-include", _PRELUDE)
-        to_object = [compiler, *flags, *_HERE, *prelude, "-c", kept.name, "-o", "kernel.o"]
-        to_library = [compiler, *_LINK, "kernel.o", "-lgcc", "-o", target.name]
-        _publish([to_object, to_library], target, f"kernel {entry}", source)
-    return target
+        with _build_prelude(compiler, flags) as precompiled:
+            # A compiler that cannot use the precompiled prelude finds its text here.
+            prelude = (f"-I{Path(precompiled.name).parent}", f"-I{_RUNTIME}", "-include", _PRELUDE)
+            to_object = [compiler, *flags, *_HERE, *prelude, "-c", kept.name, "-o", "kernel.o"]
+            to_library = [compiler, *_LINK, "kernel.o", "-lgcc", "-o", target.name]
+            return _publish([to_object, to_library], target, f"kernel {entry}", source)
+
+    return _kept_file(target, publish)
 
 
-def _build_prelude(compiler: str, flags: tuple[str, ...]) -> Path:
-    """The folder of the precompiled prelude: half of what a small kernel takes to compile is reading its text."""
+def _build_prelude(compiler: str, flags: tuple[str, ...]) -> IO[bytes]:
+    """The precompiled prelude: half of what a small kernel takes to compile is reading its text."""
     folder = _target("prelude", _identity(compiler), _runtime_text(), *flags).with_suffix("")
     target = folder / f"{_PRELUDE}.gch"
-    if not _is_whole(target):
-        folder.mkdir(exist_ok=True)
+
+    def publish() -> IO[bytes]:
         source = _RUNTIME / _PRELUDE
         command = [compiler, *flags, "-x", "c++-header", str(source), "-o", target.name]
-        _publish([command], target, f"the prelude of kernels, {source}")
-    return folder
+        return _publish([command], target, f"the prelude of kernels, {source}")
+
+    return _kept_file(target, publish)
 
 
 def _glue(entry: str) -> str:
@@ -220,13 +238,32 @@ def _target(kind: str, *parts: str) -> Path:
     return cache_directory() / f"{kind}-{digest}.so"
 
 
-def _is_whole(target: Path) -> bool:
-    """Return whether a file is there as `_publish` left it: a disk that was full, or a crash, may have cut it short."""
+def _kept_file(target: Path, publish: Callable[[], IO[bytes]]) -> IO[bytes]:
+    """Open a file that is kept; publish it first if it is not there. It stays until it is closed."""
+    for _ in range(_MOST_ATTEMPTS):
+        if (file := _opened(target)) is not None:
+            return file
+        with publish():
+            if (file := _opened(target)) is not None:
+                return file
+    raise BuildError(f"{target} is removed or changed as soon as it is made: set CUFLASH_CACHE_DIR to another folder")
+
+
+def _opened(target: Path) -> IO[bytes] | None:
+    """Open a file, which stays until it is closed, or return None if it is not there as `_publish` left it.
+
+    A disk that was full, or a crash, may have cut it short.
+    """
     try:
-        data = target.read_bytes()
+        file = target.open("rb")
     except OSError:
-        return False
-    return data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES])
+        return None
+    is_there = host_cache.hold(file)
+    data = file.read()
+    if is_there and data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES]):
+        return file
+    file.close()
+    return None
 
 
 def _seal(data: bytes) -> bytes:
@@ -235,12 +272,20 @@ def _seal(data: bytes) -> bytes:
 
 
 _SEAL_BYTES = hashlib.sha256().digest_size
+_MOST_ATTEMPTS = 3  # at a file that other processes remove or replace
 
 
-def _publish(commands: list[list[str]], target: Path, what: str, source: str = "") -> None:
-    """Run the compiler in a folder of its own, then move the result into place: all of it or nothing is seen."""
+def _publish(commands: list[list[str]], target: Path, what: str, source: str = "") -> IO[bytes]:
+    """Run the compiler in a folder of its own, then move the result into place: all of it or nothing is seen.
+
+    Returns
+    -------
+    file
+        The result, which stays in its place until the file is closed.
+    """
+    folder = target.parent if target.suffix == ".so" else target.parent.parent  # a prelude has a folder of its own
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as here:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as here, ExitStack() as undo:
             kept = target.with_suffix(".cpp")
             (Path(here) / kept.name).write_text(source, "utf-8")
             for command in commands:
@@ -252,16 +297,34 @@ def _publish(commands: list[list[str]], target: Path, what: str, source: str = "
                     where = f"\nThe whole text is in {kept}" if source else ""
                     told = f"{_COMPILER} does not compile {what}:\n{run.stderr.strip() or _end(run)}{where}"
                     raise BuildError(told)
-            made = Path(here) / target.name
-            with made.open("ab") as file:
-                file.write(_seal(made.read_bytes()))
+            result = Path(here) / target.name
+            file = undo.enter_context(result.open("ab"))
+            file.write(_seal(result.read_bytes()))
+            file.flush()
+            host_cache.hold(file)
+            if (others := _opened(target)) is not None:  # another process was faster, and may be about to load it
+                return others
             if target.is_dir():
                 target.rmdir()
-            os.replace(made, target)
+            _move(result, target)
+            host_cache.shrink(folder)
+            undo.pop_all()
+            return file
     except OSError as error:
         raise BuildError(
-            f"{what} must be kept in {target.parent}, which fails ({error}): make room there, or remove that folder"
+            f"{what} must be kept in {folder}, which fails ({error}): make room there, or remove that folder"
         ) from error
+
+
+def _move(file: Path, target: Path) -> None:
+    """Move a file, to a folder that another process may be removing because it is empty."""
+    while True:
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            return os.replace(file, target)
+        except FileNotFoundError:
+            if not file.exists():
+                raise
 
 
 def _end(run: subprocess.CompletedProcess[str]) -> str:

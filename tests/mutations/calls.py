@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
 import pickle
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -159,10 +162,10 @@ def kept(library):
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "kernel.so"
         (Path(folder) / "made").write_bytes(b"machine code")
-        compiler._publish([["cp", str(Path(folder) / "made"), target.name]], target, "a kernel")
-        is_whole = compiler._is_whole(target)
-        target.write_bytes(target.read_bytes()[:-3])
-        return is_whole and not compiler._is_whole(target)
+        compiler._publish([["cp", str(Path(folder) / "made"), target.name]], target, "a kernel").close()
+        with compiler._opened(target) or contextlib.nullcontext() as is_whole:
+            target.write_bytes(target.read_bytes()[:-3])
+            return is_whole and compiler._opened(target) is None
 
 
 def build_error(command, *words):
@@ -193,15 +196,88 @@ def of_others(library):
         return "other users may write" in part(library, "compiler.host_cache").made(Path(folder))
 
 
+@contextlib.contextmanager
+def chosen_folder():
+    """Set CUFLASH_CACHE_DIR, and the user's cache folder to another one, which a fault may empty instead."""
+    with tempfile.TemporaryDirectory() as chosen, tempfile.TemporaryDirectory() as users:
+        with mock.patch.dict(os.environ, CUFLASH_CACHE_DIR=chosen, XDG_CACHE_HOME=users, HOME=users):
+            yield chosen
+
+
 def in_chosen_folder(library):
     """Kernels for the host are kept where CUFLASH_CACHE_DIR says, and removed there, but nothing else is."""
     host_cache = part(library, "compiler.host_cache")
-    with tempfile.TemporaryDirectory() as chosen, mock.patch.dict(os.environ, CUFLASH_CACHE_DIR=chosen):
+    with chosen_folder() as chosen:
         (Path(chosen) / "sim" / f"prelude-{'0f' * 16}").mkdir(parents=True)
         for name in (f"kernel-{'0f' * 16}.so", f"prelude-{'0f' * 16}/prelude.hpp.gch", "notes.so"):
             (Path(chosen) / "sim" / name).write_bytes(b"12345")
         removed = host_cache.cache_clear()
         return (removed.entries, removed.nbytes) == (1, 10) and os.listdir(Path(chosen) / "sim") == ["notes.so"]
+
+
+def while_it_is_loaded(library):
+    """A file that is open to be loaded stays until it is closed."""
+    host_cache, compiler = part(library, "compiler.host_cache"), part(library, "sim.compiler")
+    with chosen_folder() as chosen:
+        target = compiler.cache_directory() / f"kernel-{'0f' * 16}.so"
+        made = Path(chosen) / "made"
+        made.write_bytes(b"machine code")
+        with compiler._publish([["cp", str(made), target.name]], target, "a kernel"):
+            stays = host_cache.cache_clear().entries == 0 and target.exists()
+        with compiler._opened(target):
+            stays = stays and host_cache.cache_clear().entries == 0 and target.exists()
+        with target.open("rb") as before:
+            inode = target.stat().st_ino
+            compiler._publish([["cp", str(made), target.name]], target, "a kernel").close()
+            stays = stays and target.stat().st_ino == inode
+            os.replace(shutil.copy(target, made), target)
+            is_known = not host_cache.hold(before)
+        return stays and is_known and host_cache.cache_clear().entries == 1
+
+
+def within_a_size(library):
+    """Beyond the size that is kept, what was used least recently is removed when a kernel is published."""
+    host_cache, compiler = part(library, "compiler.host_cache"), part(library, "sim.compiler")
+    with chosen_folder() as chosen:
+        host_cache.MOST_BYTES = 100
+        made, targets = Path(chosen) / "made", []
+        made.write_bytes(b"machine code")
+        for number in range(3):
+            targets.append(compiler.cache_directory() / f"kernel-{number:032x}.so")
+            compiler._publish([["cp", str(made), targets[-1].name]], targets[-1], "a kernel").close()
+            if number == 1:
+                os.utime(targets[0], ns=(1, 1)), os.utime(targets[1], ns=(2, 2))
+                compiler._opened(targets[0]).close()
+        return [target.exists() for target in targets] == [True, False, True]
+
+
+def made_once_more(library):
+    """A build that a removed folder stopped is tried a second time, and what does not compile is not."""
+    compiler = part(library, "sim.compiler")
+
+    def attempts(cause):
+        error = compiler.BuildError("no kernel")
+        error.__cause__ = cause
+        with (
+            mock.patch.object(compiler, "_built", side_effect=[error, "a kernel"]) as built,
+            mock.patch.object(compiler, "_compiler", lambda: "g++"),
+            contextlib.suppress(compiler.BuildError),
+        ):
+            compiler.build("", "entry")
+        return built.call_count
+
+    return [attempts(FileNotFoundError("gone")), attempts(None)] == [2, 1]
+
+
+def imported_late(library):
+    """In a new process, importing the library does not import NumPy, and calling it does not import SciPy."""
+    folder, name = Path(library.__file__).parents[1], library.__name__
+    call = "x = np.ones((3, 2)); c.attention(x, x, x, mask=lambda b, h, i, j: i >= j)"
+    modules = "print([name for name in ('numpy', 'scipy') if name in sys.modules])"
+    loaded = f"import sys; sys.path.insert(0, {str(folder)!r}); import {name} as c; {modules}"
+    code = f"{loaded}; import numpy as np; {call}; {modules}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return run.stdout == "[]\n['numpy']\n"
 
 
 def sources_make_masks(library):
@@ -243,6 +319,18 @@ def restricted_draws(library):
 
 
 FAULTS = {
+    takes(imported_late): {
+        "the package imports all of its modules": Edit(
+            "__init__.py", None, "_one_import = RLock()", "_one_import = RLock()\nfrom .api import attention"
+        ),
+        "masks import SciPy": Edit(
+            "masks/arrays.py", None, "import numpy as np", "import numpy as np\nimport scipy.sparse"
+        ),
+        "any mask imports SciPy": Edit("arrays.py", "is_sparse", 'if "scipy.sparse" not in sys.modules:', "if False:"),
+    },
+    takes(lambda library: library.masks.Sparse(scipy.sparse.eye_array(3)).own_lengths == (3, 3)): {
+        "sparse arrays are not known": Edit("arrays.py", "is_sparse", "return bool(issparse(value))", "return False"),
+    },
     takes(sources_make_masks): {
         "one or the other is written as any": Edit(
             "testing/source_text.py", None, '_OPERATORS: dict[type[Mask], str] = {And: " & ", Or: " | ", Xor: " ^ "}',
@@ -316,12 +404,12 @@ FAULTS = {
     },
     takes(kept): {
         "what was cut short is whole": Edit(
-            "sim/compiler.py", "_is_whole", "data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES])", "len(data) > 0"
+            "sim/compiler.py", "_opened", "data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES])", "len(data) > 0"
         ),
     },
     takes(kept): {
         "what was published is not sealed": Edit(
-            "sim/compiler.py", "_publish", "file.write(_seal(made.read_bytes()))", "pass"
+            "sim/compiler.py", "_publish", "file.write(_seal(result.read_bytes()))", "pass"
         ),
     },
     build_error(["sh", "-c", "exit 3"], "exit status 3", "sh -c 'exit 3'"): {
@@ -356,10 +444,45 @@ FAULTS = {
             "compiler/host_cache.py", "folder", "Path(chosen) if chosen else", "Path(chosen) if False else"
         ),
         "preludes stay": Edit(
-            "compiler/host_cache.py", "cache_clear", "shutil.rmtree(entry)", "pass"
+            "compiler/host_cache.py", "_files", "entry.iterdir() if entry.is_dir() else (entry,)", "(entry,)"
         ),
+        "folders of preludes stay": Edit("compiler/host_cache.py", "_remove", "file.parent.rmdir()", "pass"),
         "files of others are removed": Edit(
-            "compiler/host_cache.py", "_kept", "if _KEPT.fullmatch(entry.name)", "if entry.name"
+            "compiler/host_cache.py", "_files", "if _KEPT.fullmatch(entry.name):", "if entry.name:"
+        ),
+    },
+    takes(while_it_is_loaded): {
+        "what is being loaded is removed": Edit(
+            "compiler/host_cache.py", "hold", "fcntl.flock(file, fcntl.LOCK_SH)", "pass"
+        ),
+        "what is being loaded is removed all the same": Edit(
+            "compiler/host_cache.py", "_remove", "fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"
+        ),
+        "what was published is not held": Edit("sim/compiler.py", "_publish", "host_cache.hold(file)", "pass"),
+        "what is being loaded is replaced": Edit(
+            "sim/compiler.py", "_publish",
+            "if (others := _opened(target)) is not None:", "if (others := None) is not None:",
+        ),
+        "what was replaced is there": Edit(
+            "compiler/host_cache.py", "_is_in_place",
+            "return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))", "return os.path.exists(file.name)",
+        ),
+    },
+    takes(within_a_size): {
+        "the cache grows": Edit("sim/compiler.py", "_publish", "host_cache.shrink(folder)", "pass"),
+        "what is used is not noted": Edit("compiler/host_cache.py", "hold", "os.utime(file.fileno())", "pass"),
+        "the newest is removed": Edit(
+            "compiler/host_cache.py", "shrink", "key=lambda each: each[1].st_mtime_ns",
+            "key=lambda each: -each[1].st_mtime_ns",
+        ),
+        "all is removed": Edit("compiler/host_cache.py", "shrink", "excess > 0 and _remove(file)", "_remove(file)"),
+    },
+    takes(made_once_more): {
+        "what vanished is not made again": Edit(
+            "sim/compiler.py", "build", "if not isinstance(error.__cause__, OSError):", "if True:"
+        ),
+        "what does not compile is compiled twice": Edit(
+            "sim/compiler.py", "build", "if not isinstance(error.__cause__, OSError):", "if False:"
         ),
     },
     refuses(attends(k=np.ndarray), "k must be an array; got the class ndarray"): {

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import numpy as np
 import probing
@@ -27,6 +28,7 @@ from sim_probes import build, line_of
 
 import cuflash
 from cuflash import sim
+from cuflash.compiler import host_cache
 from cuflash.sim import compiler
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
@@ -39,7 +41,8 @@ KEPT = compiler.cache_directory  # of what takes long to build, and is no build'
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that holds nothing but the simulator's runtime, which takes seconds to build."""
     folder = tmp_path_factory.mktemp("kernels")
-    shutil.copy(compiler._build_runtime(compiler._compiler(), ""), folder)
+    with compiler._build_runtime(compiler._compiler(), "") as runtime:
+        shutil.copy(runtime.name, folder)
     return folder
 
 
@@ -382,13 +385,18 @@ def test_calls_from_several_threads_take_turns() -> None:
 
 def test_a_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     build(TWICE, "twice")
-    compiled: list[Path] = []
-    monkeypatch.setattr(compiler, "_publish", lambda commands, target, *rest: compiled.append(target))
+    publish, compiled = compiler._publish, list[str]()
+
+    def noted(commands: list[list[str]], target: Path, what: str, source: str = "") -> IO[bytes]:
+        compiled.append(what)
+        return publish(commands, target, what, source)
+
+    monkeypatch.setattr(compiler, "_publish", noted)
     build(TWICE, "twice")
     assert compiled == []
-    with pytest.raises(sim.BuildError, match="cannot open shared object"):
-        build(TWICE.replace("2.0f", "3.0f"), "twice")
-    assert len(compiled) == 1
+    build(TWICE.replace("2.0f", "3.0f"), "twice")
+    build(TWICE.replace("2.0f", "3.0f"), "twice")
+    assert compiled == ["kernel twice"]
 
 
 def test_a_compile_error_shows_our_line_and_where_the_text_is() -> None:
@@ -489,16 +497,24 @@ def damage(file: Path, kind: str, place: int) -> None:
         file.write_bytes(wanted.get(kind, data if kind == "flipped" else data[: -compiler._SEAL_BYTES]))
 
 
+def is_whole(file: Path) -> bool:
+    """Return whether a file is taken as it is, without being made again."""
+    opened = compiler._opened(file)
+    if opened is not None:
+        opened.close()
+    return opened is not None
+
+
 @given(st.binary(min_size=100, max_size=108), st.lists(DAMAGES, min_size=1, max_size=2))
 def test_what_is_not_as_it_was_published_is_published_again(made: bytes, damages: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "kernel-1.so"
         (Path(folder) / "made").write_bytes(made)
         for kind, place in damages:
-            compiler._publish([["cp", str(Path(folder) / "made"), target.name]], target, "a kernel")
-            assert compiler._is_whole(target) and target.read_bytes()[: len(made)] == made
+            compiler._publish([["cp", str(Path(folder) / "made"), target.name]], target, "a kernel").close()
+            assert is_whole(target) and target.read_bytes()[: len(made)] == made
             damage(target, kind, place)
-            assert not compiler._is_whole(target)
+            assert not is_whole(target)
 
 
 @pytest.mark.parametrize("kind", ["cut", "zeros", "folder"])
@@ -510,7 +526,83 @@ def test_a_damaged_kernel_or_prelude_is_made_again(cache: Path, kind: str) -> No
         damage(file, kind, 1000)
     build(text, "twice")(1, 4, (x, np.int32(4)))
     assert_array_equal(x, np.full(4, len(kind) + 0.5, np.float32))
-    assert compiler._is_whole(library) and any(map(compiler._is_whole, preludes))
+    assert is_whole(library) and any(map(is_whole, preludes))
+
+
+def published(folder: Path, name: str, data: bytes = b"machine code") -> IO[bytes]:
+    """Publish a file whose compiler is `cp`, and return it open."""
+    (folder / "made").write_bytes(data)
+    target = folder / name
+    return compiler._publish([["cp", str(folder / "made"), target.name]], target, "a file")
+
+
+@pytest.mark.parametrize("name", [f"kernel-{'0f' * 16}.so", f"prelude-{'0f' * 16}/prelude.hpp.gch"])
+def test_a_file_that_is_about_to_be_loaded_is_not_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    folder = KEPT()
+    with published(folder, name):
+        assert cuflash.cache_clear().nbytes == 0 and is_whole(folder / name)
+    opened = compiler._opened(folder / name)
+    assert opened is not None
+    with opened:
+        assert cuflash.cache_clear().nbytes == 0 and is_whole(folder / name)
+    assert cuflash.cache_clear().nbytes > 0 and os.listdir(folder) == ["made"]
+
+
+def test_a_file_that_was_removed_or_replaced_is_not_taken_for_the_one_that_is_there(tmp_path: Path) -> None:
+    name = f"kernel-{'0f' * 16}.so"
+    published(tmp_path, name).close()
+    with (tmp_path / name).open("rb") as before:
+        published(tmp_path, name).close()
+        assert host_cache.hold(before)  # what is whole is not published again: a process may be about to load it
+        os.replace(shutil.copy(tmp_path / name, tmp_path / "copy"), tmp_path / name)
+        assert not host_cache.hold(before)
+        (tmp_path / name).unlink()
+        assert not host_cache.hold(before)
+
+
+@given(st.permutations(range(5)), st.integers(0, 5))
+def test_the_least_recently_used_files_are_removed_beyond_a_size(order: list[int], most: int) -> None:
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        folder = Path(place)
+        names = [f"kernel-{number:032x}.so" for number in range(5)]
+        for name in names:
+            published(folder, name).close()
+        for age, number in enumerate(reversed(order)):
+            os.utime(folder / names[number], ns=(age, age))
+        opened = compiler._opened(folder / names[order[-1]])  # the oldest is used again
+        assert opened is not None
+        opened.close()
+        (folder / "notes.so").write_bytes(bytes(1 << 20))  # of somebody else
+        patch.setattr(host_cache, "MOST_BYTES", most * (folder / names[0]).stat().st_size)
+        host_cache.shrink(folder)
+        by_use = [names[number] for number in (order[-1], *order[:-1])]
+        assert sorted(os.listdir(folder)) == sorted([*by_use[:most], "made", "notes.so"])
+
+
+def test_a_cache_that_is_too_large_shrinks_when_a_kernel_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    published(tmp_path, f"kernel-{1:032x}.so").close()
+    monkeypatch.setattr(host_cache, "MOST_BYTES", 60)
+    published(tmp_path, f"kernel-{2:032x}.so").close()
+    assert sorted(os.listdir(tmp_path)) == [f"kernel-{2:032x}.so", "made"]
+
+
+def test_a_kernel_that_vanishes_before_it_is_loaded_is_made_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = compiler.Kernel
+
+    def vanish(library: Path, *rest: object) -> object:
+        library.unlink()  # as `rm` does, which asks no lock
+        monkeypatch.setattr(compiler, "Kernel", loaded)
+        raise OSError(f"{library}: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr(compiler, "Kernel", vanish)
+    x = np.ones(4, np.float32)
+    build(TWICE.replace("2.0f", "7.0f"), "twice")(1, 4, (x, np.int32(4)))
+    assert_array_equal(x, np.full(4, 7, np.float32))
 
 
 def stand_in(folder: Path, script: str) -> str:
@@ -567,7 +659,11 @@ def test_a_library_that_is_not_loaded_says_what_to_set(monkeypatch: pytest.Monke
     build(TWICE, "twice")
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     words = "twice must be loaded .*failed to map segment.*set CUFLASH_CACHE_DIR, or TMPDIR"
-    with pytest.raises(sim.BuildError, match=words):
+    with pytest.raises(sim.BuildError, match=words) as caught:
+        build(TWICE, "twice")
+    assert "noexec" not in str(caught.value)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    with pytest.raises(sim.BuildError, match=f"{words[:-30]}.*mounted with noexec"):
         build(TWICE, "twice")
 
 
