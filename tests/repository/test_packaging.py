@@ -1,7 +1,11 @@
-"""Installed files are the intended ones: wheel, source archive and both editable modes, built and imported offline."""
+"""Installed files are the intended ones: wheel, source archive and both editable modes, built and imported offline.
+
+The long profile also checks what takes long: types after an editable install, the time of an import, a second build.
+"""
 
 from __future__ import annotations
 
+import email
 import os
 import re
 import shutil
@@ -14,10 +18,12 @@ from pathlib import Path
 import cuflash
 import numpy as np
 import pytest
+from executors import is_long
 
 ROOT = Path(__file__).parents[2]
-pytest.importorskip("setuptools", "70.1", reason="building needs setuptools 70.1: pip install '.[test]'")
+pytest.importorskip("setuptools", "77", reason="building needs setuptools 77: pip install '.[test]'")
 pytestmark = pytest.mark.slow
+in_the_long_profile = pytest.mark.skipif(not is_long(), reason="part of the long profile: CUFLASH_PROFILE=long")
 
 # Kernel files of the copy that is built: their folders have no __init__.py, and must be packed all the same.
 KERNELS = {"kernels_cu/simt/forward.cu": "// forward\n", "kernels_cu/tile/layout.cuh": "// layout\n"}
@@ -88,8 +94,24 @@ def test_the_wheel_works(wheel: Path, tmp_path: Path) -> None:
 def test_the_metadata_is_complete(wheel: Path, tmp_path: Path) -> None:
     text = next(_unpacked(wheel, tmp_path).glob("*.dist-info/METADATA")).read_text("utf-8")
     extras = ("Provides-Extra: cuda13", "Provides-Extra: testing")
-    for line in ("Name: cuflash", "License: BSD-3-Clause", "Requires-Python: >=3.11", *extras):
+    for line in ("Name: cuflash", "License-Expression: BSD-3-Clause", "Requires-Python: >=3.11", *extras):
         assert f"{line}\n" in text
+    assert re.search("^Project-URL: Documentation, https://.+", text, re.MULTILINE)
+    assert re.search("^Keywords: .*attention", text, re.MULTILINE)
+
+
+def test_the_index_shows_the_whole_readme_without_dead_links(wheel: Path, tmp_path: Path) -> None:
+    metadata = email.message_from_bytes(next(_unpacked(wheel, tmp_path).glob("*.dist-info/METADATA")).read_bytes())
+    shown, readme = metadata.get_payload(), (ROOT / "README.md").read_text("utf-8")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    links = re.findall(r"\]\(([^)]*)\)", readme)
+    assert {"docs/images/masks.png", "docs/install.md"} <= set(links)
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", shown) if not link.startswith("https://")] == []
+    # Every word stays, and every path but those of images.
+    images = dict(re.findall(r"!\[([^]]*)\]\(([^)]*)\)", readme))
+    words = re.findall(r"\w+", re.sub(r"!\[[^]]*\]\([^)]*\)", "", readme))
+    assert set(words) <= set(re.findall(r"\w+", shown)) and len(images) == 2
+    assert all(f"`{link}`" in shown for link in links if link not in images.values() and "://" not in link)
 
 
 def test_the_source_archive_builds_the_same_wheel(project: Path, wheel: Path, tmp_path: Path) -> None:
@@ -104,6 +126,82 @@ def test_the_source_archive_builds_the_same_wheel(project: Path, wheel: Path, tm
 def test_an_editable_install_works(project: Path, tmp_path: Path, mode: str) -> None:
     made = _build(project, "build_editable", tmp_path / "wheel", {"editable_mode": mode})
     assert Path(_use(_unpacked(made, tmp_path / "site"))).is_relative_to(project)
+
+
+def test_a_type_checker_follows_an_editable_install(project: Path, tmp_path: Path) -> None:
+    """It follows a .pth file that names a folder, and none that imports a finder."""
+    site = _unpacked(_build(project, "build_editable", tmp_path / "wheel"), tmp_path / "site")
+    (pth,) = site.glob("*.pth")
+    assert Path(pth.read_text("utf-8").strip()) == project and (project / "cuflash" / "py.typed").is_file()
+
+
+WRONG_CALL = """import cuflash
+import numpy as np
+
+x = np.ones((3, 2))
+reveal_type(cuflash.plan(x, x, x))
+cuflash.attention(x, x, x, causal="bottomright")
+"""
+
+
+@in_the_long_profile
+@pytest.mark.parametrize("hook", ["build_editable", "build_wheel"])
+def test_mypy_sees_the_types_of_what_is_installed(project: Path, tmp_path: Path, hook: str) -> None:
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
+    (site,) = environment.glob("lib/python*/site-packages")
+    _unpacked(_build(project, hook, tmp_path / "wheel"), site)
+    (site / "others.pth").write_text(str(Path(np.__file__).parents[1]))
+    (tmp_path / "client.py").write_text(WRONG_CALL)
+    interpreter = str(environment / "bin" / "python")
+    command = ["-m", "mypy", "--strict", "--python-executable", interpreter, "--cache-dir", "cache", "client.py"]
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    run = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600
+    )
+    assert 'client.py:5: note: Revealed type is "cuflash.plans.Plan"' in run.stdout, run.stdout + run.stderr
+    assert re.search(r"client\.py:6: error: .*\[call-overload\]", run.stdout), run.stdout
+
+
+@in_the_long_profile
+def test_a_second_build_holds_no_file_of_the_first(project: Path, tmp_path: Path) -> None:
+    clone = shutil.copytree(project, tmp_path / "clone")
+    (clone / "cuflash" / "removed.py").touch()
+    assert "cuflash/removed.py" in _names(_build(clone, "build_wheel", tmp_path / "first"))
+    (clone / "cuflash" / "removed.py").unlink()
+    assert "cuflash/removed.py" not in _names(_build(clone, "build_wheel", tmp_path / "second"))
+
+
+@in_the_long_profile
+@pytest.mark.parametrize("statement", ["import cuflash", "import cuflash; cuflash.attention; cuflash.masks"])
+def test_an_import_takes_little_time_beside_that_of_numpy(wheel: Path, tmp_path: Path, statement: str) -> None:
+    site = _unpacked(wheel, tmp_path)
+    imported = f"sys.path[:0] = [{str(site)!r}, {str(Path(np.__file__).parents[1])!r}]; import numpy"
+    timed = f"start = time.process_time(); {statement}; print(time.process_time() - start)"
+    command = [sys.executable, "-I", "-S", "-c", f"import sys, time; sys.dont_write_bytecode = False; {imported}; {timed}"]
+    runs = [subprocess.run(command, capture_output=True, text=True, timeout=120, check=True) for _ in range(6)]
+    assert min(float(run.stdout) for run in runs) <= 0.35  # the first run writes bytecode
+
+
+@in_the_long_profile
+def test_threads_may_use_their_first_names_at_the_same_time(wheel: Path, tmp_path: Path) -> None:
+    site = _unpacked(wheel, tmp_path)
+    code = f"""import sys, threading
+sys.path[:0] = [{str(site)!r}, {str(Path(np.__file__).parents[1])!r}]
+import cuflash
+names = [name for name in cuflash.__all__ for _ in range(3)]
+start, missing = threading.Barrier(len(names)), list(names)
+def use(name):
+    start.wait()
+    getattr(cuflash, name)
+    missing.remove(name)
+threads = [threading.Thread(target=use, args=(name,)) for name in names]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+print(missing)"""
+    for _ in range(5):
+        run = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=120)
+        assert run.stdout == "[]\n", run.stderr
 
 
 # A clone is usually named cuflash itself: in the folder that holds it, Python finds the clone before what is installed.
