@@ -16,12 +16,13 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ..arrays import BFLOAT16, Array
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, collecting
 from .families import FAMILIES, ORACLE
+from .own_patterns import OwnPattern, is_own, loaded
 from .survey import Case, Measurement, Survey
 
 PATTERNS = (*FAMILIES, ORACLE)
-_COLUMNS = ("study", *Measurement._fields)
+_COLUMNS = ("study", "causal", "scale", *Measurement._fields)
 _PICTURES = (".png", ".pdf", ".svg")
 _PROGRAM = "python -m cuflash study"
 
@@ -43,32 +44,66 @@ def study_report(arguments: Sequence[str]) -> str:
     Returns
     -------
     str
-        A table for each block size.
+        How the arrays were read, a table for each block size, and why a row of it is empty.
 
     Raises
     ------
     SystemExit
-        An argument, the archive or the CSV file is wrong: one line says what, and the status is 2. Status 130 after
-        an interruption.
+        An argument, the archive or the CSV file is wrong: one line says what, and the status is 2. Status 1 if no
+        pattern fits any density, and 130 after an interruption.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> import numpy as np
+    >>> from cuflash.study import study_report
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 64, 8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "my.npz")
+    ...     np.savez(path, q=q, k=k, v=v)
+    ...     words = [path, "--patterns", "window", "--blocks", "8", "--densities", "0.5", "--csv", f"{path}.csv"]
+    ...     print(study_report(words).splitlines()[0][-35:])
+    my.npz: 2 heads, 64 tokens, 8 dims
     """
     parser = _parser()
     given = parser.parse_args(arguments)
     path = Path(given.csv or f"{Path(given.archive).stem}.study.csv")
     try:
-        _check(given)
-        survey = Survey(*_loaded(Path(given.archive), given.names), causal=given.causal, scale=given.scale)
+        own = _check(given)
+        arrays = load_heads(Path(given.archive), given.names)
+        survey = Survey(*arrays, causal=given.causal, scale=given.scale, own=own)
         made = _recovered(path, survey.identity)
     except (UnsupportedProblem, TypeError, OSError) as error:
         parser.error("; ".join(getattr(error, "reasons", (str(error),))))
-    wanted = [Case(*case) for case in _cases(given)]
+    read = f"{given.archive}: {_read_as(arrays)}"
+    print(read, file=sys.stderr, flush=True)
+    known = {row.case: row for row in made}
     try:
-        made += _surveyed(survey, given, path, {row.case for row in made})
+        known |= {row.case: row for row in _surveyed(survey, given, path, known)}
+    except UnsupportedProblem as error:  # of blocks of one's own
+        parser.error("; ".join(error.reasons))
     except KeyboardInterrupt:
         parser.exit(130, f"\n{_PROGRAM}: interrupted; the same command continues from what {path} holds\n")
-    rows = [row for row in made if row.case in wanted]
+    rows = [known[Case(*case)] for case in _cases(given) if Case(*case) in known]
+    if not rows:
+        told = f"{given.archive} was read as {_read_as(arrays)}: swap axes, or nothing fits"
+        swap = "save q.swapaxes(-3, -2), and so k and v, if tokens come before heads; " * (arrays[0].ndim > 2)
+        parser.exit(1, f"{_PROGRAM}: error: {told} ({swap}lower --blocks or raise --densities)\n")
     if given.plot is not None:
         _plot(rows, given.blocks, given.plot)
-    return "\n\n".join([*(_table(rows, block, given) for block in given.blocks), f"{len(rows)} rows in {path}"])
+    tables = (_table(rows, block, given, survey) for block in given.blocks)
+    return "\n\n".join([read, *tables, f"{len(rows)} rows in {path}"])
+
+
+def _read_as(arrays: Sequence[Array]) -> str:
+    """How the axes of q, k and v are read, such as 1 x 12 heads, 512 tokens, 64 dims."""
+    q, k, v = arrays
+    *leading, tokens, dim = q.shape
+    heads = f"{' x '.join(map(str, leading))} heads" if leading else "one head"
+    if leading and k.shape[-3] != leading[-1]:
+        heads += f" on {k.shape[-3]} of keys and values"
+    values = f" ({v.shape[-1]} of values)" if v.shape[-1] != dim else ""
+    return f"{heads}, {tokens} tokens, {dim} dims{values}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,17 +116,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--names", nargs=3, default=["q", "k", "v"], metavar=("Q", "K", "V"), help="keys of arrays; q k v by default"
     )
-    parser.add_argument("--patterns", nargs="+", default=[*PATTERNS], help=f"of {', '.join(PATTERNS)}; all by default")
+    parser.add_argument(
+        "--patterns", nargs="+", default=[*PATTERNS],
+        help=f"of {', '.join(PATTERNS)}, all by default; also MODULE:NAME of a mask or of a function (q, k, *, block, "
+        "density, causal) that returns one, and FILE.npz of booleans, one for each block",
+    )
     parser.add_argument(
         "--blocks", nargs="+", type=_one(int), default=[64], help="sides of square blocks in tokens; 64 by default"
     )
     parser.add_argument(
         "--densities", nargs="+", type=_one(float), default=[0.125, 0.25, 0.5],
-        help="largest shares of the blocks that a pattern may keep; 0.125 0.25 0.5 by default",
+        help="maximum block densities; each pattern enters with its densest size within; 0.125 0.25 0.5 by default",
     )
     parser.add_argument("--causal", action="store_true", help="queries attend no later keys")
     parser.add_argument("--scale", type=float, help="of the scores; 1 / sqrt(dim) by default")
-    parser.add_argument("--csv", help="where rows are kept, and found again; NAME.study.csv here by default")
+    parser.add_argument("--csv", help="file of all rows, which are not measured again; NAME.study.csv here by default")
     parser.add_argument("--plot", type=Path, help="a picture of recall over density, made by matplotlib")
     return parser
 
@@ -108,34 +147,54 @@ def _one(kind: type[float]) -> Callable[[str], float]:
     return parse
 
 
-def _check(given: argparse.Namespace) -> None:
-    """Refuse options that no study can have, and leave lists without repetitions, densities increasing."""
+def _check(given: argparse.Namespace) -> dict[str, OwnPattern]:
+    """Refuse options that no study can have, leave lists without repetitions, and return patterns of one's own."""
     given.patterns, given.blocks = list(dict.fromkeys(given.patterns)), list(dict.fromkeys(given.blocks))
     given.densities = sorted(set(given.densities))
     reasons = [
-        f"--patterns must be of {', '.join(PATTERNS)}, with spaces between; got {name}"
+        f"--patterns must be of {', '.join(PATTERNS)}, with spaces between, MODULE:NAME or FILE.npz; got {name}"
         for name in given.patterns
-        if name not in PATTERNS
+        if name not in PATTERNS and not is_own(name)
     ]
+    own = {}
+    for name in filter(is_own, given.patterns):
+        with collecting(reasons):
+            own[name] = loaded(name)
     reasons += [f"--blocks must be positive; got {block}" for block in given.blocks if block < 1]
     reasons += [f"--densities must lie in (0, 1]; got {limit:g}" for limit in given.densities if not 0 < limit <= 1]
     if given.plot is not None and find_spec("matplotlib") is None:
         reasons.append("--plot needs matplotlib: pip install matplotlib, or leave it out")
     if given.plot is not None and given.plot.suffix not in _PICTURES:
         reasons.append(f"--plot must end with {', '.join(_PICTURES)}; got {given.plot}")
+    if given.csv is not None and Path(given.csv).suffix.lower() != ".csv":
+        reasons.append(f"--csv must end with .csv; got {given.csv}")
     for option, place in (("--csv", given.csv), ("--plot", given.plot)):
         if place is not None and not Path(place).parent.is_dir():
             reasons.append(f"{option} must be in a folder that exists; got {place}")
     if reasons:
         raise UnsupportedProblem(reasons)
+    return own
 
 
 def _cases(given: argparse.Namespace) -> Iterable[tuple[int, str, float]]:
     return ((block, name, limit) for block in given.blocks for name in given.patterns for limit in given.densities)
 
 
-def _loaded(path: Path, names: Sequence[str]) -> list[Array]:
-    """q, k and v of an archive; float16 and bfloat16 as float32, in which NumPy holds both exactly."""
+def load_heads(path: Path, names: Sequence[str] = ("q", "k", "v")) -> list[Array]:
+    """q, k and v of an archive; float16 and bfloat16 as float32, in which NumPy holds both exactly.
+
+    Parameters
+    ----------
+    path : Path
+        The .npz file.
+    names : sequence of str
+        The keys of q, k and v in it.
+
+    Raises
+    ------
+    UnsupportedProblem
+        There is no such file, or it does not hold them as finite numbers of equally many tokens.
+    """
     try:
         with path.open("rb") as file:
             archive = np.load(file)
@@ -184,23 +243,24 @@ def _line(error: Exception) -> str:
 
 
 def _recovered(path: Path, identity: str) -> list[Measurement]:
-    """The rows of an earlier run of the same study; an unfinished last line is dropped from the file."""
+    """The rows of earlier runs of the same study; an unfinished last line is dropped from the file."""
     header = _csv_line(_COLUMNS)
     text = path.read_text("utf-8") if path.exists() else ""
     whole = text[: text.rfind("\n") + 1] or header
-    fix = "name another --csv, or remove the file"
     try:
         if not (text.startswith(header) or header.startswith(text)):
             raise ValueError("other columns")
         _, *rows = csv.reader(io.StringIO(whole))
-        made = [Measurement(int(block), name, *map(float, numbers)) for _, block, name, *numbers in rows]
+        made = [
+            (study, Measurement(int(block), name, *map(float, numbers)))
+            for study, _causal, _scale, block, name, *numbers in rows
+        ]
     except (ValueError, TypeError) as error:
-        raise UnsupportedProblem([f"{path} must hold an earlier study; got another file: {fix}"]) from error
-    if any(study != identity for study, *_ in rows):
-        raise UnsupportedProblem([f"{path} must be of the same arrays and options; got others: {fix}"])
+        fix = "name another --csv, or remove the file"
+        raise UnsupportedProblem([f"{path} must hold earlier studies; got another file: {fix}"]) from error
     if whole != text:
         path.write_text(whole, "utf-8")
-    return made
+    return [row for study, row in made if study == identity]
 
 
 def _csv_line(cells: Iterable[object]) -> str:
@@ -209,15 +269,18 @@ def _csv_line(cells: Iterable[object]) -> str:
     return line.getvalue()
 
 
-def _surveyed(survey: Survey, given: argparse.Namespace, path: Path, known: set[Case]) -> list[Measurement]:
+def _surveyed(
+    survey: Survey, given: argparse.Namespace, path: Path, known: dict[Case, Measurement]
+) -> list[Measurement]:
     """Measure what is not known; each row is in the file before the next one is begun."""
     made, number = [], len(given.blocks) * len(given.patterns) * len(given.densities)
     cases = survey.measurements(given.blocks, given.patterns, given.densities, known)
     for count, found in enumerate(cases, 1):
         head = f"{count}/{number} {found.pattern}, blocks of {found.block}, at most {found.at_most:g}"
         if isinstance(found, Measurement):
-            with path.open("a", encoding="utf-8") as file:
-                file.write(_csv_line([survey.identity, *found]))
+            if known.get(found.case) != found:  # a pattern of one's own is measured each time
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(_csv_line([survey.identity, given.causal, given.scale, *found]))
             made.append(found)
             told = f"{found.recall:.1%} of the mass in {found.density:.1%} of the blocks"
         else:
@@ -226,16 +289,21 @@ def _surveyed(survey: Survey, given: argparse.Namespace, path: Path, known: set[
     return made
 
 
-def _table(rows: Sequence[Measurement], block: int, given: argparse.Namespace) -> str:
-    """Recall, and the density in brackets, by pattern and limit."""
+def _table(rows: Sequence[Measurement], block: int, given: argparse.Namespace, survey: Survey) -> str:
+    """Recall, and the density in brackets, by pattern and limit, and the reason for empty cells."""
     cells = {row.case: f"{row.recall:.2f} ({row.density:.2f})" for row in rows}
     width = max(map(len, given.patterns))
     lines = [f"softmax mass kept (density), blocks of {block}"]
     lines.append(f"{'at most':<{width}}" + "".join(f"{limit:>14g}" for limit in given.densities))
+    reasons = []
     for name in given.patterns:
-        shown = (cells.get(Case(block, name, limit), "") for limit in given.densities)
+        shown = [cells.get(Case(block, name, limit), "") for limit in given.densities]
         lines.append((f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in shown)).rstrip())
-    return "\n".join(lines)
+        if not all(shown):
+            empty = "an empty row" if not any(shown) else "an empty cell"
+            size = "it" if is_own(name) else "its smallest size"
+            reasons.append(f"{name} has {empty}: {size} keeps {survey.least_density(block, name):.3g} of the blocks")
+    return "\n".join(lines + reasons)
 
 
 def _plot(rows: Sequence[Measurement], blocks: Sequence[int], path: Path) -> None:

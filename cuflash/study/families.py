@@ -82,7 +82,7 @@ FAMILIES = {
 
 
 def densest(family: Family, densities: Iterable[float], eligible: Array, num_heads: int) -> dict[float, Array]:
-    """The densest size of a pattern that each density allows and the next smaller density does not.
+    """The densest size of a pattern that each density allows.
 
     Parameters
     ----------
@@ -98,7 +98,8 @@ def densest(family: Family, densities: Iterable[float], eligible: Array, num_hea
     Returns
     -------
     dict of float to bool array
-        Kept blocks, [grid, grid] or [num_heads, grid, grid], by limit; limits that no size fits are absent.
+        Kept blocks, [grid, grid] or [num_heads, grid, grid], by limit; limits of one size share an array, and limits
+        that no size fits are absent.
     """
     grid = len(eligible)
 
@@ -107,13 +108,16 @@ def densest(family: Family, densities: Iterable[float], eligible: Array, num_hea
         return density_of(family.make(grid, size, num_heads), eligible)
 
     sizes = family.sizes(grid) if family.grows else sorted(family.sizes(grid), key=density)
-    chosen, before = {}, 0
-    for limit in densities:
-        fitting = bisect_right(sizes, limit, key=density)
-        if fitting > before:
-            chosen[limit] = family.make(grid, sizes[fitting - 1], num_heads)
-        before = fitting
-    return chosen
+    fitting = {limit: bisect_right(sizes, limit, key=density) for limit in densities}
+    made = {count: family.make(grid, sizes[count - 1], num_heads) for count in {*fitting.values()} if count}
+    return {limit: made[count] for limit, count in fitting.items() if count}
+
+
+def smallest_density(family: Family, eligible: Array, num_heads: int) -> float:
+    """The density of a pattern's smallest size; arguments as of `densest`."""
+    grid = len(eligible)
+    sizes = family.sizes(grid)[:1] if family.grows else family.sizes(grid)
+    return min(density_of(family.make(grid, size, num_heads), eligible) for size in sizes)
 
 
 def heaviest(mass: Array, densities: Iterable[float], eligible: Array) -> dict[float, Array]:
@@ -131,18 +135,15 @@ def heaviest(mass: Array, densities: Iterable[float], eligible: Array) -> dict[f
     Returns
     -------
     dict of float to bool array [..., grid, grid]
-        Kept blocks by limit; limits that do not hold a block of every row are absent.
+        Kept blocks by limit; limits of one number of blocks share an array, and limits that do not hold a block of
+        every row are absent.
     """
     rank = np.argsort(np.argsort(-np.where(eligible, mass, -1.0), axis=-1), axis=-1)
     in_row = eligible.sum(-1)
     shares = [np.minimum(in_row, count).sum() / in_row.sum() for count in range(1, len(eligible) + 1)]
-    chosen, before = {}, 0
-    for limit in densities:
-        count = bisect_right(shares, limit)
-        if count > before:
-            chosen[limit] = (rank < count) & eligible
-        before = count
-    return chosen
+    counts = {limit: bisect_right(shares, limit) for limit in densities}
+    chosen = {count: (rank < count) & eligible for count in {*counts.values()} if count}
+    return {limit: chosen[count] for limit, count in counts.items() if count}
 
 
 def density_of(blocks: Array, eligible: Array) -> float:

@@ -118,7 +118,7 @@ def _compared(dense: tuple[Array, Array], masked: tuple[Array, Array]) -> Recall
     xp = namespace(lse)
     is_empty = lse == -np.inf
     with np.errstate(invalid="ignore"):
-        mass = xp.where(is_empty, 1, xp.minimum(xp.exp(kept_lse - lse), 1))  # more than 1 by rounding alone
+        mass = xp.where(is_empty, 1, xp.exp(xp.minimum(kept_lse - lse, 0)))  # above 0 by rounding alone
     o, kept_o = o.astype(np.float64), kept_o.astype(np.float64)
     change, whole = (float(xp.linalg.norm(x)) for x in (kept_o - o, o))
     return Recall(mass.astype(lse.dtype), change / whole if whole else np.inf if change else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import cuflash
 from cuflash import masks
 from cuflash.study import command, survey
 from cuflash.study.command import PATTERNS, study_report
-from cuflash.study.families import FAMILIES, densest, density_of
+from cuflash.study.families import FAMILIES, densest, density_of, smallest_density
 
 ROOT = Path(__file__).parents[2]
 Q, K, V = np.random.default_rng(0).standard_normal((3, 2, 4, 50, 8))
@@ -39,8 +40,9 @@ def test_each_limit_has_the_densest_size_that_it_allows(name: str, causal: bool,
     family, eligible = FAMILIES[name], grids(causal, grid)
     every = [density_of(family.make(grid, size, num_heads), eligible) for size in family.sizes(grid)]
     chosen = densest(family, DENSITIES, eligible, num_heads)
-    for below, limit in zip([0.0, *DENSITIES], DENSITIES):
-        fitting = [density for density in every if below < density <= limit]
+    assert smallest_density(family, eligible, num_heads) == min(every)
+    for limit in DENSITIES:
+        fitting = [density for density in every if density <= limit]
         assert (limit in chosen) == bool(fitting)
         assert not fitting or density_of(chosen[limit], eligible) == max(fitting)
 
@@ -74,7 +76,9 @@ def test_a_measurement_is_what_recall_says_of_the_blocks(name: str, monkeypatch:
     for causal, scale in ((False, None), (True, 0.5)):
         used.clear()
         rows = [*survey.Survey(Q, K, V, causal=causal, scale=scale).measurements([16], [name], DENSITIES)]
-        for row, mask in zip([row for row in rows if isinstance(row, survey.Measurement)], used, strict=True):
+        measured = {row.density: row for row in reversed(rows) if isinstance(row, survey.Measurement)}
+        assert len(used) == len(measured) > 1  # a size that is the densest for several limits is measured once
+        for row, mask in zip(reversed(measured.values()), used, strict=True):
             expected = cuflash.recall(Q, K, V, mask, causal=causal, scale=scale)
             of_heads = expected.mass.mean(-1)
             # Sums of n positive numbers in two orders differ by at most n roundoffs each.
@@ -107,12 +111,13 @@ def test_the_command_prints_tables_and_writes_rows_and_a_picture(archive: Path) 
     assert run.returncode == 0, run.stderr
     rows = rows_of()
     lines = run.stdout.splitlines()
+    assert lines[0] == "my.npz: 2 x 4 heads on 2 of keys and values, 50 tokens, 8 dims" == run.stderr.splitlines()[0]
     assert [line for line in lines if line.startswith("softmax")] == [
         f"softmax mass kept (density), blocks of {block}" for block in (16, 8)
     ]
     for row in rows:
         assert f"{float(row['recall']):.2f} ({float(row['density']):.2f})" in run.stdout
-    assert run.stderr.count("% of the mass in ") == len(rows) and run.stderr.startswith("1/8 sink_local, blocks of 16")
+    assert run.stderr.count("% of the mass in ") == len(rows) and "\n1/8 sink_local, blocks of 16" in run.stderr
     assert study_report([*WORDS, "--plot", "my.png"]) + "\n" == run.stdout and rows_of() == rows
     assert Path("my.png").read_bytes().startswith(b"\x89PNG")
 
@@ -141,12 +146,134 @@ def test_an_interrupted_study_goes_on_where_it_was(archive: Path, monkeypatch: p
     assert len(calls) == 9
 
 
-def test_rows_of_other_arrays_or_options_are_not_taken(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study_report(WORDS)
-    for words in (WORDS[:-1], [*WORDS, "--scale", "0.5"]):
-        refused(words, "my.study.csv must be of the same arrays and options; got others: name another --csv", capsys)
-    np.savez("my.npz", q=Q, k=K, v=2 * V)
-    refused(WORDS, "my.study.csv must be of the same arrays", capsys)
+def test_a_file_keeps_the_rows_of_other_arrays_and_options(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = study_report(WORDS)
+    rows, each = rows_of(), len(rows_of())
+    changes = {"all keys": (WORDS[:-1], V), "another scale": ([*WORDS, "--scale", "0.5"], V), "arrays": (WORDS, 2 * V)}
+    for count, (words, v) in enumerate(changes.values(), 2):
+        np.savez("my.npz", q=Q, k=K, v=v)
+        study_report(words)
+        assert rows_of()[:each] == rows and len({row["study"] for row in rows_of()}) == count
+    assert {(row["causal"], row["scale"]) for row in rows_of()} == {("True", ""), ("False", ""), ("True", "0.5")}
+    np.savez("my.npz", q=Q, k=K, v=V)
+    capsys.readouterr()
+    whole = Path("my.study.csv").read_text()
+    assert study_report(WORDS) == first and Path("my.study.csv").read_text() == whole
+    assert " of the mass in " not in capsys.readouterr().err
+
+
+def test_a_limit_has_the_densest_size_within_it_and_an_empty_row_has_its_reason(archive: Path) -> None:
+    words = "my.npz --patterns window fixed oracle --blocks 8 --densities 0.05 0.39 0.4 --csv x.csv".split()
+    _, _, _, _, window, fixed, oracle, *reasons, _, count = study_report(words).splitlines()
+    assert window.split()[1:3] == window.split()[3:] and len(oracle.split()) == 5  # 0.05 holds no block of each row
+    assert fixed == "fixed"
+    eligible = np.ones((7, 7), bool)
+    told = [f"{name} has an empty {what}" for name, what in zip(("window", "fixed", "oracle"), ("cell", "row", "cell"))]
+    for reason, start, name in zip(reasons, told, ("window", "fixed", None), strict=True):
+        least = 1 / 7 if name is None else smallest_density(FAMILIES[name], eligible, 4)
+        assert reason == f"{start}: its smallest size keeps {least:.3g} of the blocks"
+    assert count == f"{len(rows_of('x.csv'))} rows in x.csv"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "read"),
+    [
+        ([(1, 40, 4, 8)] * 3, "1 x 40 heads, 4 tokens, 8 dims"),
+        ([(4, 8)] * 3, "one head, 4 tokens, 8 dims"),
+        ([(6, 4, 8), (2, 4, 8), (2, 4, 16)], "6 heads on 2 of keys and values, 4 tokens, 8 dims (16 of values)"),
+    ],
+)
+def test_arrays_that_nothing_fits_are_said_as_they_were_read(
+    archive: Path, shapes: list[tuple[int, ...]], read: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez("my.npz", **{name: np.ones(shape) for name, shape in zip("qkv", shapes)})
+    with pytest.raises(SystemExit) as left:
+        study_report(["my.npz"])
+    out, err = capsys.readouterr()
+    told = f"python -m cuflash study: error: my.npz was read as {read}: swap axes, or nothing fits ("
+    assert left.value.code == 1 and out == "" and err.splitlines()[-1].startswith(told)
+    assert ("q.swapaxes(-3, -2)" in err) == (len(shapes[0]) > 2)
+
+
+@pytest.mark.parametrize(("size", "scale"), [(1e30, None), (1e30, 1e-59), (1e18, None), (1e-30, 1e57)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_any_size_have_finite_rows(size: float, scale: float | None, causal: bool) -> None:
+    q, k, v = (x.astype(np.float32) for x in (size * Q, size * K, V))
+    with np.errstate(all="raise", under="ignore"):
+        rows = survey.Survey(q, k, v, causal=causal, scale=scale).measurements([16], ["window", "oracle"], [0.5, 1.0])
+        measured = [row for row in rows if isinstance(row, survey.Measurement)]
+    assert len(measured) == 4 and all(np.isfinite(row[3:]).all() for row in measured)
+    if scale is not None:  # float64 has no trouble with these scores
+        exact = survey.Survey(*(x.astype(float) for x in (q, k, v)), causal=causal, scale=scale)
+        for row, other in zip(measured, exact.measurements([16], ["window", "oracle"], [0.5, 1.0]), strict=True):
+            assert isinstance(other, survey.Measurement) and row.density == other.density
+            assert row.recall == pytest.approx(other.recall, rel=tolerance(Q, K, np.finfo(np.float32).eps, (50, 50)))
+
+
+def test_scores_that_overflow_float64_are_refused(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez("my.npz", q=1e200 * Q, k=1e200 * K, v=V)
+    refused(WORDS, "q and k must have finite scores; got some that overflow: divide q or k", capsys)
+
+
+OWN = """
+import numpy as np
+from cuflash import BlockIndex, masks, selectors
+window = masks.SlidingWindow(16, 16)
+index = BlockIndex.from_mask(window, 50, 50, 16)
+number = 3
+def pooled(q, k, *, block, density, causal):
+    budget = selectors.Budget(top_k=max(1, int(density * -(-q.shape[-2] // block))))
+    return selectors.pooled(q, k, block=block, budget=budget, causal=causal)
+"""
+
+
+def test_patterns_of_ones_own_are_measured(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("own_patterns_of_a_test.py").write_text(OWN, "utf-8")
+    monkeypatch.syspath_prepend(".")
+    kept = np.eye(4, dtype=bool) | np.eye(4, k=1, dtype=bool)
+    np.savez("one.npz", kept)
+    np.savez("two.npz", kept=kept, other=~kept)
+    names = [f"own_patterns_of_a_test:{name}" for name in ("window", "index", "pooled")]
+    words = ["my.npz", "--patterns", *names, "one.npz", "two.npz:kept", "--blocks", "16", "--densities", "0.5", "0.9"]
+    report = study_report(words)
+    rows = {(row["pattern"], row["at_most"]): row for row in rows_of()}
+    module = importlib.import_module("own_patterns_of_a_test")
+    expected = {names[0]: module.window, names[1]: module.index, "one.npz": masks.BlockPattern(kept, 16)}
+    for name, mask in {**expected, "two.npz:kept": expected["one.npz"]}.items():
+        row = rows[name, "0.9"]
+        assert float(row["recall"]) == pytest.approx(cuflash.recall(Q, K, V, mask).mass.mean(), rel=100 * EXACT)
+        states = cuflash.BlockIndex.from_mask(mask, 50, 50, 16).states() > 0
+        assert float(row["density"]) == states.mean() and (name, "0.5") not in rows or states.mean() <= 0.5
+    assert [float(rows[names[2], limit]["density"]) for limit in ("0.5", "0.9")] == [0.5, 0.75]
+    assert f"{names[0]} has an empty cell: it keeps 0.625 of the blocks" in report
+    whole = Path("my.study.csv").read_text("utf-8")
+    assert study_report(words) == report and Path("my.study.csv").read_text("utf-8") == whole
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("nowhere:f", "nowhere:f must be MODULE:NAME of a module in this folder or of an installed one; No module"),
+        ("cuflash:nothing", "cuflash:nothing must be MODULE:NAME of a module in this folder or of an installed one; m"),
+        ("cuflash:__version__", "must be a mask, or a function of (q, k, *, block, density, causal); got '"),
+        ("none.npz", "none.npz must be an .npz file; there is no such file"),
+        ("my.npz", "my.npz must hold one array, or name one: my.npz:ARRAY; got q, k, v"),
+        ("my.npz:w", "my.npz must hold one array, or name one: my.npz:ARRAY; got q, k, v"),
+        ("my.npz:q", "my.npz must hold booleans [..., grid, grid], one for each block; got an array of shape (2, 4,"),
+    ],
+)
+def test_patterns_that_are_not_there_get_one_line(
+    archive: Path, word: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(["my.npz", "--patterns", word], told, capsys)
+
+
+def test_blocks_of_another_grid_get_one_line(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez("one.npz", np.eye(3, dtype=bool))
+    with pytest.raises(SystemExit) as left:
+        study_report(["my.npz", "--patterns", "one.npz", "--blocks", "16"])
+    assert left.value.code == 2
+    assert "one.npz: blocks must have shape (..., 4, 4) for lengths (50, 50)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -185,14 +312,18 @@ def refused(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str])
         ("lengths.npz", "q and k must be of equally many tokens; got 50 and 40"),
         ("heads.npz", "q's 4 heads must be a multiple of k's 3"),
         ("empty.npz", "q must hold a query; got shape"),
-        ("my.npz --patterns windows", f"--patterns must be of {', '.join(PATTERNS)}, with spaces between; got windows"),
+        (
+            "my.npz --patterns windows",
+            f"--patterns must be of {', '.join(PATTERNS)}, with spaces between, MODULE:NAME or FILE.npz; got windows",
+        ),
         ("my.npz --blocks 0 16", "--blocks must be positive; got 0"),
         ("my.npz --blocks x", "argument --blocks: takes ints with spaces between; got 'x'"),
         ("my.npz --densities 0.5 1.5", "--densities must lie in (0, 1]; got 1.5"),
         ("my.npz --densities nan", "--densities must lie in (0, 1]; got nan"),
         ("my.npz --csv there/is/none.csv", "--csv must be in a folder that exists; got there/is/none.csv"),
-        ("my.npz --csv text.npz", "text.npz must hold an earlier study; got another file: name another --csv"),
-        ("my.npz --csv .", "Is a directory"),
+        ("my.npz --csv text.csv", "text.csv must hold earlier studies; got another file: name another --csv"),
+        ("my.npz --csv my.png", "--csv must end with .csv; got my.png"),
+        ("my.npz --csv .", "--csv must end with .csv; got ."),
         ("my.npz --plot my.txt", "--plot must end with .png, .pdf, .svg; got my.txt"),
         ("my.npz --scale nan", "scale must be a finite number or None; got nan"),
         ("my.npz --blocks 0 --densities 2", "--blocks must be positive; got 0; --densities must lie in (0, 1]; got 2"),
@@ -202,6 +333,7 @@ def test_wrong_arguments_and_files_get_one_line(
     archive: Path, words: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("text.npz").write_text("q, k, v")
+    Path("text.csv").write_text("q, k, v")
     Path("half.npz").write_bytes(archive.read_bytes()[:900])
     torn = bytearray(archive.read_bytes())
     torn[1000] ^= 1
