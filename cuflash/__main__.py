@@ -5,6 +5,7 @@
     python -m cuflash memory      bytes of a KV cache
     python -m cuflash roofline    the least time of a call on a GPU, and what binds it
     python -m cuflash study       how much of your own attention block patterns keep
+    python -m cuflash --version   the version of cuflash
 """
 
 import io
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from . import __version__
 from .diagnosis import doctor
 from .study.calculators import memory_report
 from .study.command import study_report
@@ -31,6 +33,7 @@ def _doctor_report(arguments: Sequence[str]) -> str:
 
 
 _HELP = ("-h", "--help")
+_VERSION = ("-V", "--version")
 _COMMANDS = {"doctor": _doctor_report, "memory": memory_report, "roofline": roofline_report, "study": study_report}
 
 
@@ -39,6 +42,12 @@ def _report(arguments: Sequence[str]) -> str:
     name, *rest = arguments or ["doctor"]
     if name in _HELP:
         return _doctor_report(arguments)
+    if name in _VERSION and not rest:
+        return f"cuflash {__version__}"
+    if name in _VERSION:
+        _refused(f"python -m cuflash: error: {name} takes no arguments; got {' '.join(rest)}")
+    if name.startswith("-"):
+        _refused(f"python -m cuflash: error: options are --help and --version; got {name}")
     if name not in _COMMANDS:
         _refused(f"python -m cuflash: error: the command must be {', '.join(_COMMANDS)} or none; got {name}")
     return _COMMANDS[name](rest)

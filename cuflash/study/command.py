@@ -62,8 +62,8 @@ def study_report(arguments: Sequence[str]) -> str:
     ...     path = os.path.join(folder, "my.npz")
     ...     np.savez(path, q=q, k=k, v=v)
     ...     words = [path, "--patterns", "window", "--blocks", "8", "--densities", "0.5", "--csv", f"{path}.csv"]
-    ...     print(study_report(words).splitlines()[0][-35:])
-    my.npz: 2 heads, 64 tokens, 8 dims
+    ...     print(study_report(words).splitlines()[0].split(": ")[-1])
+    2 heads, 64 tokens, 8 dims
     """
     parser = _parser()
     given = parser.parse_args(arguments)

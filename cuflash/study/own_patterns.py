@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,13 +49,17 @@ def loaded(text: str) -> OwnPattern:
         path, _, name = text.rpartition(":") if not text.endswith(_SUFFIX) else (text, "", "")
         blocks = _blocks(Path(path), name)
         return lambda q, k, *, block, density, causal: BlockPattern(blocks, block)
+    sys.path.insert(0, "")  # the current folder, which the command has and a script need not have
     try:
+        importlib.invalidate_caches()
         value: Any = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
         told = str(error).partition("\n")[0]
         raise UnsupportedProblem(
             [f"{text} must be MODULE:NAME of a module in this folder or of an installed one; {told}"]
         ) from error
+    finally:
+        sys.path.remove("")
     is_mask = isinstance(value, (Mask, Indexed)) or is_array(value)
     if is_mask and not isinstance(value, type):
         return lambda q, k, *, block, density, causal: value

@@ -39,7 +39,6 @@ if find_spec("hypothesis") is None:
         name="hypothesis",
     )
 
-from . import assertions, non_finite, oracle, properties, strategies
 from .assertions import (
     Example,
     assert_exact_probes,
@@ -60,13 +59,8 @@ __all__ = [
     "assert_non_finite",
     "assert_within",
     "assert_within_bounds",
-    "assertions",
     "examples",
     "masks",
-    "non_finite",
-    "oracle",
-    "properties",
-    "strategies",
     "structures",
 ]
 

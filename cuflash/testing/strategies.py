@@ -396,7 +396,7 @@ def structures(
     --------
     >>> from hypothesis import given, settings
     >>> @settings(deadline=None, max_examples=5, database=None)
-    ... @given(structures(most_scores=1000))
+    ... @given(structures(most_scores=1000, longest=30))
     ... def test(structure):
     ...     assert structure.num_heads * structure.seqlen_q * structure.seqlen_kv <= 1000
     >>> test()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import re
 import subprocess
 import sys
@@ -227,9 +226,8 @@ def pooled(q, k, *, block, density, causal):
 """
 
 
-def test_patterns_of_ones_own_are_measured(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_of_ones_own_are_measured(archive: Path) -> None:
     Path("own_patterns_of_a_test.py").write_text(OWN, "utf-8")
-    monkeypatch.syspath_prepend(".")
     kept = np.eye(4, dtype=bool) | np.eye(4, k=1, dtype=bool)
     np.savez("one.npz", kept)
     np.savez("two.npz", kept=kept, other=~kept)
@@ -237,7 +235,7 @@ def test_patterns_of_ones_own_are_measured(archive: Path, monkeypatch: pytest.Mo
     words = ["my.npz", "--patterns", *names, "one.npz", "two.npz:kept", "--blocks", "16", "--densities", "0.5", "0.9"]
     report = study_report(words)
     rows = {(row["pattern"], row["at_most"]): row for row in rows_of()}
-    module = importlib.import_module("own_patterns_of_a_test")
+    module = sys.modules["own_patterns_of_a_test"]
     expected = {names[0]: module.window, names[1]: module.index, "one.npz": masks.BlockPattern(kept, 16)}
     for name, mask in {**expected, "two.npz:kept": expected["one.npz"]}.items():
         row = rows[name, "0.9"]
@@ -361,12 +359,29 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(
     [
         ("studies", ": error: the command must be doctor, memory, roofline, study or none; got studies\n"),
         ("doctor all", " doctor: error: the command takes no arguments; got all\n"),
+        ("--versions", ": error: options are --help and --version; got --versions\n"),
+        ("-v", ": error: options are --help and --version; got -v\n"),
+        ("--version 2", ": error: --version takes no arguments; got 2\n"),
     ],
 )
 def test_an_unknown_command_gets_one_line(words: str, told: str) -> None:
     command = [sys.executable, "-m", "cuflash", *words.split()]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"python -m cuflash{told}")
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_told(flag: str) -> None:
+    run = subprocess.run([sys.executable, "-m", "cuflash", flag], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert (run.stdout, run.stderr) == (f"cuflash {cuflash.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["memory", "roofline", "study"])
+def test_an_unknown_option_of_a_command_gets_one_line(command: str) -> None:
+    words = [sys.executable, "-m", "cuflash", command, "--nothing"]
+    run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.splitlines()[-1].startswith(f"python -m cuflash {command}: error: ")
 
 
 def test_help_names_the_commands() -> None:
