@@ -127,6 +127,16 @@ def is_number(value: object) -> bool:
     return is_int(value) or isinstance(value, (float, np.floating))
 
 
+def as_number(value: Any) -> Any:
+    """Return what may be a number as one: the element of a 0-d NumPy array, and bfloat16 as a float.
+
+    Anything else comes back as it is, so that `is_number` decides. Examples are True and Fraction, which are no numbers
+    here, and arrays of other libraries, whose gradients a number would lose.
+    """
+    element = value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
+    return float(element) if isinstance(element, ml_dtypes.bfloat16) else element
+
+
 def is_flag(value: object) -> TypeGuard[bool]:
     """Return whether a value is a boolean of Python or of NumPy."""
     return isinstance(value, (bool, np.bool))

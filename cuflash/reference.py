@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, describe
+from .arrays import Array, as_number, describe, is_number
 from .keywords import explains_keywords
 
 __all__ = ["attention", "attention_vjp"]
@@ -278,4 +278,8 @@ def allowed_of(mask: Array | None, shape: Sequence[int]) -> Any:
 
 
 def default_scale(q: Array, scale: float | None) -> float:
-    return 1.0 / math.sqrt(np.shape(q)[-1]) if scale is None else scale
+    if scale is None:
+        return 1.0 / math.sqrt(np.shape(q)[-1])
+    if not is_number(as_number(scale)):
+        raise TypeError(f"scale must be a number or None; got {describe(scale)}")
+    return scale

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
+from ..arrays import (
+    DTYPES, Array, ShapeDtype, accumulator_dtype, as_number, describe, is_array, is_flag, is_number, no_array,
+)  # fmt: skip
 from ..dropout import Draws
 from ..errors import UnsupportedProblem, collecting
+from ..layouts import is_differentiated
 from ..masks.shape import MaskShape, length_reasons
 from ..scores.program import Program
 from ..scores.score import Score
@@ -130,7 +133,7 @@ class Problem:
             value_dim=int(v.shape[-1]),
             has_heads=has_heads,
             dtype=np.dtype(q.dtype),
-            softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+            softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else float(as_number(scale)),
             precision=precision,
         )
 
@@ -311,23 +314,19 @@ def _dtype_reasons(arguments: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def _scale_reasons(scale: float | None) -> list[str]:
-    if scale is None:
-        return []
-    fix = ": float(scale) makes one" if is_array(scale) else ""
-    return [] if _is_finite(scale) else [f"scale must be a finite number or None; got {describe(scale)}{fix}"]
-
-
-def _is_finite(scale: Any) -> bool:
-    """Return whether a value is one finite real number; a NumPy array of no axes is one."""
-    if isinstance(scale, (str, bytes, complex, np.complexfloating)):
-        return False
-    if is_array(scale) and not (isinstance(scale, np.ndarray) and scale.ndim == 0 and scale.dtype.kind in "iuf"):
-        return False
-    try:
-        return math.isfinite(float(scale))
-    except (TypeError, ValueError, OverflowError):
-        return False
+def _scale_reasons(scale: Any) -> list[str]:
+    number = as_number(scale)
+    with suppress(OverflowError):
+        if scale is None or is_number(number) and math.isfinite(number):
+            return []
+    fix = ""
+    if "Tracer" in type(scale).__name__:  # as JAX's
+        fix = ": name it in static_argnames, or multiply q by it"
+    elif is_differentiated(scale):
+        fix = ": pass float(scale), or score=cuflash.scores.temperature(per_head) for a scale that has a gradient"
+    elif hasattr(scale, "__float__") and not is_flag(number) and not is_number(number):
+        fix = ": pass float(scale)"
+    return [f"scale must be a finite number or None; got {describe(scale)}{fix}"]
 
 
 def precision_reasons(q: Array, precision: str) -> list[str]:

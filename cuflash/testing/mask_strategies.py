@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from ..arrays import whole_number
 from ..keywords import explains_keywords
 from ..masks.arrays import Dense, FromFunction
 from ..masks.base import Mask
@@ -63,6 +64,7 @@ def masks(draw: st.DrawFn, shape: MaskShape, max_leaves: int = 3) -> Mask:
     ...     assert mask.toarray(3, 5, num_heads=2).shape[-2:] == (3, 5)
     >>> test()
     """
+    max_leaves = whole_number("max_leaves", max_leaves, 1)
     mask = _leaf(draw, shape)
     for _ in range(draw(st.integers(0, max_leaves - 1))):
         combine = draw(st.sampled_from((operator.and_, operator.or_, operator.xor, operator.sub)))

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -594,20 +595,29 @@ FAULTS = {
             "masks/block_pattern.py", "BlockPattern.__post_init__", 'take_arrays(self, {"blocks": "blocks"})', "pass"
         ),
     },
-    refuses(attends(scale="0.5"), "scale must be a finite number or None; got '0.5'"): {
-        "scales are strings": Edit(
-            "planning/problem.py", "_is_finite",
-            "(str, bytes, complex, np.complexfloating)",
-            "(bytes, complex, np.complexfloating)",
+    refuses(attends(scale=True), "scale must be a finite number or None; got True"): {
+        "any scale is a number": Edit(
+            "planning/problem.py", "_scale_reasons",
+            "is_number(number) and math.isfinite(number)",
+            "math.isfinite(number)",
         ),
+        "bools are ints": Edit("arrays.py", "is_int", "(bool, np.timedelta64)", "np.timedelta64"),
     },
     refuses(attends(scale=10**400), "scale must be a finite number or None; got an int of 1329 bits"): {
-        "scales are huge": Edit(
-            "planning/problem.py", "_is_finite", "(TypeError, ValueError, OverflowError)", "(TypeError, ValueError)"
+        "scales are huge": Edit("planning/problem.py", "_scale_reasons", "suppress(OverflowError)", "suppress()"),
+    },
+    refuses(attends(scale=Fraction(1, 2)), "scale must be a finite number", "got Fraction: pass float(scale)"): {
+        "a scale of another kind has no fix": Edit(
+            "planning/problem.py", "_scale_reasons", '": pass float(scale)"', '""'
         ),
     },
-    refuses(attends(scale=np.array("0.5")), "scale must be a finite number", "float(scale) makes one"): {
-        "scales are arrays": Edit("planning/problem.py", "_is_finite", 'and scale.dtype.kind in "iuf"', ""),
+    takes(lambda library: (attends(scale=np.array(0.5))(library) == attends(scale=0.5)(library)).all()): {
+        "a 0-d array is no scale": Edit("arrays.py", "as_number", "value.ndim == 0", "False"),
+    },
+    refuses(lambda library: library.reference.attention(Q, Q, Q, scale=True), "scale must be a number or None"): {
+        "the reference takes any scale": Edit(
+            "reference.py", "default_scale", "if not is_number(as_number(scale)):", "if False:"
+        ),
     },
     refuses(attends(precision=Q), "precision must be 'ieee'"): {
         "precisions are arrays": Edit(
