@@ -251,6 +251,7 @@ def tensor_reasons(name: str, value: Any) -> list[str]:
     """Why the elements of a tensor of PyTorch cannot be read in place, or are not all of it; none for other values."""
     if not is_tensor(value):
         return []
+    torch = sys.modules["torch"]
     if value.device.type == "meta":
         return [f"{name} must hold data; got a tensor on the device 'meta': make it on 'cpu' or 'cuda'"]
     if value.is_nested:
@@ -258,17 +259,21 @@ def tensor_reasons(name: str, value: Any) -> list[str]:
         return [f"{name} must be one dense tensor; got a nested one: {fix}"]
     if value.is_quantized:
         return [f"{name} must not be quantised; got a tensor of {value.dtype}: its dequantize() makes one of floats"]
-    if value.layout != sys.modules["torch"].strided:
+    if value.layout != torch.strided:
         return [f"{name} must be a dense tensor; got the layout {value.layout}: its to_dense() makes one"]
-    if _is_traced(value):
-        fix = _fix_of_tracer(value)
-        return [f"{name} must hold data; got a tracer, a {kind_of(value)} without memory: {fix}"]
-    if _behaves_otherwise(type(value)):
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) or _has_no_operations(value)
+    try:  # the address of a tensor with operations of its own, as FakeTensor's, may be that of no memory
+        has_memory = not _is_fake(value) if not is_plain else value.data_ptr() != 0 or value.numel() == 0
+    except Exception:  # tracers of PyTorch raise, or warn where warnings are errors
+        has_memory = False
+    if not has_memory:
+        return [f"{name} must hold data; got a tracer, a {kind_of(value)} without memory: {_fix_of_tracer(value)}"]
+    if not is_plain:
         fix = _FIX_OF_SUBCLASS.get(type(value).__name__, "its as_subclass(torch.Tensor) is one")
         return [f"{name} must be a plain torch.Tensor; got a {type(value).__name__}: {fix}"]
     if value.is_neg():
         return [f"{name} must hold its values; got a lazily negated view: its resolve_neg() makes one that does"]
-    if has_dual_level() and sys.modules["torch"].autograd.forward_ad.unpack_dual(value).tangent is not None:
+    if has_dual_level() and torch.autograd.forward_ad.unpack_dual(value).tangent is not None:
         return [
             f"{name} must not carry a tangent, since attention has no forward-mode derivative; got a dual tensor: pass "
             f"torch.autograd.forward_ad.unpack_dual({name}).primal, or differentiate with torch.autograd.grad"
@@ -287,17 +292,9 @@ def has_dual_level() -> bool:
     return bool(getattr(sys.modules["torch"].autograd.forward_ad, "_current_level", 0) >= 0)
 
 
-def _is_traced(tensor: Any) -> bool:
-    """Return whether a tensor stands for values that are computed later, or is one that torch.func has wrapped."""
-    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
-    if isinstance(tensor, fake):  # its address may be that of memory that is not there
-        return True
-    if _behaves_otherwise(type(tensor)):
-        return False
-    try:
-        return tensor.data_ptr() == 0 and tensor.numel() != 0
-    except Exception:  # tracers of PyTorch raise, or warn where warnings are errors
-        return True
+def _is_fake(tensor: Any) -> bool:
+    """Return whether a tensor is one of those that `torch.compile` and `torch.export` compute shapes with."""
+    return isinstance(tensor, getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ()))
 
 
 def _fix_of_tracer(tensor: Any) -> str:
@@ -311,18 +308,15 @@ def _fix_of_tracer(tensor: Any) -> str:
 
 def is_batched(tensor: Any) -> bool:
     """Return whether a tensor is one of `torch.vmap`, or of a backward pass for several cotangents at once."""
-    functorch = sys.modules["torch"]._C._functorch
-    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    return bool(sys.modules["torch"]._C._functorch.is_batchedtensor(tensor))
 
 
-@lru_cache(maxsize=64)
-def _behaves_otherwise(kind: type) -> bool:
-    """Return whether a class of tensors has operations of its own, which the elements alone would not have."""
-    torch = sys.modules["torch"]
+def _has_no_operations(tensor: Any) -> bool:
+    """Return whether a tensor's class has no operations of its own, which its elements alone would not have."""
+    torch, kind = sys.modules["torch"], type(tensor)
     plain = getattr(torch.Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl
-    function = kind.__torch_function__  # type: ignore[attr-defined]
-    is_plain = getattr(function, "__func__", function) in plain
-    return not is_plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return function in plain and bool(kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__)
 
 
 def dtype_of(array: Any) -> np.dtype[Any]:

@@ -78,9 +78,9 @@ def _unknown_reasons(others: Mapping[str, Any]) -> list[str]:
         if value is None or value is False or name in _WITHOUT_EFFECT:
             continue
         if name == "output_attentions":
-            fix = "use attn_implementation='eager'"
-            reasons.append(f"output_attentions must be False, since no weights are stored; got {describe(value)}: {fix}")
+            rule = "must be False, since no weights are stored"
+            reasons.append(f"{name} {rule}; got {describe(value)}: use attn_implementation='eager'")
         else:
-            fix = "leave it out, or use attn_implementation='eager'"
-            reasons.append(f"{name} must be None, since attention here has no such option; got {describe(value)}: {fix}")
+            rule, fix = "must be None, since attention here has no such option", "leave it out, or use "
+            reasons.append(f"{name} {rule}; got {describe(value)}: {fix}attn_implementation='eager'")
     return reasons

@@ -141,9 +141,11 @@ def tensors_that_must_be_taken_have_no_layout(library: ModuleType) -> None:
     layouts, of_tensor, stream = part(library, "layouts"), {"torch": 0}, SimpleNamespace(ptr=0)
     c_part = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: of_tensor["torch"])
     cuda = SimpleNamespace(get_current_stream=lambda: stream)
-    modules = {
-        "torch": SimpleNamespace(Tensor=Tensor, strided="strided", _C=c_part), "cupy": SimpleNamespace(cuda=cuda)
-    }  # fmt: skip
+    forward_ad = SimpleNamespace(_current_level=-1)
+    torch = SimpleNamespace(
+        Tensor=Tensor, strided="strided", _C=c_part, autograd=SimpleNamespace(forward_ad=forward_ad)
+    )  # fmt: skip
+    modules = {"torch": torch, "cupy": SimpleNamespace(cuda=cuda)}
     with patch.dict(sys.modules, modules):
         plain = layouts.tensors_layout(Tensor(), Tensor())
         assert plain is not None and plain == layouts.tensors_layout(Tensor(start=512), Tensor())
@@ -155,6 +157,9 @@ def tensors_that_must_be_taken_have_no_layout(library: ModuleType) -> None:
         ):  # fmt: skip
             assert layouts.tensors_layout(Tensor(), Tensor(**wrong)) is None
         assert layouts.tensors_layout(Tensor(), type("Other", (Tensor,), {})()) is None
+        forward_ad._current_level = 0  # a tensor may carry a tangent
+        assert layouts.tensors_layout(Tensor()) is None
+        forward_ad._current_level = -1
         of_tensor["torch"] = 7
         assert layouts.tensors_layout(Tensor()) is None
 
@@ -195,6 +200,7 @@ FAULTS = {
         "1 is taken for True": Edit(FILE, "_decode_key", "type(causal) is not bool or", ""),
     },
     tensors_that_must_be_taken_have_no_layout: {
+        "a tensor with a tangent is read": Edit("layouts.py", "tensors_layout", "or has_dual_level()", ""),
         "a negated view is read as it lies": Edit("layouts.py", "tensors_layout", "or each.is_neg()", ""),
         "a tensor with gradients is read": Edit("layouts.py", "tensors_layout", "or each.requires_grad", ""),
         "a tensor that another stream writes is read": Edit(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from mutations.interop_guards import (
-    arrays_of_jax_are_right, bfloat16_is_taken_and_given, negated_tensors_are_not_looked_up, scores_of_jax_are_right,
-    scores_of_tensors_are_right, tensors_are_right, tensors_without_elements_are_named, writing_is_told,
+    arrays_of_jax_are_right, arrays_of_numpy_are_taken_by_jax, bfloat16_is_taken_and_given, copies_of_scores_are_whole,
+    models_are_served, negated_tensors_are_not_looked_up, own_integers_are_taken, parts_of_a_mesh_are_differentiated,
+    scores_of_jax_are_right, scores_of_tensors_are_right, tangents_are_refused, tensors_are_right,
+    tensors_without_elements_are_named, traced_options_are_named, writing_is_told,
 )  # fmt: skip
 from mutations.planting import Edit
 
@@ -34,7 +36,7 @@ FAULTS = {
     },
     negated_tensors_are_not_looked_up: {
         "a negated tensor is read as it lies": Edit(
-            "torch.py", "_key", "if any(map(torch.Tensor.is_neg, tensors)):", "if False:"
+            "torch.py", "_key", "or any(map(torch.Tensor.is_neg, tensors))", ""
         ),
     },
     scores_of_tensors_are_right: {
@@ -97,6 +99,13 @@ FAULTS = {
             "layouts.py", "tensor_reasons", 'if value.layout != sys.modules["torch"].strided:', "if False:"
         ),
         "a tracer has memory": Edit("layouts.py", "tensor_reasons", "if not has_memory:", "if False:"),
+        "operations of a subclass are lost": Edit("layouts.py", "tensor_reasons", "if not is_plain:", "if False:"),
+        "a fake tensor is read at an address": Edit(
+            "layouts.py", "tensor_reasons", "not _is_fake(value) if not is_plain else", "not is_plain or"
+        ),
+        "all tracers are those of torch.compile": Edit(
+            "layouts.py", "_fix_of_tracer", "if is_batched(tensor):", "if False:"
+        ),
         "a negated view holds its values": Edit("layouts.py", "tensor_reasons", "if value.is_neg():", "if False:"),
         "calls for NumPy lose gradients": Edit(
             "layouts.py", "is_on_cuda", "and value.requires_grad", "and False"
@@ -107,6 +116,111 @@ FAULTS = {
         "an output may require gradients": Edit(
             "torch.py", "_kind_reasons", 'name.startswith("out") and not is_captured and tensor.requires_grad', "False"
         ),
+    },
+    copies_of_scores_are_whole: {
+        "a copy of a Score has the arrays of the first": Edit(
+            "scores/score.py", "Score.__reduce__",
+            "return _made_again, self._remake or (Score.of_reserved, (self.function,), dict(self.arrays))",
+            "made = self._remake or (Score.of_reserved, (self.function,), dict(self.arrays))\n"
+            "        return (lambda: _made_again(*made)), ()",
+        ),
+    },
+    tangents_are_refused: {
+        "a tangent is lost": Edit("layouts.py", "tensor_reasons", ".tangent is not None:", ".tangent is False:"),
+        "a repeated call on a GPU loses a tangent": Edit("torch.py", "_key", "has_dual_level() or", ""),
+        "the tangent of a gradient is lost": Edit(
+            "torch.py", "_Attention.backward", "if has_dual_level():", "if False:"
+        ),
+        "a batch of gradients is no batch": Edit(
+            "torch.py", "_require_cotangents", "if each is not None and is_batched(each):", "if False:"
+        ),
+    },
+    own_integers_are_taken: {
+        "integers of the library are no tensors": Edit(
+            "torch.py", "_own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
+        ),
+        "any array of NumPy is a tensor": Edit(
+            "torch.py", "_own_integers", "if not is_integer_dtype(array.dtype):", "if False:"
+        ),
+        "a bias of integers is the library's own": Edit(
+            "torch.py", "_own_integers", 'name in ("bias", "sink") or', ""
+        ),
+    },
+    models_are_served: {
+        "a prompt meets the last keys of a static cache": Edit(
+            "calls/model_options.py", "model_options", '"top_left" if', '"bottom_right" if'
+        ),
+        "a call without is_causal is not causal": Edit(
+            "calls/model_options.py", "model_options", 'getattr(module, "is_causal", True)', "False"
+        ),
+        "is_causal of a call is ignored": Edit(
+            "calls/model_options.py", "model_options", "if is_causal is None:", "if True:"
+        ),
+        "a mask is causal beside": Edit(
+            "calls/model_options.py", "model_options", "if is_causal and mask is None and", "if is_causal and"
+        ),
+        "a single query is the first": Edit("calls/model_options.py", "model_options", "and num_queries > 1", ""),
+        "a bias of positions is ignored": Edit(
+            "calls/model_options.py", "model_options", "None if bias is None else bias.to(query.dtype)", "None"
+        ),
+        "a mask of floats takes the place of the bias": Edit(
+            "calls/model_options.py", "model_options", "mask if bias is None else bias + mask", "mask"
+        ),
+        "a window without a mask is ignored": Edit(
+            "calls/model_options.py", "model_options",
+            "if sliding_window is not None and mask is None and num_keys > sliding_window:", "if False:",
+        ),
+        "a window has a key more": Edit(
+            "calls/model_options.py", "model_options", "left = sliding_window - 1", "left = sliding_window"
+        ),
+        "packed sequences are one": Edit(
+            "calls/model_options.py", "model_options", "if cu_seq_lens_q is not None or cu_seq_lens_k is not None:",
+            "if False:",
+        ),
+        "packed sequences have no mask beside": Edit(
+            "calls/model_options.py", "model_options", "packed if mask is None else packed & mask", "packed"
+        ),
+        "an unknown option is ignored": Edit(
+            "calls/model_options.py", "_unknown_reasons",
+            "if value is None or value is False or name in _WITHOUT_EFFECT:", "if True:",
+        ),
+    },
+    arrays_of_numpy_are_taken_by_jax: {
+        "an array of NumPy is none for JAX": Edit(
+            "jax.py", "_of_jax", "jax.numpy.array(value) if is_numpy or isinstance(value, list) else value", "value"
+        ),
+        "captured arrays of NumPy are none for JAX": Edit(
+            "jax.py", "_with_arrays_of_jax", "if not isinstance(score, Score) or", "if True or"
+        ),
+        "captured arrays have dtypes that JAX lacks": Edit(
+            "jax.py", "_with_arrays_of_jax",
+            "if all(array.dtype == score.arrays[name].dtype for name, array in arrays.items()):", "if True:",
+        ),
+        "NumPy's arguments have no device": Edit(
+            "jax.py", "_held_by_jax", "value if isinstance(value, jax.Array) else jax.numpy.array(value)", "value"
+        ),
+    },
+    parts_of_a_mesh_are_differentiated: {
+        "results are the same in all parts": Edit(
+            "jax.py", "_run", "tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))",
+            "tuple(_called_back(on_host, shapes, *arrays))",
+        ),
+        "arrays that are the same in all parts have gradients that are not": Edit(
+            "jax.py", "attention", "*_varying_alike(given.values(), given.values())", "*given.values()"
+        ),
+    },
+    traced_options_are_named: {
+        "a traced mask is an array": Edit("jax.py", "_traced_reasons", "if is_tracer(mask) or", "if"),
+        "a traced part of a mask is an array": Edit(
+            "jax.py", "_traced_reasons", "isinstance(mask, Mask) and any(map(is_tracer, held_arrays(mask)))", "False"
+        ),
+        "a traced scale is a number": Edit("jax.py", "_traced_reasons", "if is_tracer(options.scale):", "if False:"),
+        "other traced options are values": Edit(
+            "jax.py", "_traced_reasons", "if any(map(is_tracer, values)):", "if False:"
+        ),
+        "a traced seed is an array": Edit("dropout/weights.py", "_seed_reasons", "if is_tracer(seed):", "if False:"),
+        "traced offsets are arrays": Edit("scores/places.py", "_taken_array", "if is_tracer(offsets):", "if False:"),
+        "second derivatives are those of a callback": Edit("jax.py", "_refused", "raise TypeError(", "raise RuntimeError("),
     },
     arrays_of_jax_are_right: {
         "cotangents are taken in the other order": Edit(
@@ -119,7 +233,7 @@ FAULTS = {
         "gradients of held arrays are traced": Edit(
             "jax.py", "_data", "array.to_concrete_value() if", "None if"
         ),
-        "an array of NumPy is one of JAX": Edit(
+        "a number is an array of JAX": Edit(
             "jax.py", "_array_reasons", "if not isinstance(array, jax.Array):", "if False:"
         ),
         "a tracer on a GPU becomes a callback": Edit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,8 +162,20 @@ def tensors_without_elements_are_named(library: ModuleType) -> None:
         for call in (library.attention, module.attention):
             with pytest.raises(part(library, "errors").UnsupportedProblem, match=f"^q must .*; got .*{words}.*: "):
                 call(tensor, k, v)
-    with pytest.raises(part(library, "errors").UnsupportedProblem, match="q must hold data; got a tracer"):
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="q must hold data; got a tracer.* batch"):
         torch.vmap(lambda x: module.attention(x, k, v))(q[None])
+
+    class Tagged(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, kinds, arguments=(), options=None):
+            return super().__torch_function__(function, kinds, arguments, options or {})
+
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="q must be a plain torch.Tensor; got a T"):
+        library.attention(q.as_subclass(Tagged), k, v)
+    from torch._subclasses import FakeTensorMode
+
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="k must hold data; got a tracer, a torch"):
+        library.attention(q, FakeTensorMode().from_tensor(k), v)
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="k must not require gradients"):
         library.attention(q, k.requires_grad_(), v)
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="since a mask has none; .*: detach.. it$"):
@@ -188,6 +201,132 @@ def negated_tensors_are_not_looked_up(library: ModuleType) -> None:
         assert module._key({"q": q, "k": q}, (negated, None), looked_up, False) is None
 
 
+def copies_of_scores_are_whole(library: ModuleType) -> None:
+    slopes = np.ones(4)
+    score, held = copy.deepcopy((library.scores.alibi(slopes), slopes))
+    assert score.arrays["slopes"] is held and held is not slopes
+
+
+def tangents_are_refused(library: ModuleType) -> None:
+    """Tangents and batches of gradients are refused, also where a call is looked up."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    refused, forward_ad = part(library, "errors").UnsupportedProblem, torch.autograd.forward_ad
+    q, k, v, do = (torch.from_numpy(array.copy()) for array in (Q, K, V, DO))
+    leaf = q.clone().requires_grad_()
+    o = module.attention(leaf, k, v)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(k, k)
+        for call in (library.attention, module.attention):
+            with pytest.raises(refused, match="k must not carry a tangent"):
+                call(q, dual, v)
+        with pytest.raises(refused, match="do must not carry a tangent"):
+            torch.autograd.grad(o, leaf, forward_ad.make_dual(do, do), retain_graph=True)
+        asked = SimpleNamespace(key=lambda layout, *names: layout)
+        on_device = SimpleNamespace(is_cuda=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_PLAIN", {SimpleNamespace})
+            patch.setattr(module.torch_gpu, "layout_key", lambda *tensors: len(tensors))
+            patch.setattr(torch.Tensor, "is_neg", lambda tensor: False)
+            assert module._key({"q": on_device}, (None, None), asked, False) is None
+    with pytest.raises(refused, match="do must be one gradient, outside of torch.vmap; got a batch of them"):
+        torch.autograd.grad(o, leaf, torch.stack([do, do]), is_grads_batched=True)
+
+
+def own_integers_are_taken(library: ModuleType) -> None:
+    torch, module, scores = pytest.importorskip("torch"), part(library, "torch"), library.scores
+    q, k, v = (torch.from_numpy(array) for array in (Q, K, V))
+    slopes, offsets = np.arange(4.0), [0, 2, 6]
+    expected = library.attention(Q, K, V, score=scores.within(scores.alibi(slopes), offsets))
+    found = module.attention(q, k, v, score=scores.within(scores.alibi(torch.from_numpy(slopes)), offsets))
+    assert (found.numpy() == expected).all()
+    with pytest.raises(TypeError, match="slopes must be a torch.Tensor; got an array"):
+        module.attention(q, k, v, score=scores.alibi(slopes))
+    with pytest.raises(TypeError, match="sink must be a torch.Tensor; got an array"):
+        module.attention(q, k, v, sink=np.arange(4))
+
+
+def models_are_served(library: ModuleType) -> None:
+    """The attention function for models of transformers gives what the mask, the window and the bias say."""
+    torch, module, masks = pytest.importorskip("torch"), part(library, "torch"), library.masks
+    layer, causal = torch.nn.Module(), torch.nn.Module()
+    layer.is_causal, causal.is_causal = False, True
+    q, k, v, bias = (torch.from_numpy(array)[None] for array in (Q, K, V, BIAS))
+    kept, offsets = torch.ones(6, 6, dtype=torch.bool).tril(1), torch.tensor([0, 2, 6])
+    floats = torch.zeros(6, 6, dtype=torch.float64).masked_fill(~kept, -torch.inf)
+
+    def require(module_asked: Any, options: dict[str, Any], **expected: Any) -> None:
+        queries, keys, values = (options.pop(name, each) for name, each in (("q", q), ("k", k), ("v", v)))
+        found, _ = module.transformers_attention(module_asked, queries, keys, values, **options)
+        assert torch.equal(found, module.attention(queries, keys, values, **expected).transpose(1, 2))
+
+    require(torch.nn.Module(), {}, causal=True)
+    require(layer, {})
+    require(layer, {"is_causal": True}, causal=True)
+    require(causal, {"is_causal": False})
+    require(causal, {"q": q[:, :, :3]}, causal="top_left")
+    require(causal, {"q": q[:, :, :1]})
+    require(causal, {"attention_mask": kept}, mask=kept)
+    require(causal, {"position_bias": bias}, causal=True, bias=bias)
+    require(layer, {"attention_mask": floats, "position_bias": bias}, bias=bias + floats)
+    require(causal, {"sliding_window": 3}, causal=True, window=(2, 0))
+    require(layer, {"sliding_window": 3}, window=(2, 2))
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    require(causal, dict(packed), mask=masks.Sequences(offsets, causal=True))
+    require(layer, {"attention_mask": kept, **packed}, mask=masks.Sequences(offsets) & kept)
+    require(layer, {"use_cache": True, "indices": None})
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="^indices must be None"):
+        require(layer, {"indices": offsets})
+
+
+def arrays_of_numpy_are_taken_by_jax(library: ModuleType) -> None:
+    jax, module, scores = pytest.importorskip("jax"), part(library, "jax"), library.scores
+    with jax.default_device(jax.devices("cpu")[0]):
+        q, k, v, slopes = (array.astype(np.float32) for array in (Q, K, V, np.arange(4)))
+        expected = library.attention(q, k, v, score=scores.alibi(slopes), sink=slopes)
+        for each in (slopes, slopes.astype(np.float64)):
+            found = module.attention(q, k, v, score=scores.alibi(each), sink=each)
+            assert (np.asarray(found) == expected).all()
+        (dq,) = jax.grad(lambda given: module.attention(given[0], k, v).sum())([q])
+        _, vjp = library.attention_vjp(q, k, v)
+        assert (np.asarray(dq) == vjp(np.ones_like(expected)).dq).all()
+
+
+def parts_of_a_mesh_are_differentiated(library: ModuleType) -> None:
+    jax, module = pytest.importorskip("jax"), part(library, "jax")
+    (device, *_), spec = jax.devices("cpu"), jax.sharding.PartitionSpec
+    with jax.default_device(device):
+        q, k, v, sink = (jax.numpy.asarray(array, np.float32) for array in (Q[None], K[None], V[None], SINK))
+
+        def loss(function, sink):
+            return function(q, k, v, sink).sum()
+
+        def call(q, k, v, sink):
+            return module.attention(q, k, v, sink=sink)
+
+        mesh = jax.sharding.Mesh(np.array([device]), ("part",))
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=(spec("part"),) * 3 + (spec(),), out_specs=spec("part"))
+        ours, theirs = (jax.grad(loss, 1)(function, sink) for function in (mapped, call))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def traced_options_are_named(library: ModuleType) -> None:
+    jax, module, masks = pytest.importorskip("jax"), part(library, "jax"), library.masks
+    with jax.default_device(jax.devices("cpu")[0]):
+        q, k, v = (jax.numpy.asarray(array, np.float32) for array in (Q, K, V))
+        options = {
+            "mask": lambda x: {"mask": x > 0}, "mask ": lambda x: {"mask": masks.Dense(x > 0)},
+            "scale": lambda x: {"scale": x[0, 0]}, "softcap": lambda x: {"softcap": x[0, 0]},
+            "seed": lambda x: {"dropout": library.Dropout(0.5, x[0, 0].astype(int))},
+            "q_offsets": lambda x: {"score": library.scores.within(library.scores.softcap(5.0), x[0].astype(int))},
+        }  # fmt: skip
+        for name, make in options.items():
+            sentence = f"^{name.strip()} must be .* when JAX traces the call; got a tracer: "
+            with pytest.raises(part(library, "errors").UnsupportedProblem, match=sentence):
+                jax.jit(lambda x, make=make: module.attention(q, k, v, **make(x)))(jax.numpy.ones((6, 6)))
+        with pytest.raises(TypeError, match="cannot be differentiated"):
+            jax.hessian(lambda q: module.attention(q, k, v).sum())(q)
+
+
 def arrays_of_jax_are_right(library: ModuleType) -> None:
     """Results and gradients of JAX's arrays, traced and not, equal those of arrays."""
     jax, module = pytest.importorskip("jax"), part(library, "jax")
@@ -205,7 +344,7 @@ def arrays_of_jax_are_right(library: ModuleType) -> None:
             for ours, theirs in zip((*found, *made), (*results, *gradients), strict=True):
                 assert (np.asarray(ours) == theirs).all()
         with pytest.raises(TypeError, match="q must be a jax.Array"):
-            module.attention(Q, *arrays[1:3])
+            module.attention(3.0, *arrays[1:3])
         platform, module._default_platform = module._default_platform, lambda: "gpu"
         try:
             pulled(*arrays)  # of arrays that lie on the CPU, wherever JAX would run what it traces

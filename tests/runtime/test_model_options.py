@@ -84,7 +84,8 @@ def test_a_position_bias_is_added_and_learnt(mask, is_causal):
     if mask == "bool":
         options["attention_mask"] = torch.as_tensor(kept)[None, None]
     if mask == "float":
-        options["attention_mask"] = torch.zeros(6, 6, dtype=torch.float64).masked_fill(~torch.as_tensor(kept), -torch.inf)
+        hidden = ~torch.as_tensor(kept)
+        options["attention_mask"] = torch.zeros(6, 6, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     require(options, allowed, bias=bias)
 
 
@@ -143,8 +144,8 @@ def test_options_on_which_no_weight_depends_are_ignored():
     ("options", "sentence"),
     [
         (
-            {"indices": torch.arange(3)}, "indices must be None, since attention here has no such option; got Tensor: leave "
-            "it out, or use attn_implementation='eager'",
+            {"indices": torch.arange(3)}, "indices must be None, since attention here has no such option; got Tensor: "
+            "leave it out, or use attn_implementation='eager'",
         ),
         ({"sinks": 1.0}, "sinks must be None, since attention here has no such option; got 1.0: leave it out, or use"),
         ({"head_mask": np.ones(4)}, "head_mask must be None, since attention here has no such option; got an array of"),
@@ -153,8 +154,8 @@ def test_options_on_which_no_weight_depends_are_ignored():
             "attn_implementation='eager'",
         ),
         (
-            {"cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seq_lens_q and cu_seq_lens_k must come together, for a batch of "
-            "1; got ",
+            {"cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seq_lens_q and cu_seq_lens_k must come together, for a batch "
+            "of 1; got ",
         ),
         (
             {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 8])}, "cu_seq_lens_q and "
@@ -172,5 +173,6 @@ def test_what_changes_results_is_refused(options, sentence):
 
 
 def test_every_reason_comes_at_once():
-    reasons = reasons_of(attention, layer(False), *given(6, 8), None, sliding_window=3, indices=3, output_attentions=True)
+    options = {"sliding_window": 3, "indices": 3, "output_attentions": True}
+    reasons = reasons_of(attention, layer(False), *given(6, 8), None, **options)
     assert [reason.split()[0] for reason in reasons] == ["indices", "output_attentions", "attention_mask"]

@@ -69,7 +69,9 @@ CORE = {
     "x": lambda put: cuflash.quantize(put(Q)),
     "q in 8 bits": lambda put: cuflash.attention(put(Q), K, V, precision="fp8"),
     "q of a selector": lambda put: selectors.pooled(put(Q), K, block=4, budget=selectors.Budget(top_k=1)),
-    "k of a selector": lambda put: selectors.antidiagonal(Q, put(K), stride=4, block=4, budget=selectors.Budget(top_k=1)),
+    "k of a selector": lambda put: selectors.antidiagonal(
+        Q, put(K), stride=4, block=4, budget=selectors.Budget(top_k=1)
+    ),
     "arrays[1]": lambda put: cuflash.pack([Q, put(Q)]),
     "packed": lambda put: cuflash.unpack(put(Q), [0, 5, 12]),
     "k of a cache": lambda put: an_empty_cache().append(put(K[None]), V[None]),
@@ -81,7 +83,9 @@ CORE = {
         torch.zeros(1, dtype=torch.int32),
     ),
 }  # fmt: skip
-CALLS = {f"torch: {name}": call for name, call in ADAPTER.items()} | {f"numpy: {name}": call for name, call in CORE.items()}
+CALLS = {
+    f"{kind}: {name}": call for kind, calls in (("torch", ADAPTER), ("numpy", CORE)) for name, call in calls.items()
+}
 
 
 def dual(tensor):

@@ -235,9 +235,15 @@ def test_a_used_object_tells_the_same_after_a_pickle_and_a_copy(name: str) -> No
 
 SLOPES, OFFSETS = np.arange(2, dtype=np.float32), np.array([0, 17, 40])
 ALIBI = cuflash.scores.alibi(SLOPES)
+
+
+def times(factor: float) -> cuflash.Score:
+    return cuflash.Score(lambda s, b, h, i, j, t: factor * t[h] * s, t=SLOPES)
+
+
 SCORES: dict[str, cuflash.Score] = {
     "a function": cuflash.Score(decayed, slope=SLOPES),
-    "a function inside of another": (lambda factor: cuflash.Score(lambda s, b, h, i, j, t: factor * t[h] * s, t=SLOPES))(2),
+    "a function inside of another": times(2.0),
     "alibi": ALIBI,
     "bias": cuflash.scores.bias(np.ones((40, 40), np.float32)),
     "composed": cuflash.scores.temperature(SLOPES) @ ALIBI,
