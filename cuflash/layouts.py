@@ -308,7 +308,9 @@ def _fix_of_tracer(tensor: Any) -> str:
 
 def is_batched(tensor: Any) -> bool:
     """Return whether a tensor is one of `torch.vmap`, or of a backward pass for several cotangents at once."""
-    return bool(sys.modules["torch"]._C._functorch.is_batchedtensor(tensor))
+    functorch = sys.modules["torch"]._C._functorch
+    kinds = "is_batchedtensor", "is_legacy_batchedtensor"  # the latter of is_grads_batched=True
+    return any(getattr(functorch, kind)(tensor) for kind in kinds if hasattr(functorch, kind))
 
 
 def _has_no_operations(tensor: Any) -> bool:

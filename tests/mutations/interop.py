@@ -96,7 +96,7 @@ FAULTS = {
             "layouts.py", "tensor_reasons", "if value.is_quantized:", "if False:"
         ),
         "a sparse tensor is dense": Edit(
-            "layouts.py", "tensor_reasons", 'if value.layout != sys.modules["torch"].strided:', "if False:"
+            "layouts.py", "tensor_reasons", "if value.layout != torch.strided:", "if False:"
         ),
         "a tracer has memory": Edit("layouts.py", "tensor_reasons", "if not has_memory:", "if False:"),
         "operations of a subclass are lost": Edit("layouts.py", "tensor_reasons", "if not is_plain:", "if False:"),
@@ -121,8 +121,7 @@ FAULTS = {
         "a copy of a Score has the arrays of the first": Edit(
             "scores/score.py", "Score.__reduce__",
             "return _made_again, self._remake or (Score.of_reserved, (self.function,), dict(self.arrays))",
-            "made = self._remake or (Score.of_reserved, (self.function,), dict(self.arrays))\n"
-            "        return (lambda: _made_again(*made)), ()",
+            "return (lambda: _made_again(*self._remake or (Score.of_reserved, (self.function,), {**self.arrays}))), ()",
         ),
     },
     tangents_are_refused: {
@@ -205,7 +204,7 @@ FAULTS = {
             "jax.py", "_run", "tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))",
             "tuple(_called_back(on_host, shapes, *arrays))",
         ),
-        "arrays that are the same in all parts have gradients that are not": Edit(
+        "arrays that are the same in all parts have other gradients": Edit(
             "jax.py", "attention", "*_varying_alike(given.values(), given.values())", "*given.values()"
         ),
     },
@@ -220,7 +219,9 @@ FAULTS = {
         ),
         "a traced seed is an array": Edit("dropout/weights.py", "_seed_reasons", "if is_tracer(seed):", "if False:"),
         "traced offsets are arrays": Edit("scores/places.py", "_taken_array", "if is_tracer(offsets):", "if False:"),
-        "second derivatives are those of a callback": Edit("jax.py", "_refused", "raise TypeError(", "raise RuntimeError("),
+        "second derivatives are those of a callback": Edit(
+            "jax.py", "_refused", "raise TypeError(", "raise RuntimeError("
+        ),
     },
     arrays_of_jax_are_right: {
         "cotangents are taken in the other order": Edit(
