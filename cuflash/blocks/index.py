@@ -363,6 +363,18 @@ class BlockIndex:
         return len(self.indices) if self.is_on_host else int(to_host(self.indptr[-1:])[0])
 
     @property
+    def density(self) -> float:
+        """Listed blocks over all blocks, full ones and partial ones alike, as in `report`; waits for a device.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).density
+        0.5
+        """
+        return self.num_entries / max(1, self.batch * self.num_heads * self.num_q_blocks * self.num_kv_blocks)
+
+    @property
     def is_on_host(self) -> bool:
         return namespace(self.indptr) is np
 
@@ -846,8 +858,7 @@ class BlockIndex:
         held = f"in blocks of {block} on a device"
         if self.is_on_host:
             num_full = int((self.kinds == BlockKind.FULL).sum())
-            grid = self.batch * self.num_heads * self.num_q_blocks * self.num_kv_blocks
-            share = f"{self.num_entries / max(grid, 1):.1%}".replace("%", " %")
+            share = f"{self.density:.1%}".replace("%", " %")
             held = f"of {num_full} full and {self.num_entries - num_full} partial blocks of {block}, {share} of all"
         return (
             f"<BlockIndex {held}\n    with lengths ({self.seqlen_q}, {self.seqlen_kv}), batch {self.batch}, num_heads "
@@ -910,8 +921,7 @@ class BlockIndex:
 
     def _like(self, mask: Mask, batch: int, num_heads: int) -> BlockIndex:
         """A mask in the blocks of this index."""
-        lengths = self.seqlen_q, self.seqlen_kv
-        return BlockIndex.from_mask(mask, *lengths, self.block, batch=(batch,), num_heads=num_heads)
+        return BlockIndex.from_mask(mask, *self.shape[2:], self.block, batch=(batch,), num_heads=num_heads)
 
 
 def _transposed_grid(index: BlockIndex) -> BlockIndex:

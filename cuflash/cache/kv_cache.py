@@ -157,8 +157,7 @@ class KVCache:
         # Made before the page tables: an array for which there is no room is an error, a list of as many items is none.
         arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
         pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
-        if is_paged:
-            assert page_size is not None and num_pages is not None
+        if page_size is not None and num_pages is not None:
             pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
         self._hold(arrays, pages, [0] * int(batch), int(capacity), None if part_keys is None else int(part_keys))
 
@@ -220,8 +219,7 @@ class KVCache:
         """
         arrays, tables, positions, max_pages = checked_pages(k_pages, v_pages, block_table, lengths)
         page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
-        reasons = part_reasons(part_keys, max_pages * page_size)
-        if reasons:
+        if reasons := part_reasons(part_keys, max_pages * page_size):
             raise UnsupportedProblem(reasons)
         cache = cls.__new__(cls)
         pages = PagePool(page_size, num_pages, tables, owns_rest=False)
@@ -374,6 +372,21 @@ class KVCache:
         9
         """
         return self._capacity
+
+    @property
+    def page_size(self) -> int | None:
+        """Positions of a page; None for a contiguous cache.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(
+        ...     batch=2, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, page_size=16, num_pages=5
+        ... )
+        >>> cache.page_size
+        16
+        """
+        return self._pages.page_size if isinstance(self._pages, PagePool) else None
 
     @property
     def num_free_pages(self) -> int:

@@ -65,12 +65,15 @@ class PositionChooser:
         Of sums: float32 or float64.
     target : Gpu
         The device; the kernel is compiled now.
+    has_shares : (bool, bool)
+        Whether sums are the shares that count for a rule's mass, of keys and of distances; else each counts alike.
     """
 
     def __init__(
         self, rules: tuple[ChoiceRule, ChoiceRule], shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        dtype: np.dtype[Any], target: gpu.Gpu,
+        dtype: np.dtype[Any], target: gpu.Gpu, has_shares: tuple[bool, ...] = (True, True),
     ) -> None:  # fmt: skip
+        self._has_shares = has_shares
         launch, grid, record = wide_choosing_launch(
             rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True
         )
@@ -83,7 +86,8 @@ class PositionChooser:
 
     def __call__(self, chosen: int, keys: int, distances: int, stream: Any) -> None:
         """Write a bit for each that is chosen, all keys before all distances, for arrays at these addresses."""
-        self._launch((keys, keys, chosen, distances, distances, chosen + self._start_of_distances), stream)
+        of_keys, of_distances = (x if has else 0 for x, has in zip((keys, distances), self._has_shares))
+        self._launch((keys, of_keys, chosen, distances, of_distances, chosen + self._start_of_distances), stream)
 
 
 class Crosser:

@@ -18,7 +18,7 @@ from ..arrays import Array, describe, flag_reasons, is_int, namespace
 from ..errors import UnsupportedProblem, checked_calls, collecting
 from ..keywords import explains_keywords
 from .content import Described, mask_namespace
-from .coordinates import UNBOUNDED, Intervals, clipped, elements, widened
+from .coordinates import UNBOUNDED, Intervals, clipped, elements, share_allowed, widened
 from .pictures import as_svg, as_text, plotted, shown_states
 from .shape import MaskShape, block_pair, whole_shape
 
@@ -267,6 +267,39 @@ class Mask(Described):
         flat = xp.broadcast_to(elements(resolved, *coordinates), (shape.num_batch, *shape[1:]))
         heads = () if num_heads is None else (shape.num_heads,)
         return flat.reshape(*shape.batch, *heads, *shape[2:]).copy()
+
+    def density(
+        self, seqlen_q: int, seqlen_kv: int | None = None, *, batch: tuple[int, ...] = (), num_heads: int = 1
+    ) -> float:
+        """Compute the share of pairs of a query and a key that the mask allows, exactly; waits for a device.
+
+        Parameters
+        ----------
+        seqlen_q, seqlen_kv : int
+            Lengths in tokens; seqlen_kv is seqlen_q by default.
+        batch : tuple of int
+            Extents of the leading axes, over which the share is a mean.
+        num_heads : int
+            Number of query heads, likewise.
+
+        Returns
+        -------
+        float
+            From 0 to 1; 0 where there is no pair. `BlockIndex.density` counts whole blocks instead.
+
+        Raises
+        ------
+        UnsupportedProblem
+            A length is not an int of at least 0, or the mask does not fit the shape.
+
+        Examples
+        --------
+        >>> Band(None, 0).density(4)
+        0.625
+        """
+        shape = _whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
+        resolved = self.resolve(shape)
+        return share_allowed(resolved, shape, mask_namespace(resolved))
 
     @staticmethod
     def _mask_of(operand: Any) -> Mask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,6 +12,8 @@ from ..arrays import Array, is_array, namespace
 from ..errors import UnsupportedProblem
 
 UNBOUNDED = 1 << 62  # beyond any key; a coordinate may be added to it, or taken from it, in int64
+
+_MOST_PAIRS = 1 << 21  # looked at in one step
 
 Intervals: TypeAlias = tuple[Array, Array]
 
@@ -38,6 +41,23 @@ def note_call(error: Exception, who: str, *coordinates: Array) -> None:
     if not isinstance(error, UnsupportedProblem) and not getattr(error, "__notes__", ()):
         shapes = ", ".join(f"{name} {tuple(np.shape(each))}" for name, each in zip("bhij", coordinates))
         error.add_note(f"Raised in {who}, which was called with integer arrays of the shapes {shapes}.")
+
+
+def share_allowed(mask: Any, shape: Any, xp: Any) -> float:
+    """Share of all pairs of a query and a key that a resolved mask allows, counted in steps of bounded memory."""
+    extents, has_intervals = (shape.num_batch, *shape[1:]), mask.has_intervals
+    b, h, j = xp.arange(extents[0])[:, None, None, None], xp.arange(extents[1])[:, None, None], xp.arange(extents[3])
+    of_query = extents[0] * extents[1] * (1 if has_intervals else extents[3])
+    step, allowed = max(1, _MOST_PAIRS // max(1, of_query)), 0
+    for first in range(0, extents[2] if 0 not in extents else 0, step):
+        i = xp.arange(first, min(first + step, extents[2]))[:, None]
+        if has_intervals:
+            lo, hi = (xp.clip(side, 0, extents[3]) for side in mask.closed_form(b, h, i))
+            found = xp.broadcast_to(xp.maximum(hi - lo, 0), (*extents[:2], len(i), 1))
+        else:
+            found = xp.broadcast_to(elements(mask, b, h, i, j), (*extents[:2], len(i), extents[3]))
+        allowed += int(found.sum(dtype=np.int64))
+    return allowed / max(1, int(prod(extents)))
 
 
 def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:

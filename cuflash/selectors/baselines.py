@@ -32,6 +32,7 @@ def oracle(
     forced: Forced = _DIAGONAL,
     causal: bool | str = False,
     mask: Any = None,
+    window: Any = None,
     scale: float | None = None,
     executor: str = "auto",
 ) -> BlockIndex:
@@ -49,7 +50,7 @@ def oracle(
         Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
-    causal, mask, scale : optional
+    causal, mask, window, scale : optional
         As in `attention`; the index allows what they allow.
     executor : {"auto", "cpu", "gpu", "sim"}
         As in `block_mass`, which it calls.
@@ -75,12 +76,12 @@ def oracle(
     True
     """
     key = None
-    if mask is None:
+    if mask is None and window is None:
         key = bound.key_of("oracle", q, k, block, budget, forced, causal, scale, executor)
         index = bound.selected(key, q, k)
         if index is not None:
             return index
-    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
     if key is not None and bound.remember(key, bound.of_masses(grid, budget, forced)):
         index = bound.selected(key, q, k)
         if index is not None:
@@ -99,6 +100,7 @@ def random(
     forced: Forced = _DIAGONAL,
     causal: bool | str = False,
     mask: Any = None,
+    window: Any = None,
     scale: float | None = None,
     seed: int = 0,
 ) -> BlockIndex:
@@ -114,7 +116,7 @@ def random(
         Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
-    causal, mask, scale : optional
+    causal, mask, window, scale : optional
         As in `attention`; the index allows what they allow.
     seed : int
         Equal seeds choose equal blocks, wherever the arrays are.
@@ -138,7 +140,7 @@ def random(
     [2, 2, 2, 2]
     """
     key = None
-    if mask is None and type(seed) is int:
+    if mask is None and window is None and type(seed) is int:
         key = bound.key_of("random", q, k, block, budget, forced, causal, scale, "auto", seed)
         index = bound.selected(key, q, k)
         if index is not None:
@@ -148,7 +150,7 @@ def random(
     with collecting(reasons):
         seed = whole_number("seed", seed, 0)
     with collecting(reasons):
-        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
     if key is not None and bound.remember(key, bound.of_chance(grid, seed, budget, forced)):
@@ -177,6 +179,7 @@ def local(
     forced: Forced = _DIAGONAL,
     causal: bool | str = False,
     mask: Any = None,
+    window: Any = None,
     scale: float | None = None,
 ) -> BlockIndex:
     """Choose the blocks nearest to the diagonal.
@@ -192,7 +195,7 @@ def local(
         Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
-    causal, mask, scale : optional
+    causal, mask, window, scale : optional
         As in `attention`; the index allows what they allow.
 
     Returns
@@ -217,12 +220,12 @@ def local(
     ··█▒
     """
     key = None
-    if mask is None:
+    if mask is None and window is None:
         key = bound.key_of("local", q, k, block, budget, forced, causal, scale, "auto")
         index = bound.selected(key, q, k)
         if index is not None:
             return index
-    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
     if key is not None:
         on_host = replace(grid, q=np.empty(0))  # which blocks are chosen depends on no element of q and k
         kept = on_host.chosen(_nearness(on_host), None, budget, forced)

@@ -182,7 +182,7 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
     add = bound_kernel(slash_summing_launch(score_shape, diagonal, distances, dtype), target)
     rules = _rule_of_row(vertical, seqlen_kv), _rule_of_row(slash, distances)
     shapes = (*heads, 1, seqlen_kv), (*heads, 1, distances)
-    choose = PositionChooser(rules, shapes, dtype, target)
+    choose = PositionChooser(rules, shapes, dtype, target, tuple(x.density is None for x in (vertical, slash)))
     cross = Crosser(grid.rule(vertical, forced), (*heads, *grid.size), target)
     first_byte = first * grid.q.strides[-2]
 
@@ -205,7 +205,7 @@ def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
     """The rule that chooses among the numbers of one row by a budget alone."""
     return ChoiceRule(
         lengths=(1, length), block=(1, 1), offset=0, is_causal=False, count=max(budget.top_k or 0, budget.min_blocks),
-        mass=float(budget.mass or 0), threshold=None, num_sinks=0, num_local=0, has_diagonal=False,
+        mass=float(budget.part or 0), threshold=None, num_sinks=0, num_local=0, has_diagonal=False,
     )  # fmt: skip
 
 
@@ -262,6 +262,7 @@ def _by_scores(grid: Grid, scoring: Scoring, budget: Budget, forced: Forced) -> 
     target, make_index = gpu.current_target(), _maker(grid)
     if make_index is None:
         return None
+    scoring = scoring._replace(has_shares=scoring.has_shares and budget.density is None)
     dtype = next(iter(scoring.workspaces.values())).dtype
     choose = Chooser(grid.rule(budget, forced), (*grid.heads, *grid.size), dtype, target)
     return Selection(scoring, choose, make_index, target)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ _NOT_FORCED, _NOT_ELIGIBLE = (int(_FORCED) + 1) << 32, int(_MAGNITUDE) << 32
 @explains_keywords
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The number of blocks that each block row keeps: exactly one of `top_k`, `mass` and `threshold`.
+    """The number of blocks that each block row keeps: exactly one of `top_k`, `mass`, `threshold` and `density`.
 
     Blocks are taken in the order of their scores, the highest first; of equal ones the lower number. Blocks that are
     forced come before all others and count. Scores are compared in float32.
@@ -33,18 +34,24 @@ class Budget:
         The fewest blocks whose estimated shares of the softmax add up to this part, in (0, 1], of all eligible ones.
     threshold : float, optional
         The blocks of at least this score.
+    density : float, optional
+        This share, in (0, 1], of the blocks that are eligible in the row, rounded up: the fewest blocks whose number
+        over that of the eligible ones is at least `density`. Eligible are the blocks of which the masks allow a key,
+        under `causal` those up to the diagonal.
     min_blocks : int
         At least so many blocks, where there are as many eligible ones.
 
     Raises
     ------
     UnsupportedProblem
-        Not exactly one of the three is given, or a number is out of its range.
+        Not exactly one of the four is given, or a number is out of its range.
 
     Examples
     --------
     >>> Budget(top_k=8)
-    Budget(top_k=8, mass=None, threshold=None, min_blocks=1)
+    Budget(top_k=8, mass=None, threshold=None, min_blocks=1, density=None)
+    >>> Budget(density=0.25).density
+    0.25
     >>> Budget(mass=0.9, min_blocks=2).mass
     0.9
     """
@@ -53,23 +60,45 @@ class Budget:
     mass: float | None = None
     threshold: float | None = None
     min_blocks: int = 1
+    density: float | None = None
 
     def __post_init__(self) -> None:
         reasons = []
-        given = [name for name in ("top_k", "mass", "threshold") if getattr(self, name) is not None]
+        given = [name for name in ("top_k", "mass", "threshold", "density") if getattr(self, name) is not None]
         if len(given) != 1:
-            told = " and ".join(given) or "none of them"
-            reasons.append(f"a budget must be given exactly one of top_k, mass and threshold; got {told}")
+            got = " and ".join(given) or "none of them"
+            reasons.append(f"a budget must have exactly one of top_k, mass, threshold and density; got {got}")
         if self.top_k is not None and not (is_int(self.top_k) and self.top_k >= 1):
             reasons.append(f"top_k must be an int of at least 1; got {describe(self.top_k)}")
-        if self.mass is not None and not (is_number(self.mass) and 0 < self.mass <= 1):
-            reasons.append(f"mass must be a number above 0 and at most 1; got {describe(self.mass)}")
+        for name, part in (("mass", self.mass), ("density", self.density)):
+            if part is not None and not (is_number(part) and 0 < part <= 1):
+                reasons.append(f"{name} must be a number above 0 and at most 1; got {describe(part)}")
         if self.threshold is not None and not (is_number(self.threshold) and np.isfinite(self.threshold)):
             reasons.append(f"threshold must be a finite number; got {describe(self.threshold)}")
         if not (is_int(self.min_blocks) and self.min_blocks >= 0):
             reasons.append(f"min_blocks must be an int of at least 0; got {describe(self.min_blocks)}")
         if reasons:
             raise UnsupportedProblem(reasons)
+
+    @property
+    def part(self) -> float | None:
+        """The part of all shares that the kept blocks hold; every block has the same share for a density.
+
+        A density is lowered by less than any number of blocks can tell, so that 0.55 of 100 blocks, whose product is
+        rounded to more than 55, are 55.
+        """
+        return self.mass if self.density is None else float(self.density) * (1 - 2**-50)
+
+    @lru_cache(maxsize=64)
+    def halves(self) -> tuple[Budget, Budget]:
+        """Half of the budget, rounded up, and the other half, of one block at least; a threshold is that of both."""
+        if self.threshold is not None:
+            return self, self
+        name, whole = next((name, x) for name in ("top_k", "mass", "density") if (x := getattr(self, name)) is not None)
+        parts = (whole - whole // 2, max(whole // 2, 1)) if name == "top_k" else (whole / 2, whole / 2)
+        few = self.min_blocks - self.min_blocks // 2, self.min_blocks // 2
+        of_both = [replace(self, **{name: part}, min_blocks=least) for part, least in zip(parts, few)]
+        return of_both[0], of_both[1]
 
 
 @explains_keywords
@@ -162,7 +191,7 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
     scores : array [..., num_kv_blocks]
         What decides the order; NaN comes last.
     weights : array of that shape
-        The share of each block, which counts for ``Budget(mass=)``.
+        The share of each block, which counts for ``Budget(mass=)``; for ``Budget(density=)`` all count alike.
     eligible, forced : bool arrays that broadcast against them, or None
         Blocks that may be kept, and blocks that must be if they may; None for all, and for none.
     """
@@ -172,13 +201,14 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
     keys = _keys(scores, eligible, forced)
     count = min(max(budget.top_k or 0, budget.min_blocks), scores.shape[-1])
     last: Any = _NOT_FORCED - 1
-    if count or budget.mass is not None:
+    part = budget.part
+    if count or part is not None:
         in_order = xp.sort(keys, axis=-1)
         if count:
             last = in_order[..., count - 1 : count]
-        if budget.mass is not None:
-            shares = weights.astype(np.float64) if eligible is None else weights.astype(np.float64) * eligible
-            of_mass = _last_needed(in_order, shares, budget.mass)
+        if part is not None:
+            shares = weights.astype(np.float64) if budget.density is None else xp.ones(scores.shape)
+            of_mass = _last_needed(in_order, shares if eligible is None else shares * eligible, part)
             last = xp.maximum(last, of_mass) if count else of_mass
         last = xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)
     kept = keys <= last

@@ -8,8 +8,8 @@ from ..arrays import Array, describe, is_int
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
-from ..study.block_mass import block_mass
-from . import bound
+from ..study.block_mass import block_mass, require_served
+from . import bound, masked
 from .budget import Budget, Forced
 from .grid import Grid, block_means
 
@@ -27,6 +27,7 @@ def nsa(
     forced: Forced = _INITIAL_AND_LOCAL,
     causal: bool | str = False,
     mask: Any = None,
+    window: Any = None,
     scale: float | None = None,
     executor: str = "auto",
 ) -> BlockIndex:
@@ -44,8 +45,8 @@ def nsa(
         Keys that a compressed key stands for, and the stride from one to the next, which divides that number.
     forced : Forced
         Blocks that are always kept.
-    causal, mask, scale : optional
-        As in `attention`; the index allows what they allow.
+    causal, mask, window, scale : optional
+        As in `attention`; the index allows what they allow, and hidden queries and keys enter no estimate.
     executor : {"auto", "cpu", "gpu", "sim"}
         As in `block_mass`, which multiplies.
 
@@ -75,7 +76,7 @@ def nsa(
     (4, True)
     """
     key = None
-    if mask is None:
+    if mask is None and window is None:
         key = bound.key_of("nsa", q, k, block, budget, forced, causal, scale, executor, compression)
         index = bound.selected(key, q, k)
         if index is not None:
@@ -83,7 +84,7 @@ def nsa(
     reasons: list[str] = []
     grid = None
     with collecting(reasons):
-        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
     with collecting(reasons):
         compression = _checked_compression(compression)
     if not reasons and grid is not None:
@@ -93,6 +94,9 @@ def nsa(
             reasons.append(f"k must have at least {compression[0]} keys to compress; got {grid.shape.seqlen_kv}")
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
+    if grid.has_own_mask:
+        require_served(grid.q, grid.k, grid.scale, executor)
+        return _chosen(grid, masked.mass_of_runs(grid, *compression), budget, forced)
     if key is not None and bound.remember(key, bound.of_compressed_keys(grid, compression, budget, forced)):
         index = bound.selected(key, q, k)
         if index is not None:
@@ -111,11 +115,16 @@ def nsa(
     for n in range(num_parts):
         pieces[..., n : n + count] += mass
     scores = pieces.reshape(*mass.shape[:-1], grid.size[1], grid.block[1] // stride).sum(axis=-1)
+    return _chosen(grid, scores, budget, forced)
+
+
+def _chosen(grid: Grid, scores: Array, budget: Budget, forced: Forced) -> BlockIndex:
+    """The index of blocks chosen by their masses, which are summed over the heads of a group."""
     if grid.has_heads:
         groups = grid.k.shape[-3]
         size = grid.shape.num_heads // groups if groups else 1
         scores = scores.reshape(*grid.shape.batch, groups, size, *grid.size).sum(axis=-3)
-        scores = xp.repeat(scores, size, axis=-3)
+        scores = grid.xp.repeat(scores, size, axis=-3)
     return grid.index(grid.chosen(scores, scores, budget, forced))
 
 

@@ -11,8 +11,8 @@ from ..arrays import Array, accumulator_dtype, describe, is_number, namespace, w
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
-from ..study.block_mass import block_mass
-from . import bound
+from ..study.block_mass import block_mass, require_served
+from . import bound, masked
 from .budget import Budget, Forced
 from .grid import Grid, block_means, padded
 
@@ -29,6 +29,7 @@ def pooled(
     forced: Forced = _DIAGONAL,
     causal: bool | str = False,
     mask: Any = None,
+    window: Any = None,
     scale: float | None = None,
     pool_queries: bool = True,
     self_similarity: float | None = None,
@@ -46,8 +47,8 @@ def pooled(
         Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
-    causal, mask, scale : optional
-        As in `attention`; the index allows what they allow.
+    causal, mask, window, scale : optional
+        As in `attention`; the index allows what they allow, and hidden queries and keys enter no estimate.
     pool_queries : bool
         False: every query chooses blocks of its own by the means of keys, under `causal` among those that end before
         it, and a block of queries keeps what any of them chose.
@@ -88,7 +89,7 @@ def pooled(
     [1, 2, 3, 3, 3, 3, 3, 3]
     """
     key = None
-    if mask is None and pool_queries is True and self_similarity is None:
+    if mask is None and window is None and pool_queries is True and self_similarity is None:
         key = bound.key_of("pooled", q, k, block, budget, forced, causal, scale, executor)
         index = bound.selected(key, q, k)
         if index is not None:
@@ -98,19 +99,23 @@ def pooled(
         reasons.append(f"pool_queries must be True or False; got {describe(pool_queries)}")
     grid = None
     with collecting(reasons):
-        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
     block_q, block_kv = grid.block
+    if grid.is_masked:
+        require_served(grid.q, grid.k, grid.scale, executor)
+        if not pool_queries:
+            return _by_query(grid, None, budget, forced, None, executor, self_similarity)
+        return grid.index(_chosen_of_means(grid, budget, forced, self_similarity))
     if key is not None and bound.remember(key, bound.of_means(grid, budget, forced)):
         index = bound.selected(key, q, k)
         if index is not None:
             return index
-    means = block_means(grid.k, block_kv)
-    extra: Any = None
-    left_out: Any = None
+    means, extra, left_out = block_means(grid.k, block_kv), None, None
     if self_similarity is not None:
-        left_out = _of_query_heads(grid, _self_similarity(grid.k, block_kv) < self_similarity)[..., None, :]
+        of_keys = _self_similarity(grid.k, block_kv) < self_similarity
+        left_out = grid.of_query_heads(of_keys[..., None])[..., 0][..., None, :]
         extra = left_out
     if not pool_queries:
         return _by_query(grid, means, budget, forced, left_out, executor)
@@ -120,7 +125,7 @@ def pooled(
         block_means(grid.q, block_q), means, block=1, scale=grid.scale, mask=grid.stairs(block_q, block_kv),
         executor=executor,
     )  # fmt: skip
-    mass = mass * (~left_out) if self_similarity is not None else mass
+    mass = mass if left_out is None else mass * (~left_out)
     return grid.index(grid.chosen(mass, mass, budget, forced, extra))
 
 
@@ -135,6 +140,7 @@ def antidiagonal(
     forced: Forced = _DIAGONAL,
     causal: bool | str = False,
     mask: Any = None,
+    window: Any = None,
     scale: float | None = None,
     executor: str = "auto",
 ) -> BlockIndex:
@@ -155,8 +161,8 @@ def antidiagonal(
         Side of a cell; 4096 / head_dim at most.
     forced : Forced
         Blocks that are always kept.
-    causal, mask, scale : optional
-        As in `attention`; the index allows what they allow.
+    causal, mask, window, scale : optional
+        As in `attention`; the index allows what they allow, and hidden queries and keys enter no estimate.
     executor : {"auto", "cpu", "gpu", "sim"}
         As in `block_mass`, which multiplies.
 
@@ -184,7 +190,7 @@ def antidiagonal(
     [1, 2, 2, 2]
     """
     key = None
-    if mask is None:
+    if mask is None and window is None:
         key = bound.key_of("antidiagonal", q, k, block, budget, forced, causal, scale, executor, stride)
         index = bound.selected(key, q, k)
         if index is not None:
@@ -194,7 +200,7 @@ def antidiagonal(
     with collecting(reasons):
         stride = whole_number("stride", stride, 1)
     with collecting(reasons):
-        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
     if not reasons and grid is not None:
         if any(side % stride for side in grid.block):
             reasons.append(f"block must be multiples of stride={stride}; got {grid.block}")
@@ -202,6 +208,10 @@ def antidiagonal(
             reasons.append(f"stride must be at most 4096 / head_dim={4096 // grid.q.shape[-1]}; got {stride}")
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
+    if grid.is_masked:
+        require_served(grid.q, grid.k, grid.scale, executor)
+        mass = masked.mass_of_antidiagonals(grid, stride)
+        return grid.index(grid.chosen(mass, mass, budget, forced))
     if key is not None and bound.remember(key, bound.of_antidiagonals(grid, stride, budget, forced)):
         index = bound.selected(key, q, k)
         if index is not None:
@@ -219,23 +229,33 @@ def antidiagonal(
     return grid.index(grid.chosen(mass, mass, budget, forced))
 
 
+def _chosen_of_means(grid: Grid, budget: Budget, forced: Forced, self_similarity: float | None) -> Array:
+    """The blocks chosen by means of rows that the mask shows."""
+    mass, unlike = masked.mass_of_means(grid, self_similarity)
+    return grid.chosen(mass, mass, budget, forced, unlike)
+
+
 def _by_query(
-    grid: Grid, means: Array, budget: Budget, forced: Forced, left_out: Any, executor: str
-) -> BlockIndex:
-    """The union, over a block of queries, of the blocks that each query chooses."""
+    grid: Grid, means: Array | None, budget: Budget, forced: Forced, left_out: Any, executor: str,
+    self_similarity: float | None = None,
+) -> BlockIndex:  # fmt: skip
+    """The union, over a block of queries, of the blocks that each query chooses; without means under a mask."""
     xp, (block_q, block_kv) = grid.xp, grid.block
-    mass = block_mass(
-        grid.q.astype(means.dtype), means, block=1, scale=grid.scale, mask=grid.stairs(1, block_kv, block_kv),
-        executor=executor,
-    )  # fmt: skip
-    mass = mass if left_out is None else mass * (~left_out)
     of_queries = replace(grid, block=(1, block_kv))
     # A block that ends after the query is chosen only where it is forced.
     ends = (xp.arange(grid.size[1]) + 1)[None, :] * block_kv
     is_past = ends <= xp.arange(grid.shape.seqlen_q)[:, None] + grid.offset + 1
+    if means is None:
+        mass, eligible, left_out = masked.mass_by_query(grid, is_past if grid.is_causal else None, self_similarity)
+    else:
+        eligible = of_queries.eligible()
+        mass = block_mass(
+            grid.q.astype(means.dtype), means, block=1, scale=grid.scale, mask=grid.stairs(1, block_kv, block_kv),
+            executor=executor,
+        )  # fmt: skip
+    mass = mass if left_out is None else mass * (~left_out)
     must = of_queries.forced(forced)
     must = must if left_out is None else must | left_out
-    eligible = of_queries.eligible()
     may = is_past | must | (not grid.is_causal)
     may = may if eligible is None else eligible & may
     kept = of_queries.chosen(mass, mass, budget, forced, left_out, may)
@@ -251,14 +271,6 @@ def _self_similarity(x: Array, side: int) -> Array:
     norms = xp.sqrt((rows * rows).sum(axis=-1))[..., None]
     means = block_means(rows / xp.where(norms == 0, 1, norms), side)
     return (means * means).sum(axis=-1)
-
-
-def _of_query_heads(grid: Grid, of_kv_heads: Array) -> Array:
-    """Values of key/value heads [..., kv_heads, n] for each query head that reads them."""
-    if not grid.has_heads:
-        return of_kv_heads
-    group = grid.shape.num_heads // max(grid.k.shape[-3], 1)
-    return grid.xp.repeat(of_kv_heads, group, axis=-2)
 
 
 def _similarity_reasons(self_similarity: Any) -> list[str]:

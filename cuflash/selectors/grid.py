@@ -75,8 +75,9 @@ class Grid:
 
     @classmethod
     def of(
-        cls, q: Array, k: Array, block: Any, budgets: dict[str, Any], forced: Any, causal: Any, mask: Any, scale: Any
-    ) -> Grid:
+        cls, q: Array, k: Array, block: Any, budgets: dict[str, Any], forced: Any, causal: Any, mask: Any, window: Any,
+        scale: Any,
+    ) -> Grid:  # fmt: skip
         """Check the arguments of a selector.
 
         Raises
@@ -93,7 +94,7 @@ class Grid:
         ]
         if not isinstance(forced, Forced):
             reasons.append(f"forced must be a Forced; got {describe(forced)}: selectors.Forced(sink=1) is one")
-        options = Options(mask, causal, scale=scale)
+        options = Options(mask, causal, window, scale=scale)
         key = None if reasons else options.key(layout_key(q, k), "selectors", repr(block))
         if key in _facts:
             return cls(q, k, *_facts[key])
@@ -113,14 +114,15 @@ class Grid:
         if problem is not None:
             with collecting(reasons):
                 given = as_mask_of_arrays(mask, "cpu" if namespace(q) is np else "gpu")
-                resolved = requested_mask(given, causal, None, problem.mask_shape, namespace(q))
+                resolved = requested_mask(given, causal, window, problem.mask_shape, namespace(q))
         if reasons or problem is None or resolved is None:
             raise UnsupportedProblem(reasons)
         shape = problem.mask_shape
         offset = shape.seqlen_kv - shape.seqlen_q if isinstance(causal, str) and causal == "bottom_right" else 0
         is_causal = causal is not False and bool(causal)
         facts = (
-            shape, sides, resolved, is_causal, offset, mask is not None, problem.softmax_scale, problem.has_heads
+            shape, sides, resolved, is_causal, offset, mask is not None or window is not None,
+            problem.softmax_scale, problem.has_heads,
         )  # fmt: skip
         if key is not None and len(_facts) < _MAX_FACTS:
             _facts[key] = facts
@@ -140,6 +142,26 @@ class Grid:
         """The leading axes of scores: batch and query heads, no axis for q of two axes."""
         return (*self.shape.batch, self.shape.num_heads) if self.has_heads else ()
 
+    @property
+    def is_masked(self) -> bool:
+        """Return whether estimates have to look at the mask: at one of the caller's, or where rows attend nothing."""
+        num_batch, num_heads = self.shape.num_batch, self.shape.num_heads
+        seqlen_q, seqlen_kv = self.shape.seqlen_q, self.shape.seqlen_kv
+        if 0 in (num_batch, num_heads, seqlen_q, seqlen_kv):
+            return False
+        return self.has_own_mask or self.is_causal and (self.offset < 0 or seqlen_q + self.offset < seqlen_kv)
+
+    def leading(self, x: Array) -> Array:
+        """An array [batch or 1, num_heads or 1, ...] of a mask, with the leading axes of scores."""
+        batch = self.shape.batch if x.shape[0] > 1 else (1,) * len(self.shape.batch)
+        return x.reshape((*batch, *x.shape[1:]) if self.has_heads else x.shape[2:])
+
+    def of_query_heads(self, of_kv_heads: Array) -> Array:
+        """Rows of key/value heads [..., kv_heads, n, dim] for each query head that reads them."""
+        if not self.has_heads or of_kv_heads.shape[-3] == self.shape.num_heads:
+            return of_kv_heads
+        return self.xp.repeat(of_kv_heads, self.shape.num_heads // max(of_kv_heads.shape[-3], 1), axis=-3)
+
     @cached_property
     def diagonal(self) -> Diagonal:
         """Return the positions at which the diagonal crosses the blocks."""
@@ -154,9 +176,7 @@ class Grid:
         if not self.has_own_mask:
             return self.diagonal.is_met if self.is_causal else None
         index = BlockIndex.from_mask(self.mask, block=self.block, **self.shape._asdict())
-        states = xp.asarray(index.states() != 0)
-        batch = self.shape.batch if index.batch > 1 else (1,) * len(self.shape.batch)
-        return states.reshape((*batch, index.num_heads, *self.size)[0 if self.has_heads else -2 :])
+        return self.leading(xp.asarray(index.states() != 0))
 
     def stairs(self, step_q: int, step_kv: int, needed_keys: int = 1) -> Mask | None:
         """The causal mask between groups of so many queries and of so many keys; None without one.
@@ -174,7 +194,7 @@ class Grid:
         return ChoiceRule(
             lengths=(self.shape.seqlen_q, self.shape.seqlen_kv), block=self.block, offset=self.offset,
             is_causal=self.is_causal and not self.has_own_mask, count=max(budget.top_k or 0, budget.min_blocks),
-            mass=float(budget.mass or 0), threshold=None if budget.threshold is None else float(budget.threshold),
+            mass=float(budget.part or 0), threshold=None if budget.threshold is None else float(budget.threshold),
             num_sinks=forced.sink, num_local=forced.local, has_diagonal=bool(forced.diagonal),
         )  # fmt: skip
 
@@ -194,7 +214,8 @@ class Grid:
         """
         if self.xp.__name__ == "cupy":
             allowed = self.eligible() if allowed is None and self.has_own_mask else allowed
-            return chosen(self.rule(budget, forced), scores, shares, allowed, extra)
+            counted = None if budget.density is not None else shares
+            return chosen(self.rule(budget, forced), scores, counted, allowed, extra)
         shares = self.xp.ones(scores.shape, dtype=np.float32) if shares is None else shares
         must = self.forced(forced)
         allowed = self.eligible() if allowed is None else allowed

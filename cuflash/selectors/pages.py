@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ..arrays import Array, accumulator_dtype, is_array, no_array, whole_number
+import numpy as np
+
+from ..arrays import Array, accumulator_dtype, is_array, is_int, no_array, whole_number
 from ..cache import KVCache
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
-from . import bound
+from ..masks.shape import block_pair
+from ..plans import as_arrays
+from . import bound, masked
 from .budget import Budget, Forced
 from .grid import Grid
 
@@ -48,7 +53,7 @@ def page_bounds(q: Array, k: Array, *, page_size: int = 16) -> Array:
     array([[[ 1., -5.]]])
     """
     page_size = whole_number("page_size", page_size, 1)
-    return _bounds(Grid.of(q, k, (1, page_size), {}, _DIAGONAL, False, None, None))
+    return _bounds(Grid.of(q, k, (1, page_size), {}, _DIAGONAL, False, None, None, None))
 
 
 @explains_keywords
@@ -57,26 +62,38 @@ def quest(
     k: Array | KVCache,
     *,
     budget: Budget,
+    block: Any = None,
     page_size: int | None = None,
     forced: Forced = _DIAGONAL,
     causal: bool | str = "bottom_right",
+    mask: Any = None,
+    window: Any = None,
+    scale: float | None = None,
 ) -> Any:
     """Choose pages of keys by an upper bound of each query's scores.
 
     Parameters
     ----------
     q : array [..., num_heads, seqlen_q, head_dim]
-        Few queries, as in decoding: bounds are products of q with two keys a page.
+        Few queries, as in decoding: bounds are products of q with two keys a page. For a cache [batch, num_heads, n,
+        head_dim], of what its `attention` takes.
     k : array as in `attention`, or KVCache
         Keys, or a cache, whose sequences are chosen for one by one.
     budget : Budget
-        How many pages a query keeps: `top_k` or `threshold`, which is compared with the bound.
+        How many pages a query keeps: `top_k`, `density` or `threshold`, which is compared with the bound.
+    block : int or (1, int), optional
+        Keys of a page, as other selectors call it; blocks have one query.
     page_size : int, optional
-        Keys of a page; unless given that of a cache with pages, and else 16.
+        The same. By default that of a cache with pages, and else 16.
     forced : Forced
         Pages that are always kept.
     causal : bool, "bottom_right" or "top_left"
         As in `attention`; by default the last query meets the last key.
+    mask, window : optional
+        As in `attention`; the index allows what they allow, and bounds are over the keys that a query attends. A mask
+        for a cache is that of all its sequences alike.
+    scale : float, optional
+        Bounds are multiplied by it, as scores are. By default they are bounds of q . k.
 
     Returns
     -------
@@ -90,41 +107,66 @@ def quest(
 
     Notes
     -----
-    Quest, arXiv 2406.10774, algorithm 1. The least and greatest keys of pages are computed anew at each call.
+    Quest, arXiv 2406.10774, algorithm 1. Each call computes the least and greatest keys of all pages.
 
     Examples
     --------
     >>> import numpy as np
     >>> from cuflash.selectors import Budget, quest
     >>> q, k = np.random.default_rng(0).standard_normal((2, 4, 64, 16))
-    >>> index = quest(q[:, -1:], k, budget=Budget(top_k=2), page_size=8)
+    >>> index = quest(q[:, -1:], k, budget=Budget(top_k=2), block=8)
     >>> index.block, (index.states() > 0).sum(-1).ravel().tolist()
     ((1, 8), [2, 2, 2, 2])
     """
     if isinstance(k, KVCache):
-        return _of_cache(q, k, budget, page_size, forced, causal)
+        return _of_cache(q, k, block, page_size, budget=budget, forced=forced, causal=causal, mask=mask,
+                         window=window, scale=scale)  # fmt: skip
     key = None
-    if isinstance(budget, Budget) and budget.mass is None:
-        key = bound.key_of("quest", q, k, page_size, budget, forced, causal, None, "auto")
+    if mask is window is scale is None and isinstance(budget, Budget) and budget.mass is None:
+        key = bound.key_of("quest", q, k, (block, page_size), budget, forced, causal, None, "auto")
         index = bound.selected(key, q, k)
         if index is not None:
             return index
     reasons: list[str] = []
-    grid = None
+    grid, sides = None, (1, 16)
     with collecting(reasons):
-        page_size = 16 if page_size is None else whole_number("page_size", page_size, 1)
+        sides = _sides(block, page_size)
     if isinstance(budget, Budget) and budget.mass is not None:
-        reasons.append("budget must be given top_k or threshold, since bounds are no shares; got mass")
+        reasons.append("budget must have top_k, density or threshold, since bounds are no shares; got mass")
     with collecting(reasons):
-        grid = Grid.of(q, k, (1, page_size or 1), {"budget": budget}, forced, causal, None, None)
+        grid = Grid.of(q, k, sides, {"budget": budget}, forced, causal, mask, window, scale)
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
-    if key is not None and bound.remember(key, bound.of_page_bounds(grid, budget, forced)):
+    if key is not None and not grid.is_masked and bound.remember(key, bound.of_page_bounds(grid, budget, forced)):
         index = bound.selected(key, q, k)
         if index is not None:
             return index
-    bounds = _bounds(grid)
-    return grid.index(grid.chosen(bounds, bounds, budget, forced))
+    if scale is not None:
+        grid = replace(grid, q=grid.q.astype(accumulator_dtype(grid.q.dtype)) * grid.scale)
+    bounds, allowed = _bounds(grid), None
+    if grid.is_masked:
+        bounds, allowed = masked.bounds_of_pages(grid, bounds)
+    return grid.index(grid.chosen(bounds, bounds, budget, forced, allowed=allowed))
+
+
+def _sides(block: Any, page_size: Any) -> tuple[int, int]:
+    """One query and the keys of a page.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Either is no number of keys, or they differ.
+    """
+    if page_size is not None:
+        page_size = whole_number("page_size", page_size, 1)
+    if block is None:
+        return 1, 16 if page_size is None else page_size
+    keys = block_pair(block)[1]
+    if not is_int(block) and block[0] != 1:
+        raise UnsupportedProblem([f"block must be an int or (1, keys), since queries choose alone; got {block}"])
+    if page_size not in (None, keys):
+        raise UnsupportedProblem([f"block must be page_size if both are given; got {block} and {page_size}"])
+    return 1, keys
 
 
 def _bounds(grid: Grid) -> Array:
@@ -142,16 +184,19 @@ def _bounds(grid: Grid) -> Array:
     return xp.maximum(q * least[..., None, :, :], q * greatest[..., None, :, :]).sum(axis=-1)
 
 
-def _of_cache(q: Array, cache: KVCache, budget: Any, page_size: Any, forced: Any, causal: Any) -> tuple[Any, ...]:
+def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any) -> tuple[Any, ...]:
     """The pages that each sequence of a cache keeps."""
-    batch, own = len(cache.lengths), cache.k.shape[2]
+    batch = len(cache.lengths)
+    q = as_arrays({"q": q})["q"]
     if not is_array(q):
         raise TypeError(no_array("q", q))
     if q.ndim != 4 or q.shape[0] != batch:
         raise UnsupportedProblem([f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}"])
-    if page_size is None and own < cache.capacity:
-        page_size = own
+    if block is None and page_size is None:
+        page_size = cache.page_size
+    if cache.k_scale is not None:  # whose rows are float32; q is converted exactly
+        q = q.astype(np.float32, copy=False)
     return tuple(
-        quest(q[sequence], cache.rows(sequence)[0], budget=budget, page_size=page_size, forced=forced, causal=causal)
+        quest(q[sequence], cache.rows(sequence)[0], block=block, page_size=page_size, **options)
         for sequence in range(batch)
     )

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, whole_number
+from ..arrays import Array, describe, whole_number
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
+from ..masks.arrays import Dense
 from ..study.block_mass import block_mass
-from . import bound
+from . import bound, masked
 from .budget import Budget, Forced, choose
 from .grid import Grid
 
@@ -23,14 +24,16 @@ def vertical_slash(
     q: Array,
     k: Array,
     *,
-    vertical: Budget,
-    slash: Budget,
+    budget: Budget | None = None,
+    vertical: Budget | None = None,
+    slash: Budget | None = None,
     block: Any = (64, 64),
-    num_queries: int = 64,
     forced: Forced = _DIAGONAL,
     causal: bool | str = False,
     mask: Any = None,
+    window: Any = None,
     scale: float | None = None,
+    num_queries: int = 64,
     executor: str = "auto",
 ) -> BlockIndex:
     """Choose columns and diagonals that the last queries attend, and keep the blocks that they cross.
@@ -39,17 +42,20 @@ def vertical_slash(
     ----------
     q, k : arrays
         As in `attention`.
-    vertical, slash : Budget
-        How many keys, and how many diagonals, are kept. A diagonal is the elements of one distance between a query and
-        a key, from 0 on.
+    budget : Budget, optional
+        How many keys and diagonals are kept: half of it are keys and half are diagonals, at least one of each. An odd
+        `top_k` is rounded up for keys, and a threshold is that of both.
+    vertical, slash : Budget, optional
+        How many keys, and how many diagonals, are kept, instead of half of `budget` each. A diagonal is the elements of
+        one distance between a query and a key, from 0 on.
     block : int or (int, int)
         Sides block_q and block_kv in tokens.
-    num_queries : int
-        The last queries, whose weights are summed; all of them where there are fewer.
     forced : Forced
         Blocks that are always kept.
-    causal, mask, scale : optional
-        As in `attention`; the index allows what they allow. The last queries see keys as `causal` says.
+    causal, mask, window, scale : optional
+        As in `attention`; the index allows what they allow, and hidden queries and keys enter no estimate.
+    num_queries : int
+        Weights are summed over so many queries: the last ones that attend a key, or all of them if there are fewer.
     executor : {"auto", "cpu", "gpu", "sim"}
         As in `block_mass`, which multiplies.
 
@@ -65,21 +71,21 @@ def vertical_slash(
 
     Notes
     -----
-    MInference, arXiv 2407.02490, algorithm 2, with ``Budget(top_k=...)`` of keys and of diagonals; FlexPrefill, arXiv
-    2502.20766, algorithm 3, with ``Budget(mass=...)`` of both. Keys after a query lie on no diagonal of these.
+    MInference, arXiv 2407.02490, algorithm 2, with ``Budget(top_k=...)`` as `vertical` and as `slash`; FlexPrefill,
+    arXiv 2502.20766, algorithm 3, with ``Budget(mass=...)`` as both. Keys after a query lie on no diagonal of these.
 
     Examples
     --------
     >>> import numpy as np, cuflash
     >>> from cuflash.selectors import Budget, vertical_slash
     >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 64, 16))
-    >>> few = Budget(top_k=2)
-    >>> index = vertical_slash(q, k, block=8, vertical=few, slash=few, num_queries=16, causal=True)
+    >>> index = vertical_slash(q, k, block=8, budget=Budget(top_k=4), num_queries=16, causal=True)
     >>> bool((index.states()[0, 0].diagonal() > 0).all())
     True
     """
+    vertical, slash = _budgets_of(budget, vertical, slash)
     key = None
-    if mask is None and type(slash) is Budget and slash.threshold is None:
+    if mask is None and window is None and type(slash) is Budget and slash.threshold is None:
         more = slash, num_queries
         key = bound.key_of("vertical_slash", q, k, block, vertical, forced, causal, scale, executor, *more)
         index = bound.selected(key, q, k)
@@ -90,7 +96,7 @@ def vertical_slash(
     with collecting(reasons):
         num_queries = whole_number("num_queries", num_queries, 1)
     with collecting(reasons):
-        grid = Grid.of(q, k, block, {"vertical": vertical, "slash": slash}, forced, causal, mask, scale)
+        grid = Grid.of(q, k, block, {"vertical": vertical, "slash": slash}, forced, causal, mask, window, scale)
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
     if key is not None and bound.remember(key, bound.of_slashes(grid, vertical, slash, num_queries, forced)):
@@ -101,16 +107,7 @@ def vertical_slash(
     seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
     if not seqlen_kv:
         return grid.index(xp.zeros((*grid.heads, num_rows, num_columns), bool))
-    first = max(seqlen_q - num_queries, 0)
-    last = grid.q[..., first:, :]
-    mass = block_mass(last, grid.k, block=1, scale=grid.scale, mask=grid.stairs_from(first), executor=executor)
-    by_key = mass.sum(axis=-2)
-    # Distance o of the query in row r is the key in column r + first + offset - o.
-    distance = xp.arange(max(seqlen_q + grid.offset, 0))[None, :]
-    column = xp.arange(first, seqlen_q)[:, None] + grid.offset - distance
-    exists = (column >= 0) & (column < seqlen_kv)
-    rows = xp.arange(seqlen_q - first)[:, None]
-    by_distance = (mass[..., rows, xp.clip(column, 0, seqlen_kv - 1)] * exists).sum(axis=-2)
+    by_key, by_distance = _sums(grid, num_queries, executor)
     keys = choose(by_key, by_key, None, None, vertical)
     distances = choose(by_distance, by_distance, None, None, slash)
     start_q, start_kv = xp.arange(num_rows)[:, None] * block_q, xp.arange(num_columns)[None, :] * block_kv
@@ -120,6 +117,50 @@ def vertical_slash(
     has_distance = _has_any(xp, distances, start_q + grid.offset - stop_kv + 1, stop_q + grid.offset - start_kv)
     kept, eligible = grid.forced(forced) | has_key | has_distance, grid.eligible()
     return grid.index(kept if eligible is None else kept & eligible)
+
+
+def _budgets_of(budget: Any, vertical: Any, slash: Any) -> tuple[Any, Any]:
+    """The budgets of keys and of diagonals: those that are given, and half of the one budget where one is missing.
+
+    Raises
+    ------
+    UnsupportedProblem
+        One is missing, and there is no budget.
+    """
+    if budget is None and vertical is not None and slash is not None:
+        return vertical, slash
+    if not isinstance(budget, Budget):
+        missing = [name for name, given in (("vertical", vertical), ("slash", slash)) if given is None]
+        if budget is None:
+            raise UnsupportedProblem(
+                [
+                    f"budget must be a Budget unless vertical and slash both are; got None, without "
+                    f"{' and '.join(missing)}: write budget=selectors.Budget(top_k=8)"
+                ]
+            )
+        raise UnsupportedProblem([f"budget must be a Budget; got {describe(budget)}: write selectors.Budget(top_k=8)"])
+    of_keys, of_diagonals = budget.halves()
+    return of_keys if vertical is None else vertical, of_diagonals if slash is None else slash
+
+
+def _sums(grid: Grid, num_queries: int, executor: str) -> tuple[Array, Array]:
+    """Masses of the last queries summed by key, and by distance between query and key."""
+    xp, seqlen_q, seqlen_kv = grid.xp, grid.shape.seqlen_q, grid.shape.seqlen_kv
+    if grid.has_own_mask:
+        positions, last, allowed = masked.last_queries(grid, num_queries)
+        mass = block_mass(last, grid.k, block=1, scale=grid.scale, mask=Dense(allowed), executor=executor)
+    else:
+        first = max(seqlen_q - num_queries, 0)
+        positions, last = xp.arange(first, seqlen_q)[:, None], grid.q[..., first:, :]
+        mass = block_mass(last, grid.k, block=1, scale=grid.scale, mask=grid.stairs_from(first), executor=executor)
+    # Distance o of the query at a position is the key in column position + offset - o.
+    column = positions + grid.offset - xp.arange(max(seqlen_q + grid.offset, 0))
+    exists, column = (column >= 0) & (column < seqlen_kv), xp.clip(column, 0, seqlen_kv - 1)
+    if grid.has_own_mask:
+        of_distance = xp.take_along_axis(mass, xp.broadcast_to(column, (*grid.heads, *column.shape[-2:])), axis=-1)
+    else:
+        of_distance = mass[..., xp.arange(mass.shape[-2])[:, None], column]
+    return mass.sum(axis=-2), (of_distance * exists).sum(axis=-2)
 
 
 def _has_any(xp: Any, chosen: Array, start: Array, stop: Array) -> Array:

@@ -117,6 +117,17 @@ def block_mass(
     return _mean(results["mass"], results["lse"] if lse is None else lse, sides[0], problem.seqlen_q)
 
 
+def require_served(q: Array, k: Array, scale: float, executor: str) -> None:
+    """Refuse an executor, dtypes, head_dim and a scale that `block_mass` refuses.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
+    """
+    _planned({"q": q, "k": k, "lse": None}, 1, None, False, scale, None, executor)
+
+
 class BoundMass(NamedTuple):
     """Masses as one launch on the current GPU.
 

@@ -8,7 +8,7 @@ from typing import Any
 import cupy_machine
 import numpy as np
 import pytest
-from cuflash import selectors
+from cuflash import masks, selectors
 from cuflash.arrays import DTYPES, accumulator_dtype
 from cuflash.executors import gpu, index_maker, selecting
 from cuflash.executors.bound_launch import BoundLaunch
@@ -396,7 +396,8 @@ def check_selections(machine: Any) -> None:
         "quest": {"page_size": 12, "causal": "bottom_right"},
     }.items():
         select = getattr(selectors, name)
-        for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2) if name != "quest" else Budget(top_k=5)):
+        of_mass = Budget(mass=0.5, min_blocks=2) if name != "quest" else Budget(top_k=5)
+        for budget in (Budget(top_k=3), of_mass, Budget(density=0.3)):
             for _ in range(2):
                 q, k = rng.standard_normal((4, 84, 24))[..., ::2], rng.standard_normal((2, 92, 12))
                 q, k = np.array([q, 2 * q]), np.array([k, k])
@@ -407,7 +408,26 @@ def check_selections(machine: Any) -> None:
 
 def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
     check_selections(cupy)
-    assert len(bound._selections) == 16
+    assert len(bound._selections) == 24
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("name", ["pooled", "moba", "antidiagonal", "nsa", "vertical_slash", "quest", "oracle"])
+def test_masked_selections_on_a_device_are_those_of_the_host(cupy: Any, name: str, where: str) -> None:
+    """Masks of the host, which a device is sent, and of its own arrays; NaN behind them chooses nothing."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 4, 40, 6)), rng.standard_normal((2, 2, 52, 6))
+    q[:, :, 33:], k[:, :, 45:] = np.nan, np.nan
+    options: dict[str, Any] = {"block": (1, 8) if name == "quest" else (4, 8), "budget": Budget(density=0.4)}
+    options |= {"nsa": {"compression": (8, 4)}, "antidiagonal": {"stride": 4}, "moba": {"pool_queries": False},
+                "vertical_slash": {"num_queries": 7}}.get(name, {})  # fmt: skip
+    select = selectors.pooled if name == "moba" else getattr(selectors, name)
+    lengths = np.array([33, 20]), np.array([45, 31])
+    mask: masks.Mask = masks.Lengths(*lengths)
+    if where == "host":
+        mask = masks.Lengths(33, 45) & masks.SlidingWindow(9, 7, "top_left")
+    found = select(cupy.asarray(q), cupy.asarray(k), **options, mask=mask.to(cupy.asarray))
+    np.testing.assert_array_equal(found.on_host.states(), select(q, k, **options, mask=mask).states())
 
 
 @pytest.mark.parametrize("num_queries", [64, 100])
@@ -547,7 +567,7 @@ def test_streams_wait_for_blocks_that_another_stream_copied(cupy: Any) -> None:
 
 def test_blocks_are_not_remembered_from_within_a_capture(cupy: Any) -> None:
     q = cupy.asarray(np.zeros((2, 64, 8), np.float16))
-    grid = Grid.of(q, q, 16, {"budget": Budget(top_k=2)}, Forced(), False, None, None)
+    grid = Grid.of(q, q, 16, {"budget": Budget(top_k=2)}, Forced(), False, None, None, None)
     kept = np.eye(4, dtype=bool)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()

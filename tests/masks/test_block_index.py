@@ -1,5 +1,7 @@
 """Block indices are exact: what they report of blocks is true of the elements."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -22,6 +24,16 @@ def blocks_of(dense, block):
             for col in range(0, dense.shape[3], block[1]):
                 place = (b, h, row // block[0], col // block[1])
                 yield place, dense[b, h, row : row + block[0], col : col + block[1]]
+
+
+@given(SHAPES_AND_MASKS, BLOCKS)
+def test_densities_are_shares_of_pairs_and_of_blocks(shape_and_mask: Any, block: Any) -> None:
+    shape, mask = shape_and_mask
+    elements = mask.toarray(*shape[2:], batch=shape.batch, num_heads=shape.num_heads)
+    share = elements.mean() if elements.size else 0
+    assert mask.density(*shape[2:], batch=shape.batch, num_heads=shape.num_heads) == share
+    index = BlockIndex.from_mask(mask, *shape[2:], block, batch=shape.batch, num_heads=shape.num_heads)
+    assert index.density == index.report().density
 
 
 @given(SHAPES_AND_MASKS, BLOCKS)

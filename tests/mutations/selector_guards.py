@@ -8,8 +8,13 @@ from typing import Any
 import device_double
 import numpy as np
 from executors import CPU, SIM, Run
+from foreign import Foreign
 from mutations.python_guards import part
 from test_block_mass import summed
+from test_masked_selectors import (
+    KINDS, NAMES, REFERENCES, estimates_are_right, hidden_rows_choose_nothing, last_queries_choose, problem_of,
+    queries_choose_alone,
+)  # fmt: skip
 from test_recall import EXACT, tolerance, weights
 from test_selection_kernels import (
     check_choice, check_draws, check_key_scores, check_means, check_page_bounds, check_pair, check_runs, check_slashes,
@@ -256,6 +261,53 @@ def selections_are_right(library: ModuleType) -> None:
     sizes = [np.maximum(np.abs(q * page.min(-2)), np.abs(q * page.max(-2))).sum(-1) for page in pages]
     bound = q.shape[-1] * EXACT * np.stack(sizes, axis=-1)
     assert (np.abs(of.page_bounds(q, k, page_size=12) - np.stack(bounds, axis=-1)) <= bound).all()
+
+
+def masked_selections_are_right(library: ModuleType) -> None:
+    """Under masks of all kinds estimates are those of attended elements, and what a row does not attend is not read."""
+    for number, kind in enumerate(KINDS):
+        problem = problem_of(kind, 14, 19, number, library)
+        for budget in ({"top_k": 2}, {"threshold": 0.3}):
+            for name in REFERENCES:
+                estimates_are_right(name, problem, budget, library)
+            queries_choose_alone(problem, budget, library)
+        if kind in ("lengths of entries", "elements of heads", "documents", "causal"):
+            for name in NAMES:
+                hidden_rows_choose_nothing(name, problem, 1, "NaN", library)
+    last_queries_choose(library)
+
+
+def selectors_take_caches(library: ModuleType) -> None:
+    """Pages are those of the cache, and queries those that it takes."""
+    of, rows = library.selectors, np.ones((1, 1, 40, 8), np.float32)
+    sizes = {"batch": 1, "num_kv_heads": 1, "head_dim": 8, "capacity": 64}
+    for pages, side in (({"page_size": 64, "num_pages": 1}, 64), ({}, 16), ({"page_size": 32, "num_pages": 2}, 32)):
+        cache = library.KVCache(**sizes, **pages, dtype="float8_e4m3fn")
+        cache.append(rows, rows)
+        (index,) = of.quest(np.ones((1, 2, 1, 8), np.float16), cache, budget=of.Budget(top_k=1))
+        assert index.block == (1, side)
+
+
+def quest_takes_foreign(library: ModuleType) -> bool:
+    """Choose pages of a cache for queries of another library."""
+    rows = np.ones((1, 1, 40, 8), np.float32)
+    cache = library.KVCache(batch=1, num_kv_heads=1, head_dim=8, capacity=64, dtype=np.float32)
+    cache.append(rows, rows)
+    budget = library.selectors.Budget(top_k=1)
+    return len(library.selectors.quest(Foreign(rows[:, :, :1]), cache, budget=budget)) == 1
+
+
+def budgets_are_split(library: ModuleType) -> None:
+    of = library.selectors
+    assert of.Budget(top_k=5, min_blocks=3).halves() == (of.Budget(top_k=3, min_blocks=2), of.Budget(top_k=2))
+    assert of.Budget(top_k=1).halves()[1].top_k == 1 and of.Budget(density=0.5).halves()[1].density == 0.25
+    assert of.Budget(threshold=2.0).halves() == (of.Budget(threshold=2.0),) * 2
+    q = np.random.default_rng(0).standard_normal((100, 4)) * 3
+    for density, kept in ((0.55, 55), (0.551, 56)):
+        few = {"block": 1, "budget": of.Budget(density=density), "forced": of.Forced(diagonal=False)}
+        assert of.random(q[:1], q, **few).nnz == of.pooled(q[:1], q, **few).nnz == kept
+    scaled = of.quest(np.ones((1, 1)), np.array([[2.0], [3.0]]), block=1, budget=of.Budget(threshold=5.0), scale=3.0)
+    assert scaled.nnz == 2
 
 
 def slashes_are_right(library: ModuleType) -> None:

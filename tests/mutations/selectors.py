@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from mutations.calls import takes
 from mutations.mass_guards import groups_of_columns_are_turned, tensor_cores_sum_masses
 from mutations.planting import Edit
 from mutations.selector_guards import (
     an_index_hands_its_lists_over,
     budgets_are_exact,
+    budgets_are_split,
     fixed_blocks_stay,
+    masked_selections_are_right,
+    quest_takes_foreign,
     rooflines_are_right,
     selections_are_right,
     selections_share_memory,
     selections_tell_kernels_where,
+    selectors_take_caches,
     slashes_are_right,
     the_host_sums_masses,
     the_kernel_chooses,
@@ -29,6 +34,7 @@ CHOOSE, WIDE, POOL = "lists/row_choice.cuh", "lists/choose_wide.cu", "lists/pool
 AT_CALL = "planning/list_kernels.py"
 BUDGET, GRID, ESTIMATES = "selectors/budget.py", "selectors/grid.py", "selectors/estimates.py"
 SLASHES, PAGES, NSA = "selectors/slashes.py", "selectors/pages.py", "selectors/compressed.py"
+MASKED = "selectors/masked.py"
 ROOFLINE = "study/roofline.py"
 SELECTING, LAUNCHES = "executors/selecting.py", "planning/selection_kernels.py"
 SPREAD, KEY_SCORES, SLASH_SUMS, CROSSINGS, BOUNDS = (
@@ -336,7 +342,7 @@ FAULTS = {
             "xp.maximum(last, _NOT_FORCED - 1)",
         ),
         "blocks that are not eligible hold mass": Edit(
-            BUDGET, "choose", "weights.astype(np.float64) * eligible", "weights.astype(np.float64)"
+            BUDGET, "choose", "shares if eligible is None else shares * eligible", "shares"
         ),
         "shares are summed in the order of the blocks": Edit(
             BUDGET, "_last_needed", "(in_order & _BLOCK) + starts", "xp.arange(num_blocks) + starts"
@@ -359,7 +365,7 @@ FAULTS = {
             NSA, "nsa", "pieces[..., n : n + count] += mass", "pieces[..., :count] += mass"
         ),
         "heads of a group choose for themselves": Edit(
-            NSA, "nsa", ".sum(axis=-3)", "[..., 0, :, :]"
+            NSA, "_chosen", ".sum(axis=-3)", "[..., 0, :, :]"
         ),
         "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
         "bounds are of the greatest key alone": Edit(PAGES, "_bounds", "q * least[", "q * greatest["),
@@ -371,6 +377,85 @@ FAULTS = {
     slashes_are_right: {
         "distances run one too far": Edit(SLASHES, "vertical_slash", "- stop_kv + 1", "- stop_kv"),
         "no column is kept": Edit(SLASHES, "vertical_slash", "start_kv, stop_kv)", "start_kv, start_kv)"),
+    },
+    masked_selections_are_right: {
+        "keys that no query of the row attends are in the mean": Edit(
+            MASKED, "_of_mean_keys", "attended = cut.allowed.any(axis=-2)[..., None]",
+            "attended = cut.allowed.any(axis=-2)[..., None] | True",
+        ),
+        "a mean is over all keys of a block": Edit(
+            MASKED, "_of_mean_keys", "number = xp.maximum(attended.sum(axis=-2), 1)", "number = grid.block[1]"
+        ),
+        "queries without a key are in the mean": Edit(
+            MASKED, "MaskedBlocks.queries", "self.has_key[..., None], wide, wide.dtype.type(0)", "True, wide, wide"
+        ),
+        "queries without a key count": Edit(
+            MASKED, "count_of_blocks", "padded(has_key[..., None]", "padded(has_key[..., None] | True"
+        ),
+        "hidden blocks take part in the softmax": Edit(
+            MASKED, "mass_of_means", "blocks.states != 0", "blocks.states != 9"
+        ),
+        "keys that a query does not attend have scores": Edit(
+            MASKED, "sums_by_query", "s = xp.where(cut.allowed, products(", "s = xp.where(cut.allowed | True, products("
+        ),
+        "blocks that are hidden from a query keep their sums": Edit(
+            MASKED, "sums_by_query", "xp.where(xp.broadcast_to(is_full, shown), sums, sums.dtype.type(0))",
+            "sums.copy()",
+        ),
+        "a run needs no key": Edit(MASKED, "mass_of_runs", "is_seen = attended > 0", "is_seen = attended >= 0"),
+        "runs may end after the query": Edit(MASKED, "mass_of_runs", "if grid.is_causal:", "if False:"),
+        "an antidiagonal has keys that its row does not attend": Edit(
+            MASKED, "mass_of_antidiagonals", "xp.where(attended, of_keys.of(cut, cut.keys), 0)",
+            "of_keys.of(cut, cut.keys)",
+        ),
+        "an antidiagonal is a diagonal in cells that are cut": Edit(
+            MASKED, "mass_of_antidiagonals", "xp.arange(stride - 1, -1, -1)", "xp.arange(stride)"
+        ),
+        "hidden cells take part in the softmax": Edit(
+            MASKED, "mass_of_antidiagonals", "cells.states[..., begin:end, :] != 0",
+            "cells.states[..., begin:end, :] != 9",
+        ),
+        "bounds are over hidden keys": Edit(
+            MASKED, "bounds_of_pages", "xp.where(attended, keys, end)", "keys"
+        ),
+        "blocks that end after the query are chosen": Edit(
+            MASKED, "mass_by_query", "counts > 0 if is_past is None else (counts > 0) & is_past", "counts > 0"
+        ),
+        "the last queries attend nothing": Edit(
+            MASKED, "last_queries", "at.where(blocks.live, number, number - shape.seqlen_q)", "number + 0 * blocks.live"
+        ),
+        "masks of some heads are those of all": Edit(
+            MASKED, "MaskedBlocks.cut", "1 if index.num_heads > 1 else shape.num_heads", "1"
+        ),
+        "rows that causality hides are estimated": Edit(
+            GRID, "Grid.is_masked", "self.has_own_mask or", "self.has_own_mask or False and"
+        ),
+        "a window is no mask": Edit(
+            GRID, "Grid.of", "mask is not None or window is not None", "mask is not None"
+        ),
+    },
+    selectors_take_caches: {
+        "a page as long as the capacity is none": Edit(
+            PAGES, "_of_cache", "if block is None and page_size is None:",
+            "if (cache.page_size or 64) < cache.capacity:",
+        ),
+        "queries of 16 bits meet rows of 32": Edit(
+            PAGES, "_of_cache", "q = q.astype(np.float32, copy=False)", "pass"
+        ),
+    },
+    takes(quest_takes_foreign): {
+        "queries of other libraries are refused": Edit(PAGES, "_of_cache", 'q = as_arrays({"q": q})["q"]', "pass"),
+    },
+    budgets_are_split: {
+        "the larger half is that of diagonals": Edit(
+            BUDGET, "Budget.halves", "(whole - whole // 2, max(whole // 2, 1))",
+            "(max(whole // 2, 1), whole - whole // 2)",
+        ),
+        "a density is rounded up twice": Edit(BUDGET, "Budget.part", "* (1 - 2**-50)", "* (1 + 2**-50)"),
+        "a density is a mass": Edit(
+            BUDGET, "choose", "if budget.density is None else xp.ones(scores.shape)", "* 1"
+        ),
+        "bounds have no scale": Edit(PAGES, "quest", "* grid.scale", "* 1"),
     },
     rooflines_are_right: {
         "hidden elements count": Edit(ROOFLINE, "_elements", "int(of_lists[owner]), runs", "runs, runs"),

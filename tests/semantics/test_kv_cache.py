@@ -370,7 +370,6 @@ def test_messages_about_caches_spell_the_fix() -> None:
         cuflash.attention(K[0], cache, cache)
 
 
-
 K = np.ones((3, HEADS, 2, 8), np.float32)
 TABLE = np.array([[0, 1], [2, -1]])
 BOTH = np.zeros((3, 2, 16, 8), np.float32)  # keys and values at once

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cuflash.selectors import Budget, Forced, budget as budgets, grid as grids
 from cuflash.testing import Example, assert_within_bounds
+from foreign import Foreign
 from executors import CPU, RUNS, Run, on_every_executor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,6 +59,8 @@ def by_sorting(
     elif budget.mass is not None:
         sums = np.cumsum([0, *shares[order]])
         count = max(count, int(np.argmax(sums >= budget.mass * shares[eligible].sum())))
+    elif budget.density is not None and order:
+        count = max(count, min(n for n in range(len(order) + 1) if n / len(order) >= budget.density))
     kept = set(order[: max(count, budget.min_blocks)])
     if budget.threshold is not None:
         kept |= {j for j in order if scores[j] >= budget.threshold}
@@ -69,6 +72,7 @@ BUDGETS = st.one_of(
     st.builds(Budget, top_k=st.integers(1, 9), min_blocks=st.integers(0, 4)),
     st.builds(Budget, mass=st.sampled_from([0.125, 0.5, 0.75, 1.0]), min_blocks=st.integers(0, 4)),
     st.builds(Budget, threshold=st.sampled_from([-1.0, 0.25, 2.0]), min_blocks=st.integers(0, 4)),
+    st.builds(Budget, density=st.sampled_from([0.1, 0.25, 0.29, 1 / 3, 0.55, 0.6, 1.0]), min_blocks=st.integers(0, 4)),
 )
 
 
@@ -342,10 +346,12 @@ def test_a_mask_of_the_caller_decides_what_is_eligible() -> None:
 def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
     """Checks of an earlier call serve only those later calls that differ in addresses and budgets."""
     q = np.zeros((2, 32, 8))
-    usual = {"block": 8, "budgets": {"budget": FEW}, "forced": Forced(), "causal": True, "mask": None, "scale": None}
+    usual: dict[str, Any] = dict.fromkeys(("mask", "window", "scale"))
+    usual |= {"block": 8, "budgets": {"budget": FEW}, "forced": Forced(), "causal": True}
     changes: list[dict[str, Any]] = [
         {}, {"causal": False}, {"causal": "bottom_right"}, {"block": (8, 16)}, {"scale": 3.0},
         {"mask": masks.SlidingWindow(9, 0)}, {"mask": masks.SlidingWindow(3, 0)},
+        {"window": (9, 0)}, {"window": (3, 0)},
     ]  # fmt: skip
 
     def found(change: dict[str, Any]) -> Any:
@@ -419,12 +425,22 @@ def test_every_selector_refuses_wrong_inputs(name: str, changes: dict[str, Any],
         (lambda q: selectors.vertical_slash(q, q, vertical=FEW, slash=FEW, num_queries=0),
          "num_queries must be an int of at least 1"),
         (lambda q: selectors.random(q, q, budget=FEW, seed=-1), "seed must be an int of at least 0"),
-        (lambda q: selectors.quest(q, q, budget=Budget(mass=0.5)), "budget must be given top_k or threshold"),
+        (lambda q: selectors.quest(q, q, budget=Budget(mass=0.5)), "budget must have top_k, density or threshold"),
         (lambda q: selectors.quest(q, q, budget=FEW, page_size=0), "page_size must be an int of at least 1"),
         (lambda q: selectors.page_bounds(q, q, page_size=0), "page_size must be an int of at least 1"),
-        (lambda q: Budget(), "exactly one of top_k, mass and threshold; got none of them"),
+        (lambda q: Budget(), "exactly one of top_k, mass, threshold and density; got none of them"),
         (lambda q: Budget(top_k=1, mass=0.5), "got top_k and mass"),
         (lambda q: Budget(top_k=0), "top_k must be an int of at least 1; got 0"),
+        (lambda q: Budget(density=1.5), "density must be a number above 0 and at most 1; got 1.5"),
+        (lambda q: Budget(density=True), "density must be a number above 0 and at most 1; got True"),
+        (lambda q: Budget(density=0.5, top_k=1), "got top_k and density"),
+        (lambda q: selectors.vertical_slash(q, q), "got None, without vertical and slash: write budget="),
+        (lambda q: selectors.vertical_slash(q, q, slash=FEW), "got None, without vertical: write budget="),
+        (lambda q: selectors.vertical_slash(q, q, budget=8), "budget must be a Budget; got 8: write selectors.Budget"),
+        (lambda q: selectors.quest(q, q, budget=FEW, block=0), "block must be an int of at least 1"),
+        (lambda q: selectors.quest(q, q, budget=FEW, block=(2, 16)), r"block must be an int or \(1, keys\)"),
+        (lambda q: selectors.quest(q, q, budget=FEW, block=8, page_size=16), "block must be page_size if both"),
+        (lambda q: selectors.pooled(q, q, budget=FEW, window=3), "window must be"),
         (lambda q: Budget(mass=1.5), "mass must be a number above 0 and at most 1; got 1.5"),
         (lambda q: Budget(threshold=np.nan), "threshold must be a finite number; got nan"),
         (lambda q: Budget(top_k=1, min_blocks=-1), "min_blocks must be an int of at least 0; got -1"),
@@ -455,6 +471,105 @@ def test_a_selection_waits_for_nothing(name: str) -> None:
     index = captured(cupy, lambda: select(name, gpu, device_q, device_k, causal=True))
     expected = select(name, CPU, q, k[:2], causal=True)
     np.testing.assert_array_equal(index.states().get(), expected.states())
+
+
+CHOOSING = sorted(set(selectors.__all__) - {"Budget", "Forced", "page_bounds"})
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+@pytest.mark.parametrize("budget", [Budget(top_k=3), Budget(density=0.3), Budget(threshold=0.1)], ids=str)
+def test_all_selectors_take_the_same_arguments(name: str, budget: Budget) -> None:
+    """One loop calls them all: with blocks, a budget, causality, a window and a mask as `attention` takes them."""
+    q, k = np.random.default_rng(0).standard_normal((2, 2, 130, 8), np.float32)
+    options: dict[str, Any] = {"block": 32, "budget": budget, "forced": Forced(diagonal=False)}
+    limits = {"causal": "bottom_right", "window": (50, 0), "mask": masks.Lengths(q=100, kv=90), "scale": 0.5}
+    select = getattr(selectors, name)
+    for more in ({}, *({name: value} for name, value in limits.items()), limits):
+        index = select(q, k, **options, **more)
+        asked = {name: value for name, value in more.items() if name != "scale"}
+        asked.setdefault("causal", "bottom_right" if name == "quest" else False)
+        both = masks.Band() & asked.get("mask", masks.Band())
+        if asked["causal"]:
+            both = both & masks.Causal("bottom_right")
+        if "window" in asked:
+            both = both & masks.SlidingWindow(50, 0, "bottom_right")
+        allowed = both.toarray(130, 130)
+        assert index.block[1] == 32 and not (index.toarray() & ~allowed).any()
+        if budget.density is not None and name != "vertical_slash":
+            eligible = cuflash.BlockIndex.from_mask(both, 130, 130, index.block).states()[0, 0] > 0
+            expected = np.ceil(eligible.sum(-1) * 3 / 10)
+            assert (np.broadcast_to(expected, index.states().shape[:-1]) == (index.states() > 0).sum(-1)).all()
+
+
+@pytest.mark.parametrize(("density", "number", "kept"), [(0.55, 100, 55), (0.29, 100, 29), (0.07, 100, 7), (0.1, 3, 1)])
+def test_a_density_is_rounded_up_and_no_further(density: float, number: int, kept: int) -> None:
+    q, k = np.zeros((1, 8)), np.zeros((number, 8))
+    assert selectors.random(q, k, block=1, budget=Budget(density=density), forced=Forced(diagonal=False)).nnz == kept
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [Budget(top_k=5), Budget(top_k=1), Budget(mass=0.5), Budget(density=0.2, min_blocks=3), Budget(threshold=0.1)],
+    ids=str,
+)
+def test_one_budget_of_columns_and_diagonals_is_split_in_halves(budget: Budget) -> None:
+    q, k = np.random.default_rng(4).standard_normal((2, 2, 64, 8))
+    options: dict[str, Any] = {"block": 8, "causal": True, "forced": Forced(diagonal=False), "num_queries": 16}
+    vertical, slash = {
+        5: (Budget(top_k=3), Budget(top_k=2)), 1: (Budget(top_k=1), Budget(top_k=1)),
+    }.get(budget.top_k or 0, (budget, budget))  # fmt: skip
+    if budget.mass:
+        vertical, slash = Budget(mass=0.25, min_blocks=1), Budget(mass=0.25, min_blocks=0)
+    if budget.density:
+        vertical, slash = Budget(density=0.1, min_blocks=2), Budget(density=0.1, min_blocks=1)
+    expected = selectors.vertical_slash(q, k, vertical=vertical, slash=slash, **options)
+    assert selectors.vertical_slash(q, k, budget=budget, **options) == expected
+    few = Budget(top_k=7)
+    assert selectors.vertical_slash(q, k, budget=budget, slash=few, **options) == selectors.vertical_slash(
+        q, k, vertical=vertical, slash=few, **options
+    )
+    assert selectors.vertical_slash(q, k, budget=budget, vertical=few, **options) == selectors.vertical_slash(
+        q, k, vertical=few, slash=slash, **options
+    )
+
+
+def test_a_page_of_quest_is_a_block() -> None:
+    q, k = np.random.default_rng(4).standard_normal((2, 2, 64, 8))
+    expected = selectors.quest(q[:, -2:], k, page_size=8, budget=FEW)
+    for given_options in ({"block": 8}, {"block": (1, 8)}, {"block": 8, "page_size": 8}):
+        assert selectors.quest(q[:, -2:], k, budget=FEW, **given_options) == expected
+    flipped = selectors.quest(-q[:, -2:], k, block=8, budget=FEW)
+    assert selectors.quest(q[:, -2:], k, block=8, budget=FEW, scale=-2.0) == flipped
+
+
+PAGED = {
+    "one page": (64, 64, 64), "a longer page": (100, 128, 128), "a cut page": (60, 64, 64), "pages": (64, 16, 16),
+    "no pages": (64, None, 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PAGED)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+def test_pages_of_quest_are_those_of_the_cache(case: str, dtype: str) -> None:
+    """Queries are those that the cache attends from: of 16 bits beside rows of 8, and of other libraries."""
+    capacity, page_size, expected = PAGED[case]
+    pages = {} if page_size is None else {"page_size": page_size, "num_pages": 8}
+    cache = cuflash.KVCache(batch=1, num_kv_heads=2, head_dim=8, capacity=capacity, dtype=dtype, **pages)
+    dtypes = ("float16", "bfloat16", "float32") if dtype == "float8_e4m3fn" else (dtype,)
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((1, 2, 40, 8)).astype(dtypes[-1])
+    cache.append(rows, rows)
+    for each in dtypes:
+        q = rng.standard_normal((1, 4, 1, 8)).astype(each)
+        cache.attention(q)
+        (index,) = selectors.quest(q, cache, budget=FEW)
+        assert index.block == (1, expected)
+        (given_pages,) = selectors.quest(q, cache, budget=FEW, block=4)
+        assert given_pages.block == (1, 4)
+        if each != "bfloat16":
+            assert selectors.quest(Foreign(q), cache, budget=FEW)[0] == index
+    over = cuflash.KVCache.over(np.zeros((3, 2, 16, 8)), np.zeros((3, 2, 16, 8)), np.array([[2], [1]]), [3, 16])
+    assert selectors.quest(np.zeros((2, 2, 1, 8)), over, budget=FEW)[0].block == (1, 16)
 
 
 @pytest.mark.parametrize("sequence", [-1, 2, 0.0, "0"])

@@ -45,6 +45,7 @@ class Ndarray:
     """
 
     machine: Cupy
+    __array_ufunc__ = None  # operators of NumPy's numbers leave arrays to this class
 
     def __new__(cls, host: Any, device_id: Any = None) -> Ndarray:
         return cls.machine.empty(host, device_id) if isinstance(host, tuple) else object.__new__(cls)
@@ -73,22 +74,10 @@ class Ndarray:
         return Ndarray(self.host.copy(), self.data.device_id)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._like(self.host[getattr(key, "host", key)])
+        return self._like(self.host[_hosts(key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.host[key] = getattr(value, "host", value)
-
-    def __eq__(self, other: Any) -> Any:
-        return self._binary(operator.eq, other)
-
-    def __ne__(self, other: Any) -> Any:
-        return self._binary(operator.ne, other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._binary(operator.mul, other)
-
-    def _binary(self, function: Callable[..., Any], other: Any) -> Any:
-        return self._like(function(self.host, getattr(other, "host", other)))
+        self.host[_hosts(key)] = getattr(value, "host", value)
 
     def __bool__(self) -> bool:
         return bool(self.host)
@@ -97,6 +86,26 @@ class Ndarray:
         return len(self.host)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _hosts(value: Any) -> Any:
+    """A value, or a list or tuple of some, with host memory in place of arrays."""
+    return type(value)(map(_hosts, value)) if type(value) in (list, tuple) else getattr(value, "host", value)
+
+
+def _operator(function: Callable[..., Any], *, is_reflected: bool = False) -> Callable[..., Any]:
+    def operate(self: Ndarray, *others: Any) -> Any:
+        operands = [self.host, *map(_hosts, others)]
+        return self._like(function(*operands[:: -1 if is_reflected else 1]))
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "lt", "le", "gt", "ge", "eq", "ne",
+              "lshift", "rshift", "xor", "pow", "neg", "invert", "abs"):  # fmt: skip
+    _function = getattr(operator, f"__{_name}__")
+    setattr(Ndarray, f"__{_name}__", _operator(_function))
+    setattr(Ndarray, f"__r{_name}__", _operator(_function, is_reflected=True))
 
 
 class Event:
@@ -280,7 +289,25 @@ class Cupy(cupy_double.Double):
     def ldexp(self, array: Ndarray, exponent: int) -> Ndarray:
         return Ndarray(np.ldexp(array.host, exponent), array.data.device_id)
 
-    def minimum(self, one: Ndarray, other: Ndarray, out: Ndarray) -> Ndarray:
+    def __getattr__(self, name: str) -> Any:
+        """Another function of arrays: NumPy's, of their memory. It is done at once, which a capture does not allow."""
+        if name.startswith("_") or not hasattr(np, name):
+            raise AttributeError(name)
+        function = getattr(np, name)
+        if isinstance(function, type) or not callable(function):
+            return function
+
+        def applied(*args: Any, **options: Any) -> Any:
+            self.waits(name)
+            made = function(*map(_hosts, args), **{key: _hosts(value) for key, value in options.items()})
+            return Ndarray(np.asarray(made), self.device) if isinstance(made, (np.ndarray, np.generic)) else made
+
+        return applied
+
+    def minimum(self, one: Any, other: Any, out: Any = None) -> Any:
+        if out is None:
+            return self.__getattr__("minimum")(one, other)
+
         def work() -> None:
             np.minimum(one.host, other.host, out=out.host)
 

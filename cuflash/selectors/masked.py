@@ -1,0 +1,412 @@
+"""Estimates under masks: those of a block row depend on its queries that have a key, and on the keys that these attend.
+
+Blocks that a mask allows altogether are estimated as without a mask, from whole arrays. The others, which for masks of
+closed form are few, are evaluated element by element and replace what the whole arrays gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, accumulator_dtype, namespace
+from ..blocks.index import BlockIndex
+from ..masks.coordinates import elements
+from .grid import Grid, block_means, padded
+
+_MOST_NUMBERS = 1 << 21  # of one step: bounds the memory of estimates
+
+
+class Cut(NamedTuple):
+    """Blocks that a mask may cut, of the batch entries and heads that they stand for.
+
+    Attributes
+    ----------
+    place : tuple of int arrays that broadcast to [n, batch, heads]
+        Batch entry, head, block row and block column.
+    queries : int array [n, 1, 1, block_q]
+    keys : int array [n, 1, 1, block_kv]
+        Positions; those past the end are the last one.
+    allowed : bool array [n, 1, 1, block_q, block_kv]
+    """
+
+    place: tuple[Array, Array, Array, Array]
+    queries: Array
+    keys: Array
+    allowed: Array
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedBlocks:
+    """The blocks of a grid under its mask.
+
+    Attributes
+    ----------
+    grid : Grid
+    block : (int, int)
+        Sides of the blocks, which need not be those of the grid.
+    """
+
+    grid: Grid
+    block: tuple[int, int]
+
+    @cached_property
+    def index(self) -> BlockIndex:
+        return BlockIndex.from_mask(self.grid.mask, block=self.block, **self.grid.shape._asdict())
+
+    @cached_property
+    def states(self) -> Array:
+        """States of blocks as `BlockIndex.states` has them, where q is; they broadcast against [*heads, ...]."""
+        return self.grid.leading(self.grid.xp.asarray(self.index.states()))
+
+    @cached_property
+    def live(self) -> Array:
+        """Return which queries attend a key, bool [batch or 1, num_heads or 1, seqlen_q], where the index is."""
+        if self.index.is_on_host:
+            return self.index.row_counts() > 0
+        whole_rows = MaskedBlocks(self.grid, (1, self.grid.shape.seqlen_kv))
+        return whole_rows.index.states()[..., 0] > 0
+
+    @cached_property
+    def has_key(self) -> Array:
+        """The same where q is, which broadcasts against [*heads, seqlen_q]."""
+        return self.grid.leading(self.grid.xp.asarray(self.live)[..., None])[..., 0]
+
+    def queries(self) -> Array:
+        """Return q in the accumulator's dtype, 0 where a query attends no key."""
+        wide = self.grid.q.astype(accumulator_dtype(self.grid.q.dtype))
+        return self.grid.xp.where(self.has_key[..., None], wide, wide.dtype.type(0))
+
+    def cut(self, first: int, stop: int, dim: int) -> Iterator[Cut]:
+        """Blocks of the block rows first <= row < stop that are neither full nor empty, in steps of bounded memory.
+
+        On a device, where the host does not know which these are, all blocks. `dim` is the number of columns that a
+        caller reads of each query and key.
+        """
+        shape, index = self.grid.shape, self.index
+        xp: Any = np if index.is_on_host else self.grid.xp
+        extents = index.batch, index.num_heads, stop - first, index.num_kv_blocks
+        if index.is_on_host:
+            places = list(np.nonzero(index.states()[:, :, first:stop] == 2))
+        else:
+            places, number = [], xp.arange(int(np.prod(extents)))
+            for extent in reversed(extents):
+                places.insert(0, number % extent)
+                number = number // extent
+        each = (1 if index.batch > 1 else shape.num_batch), (1 if index.num_heads > 1 else shape.num_heads)
+        of_block = each[0] * each[1] * (sum(self.block) * dim + 2 * self.block[0] * self.block[1])
+        step = max(1, _MOST_NUMBERS // of_block)
+        for start in range(0, len(places[0]), step):
+            b, h, row, col = (place[start : start + step] for place in places)
+            yield self._cut(xp, b, h, row + first, col, each)
+
+    def _cut(self, xp: Any, b: Array, h: Array, row: Array, col: Array, each: tuple[int, int]) -> Cut:
+        shape, to = self.grid.shape, self.grid.xp.asarray
+        i = row[:, None] * self.block[0] + xp.arange(self.block[0])
+        j = col[:, None] * self.block[1] + xp.arange(self.block[1])
+        exists = (i < shape.seqlen_q)[:, :, None] & (j < shape.seqlen_kv)[:, None]
+        i, j = xp.minimum(i, shape.seqlen_q - 1), xp.minimum(j, shape.seqlen_kv - 1)
+        at = b[:, None, None], h[:, None, None], i[:, :, None], j[:, None]
+        allowed = elements(self.grid.mask, *at) & exists
+        b, h, row, col = (x[:, None, None] for x in (b, h, row, col))
+        place = b + xp.arange(each[0])[:, None], h + xp.arange(each[1]), row, col
+        return Cut(
+            (to(place[0]), to(place[1]), to(place[2]), to(place[3])), to(i[:, None, None]), to(j[:, None, None]),
+            to(allowed[:, None, None]),
+        )  # fmt: skip
+
+
+class Rows:
+    """Rows of q or of k by batch entry, query head and position."""
+
+    def __init__(self, grid: Grid, x: Array) -> None:
+        shape, num_heads = grid.shape, x.shape[-3] if grid.has_heads else 1
+        self._group = shape.num_heads // num_heads if num_heads else 1
+        self._rows = grid.xp.broadcast_to(x, (*shape.batch, num_heads, *x.shape[-2:])).reshape(
+            shape.num_batch, num_heads, *x.shape[-2:]
+        )
+
+    def of(self, cut: Cut, positions: Array) -> Array:
+        """Rows [n, batch, heads, length, dim] at positions [n, 1, 1, length] of cut blocks."""
+        b, h, _, _ = cut.place
+        return self._rows[b[..., None], h[..., None] // self._group, positions]
+
+
+def products(x: Array, y: Array) -> Array:
+    """Products of rows x [..., m, dim] and y [..., n, dim], [..., m, n]; on a device without a library of matrices."""
+    if isinstance(x, np.ndarray):
+        with np.errstate(invalid="ignore", over="ignore"):  # of rows that no query attends
+            made: Array = x @ y.swapaxes(-1, -2)
+            return made
+    sums = namespace(x).zeros((*np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-2]), x.dtype)
+    for column in range(x.shape[-1]):
+        sums = sums + x[..., :, None, column] * y[..., None, :, column]
+    return sums
+
+
+def softmax(scores: Array, is_seen: Array) -> Array:
+    """Softmax along the last axis over what is seen; 0 elsewhere, and in rows that see nothing."""
+    xp = namespace(scores)
+    scores = xp.where(is_seen, scores, -np.inf)
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = xp.where(is_seen, xp.exp(scores - xp.where(xp.isneginf(largest), 0, largest)), 0)
+    sums = weights.sum(axis=-1, keepdims=True)
+    return (weights / xp.where(sums == 0, 1, sums)).astype(scores.dtype)
+
+
+def mean_of_blocks(x: Array, side: int, counts: Array) -> Array:
+    """Sums of rows over blocks of a side, over the counts [..., blocks] of rows that are not 0."""
+    xp, num_blocks = namespace(x), -(-x.shape[-2] // side)
+    sums = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1]).sum(axis=-2)
+    return sums / xp.maximum(counts, 1)[..., None].astype(x.dtype)
+
+
+def count_of_blocks(has_key: Array, side: int) -> Array:
+    """Return how many rows of each block of a side have a key."""
+    num_blocks = -(-has_key.shape[-1] // side)
+    flags = padded(has_key[..., None], num_blocks * side)[..., 0]
+    return flags.reshape(*has_key.shape[:-1], num_blocks, side).sum(axis=-1)
+
+
+def mass_of_means(grid: Grid, threshold: float | None) -> tuple[Array, Array | None]:
+    """Softmax of mean queries times mean keys, and which blocks hold rows that are not similar; None without threshold.
+
+    The mean of a block's keys is over those that a query of the block row attends.
+    """
+    blocks = MaskedBlocks(grid, grid.block)
+    counts, queries = count_of_blocks(blocks.has_key, grid.block[0]), blocks.queries()
+    of_queries = mean_of_blocks(queries, grid.block[0], counts)
+    scores, unlike = _of_mean_keys(grid, blocks, of_queries, threshold)
+    mass = softmax(scores * scores.dtype.type(grid.scale), blocks.states != 0)
+    if threshold is None or unlike is None:
+        return mass, None
+    means = mean_of_blocks(_directions(queries), grid.block[0], counts)
+    of_rows = (means * means).sum(axis=-1) < threshold
+    return grid.xp.where(unlike, 0, mass).astype(mass.dtype), unlike | of_rows[..., None]
+
+
+def mass_by_query(grid: Grid, is_past: Array | None, threshold: float | None) -> tuple[Array, Array, Array | None]:
+    """Softmax of each query times the means of those keys of a block that it attends.
+
+    Parameters
+    ----------
+    grid : Grid
+    is_past : bool array [seqlen_q, columns], optional
+        Blocks that take part in the softmax of a query, under `causal`.
+    threshold : float, optional
+        Blocks whose keys are less similar are found too.
+
+    Returns
+    -------
+    mass, attended : arrays [*heads, seqlen_q, columns]
+        Masses, and which blocks hold keys that a query attends.
+    unlike : bool array of that shape, or None
+        Which blocks hold keys that are not similar, of those that the block row attends.
+    """
+    xp, num_queries, blocks = grid.xp, grid.shape.seqlen_q, MaskedBlocks(grid, grid.block)
+    sums, counts = (x[..., :num_queries, :] for x in sums_by_query(grid, blocks, 0, grid.size[0]))
+    scores = sums * sums.dtype.type(grid.scale) / xp.maximum(counts, 1).astype(sums.dtype)
+    mass, unlike = softmax(scores, counts > 0 if is_past is None else (counts > 0) & is_past), None
+    if threshold is not None:
+        nothing = xp.zeros((*grid.heads, grid.size[0], grid.k.shape[-1]), sums.dtype)
+        of_rows = _of_mean_keys(grid, blocks, nothing, threshold)[1]
+        unlike = xp.repeat(of_rows, grid.block[0], axis=-2)[..., :num_queries, :]
+    return mass, counts > 0, unlike
+
+
+def _of_mean_keys(
+    grid: Grid, blocks: MaskedBlocks, of_queries: Array, threshold: float | None
+) -> tuple[Array, Array | None]:
+    """Scores [*heads, rows, columns] of mean keys, and which of the blocks have keys that are not similar."""
+    xp, (num_rows, num_columns), dim = grid.xp, grid.size, grid.k.shape[-1]
+    shape = grid.shape
+    keys = grid.k.astype(of_queries.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):  # of rows that no query attends
+        scores = products(of_queries, grid.of_query_heads(block_means(grid.k, grid.block[1])))
+    scores = xp.broadcast_to(scores, (*grid.heads, num_rows, num_columns)).copy()
+    unlike, directions = None, None
+    if threshold is not None:
+        directions = _directions(keys)
+        means = block_means(directions, grid.block[1])
+        of_block = (means * means).sum(axis=-1) < threshold
+        unlike = xp.broadcast_to(grid.of_query_heads(of_block[..., None])[..., 0][..., None, :], scores.shape).copy()
+    flat = scores.reshape(shape.num_batch, shape.num_heads, num_rows, num_columns)
+    rows, columns = Rows(grid, of_queries), Rows(grid, keys)
+    for cut in blocks.cut(0, num_rows, dim):
+        attended = cut.allowed.any(axis=-2)[..., None]
+        number = xp.maximum(attended.sum(axis=-2), 1)
+        mean = xp.where(attended, columns.of(cut, cut.keys), 0).sum(axis=-2) / number
+        flat[cut.place] = (rows.of(cut, cut.place[2][..., None])[..., 0, :] * mean).sum(axis=-1)
+        if unlike is not None and directions is not None:
+            mean = xp.where(attended, Rows(grid, directions).of(cut, cut.keys), 0).sum(axis=-2) / number
+            of_cut = (mean * mean).sum(axis=-1) < threshold
+            unlike.reshape(flat.shape)[cut.place] = of_cut
+    return scores, unlike
+
+
+def _directions(x: Array) -> Array:
+    """Rows divided by their lengths; rows of zeros stay."""
+    xp = namespace(x)
+    norms = xp.sqrt((x * x).sum(axis=-1))[..., None]
+    return x / xp.where(norms == 0, 1, norms)
+
+
+def sums_by_query(grid: Grid, blocks: MaskedBlocks, first: int, stop: int) -> tuple[Array, Array]:
+    """For the queries of some block rows, sums of q . k over the keys that each attends of a block, and their numbers.
+
+    Returns
+    -------
+    sums, counts : arrays [*heads, (stop - first) * block_q, columns]
+        Queries past the end have sums and counts of 0.
+    """
+    xp, shape, (block_q, block_kv) = grid.xp, grid.shape, blocks.block
+    num_queries, num_columns = (stop - first) * block_q, blocks.index.num_kv_blocks
+    q, keys = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))
+    lengths = xp.minimum(shape.seqlen_kv - xp.arange(0, num_columns * block_kv, block_kv), block_kv)
+    with np.errstate(invalid="ignore", over="ignore"):  # of rows that no query attends
+        of_blocks = grid.of_query_heads(block_means(grid.k, block_kv) * lengths[:, None].astype(keys.dtype))
+    sums = products(padded(q[..., first * block_q : stop * block_q, :], num_queries), of_blocks)
+    is_full = xp.repeat(blocks.states[..., first:stop, :] == 1, block_q, axis=-2)
+    is_full = is_full & (xp.arange(num_queries) < shape.seqlen_q - first * block_q)[:, None]
+    shown = (*grid.heads, num_queries, num_columns)
+    sums = xp.where(xp.broadcast_to(is_full, shown), sums, sums.dtype.type(0))
+    counts = xp.broadcast_to(is_full * lengths, shown).copy()
+    of_sums, of_counts = (x.reshape(shape.num_batch, shape.num_heads, *shown[-2:]) for x in (sums, counts))
+    rows, columns = Rows(grid, q), Rows(grid, keys)
+    for cut in blocks.cut(first, stop, grid.k.shape[-1]):
+        s = xp.where(cut.allowed, products(rows.of(cut, cut.queries), columns.of(cut, cut.keys)), 0)
+        b, h, row, col = (x[..., None] for x in cut.place)
+        at = (row - first) * block_q + xp.arange(block_q)
+        of_sums[b, h, at, col], of_counts[b, h, at, col] = s.sum(axis=-1), cut.allowed.sum(axis=-1)
+    return sums, counts
+
+
+def row_steps(grid: Grid, num_rows: int, numbers_of_row: int) -> Iterator[tuple[int, int]]:
+    """Runs first <= row < stop of block rows in which arrays of so many numbers a row have a bounded size."""
+    step = max(1, 8 * _MOST_NUMBERS // max(1, numbers_of_row * grid.shape.num_batch * grid.shape.num_heads))
+    for first in range(0, num_rows, step):
+        yield first, min(first + step, num_rows)
+
+
+def mass_of_runs(grid: Grid, length: int, stride: int) -> Array:
+    """Masses [*heads, rows, columns] of blocks by softmax over means of runs of keys that a query attends.
+
+    A run is seen if the query attends a key of it and, under `causal`, if it ends by the query.
+    """
+    xp, shape, (block_q, block_kv) = grid.xp, grid.shape, grid.block
+    blocks, num_parts, (num_rows, num_columns) = MaskedBlocks(grid, (block_q, stride)), length // stride, grid.size
+    count = (shape.seqlen_kv - length) // stride + 1
+    ends, made = xp.arange(count) * stride + length - 1, []
+    for first, stop in row_steps(grid, num_rows, block_q * blocks.index.num_kv_blocks):
+        sums, counts = sums_by_query(grid, blocks, first, stop)
+        of_runs, attended = (sum(x[..., n : n + count] for n in range(num_parts)) for x in (sums, counts))
+        is_seen = attended > 0
+        if grid.is_causal:
+            is_seen = is_seen & (ends <= xp.arange(first * block_q, stop * block_q)[:, None] + grid.offset)
+        scores = of_runs * of_runs.dtype.type(grid.scale) / xp.maximum(attended, 1).astype(of_runs.dtype)
+        mass = _mean_of_queries(softmax(scores, is_seen), is_seen.any(axis=-1), block_q)
+        # Each of the parts of a run lies in one block.
+        pieces = xp.zeros((*mass.shape[:-1], num_columns * (block_kv // stride)), dtype=mass.dtype)
+        for n in range(num_parts):
+            pieces[..., n : n + count] += mass
+        made.append(pieces.reshape(*mass.shape[:-1], num_columns, block_kv // stride).sum(axis=-1))
+    return xp.concatenate(made, axis=-2)
+
+
+def _mean_of_queries(mass: Array, has_key: Array, block_q: int) -> Array:
+    """Masses of queries summed over blocks of them, over the number of queries that see anything."""
+    by_block = mass.reshape(*mass.shape[:-2], -1, block_q, mass.shape[-1]).sum(axis=-2)
+    counts = has_key.reshape(*has_key.shape[:-1], -1, block_q).sum(axis=-1)
+    return by_block / namespace(mass).maximum(counts, 1)[..., None].astype(mass.dtype)
+
+
+def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
+    """Masses [*heads, rows, columns] of blocks by softmax over sums of scores on antidiagonals of cells.
+
+    An element counts in its cell if its query attends any key, and its key is attended from the row of cells.
+    """
+    xp, shape, (num_rows, num_columns), dim = grid.xp, grid.shape, grid.size, grid.k.shape[-1]
+    cells, per_row = MaskedBlocks(grid, (stride, stride)), grid.block[0] // stride
+    num_cells = cells.index.num_kv_blocks
+    queries, keys = cells.queries(), grid.k.astype(accumulator_dtype(grid.k.dtype))
+    queries = padded(queries, cells.index.num_q_blocks * stride)
+    # A row holds the queries of a group in reverse, so that its product with a row of keys is an antidiagonal.
+    rows = queries.reshape(*queries.shape[:-2], -1, stride, dim)[..., ::-1, :]
+    rows = rows.reshape(*rows.shape[:-2], stride * dim)
+    columns = padded(keys, num_cells * stride)
+    columns = grid.of_query_heads(columns.reshape(*columns.shape[:-2], num_cells, stride * dim))
+    of_queries, of_keys, made = Rows(grid, queries), Rows(grid, keys), []
+    for first, stop in row_steps(grid, num_rows, per_row * num_cells):
+        begin, end = first * per_row, min(stop * per_row, cells.index.num_q_blocks)
+        shown = (*grid.heads, end - begin, num_cells)
+        scores = xp.broadcast_to(products(rows[..., begin:end, :], columns), shown).copy()
+        flat = scores.reshape(shape.num_batch, shape.num_heads, *shown[-2:])
+        for cut in cells.cut(begin, end, dim):
+            attended = cut.allowed.any(axis=-2)[..., None]
+            at = cut.place[2][..., None] * stride + xp.arange(stride - 1, -1, -1)
+            pairs = of_queries.of(cut, at) * xp.where(attended, of_keys.of(cut, cut.keys), 0)
+            b, h, row, col = cut.place
+            flat[b, h, row - begin, col] = pairs.sum(axis=(-1, -2))
+        is_seen = xp.broadcast_to(cells.states[..., begin:end, :] != 0, shown)
+        mass = softmax(scores * scores.dtype.type(grid.scale / stride), is_seen)
+        num_groups = (stop - first) * per_row
+        mass, has_key = padded(mass, num_groups), padded(is_seen.any(axis=-1)[..., None], num_groups)[..., 0]
+        mass = _mean_of_queries(mass, has_key, per_row).swapaxes(-1, -2)
+        by_column = padded(mass, num_columns * (grid.block[1] // stride))
+        by_column = by_column.reshape(*mass.shape[:-2], num_columns, -1, mass.shape[-1]).sum(axis=-2)
+        made.append(by_column.swapaxes(-1, -2))
+    return xp.concatenate(made, axis=-2)
+
+
+def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
+    """Upper bounds of the scores of each query and page over the keys that the query attends, and where there are any.
+
+    Parameters
+    ----------
+    grid : Grid
+        Of blocks of one query and a page.
+    bounds : array [*heads, seqlen_q, num_pages]
+        Those over all keys of a page, which are right where a query attends all of them.
+    """
+    xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
+    q, k = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))
+    bounds = xp.broadcast_to(bounds, (*grid.heads, *grid.size)).copy()
+    flat = bounds.reshape(shape.num_batch, shape.num_heads, *grid.size)
+    rows, columns = Rows(grid, q), Rows(grid, k)
+    for cut in blocks.cut(0, grid.size[0], k.shape[-1]):
+        keys, attended = columns.of(cut, cut.keys), cut.allowed[..., 0, :, None]
+        least, greatest = (xp.where(attended, keys, end) for end in (np.inf, -np.inf))
+        query = rows.of(cut, cut.queries)[..., 0, :]
+        of_columns = xp.maximum(query * least.min(axis=-2), query * greatest.max(axis=-2))
+        flat[cut.place] = of_columns.sum(axis=-1)
+    return bounds, blocks.states != 0
+
+
+def last_queries(grid: Grid, most: int) -> tuple[Array, Array, Array]:
+    """The last queries that attend a key: their positions, the queries, and the keys that each attends.
+
+    Where there are fewer, others that attend nothing stand in their places, as rows of zeros.
+
+    Returns
+    -------
+    positions : int array, broadcasts against [*heads, rows, 1]
+    queries : array [*heads, rows, dim]
+    allowed : bool array, broadcasts against [*heads, rows, seqlen_kv]
+    """
+    xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
+    at, number = namespace(blocks.live), namespace(blocks.live).arange(shape.seqlen_q)
+    order = at.sort(at.where(blocks.live, number, number - shape.seqlen_q), axis=-1)
+    order = order[..., shape.seqlen_q - min(most, shape.seqlen_q) :]  # live queries in order, after any others
+    rows = order[..., None] % shape.seqlen_q
+    b, h = at.arange(rows.shape[0])[:, None, None, None], at.arange(rows.shape[1])[:, None, None]
+    allowed = at.broadcast_to(
+        elements(grid.mask, b, h, rows, at.arange(shape.seqlen_kv)), (*rows.shape[:-1], shape.seqlen_kv)
+    )
+    positions = grid.leading(xp.asarray(rows))
+    places = xp.broadcast_to(positions, (*grid.heads, *positions.shape[-2:]))
+    q = xp.broadcast_to(blocks.queries().astype(grid.q.dtype), (*grid.heads, *grid.q.shape[-2:]))
+    return positions, xp.take_along_axis(q, places, axis=-2), grid.leading(xp.asarray(allowed))
