@@ -32,7 +32,7 @@ class Captured:
     @classmethod
     def of(cls, score: Score, problem: Problem) -> Captured:
         arrays = host_arrays(dict(score.arrays))
-        operands = Operands(score.numbers, arrays, problem.batch)
+        operands = Operands(problem.numbers, arrays, problem.batch)
         return cls(score.program, operands, problem.wrt, gradient_in_parts(problem))
 
     def final(self, s: Array, e_s: Array, allowed: Array, model: Rounding) -> ScoreErrors:

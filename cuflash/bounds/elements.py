@@ -18,6 +18,7 @@ from ..keywords import explains_keywords
 from ..planning.dropout_launches import SEED
 from ..planning.options import Options
 from ..planning.problem import problem_of, with_operands
+from ..planning.score_operands import alignment_reasons
 from ..planning.staged_array import gradient_in_parts
 from ..plans import Plan, as_mask_of_arrays
 from ..reference import allowed_of, expand_heads, with_heads
@@ -181,6 +182,7 @@ def error_bound(
         reasons += _cotangent_reasons("dlse", dlse, problem.lse_shape())
         with collecting(reasons):
             asked = requested_mask(as_mask_of_arrays(mask, "cpu"), causal, window, problem.mask_shape, np)
+        reasons += alignment_reasons(composed, mask, causal, problem.mask_shape)
     if reasons or problem is None:
         raise UnsupportedProblem(reasons)
     allowed = asked.toarray(**problem.mask_shape._asdict())

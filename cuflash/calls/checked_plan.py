@@ -27,6 +27,7 @@ from ..planning.plan_cache import plan_for
 from ..planning.problem import precision_reasons, problem_of, with_operands
 from ..planning.routing import EIGHT_BITS, FAMILIES, named, routed
 from ..planning.scales import RowsPerScale
+from ..planning.score_operands import alignment_reasons
 from ..plans import EXECUTORS, Plan, as_arrays, as_mask_of_arrays
 from ..scores import Score
 from ..scores.composition import composition
@@ -92,6 +93,7 @@ def planned(
             resolved = requested_mask(
                 mask, options.causal, options.window, problem.mask_shape, namespace(q) if is_array(q) else None
             )
+        reasons += alignment_reasons(composed, mask, options.causal, problem.mask_shape)
         if isinstance(kernel, str) and kernel in FAMILIES and where != "cpu":
             reasons += named(kernel, problem).reasons(problem, None)
     if resolved is not None and where == "gpu" and device is None and not reasons:

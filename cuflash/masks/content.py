@@ -235,6 +235,18 @@ def held_arrays(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Array]:
             rest.extend(getattr(value, field.name) for field in reversed(fields(value)))
 
 
+def held_masks(mask: Described) -> Iterator[Described]:
+    """A mask, and all masks that it holds: the operands of a tree, and those that are drawn in whole blocks."""
+    rest: list[Any] = [mask]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Described):
+            yield value
+            rest.extend(getattr(value, name) for name in _held_names(value))
+        elif isinstance(value, tuple):
+            rest.extend(value)
+
+
 def mask_namespace(mask: Any) -> Namespace:
     """The namespace of a mask's arrays; NumPy for a mask without any.
 

@@ -259,6 +259,23 @@ class Sequences(Mask):
         return []
 
     @property
+    def has_shifted_diagonals(self) -> bool:
+        """Whether the first query of a sequence may meet another key than its first, as causal="bottom_right" has it.
+
+        It may for offsets on a device, which are not looked at.
+
+        Examples
+        --------
+        >>> from cuflash import masks
+        >>> masks.Sequences.of([1, 2], [3, 2], causal="bottom_right").has_shifted_diagonals
+        True
+        """
+        if self.causal != "bottom_right" or self.kv_offsets is None:
+            return False
+        lengths = [offsets[..., 1:] - offsets[..., :-1] for offsets in self.arrays]
+        return namespace(*lengths) is not np or bool((lengths[0] != lengths[1]).any())
+
+    @property
     def _has_equal_offsets(self) -> bool:
         """Tell whether keys have the offsets of queries; False of offsets on a device, since nothing waits for it."""
         kv_offsets = self.kv_offsets

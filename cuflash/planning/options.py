@@ -118,7 +118,7 @@ class Options(NamedTuple):
         if score is not None:
             if not isinstance(score, Score):
                 return None
-            program = score.program, score.numbers
+            program = score.program, score.numbers, score.facts
         try:
             who = None if mask is None else content(mask)
         except TypeError:

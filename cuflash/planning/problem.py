@@ -22,7 +22,7 @@ from ..scores.score import Score
 from .dropout_launches import SEED, dropout_of
 from .operands import Operand, operands_of, wrt_of
 from .scales import RowsPerScale
-from .score_operands import captured_operands
+from .score_operands import captured_operands, numbers_of
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
@@ -236,12 +236,14 @@ def with_operands(
         One does not fit the problem, or `wrt` does not name arrays of the call; all reasons at once.
     """
     reasons = list[str]()
-    operands = tuple[Operand, ...]()
+    operands, numbers = tuple[Operand, ...](), tuple[float, ...]()
     with collecting(reasons):
         operands = operands_of(given, problem.heads_shape())
     if score is not None:
         with collecting(reasons):
             operands += captured_operands(score, problem.mask_shape, problem.has_heads, problem.accumulator)
+        with collecting(reasons):
+            numbers = numbers_of(score, problem.mask_shape, problem.accumulator)
     draws, seeds = None, tuple[Operand, ...]()
     with collecting(reasons):
         draws, seeds = dropout_of(dropout)
@@ -253,7 +255,7 @@ def with_operands(
     if reasons:
         raise UnsupportedProblem(reasons)
     problem = replace(problem, operands=operands + seeds, wrt=wrt, dropout=draws)
-    return problem if score is None else replace(problem, score=score.program, numbers=score.numbers)
+    return problem if score is None else replace(problem, score=score.program, numbers=numbers)
 
 
 def _ints(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,13 +9,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import UnsupportedProblem
+from ..masks.base import Mask
+from ..masks.content import held_masks
+from ..masks.sequences import Sequences
 from ..masks.shape import MaskShape
 from ..scores.program import Program
 from ..scores.ranges import range_reasons
-from ..scores.score import RESTARTED, Score
+from ..scores.score import RESTARTED, UNALIGNED, Score
 from .operands import Operand
 
 _WIDEST = np.dtype(np.float64)
+_MOST_EXACT = 1 << 24  # float32 holds every integer up to it
 
 
 class Traced(Protocol):
@@ -72,6 +76,52 @@ def _number_reasons(numbers: Iterable[float], accumulator: np.dtype[Any]) -> lis
         f"scores are {accumulator.name}; got {number!r}: {fix}"
         for number in numbers
         if number and math.isfinite(number) and not least <= abs(number) <= most
+    ]
+
+
+def numbers_of(score: Score, shape: MaskShape, accumulator: np.dtype[Any]) -> tuple[float, ...]:
+    """The numbers of a score function for a shape, with seqlen_kv - seqlen_q among them if the function reads it.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The dtype of scores does not hold that integer.
+    """
+    slot = score.program.shift_slot
+    if slot is None:
+        return score.numbers
+    shift = shape.seqlen_kv - shape.seqlen_q
+    if abs(shift) > _MOST_EXACT and accumulator != _WIDEST:
+        raise UnsupportedProblem(
+            [
+                f"seqlen_kv - seqlen_q must be of size 2**24 at most for a score with align='bottom_right' and "
+                f"{accumulator.name} scores; got {shift}: use float64"
+            ]
+        )
+    return (*score.numbers[:slot], float(shift), *score.numbers[slot + 1 :])
+
+
+def alignment_reasons(score: Score | None, mask: Any, causal: Any, shape: MaskShape) -> list[str]:
+    """Why a score function of j - i without an alignment is refused: the mask aligns the last query with the last key.
+
+    `mask` and `causal` are those of the call, unresolved and perhaps wrong.
+    """
+    if score is None or UNALIGNED not in score.facts:
+        return []
+    is_unequal = shape.seqlen_q != shape.seqlen_kv
+    parts = held_masks(mask) if isinstance(mask, Mask) else ()
+    found = ["causal='bottom_right'"] if is_unequal and isinstance(causal, str) and causal == "bottom_right" else []
+    found += [
+        f"the mask's {type(part).__name__}"
+        for part in parts
+        if is_unequal and getattr(part, "align", None) == "bottom_right"
+        or isinstance(part, Sequences) and part.has_shifted_diagonals
+    ]
+    return [
+        f"score must have an alignment beside {what}, where the last query meets the last key; got {score.name}, which "
+        f"counts distances from the first query and key: pass align='bottom_right' to scores.alibi, "
+        f"scores.relative_position or scores.within, or align='top_left' to count from the first"
+        for what in found[:1]
     ]
 
 

@@ -13,13 +13,14 @@ from typing import Any, ParamSpec
 import numpy as np
 
 from ..arrays import (
-    DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_int, is_number, namespace, no_array, whole_number,
+    DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_flag, is_int, is_number, namespace, no_array,
+    whole_number,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..layouts import dtype_of, is_differentiated, is_tensor
-from .score import Score
-from .trace import tanh_fast
+from .score import UNALIGNED, Score
+from .trace import key_shift, tanh_fast
 
 __all__ = ["alibi", "alibi_slopes", "bias", "relative_position", "relative_position_2d", "softcap", "temperature"]
 
@@ -89,24 +90,46 @@ def softcap_reasons(cap: Any) -> list[str]:
     return [f"softcap must be a positive finite number; got {describe(cap)}"]
 
 
+_ALIGNMENTS = (None, "bottom_right", "top_left")
+
+
+def alignment_reasons(align: Any) -> list[str]:
+    """Why a value is not an alignment of positions."""
+    if align is None or isinstance(align, str) and align in _ALIGNMENTS:
+        return []
+    return [f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}"]
+
+
+def _aligned(score: Score, align: str | None) -> Score:
+    """Mark a score of j - i that was made without an alignment, so that calls which need one refuse it."""
+    if align is None:
+        setattr(score.function, "facts", frozenset((UNALIGNED,)))
+    return score
+
+
 @_remade_by_name
-def alibi(slopes: Array) -> Score:
+def alibi(slopes: Array, *, align: str | None = None) -> Score:
     """A penalty that grows with the distance, by head: s - slopes[h] |i - j|.
 
     Parameters
     ----------
     slopes : array [num_heads]
         `alibi_slopes` gives the paper's; as a captured array "slopes" they may have a gradient.
+    align : "bottom_right", "top_left" or None
+        Whether the last query is at distance 0 from the last key, or the first query from the first key, where the
+        lengths differ. None is "top_left", and is refused beside a mask of unequal lengths that is aligned at the
+        bottom right, such as ``causal="bottom_right"``.
 
     Returns
     -------
     Score
-        The score function.
+        The score function. Called on numbers or arrays, it takes lengths for equal.
 
     Raises
     ------
     TypeError, UnsupportedProblem
-        `slopes` is no array of one axis of reals.
+        `slopes` is not an array of one axis of reals, or `align` is not an alignment. Calls raise it where an alignment
+        is needed.
 
     Notes
     -----
@@ -121,15 +144,18 @@ def alibi(slopes: Array) -> Score:
            [-0.25,  0.  , -0.25]])
     """
     _require_axes(slopes=(slopes, 1))
+    if reasons := alignment_reasons(align):
+        raise UnsupportedProblem(reasons)
     if dtype_of(slopes) not in DTYPES:
         method = "to" if is_tensor(slopes) else "astype"
         told = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.{method}"
         raise UnsupportedProblem([told])
 
     def alibi(s: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
-        return s - slopes[h] * np.abs(i - j)
+        distance = i - j + key_shift(i) if align == "bottom_right" else i - j
+        return s - slopes[h] * np.abs(distance)
 
-    return Score(alibi, slopes=slopes)
+    return _aligned(Score(alibi, slopes=slopes), align)
 
 
 @explains_keywords
@@ -211,7 +237,9 @@ def bias(array: Array) -> Score:
 
 
 @_remade_by_name
-def relative_position(table: Array, max_distance: int = 128, *, bidirectional: bool) -> Score:
+def relative_position(
+    table: Array, max_distance: int = 128, *, bidirectional: bool, align: str | None = None
+) -> Score:
     """A learnable number for each head and bucket of distances: s + table[h, bucket of j - i].
 
     Parameters
@@ -222,11 +250,13 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
         All distances from it on share the last bucket; at most 2^30.
     bidirectional : bool
         Half of the buckets are for keys after the query; otherwise these share the bucket of distance 0.
+    align : "bottom_right", "top_left" or None
+        As in `alibi`.
 
     Returns
     -------
     Score
-        The score function.
+        The score function. Called on numbers or arrays, it takes lengths for equal.
 
     Raises
     ------
@@ -248,8 +278,8 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
     array([0., 1., 3., 4., 6., 7.], dtype=float32)
     """
     _require_axes(table=(table, 2))
-    reasons = flag_reasons("bidirectional", bidirectional)
-    num_buckets, least = int(table.shape[1]), 4 if not reasons and bidirectional else 2
+    reasons = flag_reasons("bidirectional", bidirectional) + alignment_reasons(align)
+    num_buckets, least = int(table.shape[1]), 4 if is_flag(bidirectional) and bidirectional else 2
     with collecting(reasons):
         max_distance = _count("max_distance", max_distance)
     if num_buckets < least:
@@ -260,10 +290,11 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
     bucket = _beside(table, bucket)
 
     def relative_position(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, bucket: Any) -> Any:
-        distance = np.clip(j - i + max_distance, 0, 2 * max_distance)
+        distance = j - i - key_shift(i) if align == "bottom_right" else j - i
+        distance = np.clip(distance + max_distance, 0, 2 * max_distance)
         return s + table[h, np.clip(bucket[distance], 0, num_buckets - 1)]
 
-    return Score(relative_position, table=table, bucket=bucket)
+    return _aligned(Score(relative_position, table=table, bucket=bucket), align)
 
 
 def _beside(array: Any, numbers: Array) -> Any:

@@ -10,13 +10,16 @@ import numpy as np
 from ..arrays import Array, as_int_array, describe, flag_reasons, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
-from ..layouts import is_foreign, is_on_cuda, is_tracer, taken, taken_on_cuda
+from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
+from .library import alignment_reasons
 from .offsets import end_reasons, offset_reasons, pair_reasons
-from .score import MAX_ARRAYS, RESTARTED, Score
+from .score import MAX_ARRAYS, RESTARTED, UNALIGNED, Score
+from .trace import shifted_by
 
 __all__ = ["in_cache", "within"]
 
-_STARTS = ("q_starts", "kv_starts")
+_STARTS = ("q_starts", "kv_starts", "q_shifts")
+_FARTHEST = 1 << 30  # the longest length
 _PLACE = "place"
 
 
@@ -29,6 +32,7 @@ def within(
     seqlen_q: int | None = None,
     seqlen_kv: int | None = None,
     allow_gaps: bool = False,
+    align: str | None = None,
 ) -> Score:
     """A score function whose positions start again at 0 in each packed sequence.
 
@@ -36,7 +40,8 @@ def within(
     ----------
     score : Score, or callable (s, b, h, i, j)
         It is given i - q_offsets[n] and j - kv_offsets[n] in place of i and j, where n is the sequence of the query and
-        that of the key.
+        that of the key. With align="bottom_right" the position of a query has the sequence's number of keys, less that
+        of its queries, added to it; so it is negative for queries that come before the first key.
     q_offsets : list of ints, or int array [..., num_sequences + 1]
         As `masks.Sequences` takes them; it refuses the same. The mask of the call is that of the same offsets.
     kv_offsets : list of ints, or int array [..., num_sequences + 1], optional
@@ -46,13 +51,18 @@ def within(
         seqlen_kv is seqlen_q by default.
     allow_gaps : bool
         As in `masks.Sequences`; rows behind the last offset need seqlen_q, and seqlen_kv where it differs.
+    align : "bottom_right", "top_left" or None
+        "bottom_right" gives the last query of each sequence the position of its last key, and "top_left" both firsts
+        position 0. None leaves it to a score that was made with an alignment, which then holds in each sequence; any
+        other score has "top_left".
 
     Returns
     -------
     Score
-        The score function, with two captured arrays more: "q_starts" and "kv_starts", int32, where the offsets are. A
-        call of other offsets compiles nothing. Both are made of the offsets as they are now: what is written to an
-        array of offsets afterwards changes a mask of it, and not this function.
+        The score function, with captured arrays of int32 where the offsets are: "q_starts", "kv_starts", and "q_shifts"
+        where there are kv_offsets and an alignment at the bottom right. A call of other offsets compiles nothing. All
+        are made of the offsets as they are now: what is written to an array of offsets afterwards changes a mask of it,
+        and not this function.
 
     Raises
     ------
@@ -79,7 +89,11 @@ def within(
     True
     """
     score = score if isinstance(score, Score) else Score(score)
-    reasons = flag_reasons("allow_gaps", allow_gaps) + [
+    is_aligned = score.program.shift_slot is not None
+    reasons = flag_reasons("allow_gaps", allow_gaps) + alignment_reasons(align)
+    if is_aligned and align is not None:
+        reasons.append(f"align must be None for a score that has an alignment of its own; got {describe(align)}")
+    reasons += [
         f"score must have no array of the name {name}, which is that of an array of within: rename it"
         for name in _STARTS
         if name in score.arrays
@@ -99,14 +113,24 @@ def within(
     if reasons:
         raise UnsupportedProblem(dict.fromkeys(reasons))
 
+    if not is_shared and (is_aligned or align == "bottom_right"):
+        starts["q_shifts"] = _shifts(held["q_offsets"], held["kv_offsets"], starts["q_starts"].shape[-1])
+
     def restarted(s: Any, b: Any, h: Any, i: Any, j: Any, q_starts: Any, kv_starts: Any, **arrays: Any) -> Any:
-        return score.function(s, b, h, _behind(i, q_starts[..., i]), _behind(j, kv_starts[..., j]), **arrays)
+        q_shifts = arrays.pop("q_shifts", None)
+        query, key = _behind(i, q_starts[..., i]), _behind(j, kv_starts[..., j])
+        shift = 0 if q_shifts is None else np.clip(q_shifts[..., i], -_FARTHEST, _FARTHEST)
+        if is_aligned:
+            with shifted_by(shift):
+                return score.function(s, b, h, query, key, **arrays)
+        return score.function(s, b, h, query + shift, key, **arrays)
 
     restarted.__name__ = f"within of {score.name}"
-    setattr(restarted, "facts", score.facts | {RESTARTED})
+    setattr(restarted, "facts", (score.facts if align is None else score.facts - {UNALIGNED}) | {RESTARTED})
     made = Score.of_reserved(restarted, **score.arrays, **starts)
     own = [offsets.copy() for offsets in held.values()]  # a pickle is made of the offsets of today
-    return made.remade_by(within, score, *own, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, allow_gaps=allow_gaps)
+    options = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "allow_gaps": allow_gaps, "align": align}
+    return made.remade_by(within, score, *own, **options)
 
 
 def _taken_array(name: str, given: Any) -> Any:
@@ -162,6 +186,21 @@ def _starts(name: str, offsets: Any, of_length: str, length: Any, allow_gaps: bo
     return made
 
 
+def _shifts(q_offsets: Array, kv_offsets: Array, rows: int) -> Array:
+    """Keys less queries of each query's sequence, int32 [..., rows]; 0 where there are no sequences."""
+    xp = namespace(q_offsets)
+    leading = np.broadcast_shapes(q_offsets.shape[:-1], kv_offsets.shape[:-1])
+    made, last = xp.zeros((*leading, rows), np.int32), q_offsets.shape[-1] - 2
+    if last < 0:
+        return made
+    ends = (*leading, last + 2)
+    q, kv = (xp.broadcast_to(offsets, ends).astype(np.int64) for offsets in (q_offsets, kv_offsets))
+    for entry in np.ndindex(leading):
+        more = (kv[entry][1:] - kv[entry][:-1]) - (q[entry][1:] - q[entry][:-1])
+        made[entry] = more[xp.clip(xp.searchsorted(q[entry], xp.arange(rows), side="right") - 1, 0, last)]
+    return made
+
+
 def in_cache(score: Score, batch: int, capacity: int) -> Score:
     """A score function for a call on the rows of one sequence of a cache, without the batch's axis.
 
@@ -174,7 +213,8 @@ def in_cache(score: Score, batch: int, capacity: int) -> Score:
         sequence = np.clip(place[0], 0, batch - 1)
         query, key = (np.clip(x + np.clip(place[n], 0, capacity), 0, capacity - 1) for n, x in ((1, i), (2, j)))
         given = {name: _OfSequence(arrays[own], sequence, score.arrays[name].shape) for name, own in names.items()}
-        return score.function(s, sequence, h, query, key, **given)
+        with shifted_by(0):  # positions of a cache are those of the whole text
+            return score.function(s, sequence, h, query, key, **given)
 
     in_cache.__name__ = score.name
     arrays = {own: score.arrays[name] for name, own in names.items()}

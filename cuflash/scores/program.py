@@ -62,7 +62,8 @@ class Instruction(NamedTuple):
     args : tuple of int
         Numbers of earlier instructions; of a load, the indices of the array's last axes.
     value : bool, int, float or None
-        Of a const, its value; of a number, its slot; of a load, the number of the array.
+        Of a const, its value; of a number, its slot; of a load, the number of the array. An integer that is a number is
+        seqlen_kv - seqlen_q of the call.
     """
 
     op: str
@@ -133,6 +134,12 @@ class Program(_Hashed):
             found = hash((self.instructions, self.arrays, self.num_numbers, self.results))
             object.__setattr__(self, "_hash", found)
             return found
+
+    @property
+    def shift_slot(self) -> int | None:
+        """The slot of the number that is seqlen_kv - seqlen_q of the call; None if no instruction reads it."""
+        slots = (each.value for each in self.instructions if each.op == "number" and each.kind == "int")
+        return next(slots, None)
 
     def num_leading_axes(self, load: Instruction) -> int:
         """Return how many leading axes of its array a load reads at the batch entry b, to which they broadcast."""
@@ -209,6 +216,13 @@ class Builder:
         if slot == self._num_given + len(self.numbers):
             self.numbers.append(value)
         return self.put("number", "real", value=slot)
+
+    def shift(self) -> int:
+        """seqlen_kv - seqlen_q of the call, an integer: 0 unless `planning.score_operands.numbers_of` puts it in."""
+        slot = self._slots.setdefault("shift", self._num_given + len(self.numbers))
+        if slot == self._num_given + len(self.numbers):
+            self.numbers.append(0.0)
+        return self.put("number", "int", value=slot)
 
     def load(self, array: int, indices: Iterable[int]) -> int:
         """An element of a captured array; fewer indices than axes leave the leading axes to the batch."""

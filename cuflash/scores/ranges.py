@@ -43,6 +43,8 @@ def _range_of(
         return Range(0, extents[op] - 1)
     if op == "const":
         return Range(instruction.value, instruction.value)
+    if op == "number":  # seqlen_kv - seqlen_q
+        return Range(-extents["i"], extents["j"])
     if op == "load":
         info = np.iinfo(program.arrays[instruction.value].dtype)
         return Range(max(int(info.min), -LARGEST - 1), min(int(info.max), LARGEST))
@@ -189,6 +191,8 @@ def _written(program: Program, instruction: Instruction, args: list[str]) -> str
     op, value = instruction.op, instruction.value
     if op == "const":
         return repr(value)
+    if op == "number":
+        return "(seqlen_kv - seqlen_q)"
     if op == "load":
         return f"{program.arrays[value].name}[{', '.join(args)}]"
     if op in _OPERATORS or op in _PREFIXES:

@@ -26,6 +26,7 @@ RESERVED = (
     "s", "b", "h", "i", "j", "self",
 )  # fmt: skip
 RESTARTED = "restarted"  # a fact of functions that `within` makes: q_starts and kv_starts have an element for each row
+UNALIGNED = "unaligned"  # a fact of functions of j - i that were made without `align`
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple, NoReturn
 
@@ -351,6 +353,30 @@ class ArraySymbol:
     __ror__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __invert__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
     __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse
+
+
+_SHIFT: ContextVar[Any] = ContextVar("shift", default=None)
+
+
+def key_shift(position: Any) -> Any:
+    """How far the last key's position is behind the last query's; `position` is one that the function is given.
+
+    In a call it is seqlen_kv - seqlen_q, and on numbers and arrays 0, unless `shifted_by` says otherwise.
+    """
+    shift = _SHIFT.get()
+    if shift is not None:
+        return shift
+    return Symbol(position._builder, position._builder.shift()) if isinstance(position, Symbol) else 0
+
+
+@contextmanager
+def shifted_by(shift: Any) -> Iterator[None]:
+    """Give `key_shift` a value of its own: positions of a cache have none, and a packed sequence has its own."""
+    token = _SHIFT.set(shift)
+    try:
+        yield
+    finally:
+        _SHIFT.reset(token)
 
 
 def tanh_fast(x: Any) -> Any:

@@ -77,7 +77,7 @@ def _direction(
     op = instruction.op
     if instruction.kind != "int":
         return None
-    if op in ("b", "h", "const", "i", "j"):
+    if op in ("b", "h", "const", "number", "i", "j"):
         return Direction(int(op == "i"), int(op == "j"))
     given = [directions.get(a) for a in instruction.args]
     if op not in ("add", "sub", "neg", "mul", "min", "max", "floordiv") or None in given:

@@ -128,7 +128,8 @@ def result(program: Program, operands: Operands, instruction: Instruction, args:
     if op == "const":
         return real(instruction.value) if instruction.kind == "real" else instruction.value
     if op == "number":
-        return real(operands.numbers[instruction.value])
+        number = operands.numbers[instruction.value]
+        return int(number) if instruction.kind == "int" else real(number)
     if op == "real":
         return np.asarray(args[0]).astype(real)
     if op == "load":

@@ -32,6 +32,7 @@ from ..keywords import explains_keywords
 from ..masks.base import Mask
 from ..masks.content import without_memos
 from ..planning.problem import Problem
+from ..scores.trace import shifted_by
 from . import oracle
 
 __all__ = [
@@ -202,11 +203,13 @@ class Example:
         array([[1., 0.]])
         """
         changed = {"score": self.score, "weight_factors": self.weight_factors}
-        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale, self.sink, **changed)
+        with shifted_by(self.k.shape[-2] - self.q.shape[-2]):
+            o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale, self.sink, **changed)
         if self.do is None:
             return Bounds(o=o, lse=lse)
         operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale, self.sink
-        dq, dk, dv, *others = oracle.attention_vjp(*operands, wrt=self.wrt, **changed)
+        with shifted_by(self.k.shape[-2] - self.q.shape[-2]):
+            dq, dk, dv, *others = oracle.attention_vjp(*operands, wrt=self.wrt, **changed)
         dsink = None if self.sink is None else others.pop(0)
         return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv, dsink=dsink, others=dict(zip(self.wrt, others)))
 

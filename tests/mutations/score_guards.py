@@ -7,6 +7,8 @@ import weakref
 from dataclasses import replace
 
 import numpy as np
+import test_score_alignment as alignment
+from executors import CPU
 from hypothesis import strategies as st
 from mutations.python_guards import hunt, part
 from test_score_programs import EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped, check_exact_zeros, places, told
@@ -484,3 +486,11 @@ def the_library_of_scores_is_right(library):
     assert float(scores.temperature(np.array([1.0, 0.5]))(3.0, 0, 1, 0, 0)) == 1.5
     assert float(scores.bias(np.array([[[[1.0]], [[2.0]]]]))(0.5, 0, 1, 3, 4)[0]) == 2.5
     assert capped(0.0, 0, 1, 8, 4, np.array([0.5, 0.25])) == -1.0
+
+
+def aligned_scores_are_right(library):
+    """The last query of a call, and of each packed sequence, is at the last key; one of a cache is there already."""
+    alignment.check_whole_text(library, alignment.both, 3, 40, CPU)
+    for is_inner in (True, False):
+        alignment.check_within(library, alignment.both, CPU, is_inner)
+    alignment.check_cache(library)

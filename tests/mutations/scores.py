@@ -2,19 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import test_score_alignment as alignment
+from mutations.calls import refuses
 from mutations.planting import Edit
+from mutations.python_guards import part
 from mutations.score_guards import (
+    aligned_scores_are_right,
     calls_are_right, compositions_are_right, derivatives_are_right, errors_hold, indices_are_proven,
     programs_are_simple, refusals_are_told, results_are_right, the_library_of_scores_is_right, values_are_right,
 )  # fmt: skip
 
+
+def attends_aligned(score: Any, **options: Any) -> Callable[[Any], Any]:
+    """Return a probe: a score that was made without an alignment is refused."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 3, 8)), rng.standard_normal((2, 40, 8))
+
+    def call(library: ModuleType) -> Any:
+        given = {name: make(library) for name, make in options.items()}
+        return library.attention(q, k, k, score=score(library), **given)
+
+    return refuses(call, "score must have an alignment")
+
+
+def looked_up_after_an_aligned_one(library: ModuleType) -> None:
+    q, k = np.ones((2, 3, 8)), np.ones((2, 40, 8))
+    for align in ("top_left", "top_left", None):
+        library.attention(q, k, k, causal="bottom_right", score=alignment.alibi(library, align=align))
+
+
+def reads_at_the_last_key(library: ModuleType) -> None:
+    key_shift = part(library, "scores.trace").key_shift
+    score = library.Score(lambda s, b, h, i, j, table: s + table[i + key_shift(i)], table=np.zeros(43))
+    library.attention(np.ones((3, 8)), np.ones((40, 8)), np.ones((40, 8)), score=score)
+
+
+def has_lengths_that_float32_rounds(library: ModuleType) -> None:
+    q, k = (library.ShapeDtype((2, rows, 8), "f4") for rows in (1, 2**24 + 2))
+    score = alignment.alibi(library, align="bottom_right")
+    library.plan(q, k, k, score=score, device=library.DeviceSpec.host())
+
+
+def bottom_right(library: ModuleType) -> str:
+    return "bottom_right"
+
+
 PROGRAM, TRACE, RANGES = "scores/program.py", "scores/trace.py", "scores/ranges.py"
 VALUES, ROUNDOFF, SCORE, LIBRARY = "scores/values.py", "scores/roundoff.py", "scores/score.py", "scores/library.py"
 COMPOSITION = "scores/composition.py"
+PLACES = "scores/places.py"
 TILES, BLOCKS = "executors/tile_scores.py", "executors/tile_program.py"
 CPU, OPERANDS = "executors/cpu.py", "planning/score_operands.py"
 
 FAULTS = {
+    aligned_scores_are_right: {
+        "distances are moved the other way": Edit(LIBRARY, "alibi", "i - j + key_shift(i)", "i - j - key_shift(i)"),
+        "buckets are of distances from the first key": Edit(
+            LIBRARY, "relative_position", "j - i - key_shift(i)", "j - i"
+        ),
+        "queries are longer than keys": Edit(
+            OPERANDS, "numbers_of", "shape.seqlen_kv - shape.seqlen_q", "shape.seqlen_q - shape.seqlen_kv"
+        ),
+        "another number is the shift": Edit(
+            OPERANDS, "numbers_of", "(*score.numbers[:slot], float(shift), *score.numbers[slot + 1 :])",
+            "(*score.numbers[1:], float(shift))",
+        ),
+        "the shift is a real": Edit(
+            VALUES, "result", 'int(number) if instruction.kind == "int" else real(number)', "real(number)"
+        ),
+        "a sequence has the shift of the call": Edit(TRACE, "key_shift", "if shift is not None:", "if False:"),
+        "shifts of sequences are those of their queries": Edit(
+            PLACES, "_shifts", "(kv[entry][1:] - kv[entry][:-1]) -", "-"
+        ),
+        "the first query has the shift of the sequence before": Edit(
+            PLACES, "_shifts", 'side="right"', 'side="left"'
+        ),
+        "sequences have no shift": Edit(PLACES, "within.restarted", "query + shift", "query"),
+        "positions of a cache are shifted": Edit(
+            PLACES, "in_cache.in_cache", "with shifted_by(0):", "with shifted_by(None):"
+        ),
+    },
+    attends_aligned(alignment.alibi, causal=bottom_right): {
+        "causal at the bottom right needs no alignment": Edit(
+            OPERANDS, "alignment_reasons", 'causal == "bottom_right"', "False"
+        ),
+        "alibi without an alignment has one": Edit(LIBRARY, "_aligned", "if align is None:", "if False:"),
+    },
+    attends_aligned(
+        lambda library: alignment.t5(library).renamed({"table": "other"}),
+        mask=lambda library: library.masks.Causal("bottom_right").on_blocks(2),
+    ): {
+        "a mask at the bottom right needs no alignment": Edit(
+            OPERANDS, "alignment_reasons", 'getattr(part, "align", None) == "bottom_right"', "False"
+        ),
+        "a mask in blocks is not looked into": Edit(
+            "masks/content.py", "held_masks", "rest.extend(getattr(value, name) for name in _held_names(value))", "pass"
+        ),
+        "a renamed score is aligned": Edit(SCORE, "Score.renamed", 'setattr(renamed, "facts", self.facts)', ""),
+    },
+    attends_aligned(
+        lambda library: library.scores.within(alignment.alibi(library), [0, 3], [0, 40]),
+        mask=lambda library: library.masks.Sequences([0, 3], [0, 40], causal="bottom_right"),
+    ): {
+        "sequences at the bottom right need no alignment": Edit(
+            "masks/sequences.py", "Sequences.has_shifted_diagonals", 'if self.causal != "bottom_right"', "if True"
+        ),
+        "a score within sequences is aligned": Edit(
+            PLACES, "within", "score.facts if align is None", "frozenset() if align is None"
+        ),
+    },
+    refuses(reads_at_the_last_key, "may be -3..42"): {
+        "an index at the last key is within its axis": Edit(
+            RANGES, "_range_of", 'Range(-extents["i"], extents["j"])', "Range(0, 0)"
+        ),
+    },
+    refuses(has_lengths_that_float32_rounds, "of size 2**24 at most"): {
+        "lengths differ by any number in float32": Edit(OPERANDS, "numbers_of", "abs(shift) > _MOST_EXACT", "False"),
+    },
+    refuses(looked_up_after_an_aligned_one, "score must have an alignment"): {
+        "equal programs are equally aligned": Edit(
+            "planning/options.py", "Options.key", "score.numbers, score.facts", "score.numbers"
+        ),
+    },
     values_are_right: {
         "0 - x is x": Edit(PROGRAM, "Builder._arithmetic", '(op == "add" and self._is(a, 0))', "self._is(a, 0)"),
         "x + 1 is x": Edit(

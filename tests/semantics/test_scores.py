@@ -66,15 +66,21 @@ SLOPES, PER_HEAD = scores.alibi_slopes(4), np.linspace(0.5, 2, 4, dtype=np.float
 NEAR = RNG.standard_normal((4, 33)).astype(np.float32)
 TEN = {
     "softcap": scores.softcap(3.0),
-    "alibi": scores.alibi(SLOPES),
+    "alibi": scores.alibi(SLOPES, align="top_left"),
+    "alibi at the last key": scores.alibi(SLOPES, align="bottom_right"),
     "bias": scores.bias(RNG.standard_normal((2, 4, 90, 130)).astype(np.float16)),
-    "T5": scores.relative_position(RNG.standard_normal((4, 32)).astype(np.float32), bidirectional=True),
+    "T5": scores.relative_position(
+        RNG.standard_normal((4, 32)).astype(np.float32), bidirectional=True, align="top_left"
+    ),
+    "T5 at the last key": scores.relative_position(
+        RNG.standard_normal((4, 32)).astype(np.float32), 50, bidirectional=False, align="bottom_right"
+    ),
     "clipped relative": Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -16, 16) + 16], near=NEAR),
     "temperature": scores.temperature(PER_HEAD),
     "two temperatures": scores.temperature(PER_HEAD).renamed({"per_head": "again"}) @ scores.temperature(PER_HEAD + 1),
     "learnable number": Score(lambda s, b, h, i, j, tau: s * tau + tau, tau=np.array(0.7, np.float32)),
     "boost": Score(lambda s, b, h, i, j: np.where(np.abs(i - j) <= 8, 2 * s, s)),
-    "softcap and alibi": scores.alibi(SLOPES) @ scores.softcap(2.0),
+    "softcap and alibi": scores.alibi(SLOPES, align="top_left") @ scores.softcap(2.0),
     "power of the distance": Score(
         lambda s, b, h, i, j, power: s - 0.1 * np.abs(i - j) ** power[h], power=PER_HEAD
     ),
@@ -224,7 +230,7 @@ def test_alibi_is_a_function_a_table_and_a_bias(run: Run, structure: Structure) 
     _, seqlen_q, seqlen_kv = plain.problem.mask_shape[1:]
     i, j = np.ogrid[:seqlen_q, :seqlen_kv]
     table = -slopes[:, None] * np.arange(max(seqlen_q, seqlen_kv), dtype=np.float32)
-    by_function = plain.but(score=scores.alibi(slopes))
+    by_function = plain.but(score=scores.alibi(slopes, align="top_left"))
     by_table = with_score(plain, lambda s, b, h, i, j, table: s + table[h, np.abs(i - j)], table=table)
     by_bias = biased(plain, table[:, abs(i - j)])
     results = [everything(run, each) for each in (by_function, by_table, by_bias)]
