@@ -159,7 +159,7 @@ def flag_reasons(name: str, value: object) -> list[str]:
     return [] if is_flag(value) else [f"{name} must be True or False; got {describe(value)}"]
 
 
-def whole_number(name: str, value: Any, least: int | None = None, meaning: str = "") -> int:
+def whole_number(name: str, value: Any, least: int | None = None, meaning: str = "", fix: str = "") -> int:
     """A Python int or NumPy integer as a Python int, which does not wrap around at a width.
 
     Raises
@@ -175,7 +175,8 @@ def whole_number(name: str, value: Any, least: int | None = None, meaning: str =
     if is_int(value) and (least is None or value >= least):
         return int(value)
     at_least = "" if least is None else f" of at least {least}"
-    raise UnsupportedProblem([f"{name} must be an int{at_least}{meaning and f' ({meaning})'}; got {describe(value)}"])
+    rule = f"{name} must be an int{at_least}{meaning and f' ({meaning})'}"
+    raise UnsupportedProblem([f"{rule}; got {describe(value)}{fix and f': {fix}'}"])
 
 
 def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:

@@ -177,10 +177,12 @@ def _option_reasons(
             f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s as q, k and v: pass {makes}, or leave "
             f"executor= out"
         )
-    families = () if executor == "cpu" else FAMILIES
-    if not isinstance(kernel, str) or kernel not in ("auto", *families):
-        known, why = ", ".join(map(repr, ("auto", *families))), "" if families else ": the cpu executor has one kernel"
-        reasons.append(f"kernel must be {known}{why}; got {describe(kernel)}")
+    families = ", ".join(map(repr, FAMILIES))
+    if executor == "cpu" and not (isinstance(kernel, str) and kernel == "auto"):
+        others = f"{families} are for executor='gpu' and 'sim'"
+        reasons.append(f"kernel must be 'auto' on the CPU ({others}); got {describe(kernel)}: leave kernel= out")
+    elif not isinstance(kernel, str) or kernel not in ("auto", *FAMILIES):
+        reasons.append(f"kernel must be 'auto', {families}; got {describe(kernel)}")
     precision_problems = precision_reasons(arrays[0], precision)
     if executor == "cpu" and not precision_problems and precision != "ieee":
         precision_problems = [

@@ -253,8 +253,9 @@ def _seed_reasons(seed: Any) -> list[str]:
         return [f"seed must be an int when JAX traces the call; got a tracer: {fix}"]
     is_known = is_array(seed) or isinstance(seed, ShapeDtype)
     if not is_known and (isinstance(seed, np.generic) or not hasattr(seed, "__dlpack__")):
+        fixes = {"Generator": ": seed=int(rng.integers(2**63))", "RandomState": ": seed=int(rng.randint(2**31))"}
         wanted = "seed must be an int, or an array of no axes of int64 or uint64"
-        return [f"{wanted}; got {describe(seed)}"]
+        return [f"{wanted}; got {describe(seed)}{fixes.get(type(seed).__name__, '')}"]
     if is_known and (tuple(seed.shape) or seed.dtype not in SEED_DTYPES):
         return [f"seed must be an array of no axes of int64 or uint64; got {describe(seed)}: np.array(3) is one"]
     return []

@@ -297,7 +297,7 @@ class Mask(Described):
         >>> Band(None, 0).density(4)
         0.625
         """
-        shape = _whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
+        shape = whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
         resolved = self.resolve(shape)
         return share_allowed(resolved, shape, mask_namespace(resolved))
 

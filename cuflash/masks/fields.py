@@ -65,9 +65,13 @@ def with_cupy_arrays(mask: _Mask) -> _Mask:
 
 def convert_sides(mask: Mask, meaning: str) -> None:
     for name in ("left", "right"):
-        side = getattr(mask, name)
-        if side is not None:
-            object.__setattr__(mask, name, whole_number(name, side, 0, meaning))
+        object.__setattr__(mask, name, converted_side(name, getattr(mask, name), meaning))
+
+
+def converted_side(name: str, side: Any, meaning: str) -> int | None:
+    """Return one side of a window as an int; None is no limit, which other libraries write as -1."""
+    fix = "write None, which is what -1 means in flash-attention" if is_int(side) and side == -1 else ""
+    return None if side is None else whole_number(name, side, 0, meaning, fix)
 
 
 def converted_length(name: str, value: Any) -> Any:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from ..arrays import (
-    Array, as_int_array, describe, flag_reasons, is_array, is_flag, is_int, is_integer_dtype, namespace, whole_number,
+    Array, as_int_array, describe, flag_reasons, is_array, is_flag, is_int, is_integer_dtype, namespace,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, clipped, leading_reasons, widened
-from .fields import take_arrays, taken_array
+from .fields import converted_side, take_arrays, taken_array
 from .shape import MaskShape
 
 __all__ = ["Sequences"]
@@ -317,7 +317,7 @@ def _checked_window(window: Any) -> tuple[int | None, int | None] | None:
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not is_pair or not all(side is None or is_int(side) for side in window):
         raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
-    left, right = (None if side is None else whole_number("window's sides", side, 0) for side in window)
+    left, right = (converted_side("window's sides", side, "keys on that side, or None for all") for side in window)
     return left, right
 
 

@@ -104,7 +104,7 @@ class DeviceSpec:
         Parameters
         ----------
         name : str
-            The chip, such as "H100"; an unknown name is answered with the list.
+            The chip, such as "H100", in upper or lower case; the error about an unknown name lists all of them.
 
         Returns
         -------
@@ -121,14 +121,14 @@ class DeviceSpec:
         >>> DeviceSpec.gpu("A100").num_processors
         108
         """
-        if not isinstance(name, str) or name not in _GPUS:
-            known = ", ".join(_GPUS)
+        known = name.upper() if isinstance(name, str) else ""
+        if known not in _GPUS:
             raise UnsupportedProblem(
-                [f"name must be one of {known}; got {describe(name)}: build a DeviceSpec from its numbers"]
+                [f"name must be one of {', '.join(_GPUS)}; got {describe(name)}: build a DeviceSpec from its numbers"]
             )
-        capability, num_processors, cache_mib = _GPUS[name]
+        capability, num_processors, cache_mib = _GPUS[known]
         return DeviceSpec(
-            name=name,
+            name=known,
             compute_capability=capability,
             num_processors=num_processors,
             tile_memory_bytes=_SHARED_KIB[capability] * 1024,

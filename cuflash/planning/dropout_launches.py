@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import describe
+from ..arrays import describe, is_flag, is_number
 from ..dropout import SEED_DTYPES, Draws, Dropout
 from ..errors import UnsupportedProblem
 from .launches import Feature, Kernels, Launch, Pass
@@ -107,7 +107,12 @@ def _drawing(launch: Launch, draws: Draws) -> Launch:
 
 
 def _no_dropout(value: Any) -> str:
-    return f"dropout must be a Dropout; got {describe(value)}: Dropout(0.1, seed=0) is one"
+    fix = "write dropout=cuflash.Dropout(0.1, seed=0)"
+    if is_number(value) and 0 < value < 1:
+        fix = f"write dropout=cuflash.Dropout({value}, seed=0)"
+    elif is_flag(value) or is_number(value) and value == 0:
+        fix = "leave dropout out for none"
+    return f"dropout must be a Dropout; got {describe(value)}: {fix}"
 
 
 def _tables(draws: Draws) -> tuple[str, ...]:

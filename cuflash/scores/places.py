@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import Array, as_int_array, describe, flag_reasons, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
-from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
+from ..layouts import is_foreign, is_on_cuda, is_tracer, taken, taken_on_cuda
 from .library import alignment_reasons
 from .offsets import end_reasons, offset_reasons, pair_reasons
 from .score import MAX_ARRAYS, RESTARTED, UNALIGNED, Score

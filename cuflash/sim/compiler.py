@@ -164,8 +164,8 @@ def _compiler() -> str:
     path = shutil.which(_COMPILER)
     if path is None:
         raise BuildError(
-            f"running CUDA kernels on the host needs the C++ compiler {_COMPILER}, version 11 or newer, "
-            f"which is not on the path; on Debian or Ubuntu: apt install g++"
+            f"executor='sim' needs the C++ compiler {_COMPILER}, version 11 or newer, to run CUDA kernels on the host; "
+            f"got none on the path: on Debian or Ubuntu, apt install g++"
         )
     return path
 

@@ -668,9 +668,27 @@ FAULTS = {
     refuses(attends(kernel=Q), "kernel must be 'auto'"): {
         "kernels are arrays": Edit(
             "calls/checked_plan.py", "_option_reasons",
-            'if not isinstance(kernel, str) or kernel not in ("auto", *families):',
-            'if kernel not in ("auto", *families):',
+            """not (isinstance(kernel, str) and kernel == "auto")""",
+            'kernel != "auto"',
         ),
+    },
+    refuses(attends(dropout=0.0), "got 0.0: leave dropout out for none"): {
+        "no dropout is one": Edit("planning/dropout_launches.py", "_no_dropout", "and value == 0", "and value == 1"),
+    },
+    refuses(
+        lambda library: library.Dropout(0.1, np.random.default_rng(0)), "got Generator: seed=int(rng.integers(2**63))"
+    ): {
+        "a generator of seeds has no fix": Edit(
+            "dropout/weights.py", "_seed_reasons", '": seed=int(rng.integers(2**63))"', '""'
+        ),
+    },
+    takes(lambda library: library.DeviceSpec.gpu("rtx 4090").name == "RTX 4090"): {
+        "names of devices are spelled in capitals": Edit(
+            "planning/device.py", "DeviceSpec.gpu", "name.upper() if", "name if"
+        ),
+    },
+    refuses(attends(window=(-1, 0), causal=True), "got -1: write None, which is what -1 means"): {
+        "-1 has no fix": Edit("masks/fields.py", "converted_side", "side == -1", "side == -2"),
     },
     refuses(lambda library: library.plan(Q, Q, Q, device="H100"), "device must be a DeviceSpec", "DeviceSpec.gpu"): {
         "devices are names": Edit(
@@ -829,8 +847,8 @@ FAULTS = {
     refuses(lambda library: library.DeviceSpec.gpu([]), "name must be one of"): {
         "names of devices are unhashable": Edit(
             "planning/device.py", "DeviceSpec.gpu",
-            "if not isinstance(name, str) or name not in _GPUS:",
-            "if name not in _GPUS:",
+            'name.upper() if isinstance(name, str) else ""',
+            "name.upper()",
         ),
     },
     refuses(lambda library: library.patterns.random(8, block=2, density=0.5, seed="x"), "seed must be an int"): {

@@ -94,9 +94,7 @@ FAULTS = {
             "masks/coordinates.py", "PerBatch.of", "min(int(value), UNBOUNDED)", "int(value)"
         ),
         "sides of a window wrap around": Edit(
-            "masks/fields.py", "convert_sides",
-            "object.__setattr__(mask, name, whole_number(name, side, 0, meaning))",
-            "pass",
+            "masks/fields.py", "converted_side", "whole_number(name, side, 0, meaning, fix)", "side"
         ),
         "sides beyond int64 reach kernels": Edit(
             "masks/diagonal.py", "_band", "clipped(offset + right)", "offset + right"

@@ -281,6 +281,8 @@ def test_a_dropout_is_what_its_numbers_say() -> None:
         ((0.1, 0.5), "seed must be an int, or an array of no axes"),
         ((0.1, "7"), "seed must be an int, or an array of no axes"),
         ((0.1, None), "seed must be an int, or an array of no axes"),
+        ((0.1, np.random.default_rng(0)), r"got Generator: seed=int\(rng\.integers\(2\*\*63\)\)$"),
+        ((0.1, np.random.RandomState(0)), r"got RandomState: seed=int\(rng\.randint\(2\*\*31\)\)$"),
         ((0.1, True), "seed must be an int, or an array of no axes"),
         ((0.1, -1), "seed must be an int from 0 to 2.64 - 1; got -1"),
         ((0.1, 2**64), "seed must be an int from 0 to 2.64 - 1"),
@@ -300,7 +302,7 @@ def test_all_that_is_wrong_with_a_dropout_is_said_at_once() -> None:
     with pytest.raises(UnsupportedProblem) as caught:
         Dropout(2, "7", -1)
     assert len(caught.value.reasons) == 3
-    with pytest.raises(UnsupportedProblem, match="dropout must be a Dropout; got 0.1: Dropout") as caught:
+    with pytest.raises(UnsupportedProblem, match="dropout must be a Dropout; got 0.1: write") as caught:
         cuflash.attention(Q, K, V, dropout=0.1, causal=True, sink=np.zeros(3, np.float32))
     assert len(caught.value.reasons) == 3
     with pytest.raises(UnsupportedProblem, match="shape must be .*; got .5,"):

@@ -55,7 +55,14 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
         ({"causal": "bottom"}, ["causal must be True, False, 'bottom_right' or 'top_left'", "'bottom'"]),
         ({"causal": 1}, ["causal must be True, False", "1"]),
         ({"window": 3}, ["window must be (left, right)", "3"]),
-        ({"window": (-1, 0)}, ["left must be an int of at least 0", "-1"]),
+        ({"window": (-1, 0)}, ["left must be an int of at least 0", "got -1: write None, which is what -1 means"]),
+        ({"window": (0, -1)}, ["right must be an int of at least 0", "got -1: write None, which is what -1 means"]),
+        ({"window": (-2, 0)}, ["(the window's keys on that side, or None for all); got -2"]),
+        ({"mask": masks.Causal(), "dropout": 0.0}, ["dropout must be a Dropout; got 0.0: leave dropout out for none"]),
+        ({"dropout": 0}, ["got 0: leave dropout out for none"]),
+        ({"dropout": False}, ["got False: leave dropout out for none"]),
+        ({"dropout": 0.25}, ["got 0.25: write dropout=cuflash.Dropout(0.25, seed=0)"]),
+        ({"dropout": "0.1"}, ["got '0.1': write dropout=cuflash.Dropout(0.1, seed=0)"]),
         ({"mask": np.zeros((10, 10))}, ["mask must be boolean", "float64", "mask == 0"]),
         ({"mask": np.zeros((10, 9), bool)}, ["mask must broadcast to", "(2, 4, 10, 10)", "(10, 9)"]),
         ({"mask": BlockIndex.from_blocks(np.ones((2, 2), bool), 8, 8, 4)}, ["block index must be for", "(8, 8)"]),
@@ -66,7 +73,8 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
         ({"executor": "gpu"}, ["executor='gpu' takes CuPy arrays", "numpy"]),
         ({"executor": "tpu"}, ["executor must be 'auto', 'cpu', 'gpu', 'sim'", "'tpu'"]),
         ({"executor": "sim", "kernel": "sm91"}, ["kernel must be 'auto', 'simt'", "'sm91'"]),
-        ({"kernel": "sm90"}, ["kernel must be 'auto'", "'sm90'"]),
+        ({"kernel": "sm90"}, ["kernel must be 'auto' on the CPU ('simt', ", "got 'sm90': leave kernel= out"]),
+        ({"kernel": "flash"}, ["are for executor='gpu' and 'sim'); got 'flash': leave kernel= out"]),
         ({"precision": "tf64"}, ["precision must be 'ieee', 'tf32', 'tf32x3'", "'tf64'"]),
         ({"precision": "tf32"}, ["precision='tf32' needs a GPU's tensor cores", "precision='ieee'"]),
         ({"out": np.empty((2, 4, 10, 9), np.float32)}, ["out must have shape (2, 4, 10, 8)", "(2, 4, 10, 9)"]),
@@ -209,11 +217,20 @@ def test_an_unknown_gpu_names_the_known_ones():
         cuflash.DeviceSpec.gpu("H1000")
 
 
+@pytest.mark.parametrize("name", ["h100", "H100", "rtx 4090", "Rtx 4090", np.str_("b200")])
+def test_a_gpu_is_named_in_upper_or_lower_case(name):
+    found = cuflash.DeviceSpec.gpu(name)
+    assert found == cuflash.DeviceSpec.gpu(str(name).upper()) and found.name == str(name).upper()
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
         (lambda: masks.Causal("left"), "align must be"),
         (lambda: masks.SlidingWindow(1.5, 0), "left must be an int"),
+        (lambda: masks.SlidingWindow(-1, 0), "left must be .*; got -1: write None, which is what -1 means"),
+        (lambda: masks.Dilated(2, 0, -1), "right must be .*; got -1: write None, which is what -1 means"),
+        (lambda: masks.Sequences([0, 3], window=(-1, 0)), "window's sides must be .*; got -1: write None"),
         (lambda: masks.Dilated(0), "dilation must be an int of at least 1"),
         (lambda: masks.Lengths(kv=-1), "kv must be an int of at least 0"),
         (lambda: masks.Lengths(q=np.ones(2)), "q must be an int of at least 0, or an integer array"),

@@ -22,6 +22,7 @@ from cuflash.testing import strategies
 
 Q = np.random.default_rng(0).standard_normal((2, 16, 8), dtype=np.float32)
 Q4 = Q[None]
+Place = tuple[Callable[[Any], Any], Any]  # a call that takes one number, and a number that it takes
 SHAPE = ShapeDtype((2, 16, 8), np.float32)
 H100 = DeviceSpec.gpu("H100")
 INDEX = BlockIndex.from_blocks(np.eye(4, dtype=bool), 16, 16, 4)
@@ -46,15 +47,13 @@ def precompile(**options: Any) -> None:
         cuflash.precompile(SHAPE, SHAPE, SHAPE, device=H100, **options)
 
 
-def with_one(call: Callable[..., Any], good: dict[str, Any], *names: str) -> dict[str, tuple[Callable[[Any], Any], Any]]:
+def with_one(call: Callable[..., Any], good: dict[str, Any], *names: str) -> dict[str, Place]:
     """Return calls with one of these arguments, by the name of the call and the argument, with what they take."""
     label = f"{call.__module__}.{call.__qualname__}"
-    return {
-        f"{label} {name}": (lambda value, name=name: call(**{**good, name: value}), good[name]) for name in names
-    }  # fmt: skip
+    return {f"{label} {name}": (lambda value, name=name: call(**good | {name: value}), good[name]) for name in names}
 
 
-def attends(call: Callable[..., Any], *names: str, **good: Any) -> dict[str, tuple[Callable[[Any], Any], Any]]:
+def attends(call: Callable[..., Any], *names: str, **good: Any) -> dict[str, Place]:
     return with_one(call, {**good, **{name: GOOD_OPTIONS[name] for name in names}}, *names)
 
 
@@ -62,7 +61,7 @@ GOOD_OPTIONS: dict[str, Any] = {"scale": 0.5, "softcap": 3.0}
 QKV = {"q": Q, "k": Q, "v": Q}
 BLOCKS = {"q": Q, "k": Q, "budget": ONE, "block": 4, "scale": 0.5}
 PATTERN = {"seqlen_q": 16, "seqlen_kv": 16, "block": 4}
-PLACES: dict[str, tuple[Callable[[Any], Any], Any]] = {
+PLACES: dict[str, Place] = {
     **attends(cuflash.attention, "scale", "softcap", **QKV),
     **attends(cuflash.attention_vjp, "scale", "softcap", **QKV),
     **attends(cuflash.plan, "scale", "softcap", **QKV),

@@ -449,7 +449,7 @@ def test_a_missing_compiler_or_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="entry must be the name of an extern \"C\" function; got 'a::b'"):
         build(TWICE, "a::b")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(sim.BuildError, match=r"needs the C\+\+ compiler g\+\+, .* on the path; .* apt install g\+\+"):
+    with pytest.raises(sim.BuildError, match=r"^executor='sim' needs .* g\+\+, .* on the path: .* apt install g\+\+"):
         build(TWICE, "twice")
 
 
