@@ -178,8 +178,8 @@ class Sequences(Mask):
             own = "q_offsets" if self.kv_offsets is None else name
             reasons += leading_reasons(own, tuple(offsets.shape[:-1]), shape.batch)
             missing = "; give kv_offsets= where keys have other lengths" if own != name else ""
-            ends = [] if broken else end_reasons(own, offsets, which, length, self.allow_gaps)
-            reasons += [reason + missing for reason in ends]
+            wrong_end = [] if broken else end_reasons(own, offsets, which, length, self.allow_gaps)
+            reasons += [reason + missing for reason in wrong_end]
         if reasons:
             raise UnsupportedProblem(dict.fromkeys(reasons))
         has_more = self.kv_offsets is not None and self._has_equal_offsets
