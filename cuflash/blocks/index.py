@@ -208,8 +208,7 @@ class BlockIndex:
     @classmethod
     def _of_mask(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
         """Classify every block of a mask, whose shape and block were checked."""
-        is_on_host = mask_namespace(mask) is np
-        found = (classify if is_on_host else classify_grid)(mask.resolve(shape), shape, block)
+        found = (classify if mask_namespace(mask) is np else classify_grid)(mask.resolve(shape), shape, block)
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **found._asdict())
 
     @classmethod

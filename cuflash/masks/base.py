@@ -20,7 +20,7 @@ from ..keywords import explains_keywords
 from .content import Described, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, share_allowed, widened
 from .pictures import as_svg, as_text, plotted, shown_states
-from .shape import MaskShape, block_pair, whole_shape
+from .shape import MaskShape, block_pair, once_checked, whole_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Mask(Described):
             if place(name) > newest and getattr(cls, name) is not getattr(Mask, name):
                 setattr(cls, name, vars(Mask)[name])
         if place("resolve") > newest and cls.resolve is not Mask.resolve:
-            setattr(cls, "resolve", _itself_once_resolved(cls.resolve))
+            setattr(cls, "resolve", once_checked(cls.resolve))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         """Element-wise: integer arrays that broadcast against each other in, booleans out.
@@ -859,11 +859,3 @@ def intersection(masks: Sequence[Mask]) -> Mask:
         return band
     factors = rest if band == Band() else [band, *rest]
     return factors[0] if len(factors) == 1 else And(tuple(factors))
-
-
-def _itself_once_resolved(inherited: Callable[[Any, MaskShape], Mask]) -> Callable[[Any, MaskShape], Mask]:
-    def resolve(self: Mask, shape: MaskShape) -> Mask:
-        inherited(self, shape)  # which may refuse the shape
-        return self
-
-    return resolve

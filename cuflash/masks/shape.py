@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -118,3 +119,13 @@ def block_pair(block: Any) -> tuple[int, int]:
     if max(pair) > MAX_SEQLEN:
         raise UnsupportedProblem([f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}"])
     return int(pair[0]), int(pair[1])
+
+
+def once_checked(inherited: Callable[[Any, MaskShape], Any]) -> Callable[[Any, MaskShape], Any]:
+    """Return a mask's `resolve` that returns the mask itself, after an inherited `resolve` has checked the shape."""
+
+    def resolve(self: Any, shape: MaskShape) -> Any:
+        inherited(self, shape)
+        return self
+
+    return resolve
