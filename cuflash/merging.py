@@ -20,9 +20,9 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     Parameters
     ----------
     outs : sequence of arrays [..., seqlen_q, value_dim]
-        The output of each part, of one shape and dtype; or one array with the parts along its first axis. Arrays of
-        other libraries are accepted as `attention` accepts them, except that arrays with NumPy's dtypes, such as
-        JAX's, stay what they are.
+        The output of each part, of one shape and dtype; or one array with the parts along its first axis, so that o of
+        a single call would be merged over its batch entries or its heads. Arrays of other libraries are accepted as
+        `attention` accepts them, except that arrays with NumPy's dtypes, such as JAX's, stay what they are.
     lses : sequence of arrays [..., seqlen_q]
         Their log-sum-exps, natural logarithm.
 
@@ -124,6 +124,8 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
         reasons.append("outs must have shape (..., seqlen_q, value_dim); got parts of shape ()")
     if outs[0].dtype not in DTYPES:
         reasons.append(f"outs must be of a floating dtype that attention returns; got {outs[0].dtype}")
+    if len(outs) == 2 and outs[0].ndim and outs[1].shape == outs[0].shape[:-1] == lses[1].shape:
+        reasons.append("outs must be the o of all parts; got one pair (o, lse): write merge(*zip(left, right))")
     for number, (out, lse) in enumerate(zip(outs, lses)):
         if out.shape != outs[0].shape or out.dtype != outs[0].dtype:
             reasons.append(

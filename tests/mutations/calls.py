@@ -738,6 +738,11 @@ FAULTS = {
             "merging.py", "_as_known_array", "return as_arrays({name: value})[name]", "return value"
         ),
     },
+    refuses(lambda library: library.merge((Q, Q[..., 0]), (Q, Q[..., 0])), "write merge(*zip(left, right))"): {
+        "pairs are no parts": Edit(
+            "merging.py", "_check", "outs[1].shape == outs[0].shape[:-1] == lses[1].shape", "False"
+        ),
+    },
     refuses(lambda library: library.merge(None, None), "outs must be a sequence of arrays"): {
         "parts are whatever there is": Edit(
             "merging.py", "_parts",

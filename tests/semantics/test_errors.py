@@ -262,6 +262,8 @@ def test_merge_refuses_parts_that_do_not_fit():
             cuflash.merge(outs, lses)
     with pytest.raises(TypeError, match=r"outs\[0\] must be an array"):
         cuflash.merge([1.0], [2.0])
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"one pair \(o, lse\): write merge\(\*zip\(left, right\)\)"):
+        cuflash.merge((o, lse), (o, lse))
 
 
 @pytest.mark.parametrize(
