@@ -124,9 +124,16 @@ PLACES: dict[str, Place] = {
         "block", "scale", "num_queries",
     ),
     **with_one(selectors.quest, {"q": Q, "k": Q, "budget": ONE, "page_size": 4}, "page_size"),
+    **with_one(selectors.quest, {"q": Q, "k": Q, "budget": ONE, "block": (1, 4), "scale": 0.5}, "scale"),
+    "quest block": (lambda value: selectors.quest(Q, Q, budget=ONE, block=(value, 4)), 1),
+    **{
+        f"{call.__name__} window": (lambda value, call=call: call(Q, Q, budget=ONE, window=(value, 1)), 1)
+        for call in (selectors.pooled, selectors.local, selectors.vertical_slash, selectors.quest)
+    },
     **with_one(selectors.page_bounds, {"q": Q, "k": Q, "page_size": 4}, "page_size"),
     "Budget top_k": (lambda value: Budget(top_k=value), 1),
     "Budget mass": (lambda value: Budget(mass=value), 1),
+    "Budget density": (lambda value: Budget(density=value), 1),
     "Budget threshold": (lambda value: Budget(threshold=value), 1),
     "Budget min_blocks": (lambda value: Budget(top_k=1, min_blocks=value), 1),
     "Forced sink": (lambda value: Forced(sink=value), 1),
@@ -169,6 +176,10 @@ PLACES: dict[str, Place] = {
     "MaskShape batch": (lambda value: masks.MaskShape((value,), 1, 1, 1), 1),
     **with_one(
         masks.Causal("top_left").toarray, {"seqlen_q": 1, "seqlen_kv": 1, "num_heads": 1},
+        "seqlen_q", "seqlen_kv", "num_heads",
+    ),
+    **with_one(
+        masks.Causal("top_left").density, {"seqlen_q": 1, "seqlen_kv": 1, "num_heads": 1},
         "seqlen_q", "seqlen_kv", "num_heads",
     ),
     "toarray batch": (lambda value: masks.Causal().toarray(3, batch=(value,)), 1),
