@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copyreg import __newobj__  # type: ignore[attr-defined]
 from dataclasses import dataclass, replace
-from html import escape
 from operator import and_, or_, xor
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ from ..errors import UnsupportedProblem, checked_calls, collecting
 from ..keywords import explains_keywords
 from .content import Described, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, share_allowed, widened
-from .pictures import as_svg, as_text, plotted, shown_states
+from .pictures import as_html, as_text, plotted, shown_states
 from .shape import MaskShape, block_pair, once_checked, whole_shape
 
 
@@ -457,14 +456,7 @@ class Mask(Described):
 
     def _repr_html_(self) -> str:
         """The mask at its own lengths, or at 32 tokens where it has none, for notebooks."""
-        own = self.own_lengths
-        seqlen_q, seqlen_kv = (length or other or 32 for length, other in zip(own, own[::-1]))
-        described = f"<pre>{escape(repr(self))}</pre>"
-        try:
-            states, _ = shown_states(self, MaskShape((), 1, seqlen_q, seqlen_kv), 1, 0, 0, most_cols=64, most_rows=64)
-        except UnsupportedProblem:  # it needs an alignment, or varies over batch and heads
-            return described
-        return f"{described}{as_svg(states)}<br>{seqlen_q} x {seqlen_kv} tokens"
+        return as_html(self, self.own_lengths)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with & | ^ - ~ instead of and, or, not")

@@ -5,6 +5,7 @@ A picture shows the states of one matrix of blocks: 0 absent, 1 full, 2 partial.
 
 from __future__ import annotations
 
+from html import escape
 from math import ceil
 from typing import Any
 
@@ -107,6 +108,17 @@ def coarser(states: Array, step: int) -> Array:
 def as_text(states: Array) -> str:
     """A line of symbols for each row of blocks."""
     return "\n".join("".join(SYMBOLS[state] for state in row) for row in states.tolist())
+
+
+def as_html(mask: Any, own: tuple[int | None, int | None]) -> str:
+    """A mask as it is written, and drawn at its own lengths, or at 32 tokens where it has none."""
+    seqlen_q, seqlen_kv = (length or other or 32 for length, other in zip(own, own[::-1]))
+    described = f"<pre>{escape(repr(mask))}</pre>"
+    try:
+        states, _ = shown_states(mask, MaskShape((), 1, seqlen_q, seqlen_kv), 1, 0, 0, most_cols=64, most_rows=64)
+    except UnsupportedProblem:  # it needs an alignment, or varies over batch and heads
+        return described
+    return f"{described}{as_svg(states)}<br>{seqlen_q} x {seqlen_kv} tokens"
 
 
 def as_svg(states: Array) -> str:
