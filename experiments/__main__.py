@@ -11,6 +11,7 @@ It is called in the folder of a clone, with the packages of ``pip install -e '.[
 from __future__ import annotations
 
 import ast
+import configparser
 import os
 import re
 import runpy
@@ -55,14 +56,42 @@ def listing() -> str:
     return "\n".join(lines)[1:]
 
 
+def advice(module: str) -> str:
+    """Return the command that installs a module: the first extra of setup.cfg that lists it, or its own name."""
+    setup = configparser.ConfigParser()
+    setup.read(FOLDER.parent / "setup.cfg", "utf-8")
+    top = module.partition(".")[0]
+    name = top.replace("_", "-").lower()
+    for extra, listed in setup["options.extras_require"].items():
+        packages = [re.split(r"[^\w.-]", line.lower().replace("_", "-"))[0] for line in listed.split("\n")]
+        if any(package == name or package.startswith(f"{name}-") for package in packages):
+            return f"pip install -e '.[{extra}]'"
+    return f"pip install {top}"
+
+
 def complaint(error: Exception) -> str | None:
     """Return one line about what a machine lacks; None if the program is at fault, or nothing reads its output."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         return str(error)
-    if isinstance(error, ModuleNotFoundError) and error.name not in {path.stem for path in FOLDER.glob("*/*.py")}:
-        extra = "experiments,cuda13" if error.name in ("cupy", "cuda") else "experiments"
-        return f"the module {error.name} is missing: pip install -e '.[{extra}]'"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        if error.name in {path.stem for path in FOLDER.glob("*/*.py")}:
+            return None
+        return f"the module {error.name} is missing: {advice(error.name)}"
     return str(error) if type(error) is ImportError and error.name is None else None
+
+
+def flags_of(path: Path) -> list[str]:
+    """Return a line for each flag of an experiment, read from the source of its Config, which need not be imported."""
+    tree = ast.parse(path.read_text("utf-8"))
+    configs = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config"]
+    lines = []
+    for node in (each for config in configs for each in config.body if isinstance(each, ast.AnnAssign)):
+        default = node.value
+        if isinstance(default, ast.Call):  # field(default=...)
+            default = next((word.value for word in default.keywords if word.arg == "default"), default)
+        flag = "--" + ast.unparse(node.target).replace("_", "-")
+        lines.append(f"  {flag:24} default {ast.unparse(default) if default else 'none'}")
+    return lines
 
 
 def main(arguments: list[str]) -> int:
@@ -81,6 +110,10 @@ def main(arguments: list[str]) -> int:
     except (ImportError, OSError) as error:
         if (line := complaint(error)) is None:
             raise
+        if {"-h", "--help"} & {*flags}:
+            text = ast.get_docstring(ast.parse(found[name].read_text("utf-8"))) or ""
+            print("\n".join([text, "", *flags_of(found[name])]).rstrip(), f"\n\nTo run it: {line}")
+            return 0
         print(f"{name}: {line}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -75,7 +75,7 @@ def study_report(arguments: Sequence[str]) -> str:
         made = _recovered(path, survey.identity)
     except (UnsupportedProblem, TypeError, OSError) as error:
         parser.error("; ".join(getattr(error, "reasons", (str(error),))))
-    read = f"{given.archive}: {_read_as(arrays)}"
+    read = f"{given.archive}: {read_as(arrays)}"
     print(read, file=sys.stderr, flush=True)
     known = {row.case: row for row in made}
     try:
@@ -86,7 +86,7 @@ def study_report(arguments: Sequence[str]) -> str:
         parser.exit(130, f"\n{_PROGRAM}: interrupted; the same command continues from what {path} holds\n")
     rows = [known[Case(*case)] for case in _cases(given) if Case(*case) in known]
     if not rows:
-        told = f"{given.archive} was read as {_read_as(arrays)}: swap axes, or nothing fits"
+        told = f"{given.archive} was read as {read_as(arrays)}: swap axes, or nothing fits"
         swap = "save q.swapaxes(-3, -2), and so k and v, if tokens come before heads; " * (arrays[0].ndim > 2)
         parser.exit(1, f"{_PROGRAM}: error: {told} ({swap}lower --blocks or raise --densities)\n")
     if given.plot is not None:
@@ -95,7 +95,7 @@ def study_report(arguments: Sequence[str]) -> str:
     return "\n\n".join([read, *tables, f"{len(rows)} rows in {path}"])
 
 
-def _read_as(arrays: Sequence[Array]) -> str:
+def read_as(arrays: Sequence[Array]) -> str:
     """How the axes of q, k and v are read, such as 1 x 12 heads, 512 tokens, 64 dims."""
     q, k, v = arrays
     *leading, tokens, dim = q.shape

@@ -22,7 +22,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import bound_shares
 import cuflash
@@ -41,7 +41,7 @@ OF_A_SHARD = ("dtype", "shard", "shard_size", "commit")
 class Config:
     """The number of examples to draw; the defaults are the published run."""
 
-    examples: int = 20_000
+    examples: int = field(default=20_000, metadata={"help": "examples of each dtype"})
     shard_size: int = 250
     dtypes: tuple[str, ...] = DTYPES
     processes: int = 2

@@ -18,7 +18,7 @@ import math
 import multiprocessing
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import bound_shares
@@ -33,7 +33,7 @@ OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 class Config:
     """The number of examples to draw; the defaults are the published run."""
 
-    examples: int = 100_000
+    examples: int = field(default=100_000, metadata={"help": "examples of all dtypes together: 4 are one of each"})
     shard_size: int = 250
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
     processes: int = 2

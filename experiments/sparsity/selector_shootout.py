@@ -3,6 +3,7 @@
     python -m experiments selector_shootout                                    # a minute on two cores
     python -m experiments selector_shootout --data minilm --top-ks 2,4         # a part of it
     python -m experiments selector_shootout --gpu                              # on a GPU, in float16
+    python -m experiments selector_shootout --data my.npz --causal --names oracle,pooled,my_module:selector
 
 Data: activations of four heads of layer 2 of a sentence encoder, bidirectional, and of four heads of a layer of a
 language model of source text, causal (`language`; data/README.md has both); and heads of known structure, causal:
@@ -17,6 +18,9 @@ calls made in turn: both_ms of a selection and attention to what it chose, selec
 a call with an index made before. On a GPU the heads of known structure are 16 heads of 16384 tokens, in blocks of 64.
 `quest`, which is for decoding, chooses pages of 16 keys for each of the last 32 queries, beside the selectors that have
 no structure in mind.
+Data of one's own are an .npz file of q, k and v, [..., heads, tokens, dim], causal with --causal. A selector of one's
+own is MODULE:NAME of a function `(q, k, *, block, budget, causal, forced)` that returns an index, as those of
+`cuflash.selectors` are.
 
 Expect: nothing with as many blocks in each row above the oracle, every selector above random, antidiagonals where
 structure is finer than a block.
@@ -34,7 +38,8 @@ Cost: A minute on two cores; --gpu half a minute of a GPU.
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import cuflash
@@ -43,6 +48,8 @@ import numpy as np
 from block_sparsity import sent
 from cuflash import selectors
 from cuflash.selectors import Budget, Forced
+from cuflash.study.command import load_heads
+from cuflash.study.own_patterns import loaded
 from harness import (
     Record, check_names, gpu_versions, machine, main, time_alternately, time_on_device, track, why_no_gpu,
 )  # fmt: skip
@@ -74,9 +81,16 @@ class Config:
     gpu_seqlen: int = 16384
     gpu_num_heads: int = 16
     gpu_repeats: int = 5
+    causal: bool = field(default=False, metadata={"help": "queries of one's own data attend no later keys"})
 
     def __post_init__(self) -> None:
-        check_names(self, {"data": DATA, "names": (*SELECTORS, *OF_PAGES)})
+        files = [name for name in self.data if is_file(name)]
+        check_names(self, {"data": (*DATA, *files), "names": (*SELECTORS, *OF_PAGES, *self.own)})
+        for name in files:
+            load_heads(Path(name))
+        for name in self.own:
+            if not callable(loaded(name)):
+                raise ValueError(f"{name} must be a function of (q, k, *, block, budget, causal, forced)")
         counts = (*self.top_ks, *self.gpu_top_ks, self.repeats, self.gpu_num_heads, self.gpu_repeats)
         if min(counts) < 1:
             raise ValueError("top_ks, repeats and gpu_num_heads must be at least 1")
@@ -84,11 +98,26 @@ class Config:
             if block < 16 or block % 16 or seqlen < block:
                 raise ValueError(f"block must be a multiple of 16 and at most seqlen; got {block} and {seqlen}")
 
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Selectors of one's own."""
+        return tuple(name for name in self.names if ":" in name)
+
     def sizes(self, data: str) -> tuple[int, int, tuple[int, ...], int]:
         """Tokens, block, budgets, and the number of heads of known structure."""
-        if self.gpu and data not in CAPTURED:
+        if self.gpu and data not in CAPTURED and not is_file(data):
             return self.gpu_seqlen, self.gpu_block, self.gpu_top_ks, self.gpu_num_heads
         return self.seqlen, self.block, self.top_ks, 4
+
+
+def is_file(data: str) -> bool:
+    return data.endswith(".npz")
+
+
+def of_file(path: Path, causal: bool) -> Heads:
+    """Heads of one's own, those of all batch entries in a row."""
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in load_heads(path))
+    return q, k, v, causal
 
 
 def minilm(seqlen: int, num_heads: int) -> Heads:
@@ -141,7 +170,8 @@ def selection(name: str, heads: Heads, block: int | tuple[int, int], top_k: int)
     if name == "quest":
         options["page_size"] = options.pop("block")[1]
     if name != "vertical_slash":
-        return lambda: getattr(selectors, name)(q, k, budget=Budget(top_k=top_k), **options)
+        selector = loaded(name) if ":" in name else getattr(selectors, name)
+        return lambda: selector(q, k, budget=Budget(top_k=top_k), **options)
     most = selectors.local(q, k, budget=Budget(top_k=top_k), **options).num_entries
     count = 1
     while True:
@@ -191,17 +221,19 @@ def run(config: Config) -> Iterator[Record]:
     if config.gpu and (reason := why_no_gpu()):
         sys.exit(f"selector_shootout --gpu times kernels on a GPU: {reason}")
     constants = machine() | (gpu_versions() if config.gpu else {})
-    cases = [(data, names) for names in (SELECTORS, OF_PAGES) for data in config.data]
+    of_blocks = (*SELECTORS, *config.own)
+    cases = [(data, names) for names in (of_blocks, OF_PAGES) for data in config.data]
     for data, names in track(cases, "data"):
         seqlen, block, top_ks, num_heads = config.sizes(data)
-        q, k, v, causal = DATA[data](seqlen, num_heads)
+        heads = of_file(Path(data), config.causal) if is_file(data) else DATA[data](seqlen, num_heads)
+        q, k, v, causal = heads
         if config.gpu:
             q, k, v = (sent(x.astype(np.float16)) for x in (q, k, v))
         if names == OF_PAGES and "quest" in config.names:
             heads = q[:, -LAST:], k, v, causal and "bottom_right"
             pages = [top_k * block // PAGE for top_k in top_ks]
             yield from rows(config, data, names, heads, (1, PAGE), pages, constants)
-        elif names == SELECTORS:
+        elif names == of_blocks:
             yield from rows(config, data, names, (q, k, v, causal), block, top_ks, constants)
 
 

@@ -278,16 +278,21 @@ def check_names(config: object, known: Mapping[str, Iterable[str]]) -> None:
 def parse_config(
     config_type: Callable[..., Config], doc: str | None, argv: Sequence[str] | None = None
 ) -> tuple[Config, Path]:
-    """(config, results folder) from the command line: a flag for each field of the dataclass, --results, --publish."""
+    """(config, results folder) from the command line: a flag for each field of the dataclass, --results, --publish.
+
+    A field's metadata may hold the words of its help.
+    """
     parser = Parser(doc)
     types = typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
         flag, kind, default = "--" + field.name.replace("_", "-"), types[field.name], field.default
+        told = field.metadata.get("help", "")
         if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=told)
         else:
             convert = _list_of(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else kind
-            parser.add_argument(flag, type=convert, default=default, help=f"default {_shown(default)}")
+            told = f"{told}{told and '; '}default {_shown(default)}"
+            parser.add_argument(flag, type=convert, default=default, help=told)
     folder = parser.add_mutually_exclusive_group()
     folder.add_argument("--results", type=Path, default=UNPUBLISHED, metavar="DIR", help="default build/results")
     folder.add_argument(

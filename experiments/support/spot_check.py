@@ -63,8 +63,16 @@ class SpotCheck:
         )  # fmt: skip
 
     def share(self, **results: Any) -> float:
-        """The largest error of results, by their names, over its bound: more than 1 is wrong; at least one result."""
-        shares = []
+        """The largest error of results, by their names, over its bound: more than 1 is wrong.
+
+        Raises
+        ------
+        TypeError
+            No result came.
+        """
+        if not results:
+            raise TypeError(f"give at least one of {', '.join(self.exact)}: nothing would be compared")
+        shares = [0.0]
         for name, result in results.items():
             for place, exact, bound in zip(self.places, self.exact[name], self.bounds[name], strict=True):
                 found = on_host(result[place])

@@ -7,8 +7,13 @@
 A combination is one task, and its rows are one file: DIR/sweeps/NAME/HASH.json, with configuration, machine and
 seconds. A sweep that was interrupted, or lost workers, goes on when the same command is given again: what is done is
 not measured anew, as long as the code is of the same commit. A task that fails leaves HASH.failed.json with its
-trace, and the sweep goes on; the next call tries it again. At the end all rows are in DIR/sweeps/NAME.csv. A flag of
-several values, such as seqlens, gets one of them in each task.
+trace, and the sweep goes on; the next call tries it again. At the end DIR/sweeps/NAME.csv has the rows of this sweep
+and of all earlier ones of the experiment, which differ in the columns of flags and of the commit; delete files of
+DIR/sweeps/NAME to drop rows. A flag of several values, such as seqlens, gets one of them in each task.
+
+A flag may name what is yours: `sweep study --over patterns=window,my_module:mask --fixed archive=my.npz`, and `sweep
+selector_shootout --over names=pooled,my_module:selector`. Modules and files of the folder in which the sweep is called
+are found by its workers, and a task whose module or file has changed is measured again.
 
 Engines: `local` (processes of this machine; with --gpus N each has a GPU of its own), `dask` (the workers of a
 scheduler, or processes), `submitit` (Slurm; --cluster debug or local runs jobs here). The latter two are installed by
@@ -20,7 +25,9 @@ Cost: that of its tasks, and a few seconds.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -102,6 +109,28 @@ def combinations(config_type: Any, over: Sequence[str], fixed: Sequence[str]) ->
     return found
 
 
+def own_digest(config: Mapping[str, Any]) -> str:
+    """A digest of the .npz files, and of the modules of MODULE:NAME, that values name; empty if they name none."""
+    texts = [text for value in config.values() for text in (value if isinstance(value, tuple) else (value,))]
+    digest = hashlib.sha256()
+    is_own = False
+    for text in texts:
+        path = own_file(text) if isinstance(text, str) else None
+        if path is not None:
+            digest.update(path.read_bytes())
+            is_own = True
+    return digest.hexdigest()[:16] if is_own else ""
+
+
+def own_file(text: str) -> Path | None:
+    """The file that FILE.npz, FILE.npz:ARRAY or MODULE:NAME names, if it is there."""
+    name = text.rpartition(":")[0] or text
+    if name.endswith(".npz"):
+        return Path(name) if Path(name).is_file() else None
+    spec = importlib.util.find_spec(name) if ":" in text else None
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
 def engine_of(name: str) -> Any:
     """The module of an engine, or the end of the program with a line about the package that it lacks."""
     try:
@@ -111,11 +140,17 @@ def engine_of(name: str) -> Any:
 
 
 def rows_of(tasks: Sequence[Task]) -> list[Record]:
-    """The rows of all tasks that are done, each with its configuration and the machine that measured it."""
+    """The rows of all tasks that are done, each with its configuration and the machine that measured it.
+
+    Rows that other sweeps left in the same folders come last.
+    """
+    results = dict.fromkeys(task.result for task in tasks)
+    for folder in dict.fromkeys(task.folder for task in tasks):
+        results |= dict.fromkeys(sorted(folder.glob("[!.]*.json"), key=lambda path: path.stat().st_mtime_ns))
     found: list[Record] = []
-    for task in tasks:
-        if task.result.exists():
-            told = json.loads(task.result.read_text("utf-8"))
+    for path in results:
+        if path.exists() and not path.name.endswith(".failed.json"):
+            told = json.loads(path.read_text("utf-8"))
             given = {name: str(value) for name, value in told["config"].items()}
             found += [given | record | told["machine"] for record in told["records"]]
     return found
@@ -165,7 +200,8 @@ def arguments(argv: Sequence[str] | None = None) -> tuple[list[Task], str, dict[
         "dask": {"scheduler": given.scheduler, "workers": min(given.workers, len(configs))},
         "submitit": {"folder": given.folder, "cluster": given.cluster, "parameters": _numbers(given.parameter)},
     }
-    tasks = [Task(values=tuple(config.items()), **shared) for config in configs]
+    shared["place"] = os.getcwd()
+    tasks = [Task(values=tuple(config.items()), own=own_digest(config), **shared) for config in configs]
     return tasks, given.engine, options[given.engine], folder.with_suffix(".csv")
 
 

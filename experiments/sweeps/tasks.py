@@ -23,18 +23,24 @@ FOLDERS = tuple(str(folder) for folder in Path(__file__).parents[1].iterdir() if
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """An experiment's name, the fields of its configuration that are not the default, and the folder of results."""
+    """An experiment's name, the fields of its configuration that are not the default, and the folder of results.
+
+    `own` is a digest of the modules and files of one's own that the values name; these are found from `place`.
+    """
 
     experiment: str
     values: tuple[tuple[str, Any], ...]
     commit: str
     folder: Path
     modules: tuple[str, ...] = FOLDERS  # where a worker finds the experiment
+    own: str = ""
+    place: str = ""
 
     @property
     def stem(self) -> Path:
         """Path of the result without its ending."""
-        told = json.dumps([self.experiment, sorted(self.values), self.commit], default=str)
+        named = [self.experiment, sorted(self.values), self.commit, *filter(None, [self.own])]
+        told = json.dumps(named, default=str)
         return self.folder / hashlib.sha256(told.encode()).hexdigest()[:16]
 
     @property
@@ -55,12 +61,17 @@ def measure(task: Task) -> bool:
     """
     if task.result.exists():
         return True
-    sys.path[:0] = [folder for folder in task.modules if folder not in sys.path]
+    folders = (*task.modules, task.place) if task.own else task.modules
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     harness = importlib.import_module("harness")
     told: dict[str, Any] = {"experiment": task.experiment, "config": dict(task.values)}
     start = time.perf_counter()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            if task.own:
+                stack.enter_context(contextlib.chdir(task.place))
             experiment = importlib.import_module(task.experiment)
             told["records"] = list(experiment.run(experiment.Config(**dict(task.values))))
     except (Exception, SystemExit) as error:

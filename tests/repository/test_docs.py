@@ -164,6 +164,19 @@ def test_the_reference_lists_every_public_name(name: str) -> None:
     assert re.search(rf"(^ +|`){re.escape(name)}(`|$)", API, re.MULTILINE)
 
 
+IMPORTED = re.compile(r"^(?:>>> |\.\.\. )?\s*(?:from (cuflash[\w.]*) import ([\w, ]+)|import (cuflash[\w.]*))", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in DECISIONS], ids=lambda page: page.name)
+def test_pages_import_what_the_reference_lists(page: Path) -> None:
+    """A module of a page is public if the reference lists a name of it, and each imported name is one of these."""
+    for module, names, alone in IMPORTED.findall(page.read_text("utf-8")):
+        path = (module or alone).partition(".")[2]
+        for name in [each.strip() for each in names.split(",") if names] or [""]:
+            wanted = ".".join(filter(None, (path, name)))
+            assert not wanted or re.search(rf"(^ +|`){re.escape(wanted)}(\.|`|$)", API, re.MULTILINE), wanted
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text("utf-8")

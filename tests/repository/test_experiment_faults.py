@@ -41,6 +41,9 @@ HELD_OUT = "test_training.test_steps_never_see_the_held_out_text"
 GRADIENTS = "test_training.test_naive_attention_is_exact_and_a_wrong_key_is_not"
 DONE = "test_sweeps.test_what_is_done_is_not_measured_again_and_other_commits_are"
 FAILED = "test_sweeps.test_a_failure_is_recorded_and_the_sweep_goes_on"
+KEPT = "test_sweeps.test_the_table_keeps_the_rows_of_earlier_sweeps"
+NAMED = "test_sweeps.test_a_task_is_named_by_what_its_files_hold"
+SHARES = "test_experiments.test_a_spot_check_passes_what_is_right_and_sees_what_is_not"
 PEAK = "test_device_memory.test_a_call_after_others_has_the_peak_of_the_first"
 LIMIT = "test_device_memory.test_more_than_a_limit_is_a_memory_error"
 GRADIENT_ERROR = "test_selector_shootout.test_all_blocks_have_no_error_and_equal_gradients"
@@ -57,8 +60,14 @@ FAULTS = {
     "naive weights are not centred": Fault(TRAINING, "vjp", "(do * o).sum(axis=-1, keepdims=True)", "0", GRADIENTS),
     "no key is wrong": Fault(TRAINING, "wrong_key", "k[:, :, 15:-1:16]", "k[:, :, 16::16]", GRADIENTS),
     "a done task is measured again": Fault(TASKS, "measure", "task.result.exists()", "False", DONE),
-    "results of another commit count": Fault(TASKS, "stem", "self.commit]", "'']", DONE),
+    "results of another commit count": Fault(TASKS, "stem", "self.commit, *filter", "'', *filter", DONE),
     "a failure is a result": Fault(TASKS, "measure", 'if "failure" in told else', "if False else", FAILED),
+    "rows of earlier sweeps are dropped": Fault(
+        "sweeps/sweep.py", "rows_of",
+        "for folder in dict.fromkeys(task.folder for task in tasks):", "for folder in ():", KEPT,
+    ),
+    "files of one's own do not count": Fault(TASKS, "stem", "*filter(None, [self.own])", "", NAMED),
+    "a check without results passes": Fault("support/spot_check.py", "share", "if not results:", "if False:", SHARES),
     "a call finds its workspace made": Fault(
         "support/device_memory.py", "peak_on_device", ", cupy.cuda.Stream.ptds", "", PEAK
     ),
@@ -87,7 +96,8 @@ def arguments(test: str, load: Load, folder: Path) -> list[Any]:
     return {
         PEAK: [load], LIMIT: [load], COUNTERS: [load], GRADIENT_ERROR: [load(first)], UNBEATEN: [load(first)],
         RESUMES: [load(first), folder], HELD_OUT: [load(first)], GRADIENTS: [load(first)], DONE: [load(first), folder],
-        FAILED: [load(first), folder], ENDS: [load],
+        FAILED: [load(first), folder], ENDS: [load], KEPT: [load(first), folder], NAMED: [load(first), folder],
+        SHARES: [load],
     }[test]  # fmt: skip
 
 
@@ -95,7 +105,8 @@ def arguments(test: str, load: Load, folder: Path) -> list[Any]:
 def test_a_planted_fault_is_seen(name: str, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
     path = EXPERIMENTS / fault.file
-    for module in (*("sweep", "tasks", "training", "long_range"), *(Path(each.file).stem for each in FAULTS.values())):
+    others = "sweep", "tasks", "training", "long_range", "spot_check"
+    for module in (*others, *(Path(each.file).stem for each in FAULTS.values())):
         monkeypatch.delitem(sys.modules, module, raising=False)
     planted = ModuleType(path.stem)
     planted.__file__ = str(path)

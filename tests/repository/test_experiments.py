@@ -1210,6 +1210,13 @@ def test_a_spot_check_passes_what_is_right_and_sees_what_is_not(load) -> None:
         assert check.share(**{name: wrong}) == np.inf
     without = load("cuflash").attention(q, k, v, return_lse=True)
     assert check.share(o=without[0]) > 1 and check.share(lse=without[1]) > 1
+    try:
+        nothing = check.share()
+    except TypeError:
+        nothing = np.inf
+    assert nothing > 1
+    with pytest.raises(ValueError, match="results must have the shape"):
+        check.share(lse=lse[..., None])
 
 
 def test_blocks_of_blocks_are_partial_or_full(load) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import dataclasses
 import importlib
 import inspect
@@ -213,9 +214,65 @@ sys.exit(main(["pattern_zoo"]))
 def test_a_fault_of_a_program_is_no_missing_package() -> None:
     assert command.complaint(ModuleNotFoundError("no harness", name="harness")) is None
     assert command.complaint(ImportError("cannot import name", name="cuflash")) is None
-    assert "cuda13]'" in (command.complaint(ModuleNotFoundError("no cupy", name="cupy")) or "")
     assert "rich is missing" in (command.complaint(ModuleNotFoundError("no rich", name="rich")) or "")
     assert command.complaint(PermissionError(13, "Permission denied", "x")) == "[Errno 13] Permission denied: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("hypothesis", "testing"), ("hypothesis.strategies", "testing"), ("rich.table", "experiments"),
+        ("matplotlib", "experiments"), ("cupy", "cuda13"), ("cupy.cuda", "cuda13"), ("cuda.bindings", "cuda13"),
+        ("distributed", "sweeps"), ("submitit", "sweeps"), ("jax", "interop"), ("pytest", "test"),
+    ],
+)  # fmt: skip
+def test_advice_names_the_extra_that_lists_the_module(module: str, extra: str) -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", "utf-8")
+    assert module.partition(".")[0] in setup["options.extras_require"][extra]
+    told = command.complaint(ModuleNotFoundError(f"No module named {module!r}", name=module))
+    assert told == f"the module {module} is missing: pip install -e '.[{extra}]'"
+
+
+def test_advice_for_what_no_extra_lists_is_its_own_name() -> None:
+    for module in ("torch", "torch.nn", "flash_attn", "his"):
+        assert (command.complaint(ModuleNotFoundError("x", name=module)) or "").endswith(
+            f"pip install {module.partition('.')[0]}"
+        )
+
+
+@pytest.mark.parametrize("missing", ["hypothesis", "rich", "matplotlib", "scipy"])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_is_told_without_optional_packages(missing: str, flag: str) -> None:
+    """All names in one process, which blocks the package."""
+    names = ["gpu_proof", "tolerance_health", "sim_against_gpu", "pattern_zoo", "study"]
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None
+from experiments.__main__ import main
+for name in {names}:
+    try:
+        status = main([name, {flag!r}])
+    except SystemExit as ended:
+        status = ended.code
+    assert not status, (name, status)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--seqlen-q" in done.stdout and "--examples" in done.stdout and "--densities" in done.stdout
+    assert "To run it: the module hypothesis is missing: pip install -e '.[testing]'" in done.stdout or (
+        missing != "hypothesis"
+    )
+
+
+def test_the_number_of_examples_says_of_which_dtypes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harness: ModuleType
+) -> None:
+    for name, told in (("tolerance_health", "of all dtypes together"), ("score_bounds", "of each dtype; default 200")):
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        with pytest.raises(SystemExit) as ended:
+            command.main([name, "--help"])
+        assert ended.value.code == 0 and told in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

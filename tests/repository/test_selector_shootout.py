@@ -34,6 +34,35 @@ def test_every_selector_keeps_as_much_and_none_more_than_the_oracle(shootout: Mo
     assert shown.row_count == len(rows) and len(shootout.plot(list(rows.values())).axes) == 2
 
 
+OWN = """
+from cuflash import selectors
+number = 3
+def nearest(q, k, *, block, budget, causal, forced):
+    return selectors.local(q, k, block=block, budget=budget, causal=causal, forced=forced)
+"""
+
+
+def test_data_and_selectors_of_ones_own_take_part(
+    shootout: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "selector_of_a_test.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 64, 8), np.float32)
+    np.savez("my.npz", q=q, k=k[:, :2], v=v[:, :2])
+    names = ("oracle", "local", "selector_of_a_test:nearest")
+    for causal in (False, True):
+        config = shootout.Config(data=("my.npz",), names=names, top_ks=(2,), block=16, repeats=1, causal=causal)
+        rows = {row["selector"]: row for row in shootout.run(config)}
+        assert tuple(rows) == names and {row["num_heads"] for row in rows.values()} == {8}
+        assert {row["density"] for row in rows.values()} == {7 / 16 if causal else 1 / 2}
+        assert rows[names[1]]["recall"] == rows[names[2]]["recall"] < rows["oracle"]["recall"]
+    for wrong in ({"names": ("selector_of_a_test:none",)}, {"names": ("selector_of_a_test:number",)}):
+        with pytest.raises(ValueError, match="selector_of_a_test"):
+            shootout.Config(**wrong)
+    with pytest.raises(ValueError, match="none.npz must be an .npz file; there is no such file"):
+        shootout.Config(data=("none.npz",))
+
+
 def test_pages_are_chosen_for_single_queries(shootout: ModuleType) -> None:
     """All selectors keep as many pages; bounds recall more than random ones where keys are few and large."""
     config = shootout.Config(data=("columns",), names=("oracle", "quest", "random"), top_ks=(2,), seqlen=256, repeats=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
@@ -93,6 +95,60 @@ def test_what_is_done_is_not_measured_again_and_other_commits_are(sweep: ModuleT
     assert [row["number"] for row in sweep.rows_of(tasks)] == ["1", "2", "3"]
     other = importlib.import_module("dataclasses").replace(tasks[0], commit="other")
     assert other.result not in [task.result for task in tasks]
+
+
+def test_the_table_keeps_the_rows_of_earlier_sweeps(sweep: ModuleType, tmp_path: Path) -> None:
+    """Rows of the tasks come first, in their order; failures and what is being written give none."""
+    first, second = (naps(sweep, tmp_path, seconds=(0.0001,), number=numbers) for numbers in ((1, 2), (4, 3)))
+    for tasks in (first, second):
+        assert sweep.run(tasks, InTurn(), {}) == []
+    broken = importlib.import_module("dataclasses").replace(first[0], values=(("seconds", "x"), ("number", 9)))
+    assert sweep.run([broken], InTurn(), {}) == [broken]
+    (first[0].folder / ".partial.1.json").write_text("{")
+    assert [row["number"] for row in sweep.rows_of(second)] == ["4", "3", "1", "2"]
+    assert [row["number"] for row in sweep.rows_of(first)] == ["1", "2", "4", "3"]
+
+
+def test_a_task_is_named_by_what_its_files_hold(sweep: ModuleType, tmp_path: Path) -> None:
+    (task,) = naps(sweep, tmp_path, number=(1,))
+    path, results, replace = tmp_path / "my.npz", set(), importlib.import_module("dataclasses").replace
+    for text in ("one", "two"):
+        path.write_text(text)
+        digests = {sweep.own_digest({"archive": str(path), "several": (3, f"{path}:kept", "window")}) for _ in range(2)}
+        results |= {replace(task, own=digest).result for digest in digests}
+    assert len(results) == 2 and task.result not in results
+    assert sweep.own_digest({"archive": str(tmp_path / "none.npz"), "names": ("window", "no_module_of_ours:x")}) == ""
+
+
+OWN = """
+from cuflash import masks
+mask = masks.SlidingWindow({side}, {side})
+"""
+
+
+def test_masks_of_ones_own_are_swept_and_measured_again_if_they_change(
+    sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module and the arrays are found from the folder of the call, wherever the worker is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    np.savez("my.npz", **{name: x for name, x in zip("qkv", np.random.default_rng(0).standard_normal((3, 2, 40, 4)))})
+    argv = "study --over patterns=window,swept_mask_of_a_test:mask --fixed archive=my.npz --fixed blocks=8".split()
+    argv += ["--fixed", "densities=0.9", "--results", str(tmp_path / "results")]
+    hashes = []
+    for side in (3, 12):
+        (tmp_path / "swept_mask_of_a_test.py").write_text(OWN.format(side=side))
+        monkeypatch.delitem(sys.modules, "swept_mask_of_a_test", raising=False)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        tasks = sweep.arguments(argv)[0]
+        hashes.append([task.result for task in tasks])
+        with contextlib.chdir("/"):
+            assert sweep.run(tasks, InTurn(), {}) == []
+    assert hashes[0][0] == hashes[1][0] and hashes[0][1] != hashes[1][1]
+    np.savez("my.npz", **{name: np.ones((2, 40, 4)) for name in "qkv"})
+    assert not {task.result for task in sweep.arguments(argv)[0]} & {*hashes[0], *hashes[1]}
+    rows = [row for row in sweep.rows_of(tasks) if row["pattern"] == "swept_mask_of_a_test:mask"]
+    assert len({row["density"] for row in rows}) == len(rows) == 2
 
 
 def test_a_failure_is_recorded_and_the_sweep_goes_on(sweep: ModuleType, tmp_path: Path) -> None:
