@@ -13,13 +13,14 @@ from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
 from ..plans import as_arrays
 from . import e4m3, on_device
-from .rotation import Rotation
+from .rotation import Rotation, large_units
 from .transposed import transposed_values
 
 SOURCES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
 PARTS = ("block", "head", "tensor")
 BLOCK = 128  # rows that share a scale unless a caller says otherwise
-_SMALLEST_SCALE = np.float32(2.0**-126)
+_SMALLEST_SCALE, _LARGEST_SCALE = np.float32(2.0**-126), np.finfo(np.float32).max
+_LEAST = 2.0**-9  # in magnitude of the numbers of 8 bits but 0
 
 
 @explains_keywords
@@ -140,14 +141,22 @@ class Quantized:
         >>> cuflash.quantize(x).scaled()
         array([[  1.,   2.,   3., 448.]], dtype=float32)
         """
-        dtype, scale = as_dtype("dtype", dtype), self.scale
+        dtype = as_dtype("dtype", dtype)
         if dtype not in (np.float32, np.float64):
             raise UnsupportedProblem([f"dtype must be float32 or float64; got {dtype}: cast the result"])
+        with np.errstate(invalid="ignore"):
+            scaled: Array = e4m3.to_float32(self.data).astype(dtype) * self._of_rows(self.scale).astype(dtype)
+        return scaled
+
+    def _of_rows(self, scale: Array) -> Array:
+        """Repeat what parts have for each of their rows, with an axis of columns."""
         if self.per == "block":
             scale = namespace(scale).repeat(scale, min(self.block, self.shape[-2]), axis=-1)[..., : self.shape[-2]]
-        with np.errstate(invalid="ignore"):
-            scaled: Array = e4m3.to_float32(self.data).astype(dtype) * scale[..., None].astype(dtype)
-        return scaled
+        return scale[..., None]
+
+    def _fields(self) -> dict[str, Any]:
+        names = ("data", "scale", "per", "block", "rotation", "source_dtype")
+        return {name: getattr(self, name) for name in names}
 
     def dequantized(self) -> Array:
         """Return the array that the numbers of 8 bits stand for.
@@ -165,7 +174,14 @@ class Quantized:
         >>> bool(abs(x8.dequantized() - x).max() < 0.15)
         True
         """
-        return self.scaled() if self.rotation is None else self.rotation.undo(self.scaled())
+        if self.rotation is None:
+            return self.scaled()
+        # Rotated numbers may be out of float32's range, and rounding may bring an element there. 2^-16 is exact.
+        xp = namespace(self.scale)
+        units = xp.where(self.scale >= np.float32(2.0**100), np.float32(2.0**16), np.float32(1))
+        rows = _unchecked(**{**self._fields(), "scale": self.scale / units}).scaled()
+        most = np.finfo(np.float32).max / self._of_rows(units)
+        return xp.clip(self.rotation.undo(rows), -most, most) * self._of_rows(units)
 
     def transposed(self) -> Array:
         """Return the bytes of data transposed, as kernels read values; the first call makes them.
@@ -234,7 +250,8 @@ def quantize(
     rotate : Rotation, optional
         What the rows are multiplied by first. Queries and keys of one call need the same rotation, and values none.
     largest : float
-        What the largest magnitude of a part becomes, at most 448.
+        What the largest magnitude of a part becomes, from 2^-9, the least number of 8 bits, to 448. It is larger where
+        the scale would exceed float32's range.
 
     Returns
     -------
@@ -277,8 +294,9 @@ def quantize(
         reasons.append(f"x must be of float16, bfloat16 or float32; got {x.dtype}: cast it")
     if x.ndim < 2:
         reasons.append(f"x must have shape (..., rows, columns); got {tuple(x.shape)}")
-    if not is_number(largest) or not 0 < largest <= e4m3.LARGEST:
-        reasons.append(f"largest must be a number above 0, at most {e4m3.LARGEST:g}; got {describe(largest)}")
+    if not is_number(largest) or not _LEAST <= largest <= e4m3.LARGEST:
+        rule = f"largest must be a number from 2**-9 to {e4m3.LARGEST:g}"
+        reasons.append(f"{rule}; got {describe(largest)}: leave it out for {e4m3.LARGEST:g}")
     if reasons:
         raise UnsupportedProblem(reasons)
     source = np.dtype(x.dtype)
@@ -286,14 +304,13 @@ def quantize(
         return Quantized(
             data=made[0], scale=made[1], per=per, block=int(block), rotation=rotate, source_dtype=source
         )
-    wide = x.astype(np.float32) if rotate is None else rotate.apply(x)
-    parts, scale = _parts_and_scale(wide, per, int(block), np.float32(largest))
+    parts, scale, units = _parts_and_scale(x.astype(np.float32), per, int(block), np.float32(largest), rotate)
     with np.errstate(invalid="ignore"):
         data = e4m3.from_float32(parts / scale[..., None, None])
     data = data.reshape(*x.shape[:-2], parts.shape[-3] * parts.shape[-2], x.shape[-1])[..., : x.shape[-2], :]
     shape = scale_shape(tuple(x.shape), per, int(block))
     return _unchecked(
-        data=namespace(x).ascontiguousarray(data), scale=scale.reshape(shape), per=per, block=int(block),
+        data=namespace(x).ascontiguousarray(data), scale=(scale * units).reshape(shape), per=per, block=int(block),
         rotation=rotate, source_dtype=source,
     )  # fmt: skip
 
@@ -313,8 +330,13 @@ def scale_shape(shape: tuple[int, ...], per: str, block: int) -> tuple[int, ...]
     return (*shape[:-2], -(-shape[-2] // block) if per == "block" else 1)
 
 
-def _parts_and_scale(x: Array, per: str, block: int, largest: Any) -> tuple[Array, Array]:
-    """The rows as [..., parts, rows of a part, columns], with zeros behind the last, and [..., parts] scales."""
+def _parts_and_scale(
+    x: Array, per: str, block: int, largest: Any, rotation: Rotation | None
+) -> tuple[Array, Array, Array]:
+    """The rotated rows as [..., parts, rows of a part, columns], with zeros behind the last, and [..., parts] scales.
+
+    Both are in units that are 1, or large where rotated rows may be out of float32's range.
+    """
     xp = namespace(x)
     *leading, rows, columns = x.shape
     if per == "block":
@@ -325,11 +347,18 @@ def _parts_and_scale(x: Array, per: str, block: int, largest: Any) -> tuple[Arra
         parts = x.reshape(*leading, (rows + missing) // block, block, columns)
     else:
         parts = x[..., None, :, :]
+    units = np.float32(1)
     if not x.size:
-        return parts, xp.ones((1,) * (parts.ndim - 2) if per == "tensor" else parts.shape[:-2], np.float32)
+        return parts, xp.ones((1,) * (parts.ndim - 2) if per == "tensor" else parts.shape[:-2], np.float32), units
     axes = tuple(range(parts.ndim)) if per == "tensor" else (-2, -1)
+    if rotation is not None:
+        units = large_units(xp.max(xp.abs(parts), axis=axes, keepdims=True))
+        parts, units = rotation.apply(parts / units), units[..., 0, 0]
     found = xp.max(xp.abs(parts), axis=axes, keepdims=True)[..., 0, 0]
-    return parts, xp.where(found == 0, np.float32(1), xp.maximum(found / largest, _SMALLEST_SCALE))
+    with np.errstate(over="ignore"):
+        scale = xp.where(found == 0, np.float32(1), xp.maximum(found / largest, _SMALLEST_SCALE))
+    is_too_large = (scale > _LARGEST_SCALE / units) & xp.isfinite(found)
+    return parts, xp.where(is_too_large, _LARGEST_SCALE / units, scale), units
 
 
 def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:

@@ -36,7 +36,8 @@ class Rotation:
     Notes
     -----
     Incoherent processing of FlashAttention-3, arXiv 2407.08608, section 3.3. The matrix is applied in log2(head_dim)
-    steps of sums and differences in float32, which give the same bits on NumPy's and on CuPy's arrays.
+    steps of sums and differences in float32, which give the same bits on NumPy's and on CuPy's arrays. Sums of rows with
+    very large numbers are computed in units of 2^8, so that a result is infinite only if it is out of the dtype's range.
 
     Examples
     --------
@@ -148,10 +149,24 @@ class Rotation:
 
     def _hadamard(self, x: Array) -> Array:
         xp = namespace(x)
-        y = x
+        units = large_units(xp.abs(x).max(axis=-1, keepdims=True, initial=0))
+        y = x / units
         half = 1
         while half < self.head_dim:
             pairs = y.reshape(*x.shape[:-1], self.head_dim // (2 * half), 2, half)
             y = xp.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2)
             half *= 2
-        return y.reshape(x.shape) * x.dtype.type(1 / math.sqrt(self.head_dim))
+        return y.reshape(x.shape) * x.dtype.type(1 / math.sqrt(self.head_dim)) * units
+
+
+def large_units(magnitude: Array) -> Array:
+    """Return 2^8 where 256 numbers of a magnitude may have a sum out of their dtype's range, and 1 elsewhere.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> large_units(np.float32([1, 1e36, np.nan]))
+    array([  1., 256.,   1.], dtype=float32)
+    """
+    dtype = magnitude.dtype.type
+    return namespace(magnitude).where(magnitude >= dtype(2.0 ** (np.finfo(dtype).maxexp - 9)), dtype(256), dtype(1))

@@ -12,14 +12,15 @@ from . import e4m3
 SCALE_BYTES = 4
 _NAN = np.float32(np.nan)
 _SMALLEST = np.float32(2.0**-126)
+_LAST_EXPONENT = 127 + 120  # of a scale: 256 2^120 is more than float32 holds
 
 
 def quantized_rows(x: Array) -> tuple[Array, Array]:
     """Round rows to 8 bits, with a scale for each.
 
     The scale of a row is the least power of two by which no number exceeds 448, at least 2^-126, and 1 where all are 0.
-    Rows are divided by it, and multiplied with it, exactly. Numbers below 2^-126 count as 0, and a row that holds NaN
-    or an infinity is NaN.
+    Rows are divided by it, and multiplied with it, exactly. Numbers below 2^-126 count as 0, numbers above 1.875 2^127
+    count as 1.875 2^127, whose successor in 8 bits would be infinite, and a row that holds NaN or an infinity is NaN.
 
     Parameters
     ----------
@@ -50,7 +51,8 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
     exponent = xp.maximum(largest.view(np.int32) + 0x1FFFFF >> 23, 9) - 8
     scale, inverse = ((each << 23).astype(np.int32).view(np.float32) for each in (exponent, 254 - exponent))
     scale = xp.where(is_finite, xp.where(largest == 0, np.float32(1), scale), _NAN)
-    return e4m3.from_float32(wide * inverse[..., None]), scale
+    most = xp.where(exponent == _LAST_EXPONENT, np.float32(240), np.float32(e4m3.LARGEST))[..., None]
+    return e4m3.from_float32(xp.clip(wide * inverse[..., None], -most, most)), scale
 
 
 def dequantized_rows(data: Array, scale: Array, dtype: Any) -> Array:

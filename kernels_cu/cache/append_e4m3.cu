@@ -1,6 +1,7 @@
 // Rounds the new keys and values of each sequence to e4m3, with a scale for each row of a head, and appends them to a
 // KV cache as append.cu does. A scale is the least power of two for which no quotient exceeds 448, so that division and
-// multiplication by it are exact. Numbers below 2^-126 count as 0. A row that holds NaN or an infinity becomes NaN.
+// multiplication by it are exact. Numbers below 2^-126 count as 0, numbers above 1.875 2^127 count as 1.875 2^127: the
+// next number in 8 bits would be infinite. A row that holds NaN or an infinity becomes NaN.
 #include <attention/append_work.cuh>
 #include <attention/cache_scales.cuh>
 #include <tile/e4m3.cuh>
@@ -16,6 +17,7 @@ using config::Element;
 
 constexpr int kThreads = 32 * config::kNumWarps;
 constexpr int kColumnsOfLane = 8;  // rows have at most 256 columns
+constexpr uint32_t kLastExponent = 127 + 120;  // of a scale: 256 2^120 is more than a float holds
 
 // A row of keys or values of one head in the registers of a warp: a lane holds every 32nd column.
 class Row {
@@ -39,11 +41,12 @@ class Row {
     // The sum carries into the exponent if the mantissa is above that of 448 = 1.75 2^8.
     const uint32_t exponent = max((largest + 0x1fffffu) >> 23, 9u) - 8;
     const float inverse = __uint_as_float((254 - exponent) << 23);
+    const float most = exponent == kLastExponent ? 240.0f : 448.0f;
 #pragma unroll
     for (int c = 0; c < kColumnsOfLane; ++c) {
       const int column = 32 * c + ptx::lane();
       if (column < num_columns)
-        data.at(row, column) = is_finite ? tile::to_e4m3(x_[c] * inverse) : ptx::Float8E4M3{0x7f};
+        data.at(row, column) = is_finite ? tile::to_e4m3(fmaxf(-most, fminf(x_[c] * inverse, most))) : ptx::Float8E4M3{0x7f};
     }
     const uint32_t scale = !is_finite ? 0x7fc00000u : largest == 0 ? 0x3f800000u : exponent << 23;
     if (ptx::lane() == 0) attention::matrix<float>(scales, place, head, 0, 0).at(row, 0) = __uint_as_float(scale);

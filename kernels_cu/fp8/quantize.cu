@@ -18,7 +18,9 @@ constexpr int kChunkStride = config::kHeadDim / 2;  // columns from one chunk of
 constexpr int kLanesOfRow = config::kHeadDim / kColumns, kRowsOfWarp = 32 / kLanesOfRow;
 constexpr int kRows = config::kBlockQ / (config::kNumWarps * kRowsOfWarp);  // rows per lane
 static_assert(kRows * config::kNumWarps * kRowsOfWarp == config::kBlockQ, "warps share the rows");
-constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal float
+constexpr float kSmallestScale = 0x1p-126f, kLargestScale = 0x1.fffffep127f;  // of normal floats
+constexpr float kLargeUnits = 256.0f;
+constexpr uint32_t kLarge = (127u + 119u) << 23;  // bits of 2^119, of which 256 have a sum out of range
 constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;  // range of a `Divisor`
 
 // A lane loads or stores one of these at once: a Packet has the elements of a chunk, Signs those of four columns, and
@@ -71,6 +73,19 @@ CUFLASH_DEVICE uint32_t warp_maximum(uint32_t bits) {
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
   return bits;
+}
+
+// Return the largest magnitude of a block, by its bits. `of_warps` may be used again after a barrier.
+CUFLASH_DEVICE uint32_t block_maximum(const float (&x)[kRows][kColumns], uint32_t* of_warps) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) largest = max(largest, __float_as_uint(x[i][j]) & 0x7fffffffu);
+  largest = warp_maximum(largest);
+  if (ptx::lane() == 0) of_warps[threadIdx.x / 32] = largest;
+  __syncthreads();
+  return warp_maximum(ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : 0);
 }
 
 // Divides by a number with three operations a quotient, which rounds to the number of e4m3 to which the nearest float
@@ -135,14 +150,18 @@ fp8_quantize(const __grid_constant__ cuflash::attention::Quantize params) {
       for (int j = 0; j < kChunk; ++j) x[i][chunk * kChunk + j] = ptx::to_float(packet.at[j]);
     }
   }
+  uint32_t* const of_warps = ptx::dynamic_shared<uint32_t>();
+  float units = 1.0f;  // of the numbers: large if rotated ones may be out of range
   if (params.signs != nullptr) {
+    if (block_maximum(x, of_warps) >= kLarge) units = kLargeUnits;
+    __syncthreads();
     float signs[kColumns];
 #pragma unroll
     for (int j = 0; j < kColumns; j += 4) {
       const int first = column + j / kChunk * kChunkStride + j % kChunk;
       const Signs four = *reinterpret_cast<const Signs*>(params.signs + first);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) signs[j + e] = four.at[e];
+      for (int e = 0; e < 4; ++e) signs[j + e] = four.at[e] / units;
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -153,19 +172,11 @@ fp8_quantize(const __grid_constant__ cuflash::attention::Quantize params) {
       for (int j = 0; j < kColumns; ++j) x[i][j] *= params.normalizer;
     }
   }
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kRows; ++i)
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) largest = max(largest, __float_as_uint(x[i][j]) & 0x7fffffffu);
-  uint32_t* const of_warps = ptx::dynamic_shared<uint32_t>();
-  largest = warp_maximum(largest);
-  if (ptx::lane() == 0) of_warps[warp] = largest;
-  __syncthreads();
-  largest = warp_maximum(ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : 0);
-  const float found = __uint_as_float(largest), divided = found / params.largest;
-  const float scale = largest == 0 ? 1.0f : divided < kSmallestScale ? kSmallestScale : divided;
-  if (threadIdx.x == 0) params.scale[static_cast<int64_t>(matrix) * params.num_blocks + block] = scale;
+  const uint32_t largest = block_maximum(x, of_warps);
+  const float found = __uint_as_float(largest), divided = found / params.largest, most = kLargestScale / units;
+  const bool is_too_large = divided > most && largest < 0x7f800000u;
+  const float scale = largest == 0 ? 1.0f : divided < kSmallestScale ? kSmallestScale : is_too_large ? most : divided;
+  if (threadIdx.x == 0) params.scale[static_cast<int64_t>(matrix) * params.num_blocks + block] = scale * units;
   if (scale >= kLeastDivisor && scale <= kMostDivisor) {  // false for NaN
     const Divisor divisor(scale);
     store_rows(params, x, matrix, first_row, column, [&](float number) { return divisor.quotient(number); });

@@ -363,18 +363,22 @@ def test_kernels_quantise_with_the_bits_of_the_host(columns: int, block: int, dt
     if dtype != "float16":  # scales below and above those that the kernel divides by in three operations
         x[0, 0] *= DTYPES[dtype](1e-30)
         x[2, 1] *= DTYPES[dtype](1e35)
+        x[0, 1, 30:60] = np.clip(x[0, 1, 30:60], -1, 1) * DTYPES[dtype](3.3e38)  # sums of which are out of range
     rotation = Rotation(columns, seed=2) if rotates else None
     right = cuflash.quantize(x, block=block, rotate=rotation)
     require_bits(x, right, block, rotation, 448.0)
+    require_bits(x, cuflash.quantize(x, block=block, rotate=rotation, largest=2.0**-9), block, rotation, 2.0**-9)
 
 
-def require_bits(x: Any, right: Quantized, block: int, rotation: Rotation | None, largest: float) -> None:
+def require_bits(
+    x: Any, right: Quantized, block: int, rotation: Rotation | None, largest: float, target: Simulator = Simulator()
+) -> None:
     """Require that the kernel on the simulator makes the numbers and scales of the host."""
     spec = quantize_spec(x.dtype, x.shape[-1], block)
     assert spec is not None
     data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
     signs = None if rotation is None else rotation.signs
-    quantizing.quantize(spec, x, data, scale, signs, largest, Simulator())
+    quantizing.quantize(spec, x, data, scale, signs, largest, target)
     np.testing.assert_array_equal(scale, right.scale)
     np.testing.assert_array_equal(data, right.data.view(np.uint8))
 

@@ -57,6 +57,28 @@ def x8_blocks(library: ModuleType, x: Any) -> Any:
     return library.quantize(x, block=16).data.astype(np.float32)[:, :64].reshape(2, 4, 16, 64)
 
 
+def ends_of_the_range_are_finite(library: ModuleType) -> None:
+    x = np.full((20, 64), np.finfo(np.float32).max)
+    rows, rotation = import_module(f"{library.__name__}.fp8.rows"), library.Rotation(64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert np.isfinite(rotation.apply(x / 16)).all()
+        assert np.isfinite(rows.dequantized_rows(*rows.quantized_rows(x), np.float32)).all()
+        for rotate in (None, rotation):
+            x8, small = (library.quantize(x, block=16, rotate=rotate, largest=largest) for largest in (448, 2.0**-9))
+            assert np.isfinite(x8.scale).all() and np.isfinite(small.scale).all()
+            assert np.abs(x8.data.astype(np.float32)).max() == 448
+            error = np.abs(x8.dequantized().astype(np.float64) - x)
+            assert (error <= x.astype(np.float64) * 64 * 2.0**-4).all()
+        x[3, 2] = np.inf
+        assert not np.isfinite(library.quantize(x, block=16, rotate=rotation).scale[0])
+    for least in (1e-45, 2.0**-10):
+        try:
+            library.quantize(x, largest=least)
+        except library.UnsupportedProblem:
+            continue
+        raise AssertionError("all numbers would be 0")
+
+
 def results_are_within_bounds(library: ModuleType) -> None:
     """Results are within the bounds of dequantised operands, and of plain ones; the bounds are sharp enough."""
     q, k, v = OPERANDS
@@ -123,6 +145,26 @@ FAULTS = {
             "pairs[..., 1, :] - pairs[..., 0, :] * (half < 16)",
         ),
     },
+    ends_of_the_range_are_finite: {
+        "the largest numbers of a row become infinite": Edit(
+            "fp8/rows.py", "quantized_rows", "exponent == _LAST_EXPONENT", "exponent > _LAST_EXPONENT"
+        ),
+        "sums are out of range": Edit(ROTATION, "Rotation._hadamard", "y = x / units", "y = x * units / units"),
+        "rotated rows are out of range": Edit(
+            QUANTIZE, "_parts_and_scale", "rotation.apply(parts / units)", "rotation.apply(parts)"
+        ),
+        "scales are in units": Edit(QUANTIZE, "quantize", "(scale * units).reshape(shape)", "scale.reshape(shape)"),
+        "scales are infinite": Edit(QUANTIZE, "_parts_and_scale", "xp.where(is_too_large,", "xp.where(False,"),
+        "the scale of what is not finite is finite": Edit(
+            QUANTIZE, "_parts_and_scale", "(scale > _LARGEST_SCALE / units) & xp.isfinite(found)",
+            "scale > _LARGEST_SCALE / units",
+        ),
+        "rounding leads out of the range": Edit(
+            QUANTIZE, "Quantized.dequantized", "xp.clip(self.rotation.undo(rows), -most, most)",
+            "self.rotation.undo(rows)",
+        ),
+        "all may become 0": Edit(QUANTIZE, "quantize", "_LEAST <= largest", "0 < largest"),
+    },
     parts_have_scales_of_their_own: {
         "heads share a scale": Edit(QUANTIZE, "_parts_and_scale", "else (-2, -1)", "else (0, -2, -1)"),
         "the sign of the largest counts": Edit(QUANTIZE, "_parts_and_scale", "xp.max(xp.abs(parts)", "xp.max((parts)"),
@@ -132,7 +174,7 @@ FAULTS = {
     },
     results_are_within_bounds: {
         "scales belong to the next block": Edit(
-            QUANTIZE, "Quantized.scaled", "axis=-1)[..., : self.shape[-2]]", "axis=-1)[..., -self.shape[-2] :]"
+            QUANTIZE, "Quantized._of_rows", "axis=-1)[..., : self.shape[-2]]", "axis=-1)[..., -self.shape[-2] :]"
         ),
         "weights only fall": Edit(
             ERROR, "_bound", "grown = p * np.exp(e) * (1 + r)", "grown = p * np.exp(-e)"

@@ -69,6 +69,12 @@ def rounding_is_right() -> None:
     rotation = Rotation(64, seed=2)
     require_bits(x, cuflash.quantize(x, block=32, rotate=rotation), 32, rotation, 448.0)
     require_bits(x, cuflash.quantize(x, block=32), 32, None, 448.0)
+    x = x.astype(np.float32).clip(-1, 1) * np.float32(3.4e38)  # sums of which are out of range
+    for largest in (448.0, 2.0**-9):
+        require_bits(x, cuflash.quantize(x, block=32, rotate=rotation, largest=largest), 32, rotation, largest)
+    x = np.broadcast_to(rotation.signs * np.float32(2.0**118), (1, 32, 64)).copy()  # rotated ones exceed 2^119
+    early = Simulator(sim.Schedule(order="first_warp"))
+    require_bits(x, cuflash.quantize(x, block=32, rotate=rotation), 32, rotation, 448.0, early)
     for exponent in (0, -110):
         near = beside_ties(exponent)
         require_bits(near, cuflash.quantize(near, block=16, largest=256), 16, None, 256.0)

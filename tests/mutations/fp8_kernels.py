@@ -94,8 +94,19 @@ FAULTS = {
     },
     rounding_is_right: {
         "warps have maxima of their own": Edit(
-            "fp8/quantize.cu", "fp8_quantize", "ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : 0",
-            "of_warps[warp]",
+            "fp8/quantize.cu", "block_maximum", "ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : 0",
+            "of_warps[threadIdx.x / 32]",
+        ),
+        "sums are out of range": Edit(
+            "fp8/quantize.cu", "fp8_quantize", "block_maximum(x, of_warps) >= kLarge", "false"
+        ),
+        "scales are in units": Edit("fp8/quantize.cu", "fp8_quantize", "= scale * units;", "= scale;"),
+        "scales are infinite": Edit("fp8/quantize.cu", "fp8_quantize", "is_too_large ? most : divided", "divided"),
+        "the scale of what is not finite is finite": Edit(
+            "fp8/quantize.cu", "fp8_quantize", "divided > most && largest < 0x7f800000u", "divided > most"
+        ),
+        "maxima are read before they are written": Edit(
+            "fp8/quantize.cu", "fp8_quantize", "units = kLargeUnits; __syncthreads();", "units = kLargeUnits;"
         ),
         "differences of lanes have the wrong sign": Edit(
             "fp8/quantize.cu", "butterfly", "ptx::lane() & kLanes ? -1.0f : 1.0f", "ptx::lane() & kLanes ? 1.0f : -1.0f"

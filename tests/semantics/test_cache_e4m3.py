@@ -100,6 +100,20 @@ def test_scales_are_powers_of_two_that_fill_the_format() -> None:
     assert (scale == 1).all() and not data.astype(np.float32).any()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_the_largest_numbers_stay_finite(dtype: Any) -> None:
+    """Above 1.9375 2^127 the nearest number of 8 bits would be 2^128."""
+    top = np.finfo(np.float32).max if dtype == np.float32 else ml_dtypes.finfo(dtype).max
+    x = (np.float64(top) * np.linspace(0.9, 1, 40)[:, None] * np.array([1, -1, 0.1, 1e-38])).astype(dtype)[None, None]
+    cache = KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=40, dtype="float8_e4m3fn")
+    with np.errstate(over="raise", invalid="raise"):
+        cache.append(x, 0 * x)
+        found = cache.rows(0)[0].astype(np.float64)
+        cache.attention(0 * x[:, :, :1])
+    assert (np.abs(found - x[0].astype(np.float64)) <= np.abs(x[0].astype(np.float64)) * 2.0**-4 + 2.0**108).all()
+    assert np.abs(found).max() == 1.875 * 2.0**127
+
+
 def test_a_cache_of_8_bits_says_what_it_is_and_takes() -> None:
     cache = KVCache(**SMALL, **PAGES)
     assert "dtype=float8_e4m3fn" in repr(cache) and cache.k.dtype == E4M3

@@ -129,6 +129,40 @@ def test_tiny_numbers_have_the_smallest_normal_scale() -> None:
     assert (x8.scale == 2.0**-126).all() and not x8.data.view(np.uint8).any()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("head_dim", [2, 64, 256])
+@pytest.mark.parametrize("per", ["block", "head", "tensor"])
+def test_finite_numbers_stay_finite_at_the_end_of_the_range(per: str, head_dim: int, dtype: Any) -> None:
+    """An element errs by half a place of the largest of its part, or by as much of each element of its rotated row."""
+    top = ml_dtypes.finfo(dtype).max.astype(np.float64)
+    equal, mixed = np.full((20, head_dim), top), RNG.uniform(-1, 1, (20, head_dim)) * top
+    mixed[3], mixed[16:] = 0, 1e-30
+    with np.errstate(all="raise", under="ignore"):
+        for x in (equal.astype(dtype), mixed.astype(dtype)):
+            for rotation, spread in ((None, 1), (Rotation(head_dim, seed=3), head_dim)):
+                x8 = cuflash.quantize(x, per=per, block=16, rotate=rotation)
+                found = x8.dequantized().astype(np.float64)
+                assert np.isfinite(x8.scale).all()
+                assert_within("x", found, x, np.full(x.shape, spread * top * 2.0**-4 * (1 + 2.0**-9)))
+                small = cuflash.quantize(x, per=per, block=16, rotate=rotation, largest=2.0**-9)
+                assert np.isfinite(small.scale).all() and np.isfinite(small.dequantized()).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("head_dim", [2, 128, 256])
+def test_a_rotation_is_finite_where_its_numbers_are_in_range(head_dim: int, dtype: Any) -> None:
+    scale = 2.0 ** (np.finfo(dtype).maxexp - 2) / np.sqrt(head_dim)
+    x = RNG.uniform(-1, 1, (5, head_dim)).astype(dtype)
+    x[0] = 1
+    rotation = Rotation(head_dim, seed=1)
+    with np.errstate(all="raise"):
+        large = x * dtype(scale)
+        for turn in (rotation.apply, rotation.undo):
+            exponent = np.frexp(scale)[1]  # powers of two change no bit
+            wanted = turn(np.ldexp(large, -exponent).astype(dtype))
+            np.testing.assert_array_equal(turn(large), np.ldexp(wanted, exponent))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_powers_of_two_and_their_scales_are_exact(dtype: str) -> None:
     """e4m3 holds each number, so that results equal those of the plain call bit for bit."""
@@ -233,7 +267,8 @@ REFUSED = {
     "a rotation of another length": (
         lambda: cuflash.quantize(X, rotate=Rotation(32), largest=0, per="row", block=20),
         ["rotate must have the rows' length, 64; got Rotation(head_dim=32, seed=0): Rotation(64) fits",
-         "largest must be", "per must be one of 'block', 'head', 'tensor'", "block must be a multiple"],
+         "largest must be a number from 2**-9 to 448; got 0", "per must be one of 'block', 'head', 'tensor'",
+         "block must be a multiple"],
     ),
     "a rotation of a length that none has": (
         lambda: cuflash.quantize(X[..., :48], rotate=Rotation(32)),
