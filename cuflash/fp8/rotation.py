@@ -36,8 +36,8 @@ class Rotation:
     Notes
     -----
     Incoherent processing of FlashAttention-3, arXiv 2407.08608, section 3.3. The matrix is applied in log2(head_dim)
-    steps of sums and differences in float32, which give the same bits on NumPy's and on CuPy's arrays. Sums of rows with
-    very large numbers are computed in units of 2^8, so that a result is infinite only if it is out of the dtype's range.
+    steps of sums and differences in float32, which give the same bits on NumPy's and on CuPy's arrays. Rows with very
+    large numbers are summed in units of 2^8, so that a result is infinite only if it is out of the dtype's range.
 
     Examples
     --------

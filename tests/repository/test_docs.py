@@ -164,7 +164,9 @@ def test_the_reference_lists_every_public_name(name: str) -> None:
     assert re.search(rf"(^ +|`){re.escape(name)}(`|$)", API, re.MULTILINE)
 
 
-IMPORTED = re.compile(r"^(?:>>> |\.\.\. )?\s*(?:from (cuflash[\w.]*) import ([\w, ]+)|import (cuflash[\w.]*))", re.MULTILINE)
+IMPORTED = re.compile(
+    r"^(?:>>> |\.\.\. )?\s*(?:from (cuflash[\w.]*) import ([\w, ]+)|import (cuflash[\w.]*))", re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in DECISIONS], ids=lambda page: page.name)
