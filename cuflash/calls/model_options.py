@@ -7,6 +7,7 @@ from typing import Any
 
 from ..arrays import describe
 from ..errors import UnsupportedProblem
+from ..layouts import is_tensor
 from ..masks import Sequences
 
 # Options that reach an attention function, and on which no weight depends once there is a mask: what they mean was
@@ -64,11 +65,13 @@ def model_options(
             raise UnsupportedProblem(reasons)
         packed = Sequences(cu_seq_lens_q, cu_seq_lens_k, causal=causal and "bottom_right", window=window)
         mask, causal, window = packed if mask is None else packed & mask, False, None
-    elif mask is not None and mask.is_floating_point():
+    elif is_tensor(mask) and mask.is_floating_point():
         mask, bias = None, mask if bias is None else bias + mask
     if reasons:
         raise UnsupportedProblem(reasons)
-    return {"mask": mask, "causal": causal, "window": window, "bias": None if bias is None else bias.to(query.dtype)}
+    if is_tensor(bias):  # another value is refused by the call
+        bias = bias.to(query.dtype)
+    return {"mask": mask, "causal": causal, "window": window, "bias": bias}
 
 
 def _unknown_reasons(others: Mapping[str, Any]) -> list[str]:

@@ -160,7 +160,7 @@ FAULTS = {
         ),
         "a single query is the first": Edit("calls/model_options.py", "model_options", "and num_queries > 1", ""),
         "a bias of positions is ignored": Edit(
-            "calls/model_options.py", "model_options", "None if bias is None else bias.to(query.dtype)", "None"
+            "calls/model_options.py", "model_options", "bias = bias.to(query.dtype)", "bias = None"
         ),
         "a mask of floats takes the place of the bias": Edit(
             "calls/model_options.py", "model_options", "mask if bias is None else bias + mask", "mask"

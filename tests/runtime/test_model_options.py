@@ -172,6 +172,16 @@ def test_what_changes_results_is_refused(options, sentence):
     assert reason.startswith(sentence)
 
 
+def test_what_is_no_tensor_is_refused_by_the_call():
+    q, k, v = given()
+    with pytest.raises(TypeError, match="^q must be a torch.Tensor; got an array"):
+        attention(layer(), q.numpy(), k, v)
+    with pytest.raises(TypeError, match="^bias must be a torch.Tensor; got an array"):
+        attention(layer(), q, k, v, position_bias=np.zeros((6, 6)))
+    for mask in (np.ones((6, 6), bool), torch.ones(6, 6, dtype=torch.bool)):
+        assert torch.equal(attention(layer(), q, k, v, mask)[0], attention(layer(False), q, k, v)[0])
+
+
 def test_every_reason_comes_at_once():
     options = {"sliding_window": 3, "indices": 3, "output_attentions": True}
     reasons = reasons_of(attention, layer(False), *given(6, 8), None, **options)

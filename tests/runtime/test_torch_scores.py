@@ -17,6 +17,7 @@ from torch_machine import on_device  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash import Score, api, masks, scores  # noqa: E402
 from cuflash.testing import Example, assert_within_bounds  # noqa: E402
+from refusals import reasons_of  # noqa: E402
 from warped_score import warped  # noqa: E402
 
 attention = cuflash.torch.attention
@@ -110,7 +111,7 @@ class WithSlopes(torch.nn.Module):
         return attention(q, k, v, score=self.scores["of"])
 
 
-@pytest.mark.parametrize("make", [scores.alibi, lambda x: scores.within(scores.temperature(x), [0, 2, 7], seqlen_q=7)])
+@pytest.mark.parametrize("make", [scores.alibi, lambda x: scores.within(scores.temperature(x), [0, 6], [0, 7])])
 def test_a_copied_module_computes_with_its_own_parameter_and_trains_it(make):
     module = WithSlopes(make)
     before = module(Q, K, V).detach()
@@ -156,6 +157,20 @@ def test_packed_sequences_have_scores_of_tensors_and_of_none(kind):
     assert torch.equal(attention(Q, K, V, mask=mask, score=plain), attention(Q, K, V, mask=mask, score=halves))
 
 
+@pytest.mark.parametrize("make", [torch.nn.Parameter, lambda x: x, lambda x: x[None].requires_grad_()])
+def test_a_scale_or_cap_that_is_a_tensor_is_refused_and_a_temperature_is_learnt(make):
+    scale = make(torch.tensor(0.3, dtype=torch.float64))
+    for call in (attention, cuflash.attention):
+        (reason,) = reasons_of(call, Q, K, V, scale=scale)
+        assert reason.startswith("scale must be a finite number or None; got ") and "scores.temperature(" in reason
+        (reason,) = reasons_of(call, Q, K, V, softcap=scale)
+        assert reason.startswith("softcap must be a positive finite number; got ")
+    per_head = torch.full((4,), 0.3, dtype=torch.float64, requires_grad=True)
+    found = attention(Q, K, V, scale=1.0, score=scores.temperature(per_head))
+    torch.testing.assert_close(found, attention(Q, K, V, scale=0.3))
+    assert torch.autograd.grad(found.sum(), per_head)[0].count_nonzero()
+
+
 def test_sequences_on_a_gpu_have_scores(tmp_path, monkeypatch):
     score = scores.within(lambda s, b, h, i, j: s - 0.5 * abs(i - j), [0, 2, 6], [0, 3, 7])
     q, k, v = (tensor.float() for tensor in (Q, K, V))
@@ -193,7 +208,7 @@ def test_only_operands_that_require_gradients_have_them(tmp_path, monkeypatch, p
             given = options_of(**leaves, place=to(PLACE))
             ours = attention(q, k, v, **given, causal="top_left", return_lse=True)
             found = torch.autograd.grad(
-                ours, [q, k, v, *(leaves[name] for name in needed)], [DO.to(of_torch), torch.from_numpy(lse)]
+                ours, [q, k, v, *(leaves[name] for name in needed)], [DO.to(of_torch), torch.tensor(lse)]
             )
             assert all(mine.dtype == of_torch for mine in (*ours, *found))
             if place == "gpu":
