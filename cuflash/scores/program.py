@@ -523,7 +523,10 @@ class _ReverseSweep:
 
     def _terms_of_power(self, n: int, a: int, b: int, g: int) -> list[tuple[int, int]]:
         put, times = self.builder, self._times
-        terms = [(a, times(g, put.binary("mul", b, put.binary("pow", a, put.binary("sub", b, self.one)))))]
+        by_base = times(g, put.binary("mul", b, put.binary("pow", a, put.binary("sub", b, self.one))))
+        if put.instructions[b].op not in ("const", "number"):  # no number is 0
+            by_base = put.where(put.binary("ne", b, self.zero), by_base, self.zero)
+        terms = [(a, self.zero if put.instructions[b] == put.instructions[self.zero] else by_base)]
         if put.instructions[b].op not in ("const", "number", "real"):
             by_exponent = times(g, put.binary("mul", n, put.unary("log", a)))
             if put.instructions[a].op != "number":  # no number is 0, whose logarithm is infinite and whose slope is 0

@@ -11,13 +11,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, no_array
+from ..arrays import (
+    BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, namespace, no_array,
+)  # fmt: skip
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
 from ..layouts import (
     dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
 )  # fmt: skip
 from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curvature, derived
+from .ranges import LARGEST
 from .trace import trace
 
 MAX_ARRAYS = 8
@@ -73,8 +76,8 @@ class Score:
     Notes
     -----
     ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf hides a key, as a mask does, but skips no work. At ties of np.minimum
-    and np.maximum the first argument has the derivative; abs and sign have 0 at 0, and so has a power of 0 by its
-    exponent; of np.where only the branch that is chosen has one.
+    and np.maximum the first argument has the derivative; abs and sign have 0 at 0, and so have a power of 0 by its
+    exponent and a power by 0 by its base; of np.where only the branch that is chosen has one.
 
     Examples
     --------
@@ -173,6 +176,9 @@ class Score:
     def __call__(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         """The function itself on numbers, or on arrays that broadcast: for plots and tests.
 
+        Integers are wide and reals are float32 at least, as in a call: nothing wraps around that a call would not let.
+        Lengths are taken for equal where the function counts from the last query and key.
+
         Raises
         ------
         UnsupportedProblem
@@ -181,7 +187,8 @@ class Score:
         shapes = [name for name, array in self.arrays.items() if isinstance(array, ShapeDtype)]
         if shapes:
             raise UnsupportedProblem([f"{name} must be an array here; got its shape alone" for name in shapes])
-        return self.function(s, b, h, i, j, **{name: _readable(name, array) for name, array in self.arrays.items()})
+        given = {name: _widened(_readable(name, array)) for name, array in self.arrays.items()}
+        return self.function(*map(_widened, (s, b, h, i, j)), **given)
 
     def cuda(self, *, backward: bool = False) -> str:
         """The function as CUDA C++: what kernels are compiled with, for those who want to see it.
@@ -412,6 +419,20 @@ def _readable(name: str, array: Any) -> Array:
         return array
     array = array.detach() if is_tensor(array) else array
     return taken_on_cuda(name, array) if is_on_cuda(name, array) else taken(name, array, np)
+
+
+def _widened(x: Any) -> Any:
+    """An array, or a number of NumPy's, in the dtype in which a call computes, which no narrow one overflows.
+
+    Integers beyond int32 count as the nearest of int32, and 16-bit reals are float32.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype in (np.float16, BFLOAT16):
+        return x.astype(np.float32)
+    if dtype is None or dtype.name not in _INTEGERS:
+        return x
+    least, most = (int(min(max(limit, np.iinfo(dtype).min), np.iinfo(dtype).max)) for limit in (-LARGEST - 1, LARGEST))
+    return namespace(x).clip(x, least, most).astype(np.int64)
 
 
 def _kind_of(dtype: np.dtype[Any]) -> BlockKind | None:

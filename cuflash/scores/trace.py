@@ -192,6 +192,8 @@ class Symbol:
         if ufunc is np.square:
             return self.apply("mul", *inputs, *inputs)
         if ufunc is np.reciprocal:
+            if self._builder.kind(self._n) == "int":
+                raise ProgramError("np.reciprocal of integers is an integer, 0 or 1 at most: write 1 / x")
             return self.apply("div", 1.0, *inputs)
         raise ProgramError(f"np.{ufunc.__name__} has no counterpart in a kernel; there are: {_KNOWN}")
 

@@ -80,7 +80,10 @@ _SLOPES: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.subtract: lambda r, x, y: (1, -1),
     np.multiply: lambda r, x, y: (y, x),
     np.divide: lambda r, x, y: (1 / y, -x / y / y),
-    np.power: lambda r, x, y: (y * np.power(x, y - 1.0), r * np.log(np.where(np.equal(x, 0), 1, x).astype(r.dtype))),
+    np.power: lambda r, x, y: (
+        np.where(np.equal(y, 0), 0, y * np.power(x, y - 1.0)),
+        r * np.log(np.where(np.equal(x, 0), 1, x).astype(r.dtype)),
+    ),
     np.negative: lambda r, x: (-1,),
     np.absolute: lambda r, x: (np.sign(x),),
     np.square: lambda r, x: (2 * x,),

@@ -11,7 +11,9 @@ import test_score_alignment as alignment
 from executors import CPU
 from hypothesis import strategies as st
 from mutations.python_guards import hunt, part
-from test_score_programs import EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped, check_exact_zeros, places, told
+from test_score_programs import (
+    EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped, check_arrays, check_exact_zeros, check_powers, places, told,
+)  # fmt: skip
 
 SIGNS = (AssertionError, ValueError, IndexError, TypeError)  # exceptions by which guards see a fault
 SEEDS = st.integers(0, 2**32 - 1)
@@ -494,3 +496,18 @@ def aligned_scores_are_right(library):
     for is_inner in (True, False):
         alignment.check_within(library, alignment.both, CPU, is_inner)
     alignment.check_cache(library)
+
+
+def arrays_are_widened(library):
+    """A score that is called on arrays has the values of its program."""
+    for dtype in (np.uint8, np.float16, np.uint64):
+        check_arrays(library, "difference", dtype)
+        check_arrays(library, "product", dtype)
+    table = np.array([2**63], np.uint64)
+    assert library.Score(lambda s, b, h, i, j, t: s + t[j], t=table)(0.0, 0, 0, 0, 0) == 2**31 - 1
+
+
+def powers_by_0_are_constant(library):
+    """A power by 0 has the derivative 0, also of the base 0."""
+    for name in ("of the score, by 0", "by an array", "by an index"):
+        check_powers(library, name, "cpu")

@@ -12,7 +12,7 @@ from mutations.calls import refuses
 from mutations.planting import Edit
 from mutations.python_guards import part
 from mutations.score_guards import (
-    aligned_scores_are_right,
+    aligned_scores_are_right, arrays_are_widened, powers_by_0_are_constant,
     calls_are_right, compositions_are_right, derivatives_are_right, errors_hold, indices_are_proven,
     programs_are_simple, refusals_are_told, results_are_right, the_library_of_scores_is_right, values_are_right,
 )  # fmt: skip
@@ -114,6 +114,30 @@ FAULTS = {
         ),
         "a score within sequences is aligned": Edit(
             PLACES, "within", "score.facts if align is None", "frozenset() if align is None"
+        ),
+    },
+    arrays_are_widened: {
+        "integers of arrays wrap around in a call on arrays": Edit(
+            SCORE, "_widened", "namespace(x).clip(x, least, most).astype(np.int64)", "x"
+        ),
+        "narrow reals stay so in a call on arrays": Edit(SCORE, "_widened", "return x.astype(np.float32)", "return x"),
+        "integers beyond int32 stay so in a call on arrays": Edit(
+            SCORE, "_widened", "namespace(x).clip(x, least, most)", "x"
+        ),
+    },
+    powers_by_0_are_constant: {
+        "a power by the number 0 has a slope": Edit(
+            PROGRAM, "_ReverseSweep._terms_of_power",
+            "self.zero if put.instructions[b] == put.instructions[self.zero] else by_base", "by_base",
+        ),
+        "a power by an array's 0 has a slope": Edit(
+            PROGRAM, "_ReverseSweep._terms_of_power",
+            'put.where(put.binary("ne", b, self.zero), by_base, self.zero)', "by_base",
+        ),
+    },
+    refuses(lambda library: library.Score(lambda s, b, h, i, j: s - np.reciprocal(j + 1)), "write 1 / x"): {
+        "integers have real reciprocals": Edit(
+            TRACE, "Symbol.__array_ufunc__", 'if self._builder.kind(self._n) == "int":', "if False:"
         ),
     },
     refuses(reads_at_the_last_key, "may be -3..42"): {

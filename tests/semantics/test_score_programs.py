@@ -7,9 +7,12 @@ import linecache
 import pickle
 import re
 from types import ModuleType
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from executors import is_long, needs_compiler
 from hypothesis import given, settings, strategies as st
 
 import cuflash
@@ -20,6 +23,7 @@ from cuflash.scores.program import ArrayType, Builder, curvature, depends, deriv
 from cuflash.scores.ranges import range_reasons, ranges
 from cuflash.scores.roundoff import Arithmetic, values_and_errors
 from cuflash.scores.values import Operands, values
+from cuflash.testing import Example, assert_within_bounds
 from cuflash.testing.dual import Captured, Dual
 from cuflash.testing.formulas import Formula, formulas
 
@@ -106,6 +110,93 @@ def test_float32_stays_within_the_errors(formula: Formula, seed: int) -> None:
         assert np.asarray(found).dtype in (np.float32, np.bool_)
         off = np.abs(np.subtract(found, value, dtype=np.float64))
         assert ((off <= error) | np.equal(found, value) | np.isnan(value)).all(), score
+
+
+NARROW = [
+    np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.float16, ml_dtypes.bfloat16
+]  # fmt: skip
+OF_ARRAYS = {
+    "difference": lambda s, b, h, i, j, t: s + 0.1 * (t[j] - t[i]),
+    "product": lambda s, b, h, i, j, t: s + 0.001 * (t[j] * t[i]),
+    "negative": lambda s, b, h, i, j, t: s - 0.1 * np.abs(-t[j]),
+    "square": lambda s, b, h, i, j, t: s + np.square(t[j]) / 1e3,
+    "exponential": lambda s, b, h, i, j, t: s + np.exp2(t[j] / 64),
+}
+
+
+def check_arrays(library: ModuleType, name: str, dtype: Any) -> None:
+    """A score that is called on arrays has the values of its program, whatever integers and reals it captured."""
+    evaluation = importlib.import_module(f"{library.__name__}.scores.values")
+    most = 200 if np.dtype(dtype).kind != "i" or np.dtype(dtype).itemsize > 1 else 100
+    table = np.linspace(0, most, 9).astype(dtype)
+    score = library.Score(OF_ARRAYS[name], t=table)
+    (i, j), s = np.ogrid[:9, :9], np.ones((9, 9))
+    operands = evaluation.Operands(score.numbers, (table,))
+    (expected,) = evaluation.values(score.program, operands, s, 0, 0, i, j)
+    narrow = [x.astype(np.uint8) for x in (i, j)]
+    for places_ in ((i, j), narrow):
+        np.testing.assert_allclose(score(s, 0, 0, *places_), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_a_score_on_arrays_has_the_values_of_its_program(name: str, dtype: Any) -> None:
+    check_arrays(cuflash, name, dtype)
+
+
+def test_integers_beyond_int32_count_as_the_nearest_of_it() -> None:
+    table = np.array([2**63, 5], np.uint64)
+    assert cuflash.Score(lambda s, b, h, i, j, t: s + t[j], t=table)(0.0, 0, 0, 0, 0) == 2**31 - 1
+    assert cuflash.Score(lambda s, b, h, i, j, t: s + t[j], t=-table.astype(np.int64))(0.0, 0, 0, 0, 0) == -(2**31)
+
+
+# Derivatives at 0
+
+
+POWERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "of the score, by 0": (lambda s, b, h, i, j: s + s**0, {}),
+    "by a real 0": (lambda s, b, h, i, j: s + np.float_power(np.abs(s), 0.0), {}),
+    "by a number of an array": (lambda s, b, h, i, j, e: s + np.maximum(s, 0) ** e, {"e": np.zeros((), np.float32)}),
+    "by an array": (lambda s, b, h, i, j, e: s + np.power(np.abs(s), e[h]), {"e": np.array([0, 2.5], np.float32)}),
+    "by an index": (lambda s, b, h, i, j: s + np.abs(s) ** (i % 2), {}),
+    "by integers of an array": (lambda s, b, h, i, j, e: s + np.abs(s) ** e[h], {"e": np.array([0, 3], np.int8)}),
+    "of an array": (lambda s, b, h, i, j, a: s + np.abs(a[h]) ** 0.0, {"a": np.zeros(2, np.float32)}),
+    "of an array by another": (
+        lambda s, b, h, i, j, a, e: s + np.abs(a[h]) ** e[h],
+        {"a": np.zeros(2, np.float32), "e": np.zeros(2, np.float32)},
+    ),
+}
+
+
+def check_powers(library: ModuleType, name: str, executor: str) -> None:
+    """Where the exponent is 0, a power does not depend on its base: the derivative is 0, also at 0."""
+    function, arrays = POWERS[name]
+    rng = np.random.default_rng(0)
+    q, k, v = np.zeros((2, 3, 4), np.float32), *rng.standard_normal((2, 2, 5, 4)).astype(np.float32)
+    wrt = tuple(name for name, array in arrays.items() if array.dtype == np.float32)
+    score = library.Score(function, **arrays)
+    (o, lse), vjp = library.attention_vjp(q, k, v, score=score, executor=executor, wrt=wrt, return_lse=True)
+    gradients = vjp(do := np.ones_like(o))
+    dq, dk, dv = gradients
+    others = {name: gradients[name] for name in wrt}
+    assert all(np.isfinite(x).all() for x in (dq, dk, dv, *others.values()))
+    example = Example(q=q, k=k, v=v, do=do, score=cuflash.Score(function, **arrays), wrt=wrt)
+    assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv, others=others)
+
+
+# On the simulator each function is a kernel that takes seconds to build.
+SIMULATED = POWERS if is_long() else ("by an array", "of an array by another")
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_a_power_by_0_has_the_derivative_0(name: str) -> None:
+    check_powers(cuflash, name, "cpu")
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_power_by_0_has_the_derivative_0_in_kernels(name: str) -> None:
+    check_powers(cuflash, name, "sim")
 
 
 # Programs
@@ -295,6 +386,9 @@ REFUSED = {
     "and": (lambda s, b, h, i, j: s > 0 and s, {}, "use np.where, & | ~, np.minimum and np.maximum"),
     "max": (lambda s, b, h, i, j: max(s, 0), {}, "use np.where"),
     "sinc": (lambda s, b, h, i, j: np.sinc(s), {}, "np.sinc has no counterpart in a kernel; there are: absolute, add,"),
+    "a reciprocal of integers": (
+        lambda s, b, h, i, j: s - np.reciprocal(j + 1), {}, "np.reciprocal of integers is an integer, 0 or 1 at most: w"
+    ),
     "cos": (lambda s, b, h, i, j: np.cos(s), {}, "np.cos has no counterpart in a kernel; there are: absolute, add,"),
     "reduce": (lambda s, b, h, i, j: np.add.reduce(s), {}, "np.add.reduce has no counterpart in a kernel"),
     "out": (lambda s, b, h, i, j: np.add(s, 1, out=np.zeros(1)), {}, "out= of a ufunc has no counterpart"),
