@@ -424,7 +424,7 @@ def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 12
     return BlockPattern((np.arange(grid[0])[:, None] + np.arange(grid[1])) % 2 == 0, sides)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SameStretch(Mask):
     """Query and key lie in the same stretch of `stride` tokens."""
 
@@ -435,7 +435,7 @@ class SameStretch(Mask):
         return lo, lo + self.stride
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StretchEnds(Mask):
     """The last `count` keys of every stretch of `stride`."""
 

@@ -16,7 +16,7 @@ from .classify import BlockKind
 from .classify_on_device import entry_grid
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class IndexMask(BlockSet):
     """A block index as a mask."""
 
@@ -24,6 +24,9 @@ class IndexMask(BlockSet):
 
     rectangle = BlockSet.rectangle
     natural_block = BlockSet.natural_block
+
+    def __repr__(self) -> str:
+        return _shown(self.index)
 
     @cached_property
     def works(self) -> dict[tuple[int, int], Any]:
@@ -49,11 +52,14 @@ class IndexMask(BlockSet):
         return _element_is_allowed(self.index, position, is_listed, b, h, i, j)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class IndexGrid(Mask):
     """A block index on a device as a mask: a table of all blocks says which entry each is."""
 
     index: Any
+
+    def __repr__(self) -> str:
+        return _shown(self.index)
 
     @cached_property
     def table(self) -> LeadingArray:
@@ -88,6 +94,10 @@ class IndexGrid(Mask):
         """A position in the lists, any position where there is no entry, and whether there is an entry."""
         capacity = len(self.index.indices)
         return namespace(entry).minimum(entry, max(capacity - 1, 0)), entry < capacity
+
+
+def _shown(index: Any) -> str:
+    return f"{' '.join(repr(index).split())}.as_mask()"
 
 
 def _check_fit(index: Any, shape: MaskShape) -> None:

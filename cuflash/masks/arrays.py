@@ -21,7 +21,7 @@ from .shape import MaskShape
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     """A boolean array, True = attend.
 
@@ -82,7 +82,7 @@ class Dense(Mask):
         return ResolvedDense(LeadingArray.of(self.allowed, (), 3))(b, h, i, j)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ResolvedDense(Mask):
     """Resolved form of `Dense`."""
 
@@ -93,7 +93,7 @@ class ResolvedDense(Mask):
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sparse(Mask):
     """A scipy.sparse array of elements: a query attends the keys that are stored in its row and are not zero.
 
@@ -149,7 +149,7 @@ class Sparse(Mask):
         return self.resolve(MaskShape((), 1, *self.matrix.shape))(b, h, i, j)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SparseElements(BlockSet):
     """Resolved form of `Sparse`: blocks of one element, which are listed in blocks of any size."""
 
@@ -161,7 +161,7 @@ class SparseElements(BlockSet):
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FromFunction(Mask):
     """Any rule, as a function of the four coordinates.
 

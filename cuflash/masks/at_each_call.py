@@ -12,7 +12,7 @@ from .base import And, Mask, intersection
 from .shape import MaskShape
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AtEachCall(Mask):
     """A mask that says so of another one."""
 

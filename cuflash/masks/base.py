@@ -20,9 +20,10 @@ from .content import Described, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, share_allowed, widened
 from .pictures import as_html, as_text, plotted, shown_states
 from .shape import MaskShape, block_pair, once_checked, whole_shape
+from .written import joined, written
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Mask(Described):
     """Base of all masks: True where query i of head h in batch entry b attends key j.
 
@@ -169,7 +170,7 @@ class Mask(Described):
         --------
         >>> from cuflash import masks
         >>> masks.Causal("bottom_right").resolve(MaskShape((), 1, 2, 5))
-        Band(lower=None, upper=3)
+        Band(upper=3)
         """
         return self
 
@@ -458,6 +459,9 @@ class Mask(Described):
         """The mask at its own lengths, or at 32 tokens where it has none, for notebooks."""
         return as_html(self, self.own_lengths)
 
+    def __repr__(self) -> str:
+        return written(self)
+
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with & | ^ - ~ instead of and, or, not")
 
@@ -474,7 +478,7 @@ class Mask(Described):
     "upper bound",
 )
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Band(Mask):
     """A query i attends the keys j with lower <= j - i <= upper, in absolute coordinates.
 
@@ -540,14 +544,10 @@ class Band(Mask):
         >>> Band(-1, 3).transposed
         Band(lower=-3, upper=1)
         """
-        return Band(_negated(self.upper), _negated(self.lower))
+        return Band(*(None if bound is None else -bound for bound in (self.upper, self.lower)))
 
 
-def _negated(bound: int | None) -> int | None:
-    return None if bound is None else -bound
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OnBlocks(Mask):
     """A pattern of tokens drawn in whole blocks: what `Mask.on_blocks` returns."""
 
@@ -561,6 +561,10 @@ class OnBlocks(Mask):
             object.__setattr__(self, "block", block_pair(self.block))
         if reasons:
             raise UnsupportedProblem(reasons)
+
+    def __repr__(self) -> str:
+        inner, mirrored = _in_brackets(self.mask), ", mirrored=True" if self.mirrored else ""
+        return f"{inner}.on_blocks({self.block}{mirrored})"
 
     @property
     def natural_block(self) -> tuple[int, int]:
@@ -593,7 +597,7 @@ class OnBlocks(Mask):
 # The algebra
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Composed(Mask):
     """A mask made of others: it evaluates the masks at the tips of its tree, and combines their results."""
 
@@ -656,13 +660,10 @@ class _Composed(Mask):
         return (min(block[0] for block in known), min(block[1] for block in known)) if known else None
 
     def __repr__(self) -> str:
-        def shown(node: Mask, parts: list[str]) -> str:
-            if isinstance(node, Not):
-                return f"Not(operand={parts[0]})"
-            return f"{type(node).__name__}(operands=({', '.join(parts)}{',' * (len(parts) == 1)}))"
-
-        found: str = _rebuilt(self, repr, shown)
-        return found
+        if type(self) not in _NODES:
+            return written(self)
+        found = _in_brackets(self)
+        return found if isinstance(self, Not) else found[1:-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The tree as a list, for `pickle` and `copy`, which recurse."""
@@ -789,6 +790,17 @@ def _rebuilt(mask: Mask, of_tip: Callable[[Mask], Any], of_node: Callable[[Mask,
             parts = values[-num_parts:]
             values[-num_parts:] = [of_node(node, parts)]
     return values.pop()
+
+
+def _in_brackets(mask: Mask) -> str:
+    """A mask as an operand of another one."""
+    signs = {And: "&", Or: "|", Xor: "^"}
+
+    def shown(node: Mask, parts: list[str]) -> str:
+        return f"~{parts[0]}" if isinstance(node, Not) else joined(signs[_kind(node)], parts)
+
+    found: str = _rebuilt(mask, repr, shown)
+    return found
 
 
 def _composed(node: Mask, parts: list[Mask]) -> Mask:

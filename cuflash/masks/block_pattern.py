@@ -19,7 +19,7 @@ from .shape import MaskShape, block_pair
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockPattern(Mask):
     """Whole blocks kept or dropped.
 

@@ -13,7 +13,7 @@ from .base import Mask
 from .coordinates import LeadingArray, widened
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockSet(Mask):
     """A set of blocks by their sorted numbers, some known to be full: what `BlockPattern` resolves to.
 
@@ -67,7 +67,7 @@ class BlockSet(Mask):
         return position, keys[position] == key
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockGrid(Mask):
     """Whole blocks as booleans, one for each: what `BlockPattern` resolves to where its array is on a device."""
 

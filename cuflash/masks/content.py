@@ -36,7 +36,7 @@ class Described:
         >>> import numpy as np
         >>> from cuflash import masks
         >>> (masks.Lengths(kv=np.array([3, 5])) & masks.Causal()).to(np.copy)
-        And(operands=(Lengths(q=None, kv=array([3, 5])), Causal(align=None)))
+        Lengths(kv=array([3, 5])) & Causal()
         """
         require_callable("convert", convert)
         if "__dataclass_fields__" in vars(type(self)):

@@ -13,7 +13,7 @@ from .fields import convert_sides, converted_length, take_arrays
 from .shape import MaskShape
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Aligned(Mask):
     """A mask about the diagonal; `align` says which diagonal when the lengths differ."""
 
@@ -53,7 +53,7 @@ def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Causal(_Aligned):
     """Each query attends the keys up to its diagonal, and no later one.
 
@@ -84,7 +84,7 @@ class Causal(_Aligned):
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(_Aligned):
     """A query sees `left` keys before its diagonal, the diagonal, and `right` keys after it.
 
@@ -123,7 +123,7 @@ class SlidingWindow(_Aligned):
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dilated(_Aligned):
     """A query sees every `dilation`-th key, counted from its diagonal (Longformer, arXiv 2004.05150, section 3.1).
 
@@ -167,7 +167,7 @@ class Dilated(_Aligned):
         return And((_band(offset, left, right), Comb(min(self.dilation, UNBOUNDED), offset)))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Comb(Mask):
     """Keys whose distance j - i - offset is a multiple of `period`; what `Dilated` resolves to."""
 
@@ -185,7 +185,7 @@ class Comb(Mask):
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(_Aligned):
     """Every query sees the first `prefix` keys, and the rest causally.
 
@@ -231,7 +231,7 @@ class PrefixLM(_Aligned):
         return super().__call__(b, h, i, j) | (j < PerBatch.of("prefix", self.prefix, None).at(b))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ResolvedPrefix(Mask):
     """Resolved form of `PrefixLM`."""
 

@@ -16,7 +16,7 @@ from .shape import MaskShape
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
     """A query sees the keys of its own document.
 
@@ -147,7 +147,7 @@ def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
     return first, end
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SortedDocuments(Mask):
     """Resolved form of `Documents` whose ids never decrease."""
 
@@ -158,7 +158,7 @@ class SortedDocuments(Mask):
         return self.first.at(b, i), self.end.at(b, i)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ResolvedDocuments(Mask):
     """Resolved form of `Documents` whose ids come in any order."""
 

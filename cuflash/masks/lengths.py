@@ -18,7 +18,7 @@ _KEYWORDS = "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding, 
 
 @checked_calls(is_by_keywords, _KEYWORDS)
 @explains_keywords
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Lengths(Mask):
     """Only the first `q` queries and the first `kv` keys exist.
 
@@ -74,7 +74,7 @@ class Lengths(Mask):
         return ResolvedLengths(PerBatch.of("q", q, None), PerBatch.of("kv", kv, None))(b, h, i, j)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ResolvedLengths(Mask):
     """Resolved form of `Lengths`."""
 

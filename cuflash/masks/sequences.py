@@ -25,7 +25,7 @@ _ALIGNMENTS = ("bottom_right", "top_left")
 
 
 @explains_keywords
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sequences(Mask):
     """A query sees the keys of its own sequence, of many that are packed one after the other.
 
@@ -282,7 +282,7 @@ class Sequences(Mask):
         return kv_offsets is None or (namespace(kv_offsets) is np and np.array_equal(self.q_offsets, kv_offsets))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ResolvedSequences(Mask):
     """Resolved form of `Sequences`."""
 

@@ -30,7 +30,7 @@ def source_text(value: Any) -> str:
     Examples
     --------
     >>> source_text(masks.Causal() - masks.Dense(np.eye(2, dtype=bool)))
-    "(masks.Causal(align=None) & ~masks.Dense(allowed=np.array([[True, False], [False, True]], '|b1')))"
+    "(masks.Causal() & ~masks.Dense(allowed=np.array([[True, False], [False, True]], '|b1')))"
     """
     if type(value) in _OPERATORS:
         return f"({_OPERATORS[type(value)].join(map(source_text, value.operands))})"
@@ -40,7 +40,8 @@ def source_text(value: Any) -> str:
         return f"{source_text(value.mask)}.on_blocks({value.block!r}, mirrored={value.mirrored!r})"
     name = type(value).__name__
     if is_dataclass(value) and getattr(masks, name, None) is type(value):
-        parts = (f"{each.name}={source_text(getattr(value, each.name))}" for each in fields(value) if each.init)
+        held = ((each, getattr(value, each.name)) for each in fields(value) if each.init)
+        parts = (f"{each.name}={source_text(part)}" for each, part in held if part is not each.default)
         return f"masks.{name}({', '.join(parts)})"
     if is_array(value) and value.dtype.kind in "biuf":
         return _array_text(np.asarray(to_host(value)))

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import UnsupportedProblem, masks, patterns
-from cuflash.masks.base import And, Band, Mask, Or
+from cuflash.masks.base import And, Band, Mask, Or, Xor
 from cuflash.masks.content import content, held_arrays
 from cuflash.masks.shape import MAX_SEQLEN, MaskShape
 from cuflash.planning import plan_cache
@@ -1089,9 +1089,68 @@ def test_trees_are_kept_flat_and_shown_as_they_are(data):
         assert kind(kind(one, two), three) == kind(one, kind(two, three)) == node((one, two, three))
         made = kind(kind(one, two), three)
         assert not any(type(operand) is node for operand in made.operands)
-        assert repr(made) == f"{node.__name__}(operands={made.operands!r})"
-    assert repr(~one) == f"Not(operand={one!r})" and (~one).operand is one
-    assert repr(And((masks.Causal(),))) == "And(operands=(Causal(align=None),))"
+        assert repr(made) == f" {'&' if node is And else '|'} ".join(map(in_brackets, made.operands))
+    assert repr(~one) == f"~{in_brackets(one)}" and (~one).operand is one
+    assert repr(And((masks.Causal(),))) == "Causal()"
+
+
+def in_brackets(mask):
+    return f"({mask!r})" if type(mask) in (And, Or, Xor) else repr(mask)
+
+
+def check_written(library, mask):
+    """A mask prints as it is written, so that what is short makes it again; arrays and functions are told in a word."""
+    names = {name: getattr(library.masks, name) for name in library.masks.__all__} | {"array": np.array}
+    names |= {kind.__name__: kind for kind in strategies.INTEGER_TYPES}
+    text = repr(mask)
+    assert "=None" not in text and "=False" not in text.replace("by_head=False", "")
+    if "<" not in text and "Checkered" not in text:
+        again = eval(text, names)
+        assert repr(again) == text and type(again).__name__ == type(mask).__name__
+        shape = part(library, "masks.shape").MaskShape((), 1, 9, 9)
+        assert (again.toarray(**shape._asdict()) == mask.toarray(**shape._asdict())).all()
+
+
+@given(strategies.masks(MaskShape((), 1, 9, 9)))
+def test_a_mask_prints_as_it_is_written(drawn):
+    check_written(cuflash, drawn)
+
+
+LONG = np.arange(9) // 2
+TEXTS = {
+    "Causal() & SlidingWindow(15, 0)": lambda found: found.masks.Causal() & found.masks.SlidingWindow(15, 0),
+    "Causal(align='top_left') | ~(Lengths(kv=3) ^ Dilated(2, left=1))": lambda found: (
+        found.masks.Causal("top_left") | ~(found.masks.Lengths(kv=3) ^ found.masks.Dilated(2, 1))
+    ),
+    "Causal() & ~Band(upper=-2)": lambda found: found.masks.Causal() - found.masks.Band(None, -2),
+    "(Causal() & Band(lower=-1)) | Band(lower=0, upper=2)": lambda found: (
+        found.masks.Causal() & found.masks.Band(-1, None) | found.masks.Band(0, 2)
+    ),
+    "SlidingWindow(None, 0)": lambda found: found.masks.SlidingWindow(None, 0),
+    "Sequences(array([0, 2, 9]), causal='top_left')": lambda found: (
+        found.masks.Sequences([0, 2, 9], causal="top_left")
+    ),
+    "Documents(<int64 array of shape (9,)>)": lambda found: found.masks.Documents(LONG),
+    "Dense(<bool array of shape (9, 9)>) & Causal()": lambda found: (
+        found.masks.Dense(LONG == LONG[:, None]) & found.masks.Causal()
+    ),
+    "Sparse(<csr_array of shape (9, 9), 9 stored>)": lambda found: (
+        found.masks.Sparse(scipy.sparse.eye_array(9, format="csr"))
+    ),
+    "FromFunction(<lambda>)": lambda found: found.masks.FromFunction(lambda b, h, i, j: i >= j),
+    "(Causal() & Band()).on_blocks((4, 2), mirrored=True)": lambda found: (
+        (found.masks.Causal() & found.masks.Band()).on_blocks((4, 2), mirrored=True)
+    ),
+    "<BlockIndex of 1 full and 2 partial blocks of 4 x 4, 75.0 % of all with lengths (8, 8), batch 1, num_heads 1>"
+    ".as_mask() & Lengths(q=3)": lambda found: (
+        found.BlockIndex.from_mask(found.masks.Causal(), 8, 8, 4) & found.masks.Lengths(q=3)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_masks_print_short(text):
+    assert repr(TEXTS[text](cuflash)) == text
 
 
 def test_trees_are_made_of_masks():

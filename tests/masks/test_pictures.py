@@ -87,7 +87,7 @@ def test_notebooks_show_a_mask_at_its_own_lengths(mask, table):
 
 def test_notebooks_show_the_words_of_a_mask_that_needs_more():
     mask = masks.Lengths(kv=np.array([1, 2]))
-    assert mask._repr_html_() == "<pre>Lengths(q=None, kv=array([1, 2]))</pre>"
+    assert mask._repr_html_() == "<pre>Lengths(kv=array([1, 2]))</pre>"
 
 
 @given(tables())

@@ -23,6 +23,8 @@ from test_mask_inputs import (
     check_shapes,
     check_tree,
     check_types,
+    check_written,
+    TEXTS,
     deep,
     documents,
     wide,
@@ -51,6 +53,14 @@ def numbers_are_right(library: ModuleType) -> None:
     """Sides, bounds and lengths of narrow types, and beyond int64, mean what Python's ints mean."""
     for each in TELLING_NUMBERS:
         check_numbers(library, each, "cpu")
+
+
+def masks_print_as_they_are_written(library: ModuleType) -> None:
+    """Masks print as the calls that make them, and long arrays in a few words."""
+    for text, make in TEXTS.items():
+        mask = make(library)
+        assert repr(mask) == text, f"is {mask!r}, not {text}"
+        check_written(library, mask)
 
 
 def ids_are_right(library: ModuleType) -> None:

@@ -15,6 +15,7 @@ from mutations.mask_input_guards import (
     ids_are_right,
     indices_are_counted,
     limits_are_kept,
+    masks_print_as_they_are_written,
     numbers_are_right,
     shapes_are_right,
     types_are_told_apart,
@@ -59,6 +60,24 @@ FAULTS = {
     refuses(lambda library: library.BlockIndex(), "from_blocks"): {
         "an index is made of nothing": Edit(
             "errors.py", "checked_calls", "if not is_right(positional, keywords):", "if False:"
+        ),
+    },
+    masks_print_as_they_are_written: {
+        "defaults are written": Edit(
+            "masks/written.py", "written", "elif not _is_default(value, field.default):", "else:"
+        ),
+        "values without a name are written for others": Edit(
+            "masks/written.py", "written", 'f"{field.name}={_value(value)}"', "_value(value)"
+        ),
+        "long arrays are written out": Edit("masks/written.py", "_value", "value.size <= _MOST_LISTED", "True"),
+        "operands of operands have no brackets": Edit(
+            "masks/written.py", "joined", """f"({f' {sign} '.join(parts)})\"""", """f" {f' {sign} '.join(parts)} \""""
+        ),
+        "a mask in blocks has no brackets": Edit(
+            "masks/base.py", "OnBlocks.__repr__", "_in_brackets(self.mask)", "repr(self.mask)"
+        ),
+        "blocks of an index are written out": Edit(
+            "blocks/index_mask.py", "IndexMask.__repr__", "return _shown(self.index)", "return str(vars(self))"
         ),
     },
     shapes_are_right: {
