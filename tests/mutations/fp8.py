@@ -167,7 +167,7 @@ FAULTS = {
     },
     parts_have_scales_of_their_own: {
         "heads share a scale": Edit(QUANTIZE, "_parts_and_scale", "else (-2, -1)", "else (0, -2, -1)"),
-        "the sign of the largest counts": Edit(QUANTIZE, "_parts_and_scale", "xp.max(xp.abs(parts)", "xp.max((parts)"),
+        "the sign of the largest counts": Edit(QUANTIZE, "_parts_and_scale", "found = xp.max(xp.abs(parts)", "found = xp.max((parts)"),
         "tiny numbers are divided by 0": Edit(
             QUANTIZE, "_parts_and_scale", "xp.maximum(found / largest, _SMALLEST_SCALE)", "found / largest"
         ),
