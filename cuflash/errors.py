@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar
 
 from .keywords import explains_keywords
 
-_Class = TypeVar("_Class", bound=type)
 _LOG_LINES = 40  # as many of them are shown
 
 
@@ -85,36 +82,3 @@ def collecting(reasons: list[str]) -> Iterator[None]:
         yield
     except UnsupportedProblem as error:
         reasons.extend(error.reasons)
-
-
-def checked_calls(
-    is_right: Callable[[tuple[Any, ...], dict[str, Any]], bool], advice: str
-) -> Callable[[_Class], _Class]:
-    """Return a decorator of a class: a call that would be read in two ways, or not at all, raises a TypeError.
-
-    Parameters
-    ----------
-    is_right : callable (positional, keywords)
-        Returns whether the class takes these arguments.
-    advice : str
-        The message, with a call that works.
-    """
-
-    def decorated(cls: _Class) -> _Class:
-        initialize: Any = getattr(cls, "__init__")
-
-        @wraps(initialize)
-        def checked(self: Any, *positional: Any, **keywords: Any) -> None:
-            if not is_right(positional, keywords):
-                raise TypeError(advice)
-            initialize(self, *positional, **keywords)
-
-        setattr(cls, "__init__", checked)
-        return cls
-
-    return decorated
-
-
-def is_by_keywords(positional: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether a call has keyword arguments, one at least, and no others."""
-    return bool(keywords) and not positional

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import Array, flag_reasons, is_array, is_sparse, namespace, require_callable, to_host, whole_number
-from ..errors import UnsupportedProblem, checked_calls, collecting, is_by_keywords
+from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..layouts import is_differentiated
 from ..masks.arrays import Sparse, as_mask
@@ -36,10 +36,7 @@ _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are v
 make_on_device: Callable[[Array, Mask, MaskShape, tuple[int, int]], BlockIndex] | None = None
 
 
-@checked_calls(
-    is_by_keywords, "make an index with BlockIndex.from_blocks, BlockIndex.from_mask or BlockIndex.from_scipy"
-)
-@explains_keywords
+@explains_keywords(advice="make an index with BlockIndex.from_blocks, BlockIndex.from_mask or BlockIndex.from_scipy")
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class BlockIndex:
     """The blocks of a mask: absent, full or partial, and the elements of the partial ones.

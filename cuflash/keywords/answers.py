@@ -6,8 +6,8 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, TypeVar, overload
 
 from .elsewhere import ELSEWHERE, OF_ONE_CALL
 
@@ -16,7 +16,19 @@ _CONSTRUCTORS = ("__init__", "__new__")
 _AS_CLOSE = 0.75  # difflib's ratio of a misspelt name and of the name that was meant
 
 
-def explains_keywords(call: _Call) -> _Call:
+@overload
+def explains_keywords(call: _Call) -> _Call: ...
+
+
+@overload
+def explains_keywords(
+    *, advice: str, takes: Callable[[int, Sequence[str]], bool] | None = None
+) -> Callable[[_Call], _Call]: ...
+
+
+def explains_keywords(
+    call: Any = None, *, advice: str = "", takes: Callable[[int, Sequence[str]], bool] | None = None
+) -> Any:
     """Decorate a public call so that its TypeError for an unknown keyword names the keyword that was meant.
 
     Parameters
@@ -24,6 +36,10 @@ def explains_keywords(call: _Call) -> _Call:
     call : function or class
         A function is wrapped. A class is changed in place and returned: its constructor, and the public methods that no
         base class has.
+    advice : str, optional
+        The TypeError of a constructor whose arguments do not fit its signature.
+    takes : callable (number of positional arguments, keywords) -> bool, optional
+        False for arguments that fit the signature but would be read in two ways; the constructor refuses them too.
 
     Returns
     -------
@@ -39,34 +55,50 @@ def explains_keywords(call: _Call) -> _Call:
         ...
     TypeError: attention() has no softmax_scale: use scale=
     """
+    if call is None:
+        return partial(explains_keywords, advice=advice, takes=takes)
     if not isinstance(call, type):
-        explained: _Call = _explained(call)
-        return explained
+        return _explained(call)
     for name, member in list(vars(call).items()):
         is_own = not name.startswith("_") and not any(hasattr(base, name) for base in call.__bases__)
         if not is_own and name not in _CONSTRUCTORS:
             continue
         if isinstance(member, (classmethod, staticmethod)):
             setattr(call, name, type(member)(_explained(member.__func__)))
+        elif name == "__init__":
+            setattr(call, name, _explained(_refusing(member, takes, advice), advice))
         elif inspect.isfunction(member):
             setattr(call, name, _explained(member))
     return call
 
 
-def _explained(function: Any) -> Any:
+def _explained(function: Any, advice: str = "") -> Any:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
             # Raised while the arguments were bound, if no frame of the function is in the traceback.
-            if kwargs and error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                answers = _unknown_keywords(function, kwargs)
+            if (kwargs or advice) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                answers = _unknown_keywords(function, kwargs) or advice
                 if answers:
                     raise TypeError(answers) from None
             raise
 
     return call
+
+
+def _refusing(initialize: Any, takes: Callable[[int, Sequence[str]], bool] | None, advice: str) -> Any:
+    if takes is None:
+        return initialize
+
+    @wraps(initialize)
+    def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not takes(len(args), list(kwargs)):
+            raise TypeError(advice)
+        initialize(self, *args, **kwargs)
+
+    return initialized
 
 
 def _unknown_keywords(function: Callable[..., Any], keywords: Iterable[str]) -> str:

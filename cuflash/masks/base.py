@@ -14,7 +14,7 @@ from operator import and_, or_, xor
 from typing import Any, Self
 
 from ..arrays import Array, describe, flag_reasons, is_int, namespace
-from ..errors import UnsupportedProblem, checked_calls, collecting
+from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from .content import Described, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, share_allowed, widened
@@ -472,12 +472,11 @@ class Mask(Described):
         return bounds
 
 
-@checked_calls(
-    lambda positional, keywords: len(positional) != 1 or "upper" in keywords,
-    "Band takes both bounds of j - i: masks.Band(-8, 8) has 8 keys on either side of the query, masks.Band(lower=8) no "
-    "upper bound",
+@explains_keywords(
+    takes=lambda num_positional, keywords: num_positional != 1 or "upper" in keywords,
+    advice="Band takes both bounds of j - i: masks.Band(-8, 8) has 8 keys on either side of the query, "
+    "masks.Band(lower=8) no upper bound",
 )
-@explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class Band(Mask):
     """A query i attends the keys j with lower <= j - i <= upper, in absolute coordinates.

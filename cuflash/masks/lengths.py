@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arrays import Array
-from ..errors import UnsupportedProblem, checked_calls, collecting, is_by_keywords
+from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, PerBatch, widened
 from .fields import converted_length, take_arrays
 from .shape import MaskShape
 
-
 _KEYWORDS = "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding, q= for query padding"
 
 
-@checked_calls(is_by_keywords, _KEYWORDS)
-@explains_keywords
+@explains_keywords(advice=_KEYWORDS)
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Lengths(Mask):
     """Only the first `q` queries and the first `kv` keys exist.

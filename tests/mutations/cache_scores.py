@@ -65,10 +65,10 @@ def host_scores_are_right(library: ModuleType) -> None:
     for part_keys in (None, 64):
         sizes = {"batch": 3, "num_kv_heads": 2, "head_dim": 8, "capacity": capacity, "dtype": np.float32}
         cache = library.KVCache(**sizes, page_size=16, num_pages=12, part_keys=part_keys)
-        cache.append(*rows, counts=[50, 2, 33])
+        cache.append(*rows, counts=[50, 7, 33])
         made.append(cache.attention(q, score=score, window=(20, 0)))
         assert np.array_equal(cache.attention(q, softcap=2.0), cache.attention(q, softcap=np.float64(2.0)))
-    for b, length in enumerate((50, 2, 33)):
+    for b, length in enumerate((50, 7, 33)):
         new = min(5, length)
 
         def alone(s: Any, _: Any, h: Any, i: Any, j: Any, b: int = b, first: int = length - new, **held: Any) -> Any:

@@ -33,7 +33,7 @@ def has_an_empty_intersection(library: ModuleType) -> bool:
 FAULTS = {
     refuses(lambda library: library.masks.Lengths(3), "masks.Lengths(kv=lengths)"): {
         "a length without a name is taken": Edit(
-            "errors.py", "is_by_keywords", "bool(keywords) and not positional", "True"
+            "masks/lengths.py", None, "repr=False, kw_only=True", "repr=False"
         ),
     },
     refuses(lambda library: library.masks.Lengths(q=None), "got None for both"): {
@@ -42,7 +42,7 @@ FAULTS = {
         ),
     },
     refuses(lambda library: library.masks.Band(8), "masks.Band(-8, 8)"): {
-        "one bound by its place is taken": Edit("masks/base.py", None, "len(positional) != 1", "True"),
+        "one bound by its place is taken": Edit("masks/base.py", None, "num_positional != 1", "True"),
     },
     takes(lambda library: library.masks.Band(2, upper=3) == library.masks.Band(2, 3)): {
         "a bound by its name is refused": Edit("masks/base.py", None, 'or "upper" in keywords', ""),
@@ -59,7 +59,7 @@ FAULTS = {
     },
     refuses(lambda library: library.BlockIndex(), "from_blocks"): {
         "an index is made of nothing": Edit(
-            "errors.py", "checked_calls", "if not is_right(positional, keywords):", "if False:"
+            "keywords/answers.py", "_explained", "or advice\nif answers", "or ''\nif answers"
         ),
     },
     masks_print_as_they_are_written: {

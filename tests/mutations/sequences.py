@@ -220,7 +220,7 @@ FAULTS = {
             FILE, "_sums", "taken_array(name, as_int_array(lengths))", "as_int_array(lengths)"
         ),
     },
-    takes(lambda library: library.masks.Sequences(OFFSETS, OFFSETS.copy(), causal=True)): {
+    takes(lambda library: library.masks.Sequences(OFFSETS, OFFSETS.copy(), causal=True).causal): {
         "equal offsets are told apart": Edit(
             FILE, "Sequences._has_equal_offsets", "np.array_equal(self.q_offsets, kv_offsets)", "False"
         ),
