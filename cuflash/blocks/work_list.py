@@ -152,6 +152,18 @@ class IntervalWork:
         lo, hi = self._rows(b, h)
         return lo[start:stop], hi[start:stop]
 
+    def visited_keys(self, height: int) -> float:
+        """How many keys a row's tile of so many rows visits, on average over all rows."""
+        first = np.arange(0, self.seqlen_q, height)
+        last = np.minimum(first + height, self.seqlen_q) - 1
+        if self.band is None:
+            assert self.lo is not None and self.hi is not None
+            lo, hi = self.lo[..., first], self.hi[..., last]
+        else:
+            lo, hi = self.band.intervals(0, 0, first)[0], self.band.intervals(0, 0, last)[1]
+        visited = np.maximum(np.clip(hi, 0, self.seqlen_kv) - np.clip(lo, 0, self.seqlen_kv), 0)
+        return float((visited @ (last - first + 1.0)).mean() / self.seqlen_q) if visited.size else 0.0
+
     def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
         """The keys that queries start <= i < stop visit."""
         (first_lo, last_lo), (first_hi, last_hi) = (

@@ -46,7 +46,7 @@ def explain(plan: KernelPlan, notes: Mapping[str, str], numbers: Sequence[int] =
     if problem.dropout is not None:
         lines.append(f"dropout    {_described_dropout(problem.dropout, *numbers)}")
     if plan.tiling is not None:
-        lines.append(f"tile       {plan.tiling.block_q} queries x {plan.tiling.block_kv} keys")
+        lines.append(f"tile       {min(plan.tiling.block_q, plan.work.block_q)} queries x {plan.tiling.block_kv} keys")
     if kernels is not None:
         lines += _described_kernels(plan, notes)
     return "\n".join([

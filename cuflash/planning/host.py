@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..blocks.work_list import WorkList
+from ..blocks.work_list import IntervalWork, WorkList
 from .device import DeviceSpec
 from .problem import Problem
 
@@ -12,6 +12,9 @@ from .problem import Problem
 # Tall tiles spare Python's share; the backward pass slows down once two tiles leave the level-2 cache.
 _BLOCK_Q = 512
 _LEAST_BLOCK_KV, _MOST_BLOCK_KV = 512, 4096  # the backward pass holds block_kv^2 scores
+# Under a short window, or in short sequences, the keys of a tile grow with its queries, and most scores are masked.
+# Each pair is the height of a flatter tile, and the factor of keys by which a tall tile must exceed it.
+_FLAT_TILES = ((64, 4), (128, 2))
 _SHARED_SCORES = 1 << 23  # fewer scores than that are too little work to share among threads
 
 
@@ -19,6 +22,16 @@ def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
     """Queries and keys of a tile of the cpu executor."""
     keys = min(device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q), _MOST_BLOCK_KV)
     return _BLOCK_Q, max(_LEAST_BLOCK_KV, (1 << keys.bit_length()) // 2)
+
+
+def in_flat_tiles(work: WorkList) -> WorkList:
+    """The same work in flatter tiles of queries and of keys, if tall ones visit several times as many keys."""
+    if isinstance(work, IntervalWork) and work.seqlen_q > work.block_q:
+        visited = work.visited_keys(work.block_q)
+        for height, factor in _FLAT_TILES:
+            if visited > factor * work.visited_keys(height):
+                return replace(work, block_q=height)
+    return work
 
 
 @dataclass(frozen=True, eq=False)

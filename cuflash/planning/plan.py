@@ -18,7 +18,7 @@ from ..masks.content import without_memos
 from .device import DeviceSpec
 from .dropout_launches import with_dropout
 from .families.family import Family
-from .host import HostTiling, host_tile
+from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels
 from .list_kernels import work_of_kernels
 from .problem import Problem
@@ -174,7 +174,7 @@ class KernelPlan:
 def host_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> KernelPlan:
     """The plan of a call on the host."""
     block_q, block_kv = host_tile(problem, device)
-    work = work_list(mask, problem.mask_shape, (block_q, block_kv))
+    work = in_flat_tiles(work_list(mask, problem.mask_shape, (block_q, block_kv)))
     tiling = HostTiling(problem, device, block_q, block_kv, work)
     return KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling)
 

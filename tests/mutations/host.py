@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mutations.host_guards import (
-    any_tile_memory_is_taken, blas_limits_are_kept, forked_processes_are_told, magnitudes_are_right, nothing_is_raised,
-    threads_are_right,
+    any_tile_memory_is_taken, blas_limits_are_kept, flat_tiles_are_chosen, forked_processes_are_told,
+    magnitudes_are_right, nothing_is_raised, threads_are_right,
 )  # fmt: skip
 from mutations.planting import Edit
 
@@ -22,6 +22,16 @@ FAULTS = {
         ),
         "memory is for one head": Edit(
             "planning/host.py", "HostTiling.scratch_scores", "problem.num_batch_heads *", ""
+        ),
+    },
+    flat_tiles_are_chosen: {
+        "tiles are tall": Edit("planning/plan.py", "host_plan", "in_flat_tiles(", "("),
+        "single tiles are cut": Edit("planning/host.py", "in_flat_tiles", "and work.seqlen_q > work.block_q", ""),
+        "tiles are flat or tall": Edit("planning/host.py", None, "((64, 4), (128, 2))", "((64, 4),)"),
+        "tiles are flat in vain": Edit("planning/host.py", None, "((64, 4), (128, 2))", "((64, 0), (128, 2))"),
+        "a tile visits the keys of its first row": Edit(
+            "blocks/work_list.py", "IntervalWork.visited_keys",
+            "last = np.minimum(first + height, self.seqlen_q) - 1", "last = first",
         ),
     },
     forked_processes_are_told: {

@@ -52,6 +52,36 @@ def test_a_host_of_any_memory_has_a_plan(tile_memory_bytes):
     assert (np.abs(o - exact_o) <= bound.o).all() and (np.abs(lse - exact_lse) <= bound.lse).all()
 
 
+HEIGHTS = {
+    "everything": (None, 512),
+    "causal": (masks.Causal(), 512),
+    "a window of 16": (masks.SlidingWindow(15, 0), 64),
+    "a window of 120": (masks.SlidingWindow(60, 59), 128),
+    "a window of 600": (masks.SlidingWindow(599, 0), 512),
+    "sequences of 16": (masks.Sequences(np.arange(0, 801, 16), causal=True), 64),
+    "sequences of 200": (masks.Sequences(np.arange(0, 801, 200), causal=True), 128),
+    "sequences of 400": (masks.Sequences([0, 400, 800]), 512),
+    "documents of 1 to 39": (masks.Documents(np.repeat(np.arange(40), np.arange(40))[:700]), 64),
+    "few keys": (masks.Lengths(kv=16), 512),
+    "a prefix": (masks.PrefixLM(16), 512),
+}
+
+
+@pytest.mark.parametrize("name", HEIGHTS)
+def test_tiles_are_flat_where_tall_ones_would_visit_many_keys_for_few(name):
+    mask, height = HEIGHTS[name]
+    tokens = 700 if "documents" in name else 800
+    q, k, v, do = drawn(4, tokens, 8)
+    ready = cuflash.plan(q, k, v, mask=mask)
+    assert ready.plan.work.block_q == height
+    o, lse = ready.forward(q, k, v)
+    gradients = ready.backward(do, q, k, v, o, lse)
+    example = assertions.Example(q=q, k=k, v=v, do=do, mask=mask)
+    assertions.assert_within_bounds(example, o=o, lse=lse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
+    short = cuflash.ShapeDtype((512, 8), np.float32)  # a single tile stays one
+    assert cuflash.plan(short, short, short, window=(15, 0)).plan.work.block_q == 512
+
+
 def workspace(tokens, tile_memory_bytes):
     """Bytes that a call of one head takes beside its arrays, on one thread."""
     q = cuflash.ShapeDtype((1, tokens, 8), np.float32)
