@@ -387,7 +387,7 @@ def plan(
     )  # fmt: skip
     listed = None
     if options.mask is not None and device is None and not checks.is_on():
-        asked, operands = with_one_score(options)
+        asked, operands = with_one_score(options, q)
         with suppress(UnsupportedProblem):  # `planned` raises this again, with all other reasons
             given, _, asked = with_known_arrays({"q": q, "k": k, "v": v, **operands}, (), asked)
             listed = listed_plan(given, asked, planned)
@@ -456,6 +456,7 @@ def precompile(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, "gpu", precision,
         deterministic,
     )  # fmt: skip
+    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     if device is None:  # arrays on the host stand for their shapes: the kernels are those of a GPU
         q, k, v = (ShapeDtype(x.shape, x.dtype) if type(x) is np.ndarray else x for x in (q, k, v))
     ready = planned(q, k, v, options, device)
@@ -474,7 +475,7 @@ def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> 
     if is_asked:
         options = options._replace(precision="ieee")
         with collecting(reasons):
-            q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))
+            q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}, dict.fromkeys("qkv", np.float32)))
     else:
         reasons += fp8.operand_reasons({"q": q, "k": k, "v": v})
     options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
@@ -495,8 +496,11 @@ _FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("sc
 _bound_calls: dict[Hashable, tuple[Plan, BoundCall, Any]] = {}  # the last makes lists for calls that do
 
 
-def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
-    """Options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v by name."""
+def with_one_score(options: Options, q: Any = None) -> tuple[Options, dict[str, Any]]:
+    """Options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v by name.
+
+    A bias that is a list becomes an array where q lies.
+    """
     score, softcap, bias, sink, dropout = options[_FIRST_OPERAND:_END_OF_OPERANDS]
     if score is softcap is bias is sink is dropout is None:
         return options, {}
@@ -506,7 +510,7 @@ def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
     if softcap is bias is None and type(score) is Score:
         return options, operands | score.arrays
     try:
-        composed = composed_score(options)
+        composed = composed_score(options, q)
     except UnsupportedProblem:  # `planned` raises this again, with all other reasons
         return options, operands
     assert composed is not None
@@ -521,7 +525,7 @@ def run(
 
     Where the call makes the lists of its mask, they are the last of the arrays. An lse that is not wanted may be None.
     """
-    options, operands = with_one_score(options)
+    options, operands = with_one_score(options, q)
     if type(options.causal) is np.bool:
         options = options._replace(causal=bool(options.causal))
     given = {"q": q, "k": k, "v": v, **operands}

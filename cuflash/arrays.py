@@ -20,7 +20,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
 _LONGEST = 60  # characters of a value that a message shows
 _MOST_ITEMS = 8  # of a list
-_SHORT = (int, float, complex, str, bytes, np.generic)  # types of values that messages write out
+_SHORT = (int, float, complex, str, bytes, np.generic, np.dtype)  # types of values that messages write out
 
 
 @explains_keywords
@@ -112,6 +112,15 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
 
 
+def times_power_of_two(array: Array, exponent: int) -> Array:
+    """An array times 2^exponent, exact but where its dtype has no room; itself for exponent 0."""
+    if not exponent:
+        return array
+    with np.errstate(all="ignore"):
+        wide = array.astype(accumulator_dtype(array.dtype), copy=False)
+        return namespace(array).ldexp(wide, exponent).astype(array.dtype, copy=False)
+
+
 def to_host(array: Array) -> Array:
     """Return the array as NumPy's. For a device array this waits and copies, so that only displays call it."""
     return array if namespace(array) is np else array.get()
@@ -199,11 +208,87 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     raise UnsupportedProblem([f'{name} must be a NumPy dtype or its name; got None: write {name}="float32"'])
 
 
-def as_int_array(value: Any) -> Any:
-    """A list or tuple of ints as an int64 array; anything else as it is."""
-    if isinstance(value, (list, tuple)) and all(is_int(each) and -(2**62) < each < 2**62 for each in value):
-        return np.array([int(each) for each in value], np.int64)
+def of_list(name: str, value: Any, dtype: Any = None) -> Any:
+    """Return a list or a tuple of numbers, nested or not, as the array that NumPy makes of it; all else as it is.
+
+    Parameters
+    ----------
+    name : str
+        The name of the value in messages.
+    value : object
+        Anything. A list that holds something else than numbers, such as strings, stays what it is.
+    dtype : dtype, optional
+        That of Python's numbers, which have none: of ints and floats if it is one of floats, of ints that it can hold
+        if it is one of ints. An empty list has it too.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Lists at one depth have unequal lengths.
+
+    Examples
+    --------
+    >>> of_list("kv", [50, 37])
+    array([50, 37])
+    """
+    if is_ragged(value):
+        raise UnsupportedProblem([_unequal_lengths(name, value)])
+    if not isinstance(value, (list, tuple)):
+        return value
+    first = _first_item(value)
+    if _is_of_another_library(first):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # NumPy's word for lists of unequal lengths
+        raise UnsupportedProblem([_unequal_lengths(name, value)]) from error
+    if array.dtype.kind in "OSU":
+        return value
+    wanted = array.dtype if dtype is None else np.dtype(dtype)
+    kinds = "iuf" if wanted in DTYPES else "iu" if wanted.kind in "iu" else ""
+    if array.size and (array.dtype.kind not in kinds or isinstance(first, (np.ndarray, np.generic))):
+        return array
+    with np.errstate(all="ignore"):  # what a narrower dtype of floats cannot hold becomes infinite, or 0
+        cast = array.astype(wanted, copy=False)
+    return cast if wanted in DTYPES or (cast == array).all() else array
+
+
+def _first_item(value: Any) -> Any:
+    """The first item of a nested list that is no list itself."""
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
     return value
+
+
+def _is_of_another_library(value: object) -> bool:
+    """Return whether a value is an array of another library than NumPy."""
+    return hasattr(value, "__dlpack_device__") and not isinstance(value, (np.ndarray, np.generic))
+
+
+def fix_of_numbers(name: str, came: object, dtype: Any) -> str:
+    """Return how numbers, an array or a list, become the booleans that an argument takes."""
+    spelled = f"np.array({name})" if isinstance(came, (list, tuple)) else name
+    additive = "additive numbers go to bias=, and " if name == "mask" and np.dtype(dtype).kind == "f" else ""
+    return f"{additive}0/1 numbers become booleans by {spelled} != 0"
+
+
+def is_ragged(value: object) -> bool:
+    """Return whether a value is an array of objects that are lists or arrays, as of sequences of unequal lengths."""
+    if not isinstance(value, np.ndarray) or value.dtype != object:
+        return False
+    return any(isinstance(part, (list, tuple, np.ndarray)) for part in value.flat)
+
+
+def _unequal_lengths(name: str, parts: Any) -> str:
+    """Why lists, or arrays, of unequal lengths cannot be one array."""
+    try:
+        are_sequences = all(np.ndim(part) >= 2 for part in parts)
+    except ValueError:  # a part is itself of unequal lengths
+        are_sequences = False
+    if not are_sequences:
+        return f"{name} must be one array; got lists of unequal lengths: make all lists at one depth equally long"
+    fix = f"packed, offsets = cuflash.pack({name}), and mask=masks.Sequences(offsets)"
+    return f"{name} must be one array; got a list of sequences of unequal lengths: {fix}"
 
 
 def is_integer_dtype(dtype: Any) -> bool:
@@ -220,8 +305,10 @@ def describe(value: object) -> str:
         return f"an int of {value.bit_length()} bits"  # Python writes no more than some thousand digits
     if isinstance(value, tuple) and len(value) <= 4:
         return f"({', '.join(map(describe, value))}{',' * (len(value) == 1)})"
-    if isinstance(value, list) and value and all(isinstance(each, _SHORT) for each in value[:_MOST_ITEMS]):
+    if isinstance(value, list):
         shown = ", ".join(map(describe, value[:_MOST_ITEMS]))
+        if len(shown) > 2 * _LONGEST:
+            return f"a list of {len(value)} items"
         return f"[{shown}]" if len(value) <= _MOST_ITEMS else f"[{shown}, ...] of {len(value)} items"
     if value is None or isinstance(value, _SHORT):
         written = repr(value)
@@ -229,16 +316,17 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
-def fix_of_list(value: object) -> str:
-    """Return the end of a message about an array: the fix if a list or a tuple came in its place, else nothing."""
-    return ": numpy.asarray makes an array" if isinstance(value, (list, tuple)) else ""
+def is_shape(value: object) -> bool:
+    """Return whether a value is a list or a tuple of ints, as the shape of an array is."""
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_int, value))
 
 
 def no_array(name: str, value: object) -> str:
     """Why an argument that has to be an array is refused."""
     makes = "numpy.asarray makes one"
     if type(value).__name__ == "KVCache":
-        return f"{name} must be an array; got a KVCache: call cache.attention(q)"
+        fix = "call cache.attention(q), or give the keys and values of one sequence, cache.rows(0)"
+        return f"{name} must be an array; got a KVCache: {fix}"
     if hasattr(value, "toarray"):
         makes = "its toarray() makes one"
     elif isinstance(value, np.ma.MaskedArray):
@@ -247,6 +335,11 @@ def no_array(name: str, value: object) -> str:
         makes = "its dequantized() makes one"
     elif isinstance(value, type):
         makes = "call it"
+    elif is_shape(value):
+        makes = f"plan takes cuflash.ShapeDtype({describe(value)}, dtype) in the place of an array"
+    elif isinstance(value, (list, tuple)):
+        is_of_arrays = _is_of_another_library(_first_item(value))
+        makes = "stack them to one array first" if is_of_arrays else "lists may hold numbers alone"
     elif hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__"):
         makes = "it holds no data, and plan takes cuflash.ShapeDtype(shape, dtype) in the place of such a value"
     return f"{name} must be an array; got {describe(value)}: {makes}"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from .arrays import BFLOAT16, Array, is_array, namespace
+from .arrays import BFLOAT16, DTYPES, Array, accumulator_dtype, is_array, is_shape, namespace
 from .errors import UnsupportedProblem
 
 _ON_DEVICE = {2: "CUDA", 13: "CUDA managed"}  # kDLCUDA, kDLCUDAManaged
 COPIES = {"numpy": "its get()", "cupy": "cupy.asarray"}  # what copies an array of the other namespace to each
+_OF_Q, _OF_LSE = ("q", "k", "v", "o", "do"), ("lse", "dlse")  # arrays of q's dtype, and of that of its sums
 _ON_HOST = {1: "CPU", 3: "CUDA pinned"}  # kDLCPU, kDLCUDAHost
 
 
@@ -330,6 +331,18 @@ def dtype_of(array: Any) -> np.dtype[Any]:
         with suppress(TypeError):
             dtype = np.dtype(str(array.dtype).removeprefix("torch."))
     return dtype
+
+
+def dtypes_of_lists(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The dtypes of lists in a call by name: those of the arrays that they stand beside.
+
+    A list of ints in the place of q, k or v is left out, as it is no array of rows but may be a shape.
+    """
+    found = [dtype_of(given[name]) for name in _OF_Q if hasattr(given.get(name), "dtype")]
+    like = next((dtype for dtype in found if dtype in DTYPES), np.dtype(np.float64))
+    dtypes = {name: like for name in _OF_Q if not is_shape(given.get(name))}
+    dtypes |= dict.fromkeys(_OF_LSE, accumulator_dtype(like)) | dict.fromkeys(("sink", "bias"), np.dtype(np.float64))
+    return {**dtypes, "mask": np.dtype(np.bool_)}
 
 
 def is_differentiated(value: object) -> bool:

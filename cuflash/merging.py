@@ -93,7 +93,7 @@ def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
 def _parts(name: str, given: Sequence[Array] | Array) -> list[Array]:
     """The parts as a list of arrays, and of what is no array."""
     try:
-        parts = list(_as_known_array(name, given))
+        parts = list(given if isinstance(given, (list, tuple)) else _as_known_array(name, given))
     except (TypeError, NotImplementedError) as error:
         message = f"{name} must be a sequence of arrays, or one array of all parts; got {describe(given)}"
         raise TypeError(message) from error
@@ -104,7 +104,7 @@ def _as_known_array(name: str, value: Any) -> Any:
     """An array as it is, if its namespace has NumPy's functions and dtypes; as NumPy's or CuPy's otherwise."""
     if is_array(value) and isinstance(value.dtype, np.dtype):
         return value
-    return as_arrays({name: value})[name]
+    return as_arrays({name: value}, {name: np.float64})[name]
 
 
 def _check(outs: list[Array], lses: list[Array]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from .arrays import (
-    Array, as_int_array, describe, flag_reasons, is_array, is_int, is_integer_dtype, namespace, no_array, to_host,
+    Array, describe, flag_reasons, is_array, is_int, is_integer_dtype, namespace, no_array, of_list,
+    to_host,
 )  # fmt: skip
 from .errors import UnsupportedProblem
 from .keywords import explains_keywords
@@ -111,7 +112,8 @@ def unpack(packed: Array, offsets: Array, axis: int = -2, *, allow_gaps: bool = 
     >>> [part.tolist() for part in cuflash.unpack(np.arange(5), np.array([0, 2, 2, 5]), axis=-1)]
     [[0, 1], [], [2, 3, 4]]
     """
-    given = as_arrays({"packed": packed, "offsets": as_int_array(offsets)})
+    offsets = of_list("offsets", offsets, np.int64)
+    given = as_arrays({"packed": packed, "offsets": offsets}, {"packed": np.float64})
     for name, array in given.items():
         if not is_array(array):
             raise TypeError(no_array(name, array))
@@ -135,7 +137,8 @@ def _given(arrays: Any) -> list[Array]:
         raise TypeError(f"arrays must be a list of arrays, one for each sequence; got {describe(arrays)}")
     if not arrays:
         raise UnsupportedProblem(["arrays must hold at least one sequence, which may be empty; got none"])
-    given = as_arrays({f"arrays[{place}]": array for place, array in enumerate(arrays)})
+    named = {f"arrays[{place}]": array for place, array in enumerate(arrays)}
+    given = as_arrays(named, dict.fromkeys(named, np.float64))
     for name, array in given.items():
         if not is_array(array):
             raise TypeError(no_array(name, array))

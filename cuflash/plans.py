@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, ShapeDtype, accumulator_dtype, describe, is_array, namespace, no_array
+from .arrays import (
+    Array, ShapeDtype, describe, is_array, is_ragged, namespace, no_array, of_list, times_power_of_two,
+)  # fmt: skip
 from .compiler import nvrtc
 from .errors import UnsupportedProblem
 from .executors import checks, cpu, gpu, sim, without_keys
@@ -18,8 +20,8 @@ from .keywords import explains_keywords, require_own_names
 from .masks.base import Mask
 from .masks.content import held_arrays
 from .layouts import (
-    COPIES, device_number, is_broadcast, is_foreign, is_on_cuda, is_tracer, kind_of, layout_reasons, overlap, reach,
-    taken,
+    COPIES, device_number, dtypes_of_lists, is_broadcast, is_foreign, is_on_cuda, is_tracer, kind_of, layout_reasons,
+    overlap, reach, taken,
 )  # fmt: skip
 from .planning.device import other_device_reasons
 from .planning.explain import explain
@@ -153,7 +155,7 @@ class Plan:
         if out is None:
             key = layout_key(q, k, v, *operands.values())
             if key is None:
-                q, k, v, *others = as_arrays({"q": q, "k": k, "v": v, **operands}).values()
+                q, k, v, *others = self._taken({"q": q, "k": k, "v": v, **operands}).values()
                 operands = dict(zip(operands, others))
                 key = layout_key(q, k, v, *others)
             if operands:
@@ -164,7 +166,7 @@ class Plan:
                 return o, lse
         out_o, out_lse = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
         name_o = "out" if out_lse is None else "out[0]"
-        given = as_arrays({"q": q, "k": k, "v": v, **operands, name_o: out_o, "out[1]": out_lse})
+        given = self._taken({"q": q, "k": k, "v": v, **operands, name_o: out_o, "out[1]": out_lse})
         out_o, out_lse = given.pop(name_o), given.pop("out[1]")
         self.check_forward(given, name_o, out_o, out_lse)
         check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
@@ -210,7 +212,7 @@ class Plan:
     def _scaled(self, q: Array, k: Array) -> tuple[Array, Array]:
         """q and k, or their gradients, times the powers of two that `Problem.scaling` takes out of the scale."""
         scaling = self.plan.problem.scaling
-        return _times_power_of_two(q, scaling.q_exponent), _times_power_of_two(k, scaling.k_exponent)
+        return times_power_of_two(q, scaling.q_exponent), times_power_of_two(k, scaling.k_exponent)
 
     def bind(self, given: Mapping[str, Array], *, pins: bool = False, wants_lse: bool = True) -> BoundCall:
         """Return `forward` without its checks, for arrays of the same layout as these, which it has accepted.
@@ -336,7 +338,7 @@ class Plan:
             arrays = *arrays, *read.values()
         key = layout_key(*arrays)
         if key is None:
-            arrays = tuple(as_arrays(dict(zip(self._names_of_backward(dlse, read), arrays))).values())
+            arrays = tuple(self._taken(dict(zip(self._names_of_backward(dlse, read), arrays))).values())
             key = layout_key(*arrays)
         return (key and (key, dlse is None, *read) if read else key), arrays, read
 
@@ -597,24 +599,33 @@ class Plan:
         if not self.plan.is_empty:
             gpu.require_capturable(self.plan, machine)
 
-    def _input_reasons(self, given: dict[str, Array], needed: Sequence[str]) -> list[str]:
-        """Why arrays are not what was planned; operands that are needed must be among them."""
+    @property
+    def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each array that a pass may be given."""
         problem = self.plan.problem
-        operands = {operand.name: (operand.shape, operand.dtype) for operand in problem.operands}
-        wanted = {
+        return {
             **{name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()},
-            **operands,
+            **{operand.name: (operand.shape, operand.dtype) for operand in problem.operands},
             "o": (problem.o_shape(), problem.dtype),
             "do": (problem.o_shape(), problem.dtype),
             "lse": (problem.lse_shape(), problem.accumulator),
             "dlse": (problem.lse_shape(), problem.accumulator),
         }
+
+    def _taken(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """`as_arrays`, with lists in the planned dtypes."""
+        has_lists = any(isinstance(value, (list, tuple)) for value in given.values())
+        return as_arrays(given, {name: dtype for name, (_, dtype) in self._wanted.items()} if has_lists else None)
+
+    def _input_reasons(self, given: dict[str, Array], needed: Sequence[str]) -> list[str]:
+        """Why arrays are not what was planned; operands that are needed must be among them."""
+        wanted = self._wanted
         if isinstance(self.plan.work, WorkAtCall):
             wanted[AT_CALL] = (self.plan.work.source.nbytes,), np.dtype(np.uint8)
         reasons = [
-            f"{name} must be given, of shape {shape} and dtype {dtype}: the plan was made with it"
-            for name, (shape, dtype) in operands.items()
-            if name in needed and name not in given
+            f"{name} must be given, of shape {wanted[name][0]} and dtype {wanted[name][1]}: the plan was made with it"
+            for name in needed
+            if name not in given
         ]
         for name, array in given.items():
             if name not in wanted:
@@ -705,8 +716,20 @@ def layout_key(*arrays: Array) -> Hashable:
     return nvrtc.current_number(), *map(_device_layout, arrays)
 
 
-def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
+def as_arrays(given: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None, like: Any = None) -> dict[str, Any]:
     """Arrays of other libraries as CuPy's or NumPy's, where they lie and without a copy; all else as it is.
+
+    Nested lists of numbers become arrays where the other arrays lie, or `like` does. A list has no dtype of its own:
+    q, k, v, o and do get that of the first of them which is an array, lse and dlse that of its sums.
+
+    Parameters
+    ----------
+    given : dict by name
+        Arrays, or whatever a call is given in their place.
+    dtypes : dict of dtypes by name, optional
+        For lists under further names, and under these: as `of_list` takes them.
+    like : array, optional
+        An array that is not among these.
 
     Raises
     ------
@@ -716,9 +739,13 @@ def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
         One lies on a GPU, and CuPy is missing.
     """
     arrays, reasons = dict(given), list[str]()
+    lists = [name for name, value in given.items() if isinstance(value, (list, tuple)) or is_ragged(value)]
+    known = dtypes_of_lists(given) | dict(dtypes or {}) if lists else {}
     for name, value in given.items():
         try:
-            if is_foreign(value):
+            if name in known and name in lists:
+                arrays[name] = of_list(name, value, known[name])
+            elif is_foreign(value):
                 arrays[name] = taken(name, value, gpu.namespace() if is_on_cuda(name, value) else np)
             elif is_array(value) and namespace(value).__name__ not in _NAMESPACES.values():
                 fix = "its todense() makes one" if hasattr(value, "todense") else "call this outside of what is traced"
@@ -729,11 +756,15 @@ def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
             reasons.extend(error.reasons)
     if reasons:
         raise UnsupportedProblem(reasons)
+    if lists and any(namespace(value).__name__ == "cupy" for value in (like, *arrays.values())):
+        arrays |= {name: gpu.namespace().asarray(arrays[name]) for name in lists if is_array(arrays[name])}
     return arrays
 
 
-def as_mask_of_arrays(mask: Any, executor: str) -> Any:
+def as_mask_of_arrays(mask: Any, executor: str, like: Any = None) -> Any:
     """Return the value of `mask=`, with arrays of other libraries taken as `as_arrays` takes them; all else as it is.
+
+    A list becomes an array where `like` lies.
 
     Raises
     ------
@@ -751,7 +782,7 @@ def as_mask_of_arrays(mask: Any, executor: str) -> Any:
                     f"them to the host, or q, k and v to the device"
                 ]
             )
-        return as_arrays({"mask": array})["mask"]
+        return as_arrays({"mask": array}, like=like)["mask"]
 
     if not isinstance(mask, Mask):
         return take(mask)
@@ -782,12 +813,3 @@ def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         # Without keepdims NumPy's sum over every axis is a number, which reshape leaves one.
         summed = gradient.sum(axis=(*range(missing), *summed_axes), keepdims=True)
         return summed.reshape(shape).astype(dtype, copy=False)
-
-
-def _times_power_of_two(array: Array, exponent: int) -> Array:
-    """An array times 2^exponent, exact but where its dtype has no room; itself for exponent 0."""
-    if not exponent:
-        return array
-    with np.errstate(all="ignore"):
-        wide = array.astype(accumulator_dtype(array.dtype), copy=False)
-        return namespace(array).ldexp(wide, exponent).astype(array.dtype, copy=False)

@@ -202,7 +202,10 @@ def attention_vjp(
 
 def _times(x: Array, factors: Array | None) -> Array:
     """P, or dP, times factors; 0 where a factor is 0, whatever x is there."""
-    return x if factors is None else np.where(factors == 0, 0, x * factors)
+    if factors is None:
+        return x
+    factors = np.asarray(factors)
+    return np.where(factors == 0, 0, x * factors)
 
 
 def scores(q: Array, k: Array, v: Array, scale: float | None) -> Array:

@@ -596,8 +596,7 @@ def _tensor_reasons(given: dict[str, Any], outs: _Outs) -> list[str]:
     reasons = []
     for name, tensor in given.items():
         if not is_tensor(tensor):
-            makes = "torch.from_numpy" if isinstance(tensor, np.ndarray) else "torch.as_tensor"
-            raise TypeError(f"{name} must be a torch.Tensor; got {describe(tensor)}: {makes} makes one")
+            raise TypeError(f"{name} must be a torch.Tensor; got {describe(tensor)}: torch.as_tensor makes one")
         reasons += tensor_reasons(name, tensor) or _kind_reasons(name, tensor, name in captured)
     if not reasons and len({tensor.device for tensor in given.values()}) > 1:
         places = ", ".join(f"{name} on {str(tensor.device)!r}" for name, tensor in given.items())

@@ -219,7 +219,7 @@ def _bounds_of_plan(
     reasons += flag_reasons("probable", probable)
     if fp8.are_quantized(*qkv):
         raise UnsupportedProblem([*reasons, "plan must be None for Quantized q, k and v: plans are of plain arrays"])
-    q, k, v, do, dlse, sink = host_arrays(dict(zip("qkv", qkv)) | {"do": do, "dlse": dlse, "sink": sink})
+    q, k, v, do, dlse, sink = host_arrays(plan._taken(dict(zip("qkv", qkv)) | {"do": do, "dlse": dlse, "sink": sink}))
     problem = plan.plan.problem
     reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})
     reasons += _cotangent_reasons("do", do, problem.o_shape())
@@ -262,7 +262,9 @@ def _planned_reasons(plan: Plan, given: Mapping[str, Array | None]) -> list[str]
 def _cotangent_reasons(name: str, array: Array | None, shape: tuple[int, ...]) -> list[str]:
     if array is None or array.shape == shape and (array.dtype in DTYPES or array.dtype.kind in "iuf"):
         return []
-    return [f"{name} must have shape {shape} and hold real numbers; got {describe(array)}"]
+    result = name.removeprefix("d")
+    rule = f"{name} must have {result}'s shape for these q, k and v, {shape}, and hold real numbers"
+    return [f"{rule}; got {describe(array)}"]
 
 
 def _product_dtype(given: Any) -> np.dtype[Any]:

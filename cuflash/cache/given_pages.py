@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ..arrays import describe, is_array, is_integer_dtype, to_host
 from ..errors import UnsupportedProblem, collecting
 from ..plans import as_arrays
@@ -24,7 +26,7 @@ def checked_pages(
         Shapes or dtypes do not fit each other, or a sequence has fewer pages than it has positions; all reasons at
         once.
     """
-    given = as_arrays({"k_pages": k_pages, "v_pages": v_pages})
+    given = as_arrays({"k_pages": k_pages, "v_pages": v_pages}, {"k_pages": np.float64, "v_pages": np.float64})
     k, v = given.values()
     shape = ("num_pages", "num_kv_heads", "page_size", "head_dim")
     reasons = row_reasons({"k_pages": k}, k, {"k_pages": shape})
@@ -36,7 +38,8 @@ def checked_pages(
     reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # rows of both are written
     page_size, num_pages = int(k.shape[2]), int(k.shape[0])
     reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
-    table, lengths = as_arrays({"block_table": block_table, "lengths": lengths}).values()
+    given = as_arrays({"block_table": block_table, "lengths": lengths}, {"block_table": np.int64}, like=k)
+    table, lengths = given.values()
     if not (is_array(table) and table.ndim == 2 and is_integer_dtype(table.dtype) and all(table.shape)):
         reasons.append(f"block_table must be an integer array (batch, max_pages); got {describe(table)}")
     positions: list[int] = []

@@ -481,7 +481,7 @@ class KVCache:
 
     def _checked_rows(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
         """New rows as arrays of the cache's kind, which they fit, and the counts too."""
-        given = as_arrays({"k": k, "v": v})
+        given = as_arrays({"k": k, "v": v}, dict.fromkeys("kv", self._row_dtypes[-1]), like=self._k)
         batch, heads = len(self._lengths), self._k.shape[1]
         wanted = {"k": (batch, heads, "n", self._k.shape[3]), "v": (batch, heads, "n", self._v.shape[3])}
         reasons = row_reasons(given, self._k, wanted, self._row_dtypes)
@@ -807,7 +807,7 @@ class KVCache:
         asked = causal, window, scale, kernel, executor, precision
         scored, reasons = None, list[str]()
         with collecting(reasons):
-            scored = score_of(score, softcap, bias)
+            scored = score_of(score, softcap, bias, self._k)
         found = None if self._device is None else self._device.steps.decode(q, out, sink, asked, scored)
         if found is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
             given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
@@ -818,7 +818,7 @@ class KVCache:
             self._put().decode(found, q, o, lse, None if counts is None else news, sink, scored)
             return (o, lse) if return_lse else o
         xp, limits = namespace(self._k), None
-        q, sink = as_arrays({"q": q, "sink": sink}).values()
+        q, sink = as_arrays({"q": q, "sink": sink}, {"q": self._row_dtypes[-1]}, like=self._k).values()
         with collecting(reasons):
             limits = checked_window(window)
         reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)

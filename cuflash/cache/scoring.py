@@ -63,8 +63,10 @@ class ScoreKind(NamedTuple):
         )
 
 
-def score_of(score: Any, softcap: Any, bias: Any) -> Score | None:
+def score_of(score: Any, softcap: Any, bias: Any, like: Array) -> Score | None:
     """One score function of what a call gives, over arrays of CuPy's or NumPy's; None where it gives none.
+
+    A bias that is a list becomes an array where `like` lies.
 
     Raises
     ------
@@ -73,7 +75,7 @@ def score_of(score: Any, softcap: Any, bias: Any) -> Score | None:
     UnsupportedProblem
         One of them cannot be; all reasons at once.
     """
-    made = composition(score, softcap, bias, lambda given: as_arrays({"bias": given})["bias"])
+    made = composition(score, softcap, bias, lambda given: as_arrays({"bias": given}, like=like)["bias"])
     if made is None or not made.arrays:
         return made
     arrays = as_arrays(made.arrays)

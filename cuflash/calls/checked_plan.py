@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ def planned(
     composed = None
     captured = dict[str, Any]()
     with collecting(reasons):
-        composed = composed_score(options)
+        composed = composed_score(options, q)
         captured = as_arrays(seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays)))
     problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
     with collecting(reasons):
@@ -89,7 +89,7 @@ def planned(
         with collecting(reasons):
             # A plan for elsewhere leaves a mask's arrays where they are.
             if device is None or not isinstance(mask, Mask):
-                mask = as_mask_of_arrays(mask, where)
+                mask = as_mask_of_arrays(mask, where, q)
             resolved = requested_mask(
                 mask, options.causal, options.window, problem.mask_shape, namespace(q) if is_array(q) else None
             )
@@ -111,13 +111,16 @@ def planned(
     return Plan(made, where, held, numbers_of(options.dropout))
 
 
-def composed_score(options: Options) -> Score | None:
-    """score, softcap and bias as one Score, over tensors of PyTorch and arrays of JAX where these are given."""
-    return composition(options.score, options.softcap, options.bias, _as_bias)
+def composed_score(options: Options, q: Any = None) -> Score | None:
+    """score, softcap and bias as one Score, over tensors of PyTorch and arrays of JAX where these are given.
+
+    A bias that is a list becomes an array where q lies.
+    """
+    return composition(options.score, options.softcap, options.bias, partial(_as_bias, q))
 
 
-def _as_bias(bias: Any) -> Any:
-    return bias if is_differentiated(bias) else as_arrays({"bias": bias})["bias"]
+def _as_bias(q: Any, bias: Any) -> Any:
+    return bias if is_differentiated(bias) else as_arrays({"bias": bias}, like=q)["bias"]
 
 
 def require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:

@@ -23,5 +23,5 @@ def with_known_arrays(
     if options.mask is not None:
         with suppress(UnsupportedProblem):
             where = "gpu" if namespace(given["q"]).__name__ == "cupy" else "cpu"
-            options = options._replace(mask=as_mask_of_arrays(options.mask, where))
+            options = options._replace(mask=as_mask_of_arrays(options.mask, where, given["q"]))
     return given, outs, options

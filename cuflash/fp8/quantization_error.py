@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, no_array
+from ..arrays import Array, describe, is_array, no_array, of_list
 from ..blocks.work_list import requested_mask
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
@@ -102,6 +102,7 @@ def quantization_bound(
     >>> bool((abs(o8 - o) < bound.o + 1e-5).all()), bool(bound.o.max() < 0.2)
     (True, True)
     """
+    q, k, v = (of_list(name, array, np.float64) for name, array in {"q": q, "k": k, "v": v}.items())
     for name, array in {"q": q, "k": k, "v": v}.items():
         if not is_array(array):
             raise TypeError(no_array(name, array))

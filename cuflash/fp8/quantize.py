@@ -283,7 +283,7 @@ def quantize(
     >>> bool(abs(o - cuflash.attention(q, k, v, causal=True)).max() < 0.2)
     True
     """
-    x = as_arrays({"x": x})["x"]
+    x = as_arrays({"x": x}, {"x": np.float32})["x"]
     if not is_array(x):
         raise TypeError(no_array("x", x))
     reasons = _option_reasons(per, block, rotate, x)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, is_int, namespace, no_array
+from ..arrays import Array, describe, is_array, is_int, namespace, no_array, of_list
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
@@ -139,6 +139,7 @@ class Rotation:
         return wide * namespace(x).asarray(self.signs, wide.dtype)
 
     def _wide(self, x: Array) -> Array:
+        x = of_list("x", x, np.float64)
         if not is_array(x):
             raise TypeError(no_array("x", x))
         if x.ndim == 0 or x.shape[-1] != self.head_dim:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..arrays import Array, describe, fix_of_list, is_array, is_sparse, namespace, no_array
+from ..arrays import Array, describe, fix_of_numbers, is_array, is_sparse, namespace, no_array
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
@@ -50,14 +50,15 @@ class Dense(Mask):
     allowed: Array
 
     def __post_init__(self) -> None:
-        take_arrays(self, {"allowed": "mask"})
+        came = self.allowed
+        take_arrays(self, {"allowed": "mask"}, np.bool_)
         if not is_array(self.allowed):
             raise TypeError(no_array("mask", self.allowed))
         if self.allowed.dtype != np.bool_:
             raise UnsupportedProblem(
                 [
-                    f"mask must be boolean, True = attend; got dtype {self.allowed.dtype}: write mask != 0 for a 0/1 "
-                    f"array, or mask == 0 for an additive one of 0 and -inf"
+                    f"mask must be boolean, True = attend; got dtype {self.allowed.dtype}: "
+                    f"{fix_of_numbers('mask', came, self.allowed.dtype)}"
                 ]
             )
 
@@ -246,11 +247,11 @@ def as_mask(value: Any) -> Mask:
             return value.as_mask()
         if is_sparse(value):
             return Sparse(value)
-        if is_array(value) or is_foreign(value):
+        if is_array(value) or is_foreign(value) or isinstance(value, (list, tuple)):
             return Dense(value)
         if callable(value):
             return FromFunction(value)
-    fix = fix_of_list(value)
+    fix = ""
     if isinstance(value, type):
         fix = ": call it"
     elif isinstance(value, np.ma.MaskedArray):

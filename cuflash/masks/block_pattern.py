@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, fix_of_list, is_array, is_sparse, namespace
+from ..arrays import Array, describe, fix_of_numbers, is_array, is_sparse, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from .base import Mask
@@ -50,17 +50,19 @@ class BlockPattern(Mask):
     block: Any  # (int, int) once built
 
     def __post_init__(self) -> None:
-        reasons: list[str] = []
-        take_arrays(self, {"blocks": "blocks"})
+        reasons, came = list[str](), self.blocks
+        take_arrays(self, {"blocks": "blocks"}, np.bool_)
         with collecting(reasons):
             object.__setattr__(self, "block", block_pair(self.block))
         if is_sparse(self.blocks):
             if self.blocks.ndim != 2:
                 reasons.append(f"blocks must have two axes as a scipy.sparse array; got shape {self.blocks.shape}")
         elif not (is_array(self.blocks) and self.blocks.ndim >= 2 and self.blocks.dtype == np.bool_):
+            is_numbers = is_array(self.blocks) and self.blocks.dtype.kind in "iuf"
+            fix = f": {fix_of_numbers('blocks', came, self.blocks.dtype)}" if is_numbers else ""
             reasons.append(
                 f"blocks must be a boolean array (..., num_q_blocks, num_kv_blocks) or a scipy.sparse array; "
-                f"got {describe(self.blocks)}{fix_of_list(self.blocks)}"
+                f"got {describe(self.blocks)}{fix}"
             )
         if reasons:
             raise UnsupportedProblem(reasons)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Array, describe, fix_of_list, is_array, is_integer_dtype, namespace
+from ..arrays import Array, describe, is_array, is_integer_dtype, namespace
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
 from .base import Mask
@@ -57,7 +57,7 @@ class Documents(Mask):
         take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})
         given = {"q_ids": self.q_ids} if self.kv_ids is None else {"q_ids": self.q_ids, "kv_ids": self.kv_ids}
         reasons = [
-            f"{name} must be an integer array (..., seqlen); got {describe(ids)}{fix_of_list(ids)}"
+            f"{name} must be an integer array (..., seqlen); got {describe(ids)}"
             for name, ids in given.items()
             if not (is_array(ids) and ids.ndim >= 1 and is_integer_dtype(ids.dtype))
         ]

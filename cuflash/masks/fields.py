@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import describe, fix_of_list, is_array, is_int, is_integer_dtype, whole_number
+from ..arrays import describe, is_array, is_int, is_integer_dtype, of_list, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
@@ -15,25 +15,25 @@ from .content import held_arrays
 _Mask = TypeVar("_Mask", bound=Mask)
 
 
-def take_arrays(mask: Mask, names: dict[str, str]) -> None:
+def take_arrays(mask: Mask, names: dict[str, str], dtype: Any = np.int64) -> None:
     """Take the arrays of other libraries in some fields of a mask being made, where they lie and without a copy.
 
     `names` are those of fields, with what messages call them. A library whose arrays name their namespace is left to
-    the call, which reads them.
+    the call, which reads them. Lists become NumPy's arrays, an empty one of `dtype`.
     """
     reasons: list[str] = []
     for field, name in names.items():
         value = getattr(mask, field)
         with collecting(reasons):
-            array = taken_array(name, value)
+            array = taken_array(name, value, dtype)
             if array is not value:
                 object.__setattr__(mask, field, array)
     if reasons:
         raise UnsupportedProblem(reasons)
 
 
-def taken_array(name: str, value: Any) -> Any:
-    """Another library's array as NumPy's or CuPy's, where it lies; what `take_arrays` leaves, and all else, as it is.
+def taken_array(name: str, value: Any, dtype: Any = np.int64) -> Any:
+    """Another library's array as NumPy's or CuPy's, where it lies, and a list of numbers as NumPy's; all else as it is.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def taken_array(name: str, value: Any) -> Any:
         It cannot be taken.
     """
     if not is_foreign(value):
-        return value
+        return of_list(name, value, dtype)
     if not is_on_cuda(name, value):
         return taken(name, value, np)
     return value if is_array(value) else taken_on_cuda(name, value)
@@ -79,5 +79,5 @@ def converted_length(name: str, value: Any) -> Any:
         return int(value)
     if not (is_array(value) and is_integer_dtype(value.dtype)):
         rule = f"{name} must be an int of at least 0, or an integer array over the leading axes"
-        raise UnsupportedProblem([f"{rule}; got {describe(value)}{fix_of_list(value)}"])
+        raise UnsupportedProblem([f"{rule}; got {describe(value)}"])
     return value

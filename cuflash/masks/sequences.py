@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import (
-    Array, as_int_array, describe, flag_reasons, is_array, is_flag, is_int, is_integer_dtype, namespace,
-)  # fmt: skip
+from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_int, is_integer_dtype, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
@@ -94,8 +92,6 @@ class Sequences(Mask):
     allow_gaps: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("q_offsets", "kv_offsets"):
-            object.__setattr__(self, name, as_int_array(getattr(self, name)))
         take_arrays(self, {"q_offsets": "q_offsets", "kv_offsets": "kv_offsets"})
         if self.kv_offsets is self.q_offsets:
             object.__setattr__(self, "kv_offsets", None)
@@ -323,7 +319,7 @@ def _checked_window(window: Any) -> tuple[int | None, int | None] | None:
 
 def _sums(name: str, lengths: Any) -> Array:
     """Offsets of sequences of some lengths, int64 [..., num_sequences + 1], where the lengths are."""
-    lengths = taken_array(name, as_int_array(lengths))
+    lengths = taken_array(name, lengths)
     if not (is_array(lengths) and lengths.ndim >= 1 and is_integer_dtype(lengths.dtype)):
         raise UnsupportedProblem(
             [f"{name} must be a list of ints of at least 0, or an integer array (..., num_sequences); "

@@ -85,7 +85,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the operands that have gradients, from what `wrt=` was given and the names of all operands.
+    """Names of the operands that have gradients, from the value of `wrt=` and the names of all operands.
 
     Those of `integers`, which hold integers or bools, have none.
 
@@ -95,11 +95,12 @@ def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tupl
     Raises
     ------
     UnsupportedProblem
-        It is neither a name nor a tuple of names, or the call has no such operand.
+        It is neither a name nor a tuple or list of names, or the call has no such operand.
     """
     names = (wrt,) if isinstance(wrt, str) else wrt
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise UnsupportedProblem([f"wrt must be a name or a tuple of names; got {describe(wrt)}: wrt='sink' is one"])
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        rule = "wrt must be a name, or a tuple or list of names"
+        raise UnsupportedProblem([f"{rule}; got {describe(wrt)}: write wrt='sink'"])
     reasons = [
         f"wrt must name real arrays; got {name!r}, which holds no reals and has no gradient"
         if name in integers

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import (
     DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_flag, is_int, is_number, namespace, no_array,
-    whole_number,
+    of_list, whole_number,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
@@ -143,6 +143,7 @@ def alibi(slopes: Array, *, align: str | None = None) -> Score:
     array([[ 0.  , -0.25, -0.5 ],
            [-0.25,  0.  , -0.25]])
     """
+    slopes = of_list("slopes", slopes, np.float64)
     _require_axes(slopes=(slopes, 1))
     if reasons := alignment_reasons(align):
         raise UnsupportedProblem(reasons)
@@ -218,6 +219,7 @@ def bias(array: Array) -> Score:
     >>> float(bias(np.array([[0.0, 1.0], [2.0, 3.0]], np.float32))(10.0, 0, 0, 1, 0))
     12.0
     """
+    array = of_list("bias", array, np.float64)
     if not _has_axes(array):
         raise TypeError(no_array("bias", array))
     dtype = dtype_of(array)
@@ -277,6 +279,7 @@ def relative_position(
     >>> score(0.0, 0, 0, np.array([0, 1, 3, 5, 9, 99]), 0)
     array([0., 1., 3., 4., 6., 7.], dtype=float32)
     """
+    table = of_list("table", table, np.float64)
     _require_axes(table=(table, 2))
     reasons = flag_reasons("bidirectional", bidirectional) + alignment_reasons(align)
     num_buckets, least = int(table.shape[1]), 4 if is_flag(bidirectional) and bidirectional else 2
@@ -352,6 +355,7 @@ def relative_position_2d(table: Array, width: int) -> Score:
     >>> relative_position_2d(table, 2)(0.0, 0, 0, 3, np.arange(4))   # pixel 3 of 2 x 2
     array([8., 7., 5., 4.], dtype=float32)
     """
+    table = of_list("table", table, np.float64)
     _require_axes(table=(table, 3))
     width = whole_number("width", width, 1)
     height = (int(table.shape[1]) + 1) // 2
@@ -394,6 +398,7 @@ def temperature(per_head: Array) -> Score:
     >>> float(temperature(np.array([1.0, 0.5], np.float32))(3.0, 0, 1, 0, 0))
     1.5
     """
+    per_head = of_list("per_head", per_head, np.float64)
     _require_axes(per_head=(per_head, 1))
 
     def temperature(s: Any, b: Any, h: Any, i: Any, j: Any, per_head: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, as_int_array, describe, flag_reasons, is_int, namespace
+from ..arrays import Array, describe, flag_reasons, is_int, namespace, of_list
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..layouts import is_foreign, is_on_cuda, is_tracer, taken, taken_on_cuda
@@ -139,9 +139,9 @@ def _taken_array(name: str, given: Any) -> Any:
     Raises
     ------
     UnsupportedProblem
-        It is an array of another library that cannot be taken.
+        It is an array of another library that cannot be taken, or a list of lists of unequal lengths.
     """
-    offsets = as_int_array(given)
+    offsets = of_list(name, given, np.int64)
     if is_tracer(offsets):
         fix = "close over the offsets, or name them in static_argnames of jax.jit"
         raise UnsupportedProblem([f"{name} must be known when JAX traces the call; got a tracer: {fix}"])

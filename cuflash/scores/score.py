@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import (
-    BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, namespace, no_array,
+    BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, namespace, no_array, of_list,
 )  # fmt: skip
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
@@ -329,10 +329,11 @@ class Score:
         """
         if not isinstance(arrays, Mapping):
             raise TypeError(f"arrays must be a mapping of names to arrays; got {describe(arrays)}")
-        reasons = []
+        reasons, held = [], {}
         for kind in self.program.arrays:
             array = arrays.get(kind.name)
-            if array is None or _type_of(kind.name, _as_array(kind.name, array)) != kind:
+            held[kind.name] = of_list(kind.name, array, np.dtype(kind.dtype))
+            if array is None or _type_of(kind.name, _as_array(kind.name, held[kind.name])) != kind:
                 shape = ", ".join("1" if is_one else "n" for is_one in kind.is_single) + "," * (kind.rank == 1)
                 reasons.append(
                     f"{kind.name} must be a {kind.dtype} array of shape ({shape}), as when the Score was made; got "
@@ -340,7 +341,7 @@ class Score:
                 )
         if reasons:
             raise UnsupportedProblem(reasons)
-        return self._over({name: arrays[name] for name in self.arrays})
+        return self._over({name: held[name] for name in self.arrays})
 
     def _over(self, arrays: dict[str, Any]) -> Score:
         """Return the score over arrays that are known to be of the traced kinds."""
@@ -399,8 +400,10 @@ def _made_again(make: Callable[..., Score], arguments: tuple[Any, ...], options:
 def _as_array(name: str, array: Any) -> Array:
     """A captured array of NumPy's, CuPy's, PyTorch's or JAX's; another library's on the host without a copy.
 
-    Tensors of PyTorch and arrays of JAX stay what they are, since they may need gradients.
+    A list becomes NumPy's array, as `of_list` makes it. Tensors of PyTorch and arrays of JAX stay what they are, since
+    they may need gradients.
     """
+    array = of_list(name, array)
     if isinstance(array, ShapeDtype) or is_differentiated(array):
         return array
     if is_foreign(array):

@@ -113,7 +113,7 @@ class Grid:
         reasons += reasons_without_v(found, q, k, (q, k, v))
         if problem is not None:
             with collecting(reasons):
-                given = as_mask_of_arrays(mask, "cpu" if namespace(q) is np else "gpu")
+                given = as_mask_of_arrays(mask, "cpu" if namespace(q) is np else "gpu", q)
                 resolved = requested_mask(given, causal, window, problem.mask_shape, namespace(q))
         if reasons or problem is None or resolved is None:
             raise UnsupportedProblem(reasons)

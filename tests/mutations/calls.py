@@ -575,7 +575,7 @@ FAULTS = {
     },
     takes(lambda library: library.masks.Dense(Foreign(np.tri(10, dtype=bool))).allowed.shape == (10, 10)): {
         "arrays of another library are no masks": Edit(
-            "masks/arrays.py", "Dense.__post_init__", 'take_arrays(self, {"allowed": "mask"})', "pass"
+            "masks/arrays.py", "Dense.__post_init__", 'take_arrays(self, {"allowed": "mask"}, np.bool_)', "pass"
         ),
     },
     takes(lambda library: library.masks.Lengths(kv=Foreign(np.array(3))).kv == 3): {
@@ -597,7 +597,8 @@ FAULTS = {
     },
     takes(lambda library: library.masks.BlockPattern(Foreign(np.eye(3, dtype=bool)), 2).blocks[2, 2]): {
         "arrays of another library are no blocks": Edit(
-            "masks/block_pattern.py", "BlockPattern.__post_init__", 'take_arrays(self, {"blocks": "blocks"})', "pass"
+            "masks/block_pattern.py", "BlockPattern.__post_init__", 'take_arrays(self, {"blocks": "blocks"}, np.bool_)',
+            "pass"
         ),
     },
     refuses(attends(scale=True), "scale must be a finite number or None; got True"): {
@@ -707,11 +708,43 @@ FAULTS = {
             "q, k, v = (ShapeDtype(x.shape, x.dtype) if type(x) is np.ndarray else x for x in (q, k, v))", "pass",
         ),
     },
-    refuses(lambda library: library.masks.Documents([0, 1]), "got [0, 1]: numpy.asarray makes an array"): {
-        "a list is refused without a word on how to convert it": Edit(
-            "arrays.py", "fix_of_list",
-            'return ": numpy.asarray makes an array" if isinstance(value, (list, tuple)) else ""', 'return ""',
+    takes(lambda library: (library.attention(Q, Q.tolist(), Q.tolist()) == library.attention(Q, Q, Q)).all()): {
+        "lists are no arrays": Edit(
+            "plans.py", "as_arrays", "arrays[name] = of_list(name, value, known[name])", "pass"
         ),
+        "a list beside float32 has float64": Edit(
+            "layouts.py", "dtypes_of_lists",
+            "next((dtype for dtype in found if dtype in DTYPES), np.dtype(np.float64))", "np.dtype(np.float64)",
+        ),
+    },
+    takes(lambda library: library.plan(Q, Q, Q).forward(Q.tolist(), Q.tolist(), Q.tolist())[0].dtype == Q.dtype): {
+        "a plan's lists have float64": Edit("plans.py", "Plan._taken", "if has_lists else None", "if False else None"),
+    },
+    takes(lambda library: library.masks.Lengths(kv=[]).kv.dtype == np.int64): {
+        "an empty list holds floats": Edit(
+            "masks/fields.py", "taken_array", "of_list(name, value, dtype)", "of_list(name, value)"
+        ),
+    },
+    takes(lambda library: library.scores.alibi([1, 2]).arrays["slopes"].dtype == np.float64): {
+        "ints in a list are no numbers": Edit(
+            "arrays.py", "of_list", '"iuf" if wanted in DTYPES', '"f" if wanted in DTYPES'
+        ),
+    },
+    takes(lambda library: library.attention(list(Q), list(Q), list(Q)).dtype == Q.dtype): {
+        "arrays in a list have no dtype": Edit(
+            "arrays.py", "of_list", "isinstance(first, (np.ndarray, np.generic))", "False"
+        ),
+    },
+    takes(lambda library: library.attention_vjp(Q, Q, Q, bias=Q[:, :, :1], wrt=["bias"])[1](Q)["bias"].any() == 0): {
+        "names in a list are no names": Edit(
+            "planning/operands.py", "wrt_of", "isinstance(names, (tuple, list))", "isinstance(names, tuple)"
+        ),
+    },
+    refuses(attends(q=np.array([Q, Q[:, :1], None], object)[:2]), "q must be one array", "cuflash.pack(q)"): {
+        "objects are numbers": Edit("arrays.py", "is_ragged", "value.dtype != object", "True"),
+    },
+    refuses(attends(k=["a"]), "k must be an array; got ['a']: lists may hold numbers alone"): {
+        "strings are numbers": Edit("arrays.py", "of_list", 'array.dtype.kind in "OSU"', 'array.dtype.kind in "O"'),
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
         "a flag is whatever is true": Edit(
@@ -740,7 +773,7 @@ FAULTS = {
     },
     takes(lambda library: library.merge([Foreign(Q)], [Foreign(Q[..., 0])])[0].shape == Q.shape): {
         "merge takes no arrays of another library": Edit(
-            "merging.py", "_as_known_array", "return as_arrays({name: value})[name]", "return value"
+            "merging.py", "_as_known_array", "return as_arrays({name: value}, {name: np.float64})[name]", "return value"
         ),
     },
     refuses(lambda library: library.merge((Q, Q[..., 0]), (Q, Q[..., 0])), "write merge(*zip(left, right))"): {
@@ -800,7 +833,8 @@ FAULTS = {
         "mask must be a Mask, a BlockIndex",
     ): {
         "a mask is made of anything": Edit(
-            "masks/arrays.py", "as_mask", "if is_array(value) or is_foreign(value):", "if True:"
+            "masks/arrays.py", "as_mask",
+            "if is_array(value) or is_foreign(value) or isinstance(value, (list, tuple)):", "if True:",
         ),
     },
     refuses(

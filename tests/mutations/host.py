@@ -98,7 +98,7 @@ FAULTS = {
             "plans.py", "_summed_to", 'with np.errstate(all="ignore"):', "if True:"
         ),
         "what the caller has NumPy raise comes out of scaling": Edit(
-            "plans.py", "_times_power_of_two", 'with np.errstate(all="ignore"):', "if True:"
+            "arrays.py", "times_power_of_two", 'with np.errstate(all="ignore"):', "if True:"
         ),
     },
     blas_limits_are_kept: {

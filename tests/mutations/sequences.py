@@ -217,7 +217,7 @@ FAULTS = {
     },
     takes(lambda library: library.masks.Sequences.of(Foreign(np.array([2, 3]))).q_offsets.tolist() == [0, 2, 5]): {
         "lengths of another library are refused": Edit(
-            FILE, "_sums", "taken_array(name, as_int_array(lengths))", "as_int_array(lengths)"
+            FILE, "_sums", "taken_array(name, lengths)", "lengths"
         ),
     },
     takes(lambda library: library.masks.Sequences(OFFSETS, OFFSETS.copy(), causal=True).causal): {

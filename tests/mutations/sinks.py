@@ -100,7 +100,7 @@ FAULTS = {
             "executors/without_keys.py", "_sink_of_rows", 'np.errstate(over="ignore")', "np.errstate()"
         ),
         "a plan runs without its sink": Edit(
-            "plans.py", "Plan._input_reasons", "if name in needed and name not in given", "if False"
+            "plans.py", "Plan._input_reasons", "if name not in given", "if False"
         ),
         "a plan takes what it was made without": Edit(
             "plans.py", "Plan._input_reasons",

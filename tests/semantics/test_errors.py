@@ -63,7 +63,7 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
         ({"dropout": False}, ["got False: leave dropout out for none"]),
         ({"dropout": 0.25}, ["got 0.25: write dropout=cuflash.Dropout(0.25, seed=0)"]),
         ({"dropout": "0.1"}, ["got '0.1': write dropout=cuflash.Dropout(0.1, seed=0)"]),
-        ({"mask": np.zeros((10, 10))}, ["mask must be boolean", "float64", "mask == 0"]),
+        ({"mask": np.zeros((10, 10))}, ["mask must be boolean", "float64", "go to bias=", "mask != 0"]),
         ({"mask": np.zeros((10, 9), bool)}, ["mask must broadcast to", "(2, 4, 10, 10)", "(10, 9)"]),
         ({"mask": BlockIndex.from_blocks(np.ones((2, 2), bool), 8, 8, 4)}, ["block index must be for", "(8, 8)"]),
         ({"mask": BlockIndex.from_blocks(np.ones((3, 1, 1), bool), 10, 10, 10)}, ["num_heads 1 or 4", "3"]),
@@ -144,19 +144,20 @@ def test_no_wrong_argument_hides_another(call, hider):
 
 
 def test_a_list_is_written_out_where_it_is_short():
-    assert describe([1, -2.5, "a"]) == "[1, -2.5, 'a']" and describe([[1]]) == "list"
+    assert describe([1, -2.5, "a"]) == "[1, -2.5, 'a']" and describe([[1]]) == "[[1]]"
+    assert describe(["a" * 50] * 4) == "a list of 4 items"
     assert describe(list(range(2000))) == "[0, 1, 2, 3, 4, 5, 6, 7, ...] of 2000 items"
 
 
-@pytest.mark.parametrize("value", [None, [[1.0]], "q", np.ma.ones((4, 4), np.float32)])
+@pytest.mark.parametrize("value", [None, [["1.0"]], "q", np.ma.ones((4, 4), np.float32)])
 def test_what_is_no_array_is_a_type_error(value):
     with pytest.raises(TypeError, match="k must be an array"):
         cuflash.attention(Q, value, Q)
 
 
 def test_a_mask_that_is_no_mask_is_a_type_error():
-    with pytest.raises(TypeError, match=r"mask must be a Mask, .* got list: numpy\.asarray makes an array"):
-        cuflash.attention(Q, Q, Q, mask=[[True]])
+    with pytest.raises(TypeError, match=r"mask must be a Mask, .*, or a function of \(b, h, i, j\); got 'ab'$"):
+        cuflash.attention(Q, Q, Q, mask="ab")
 
 
 def test_arrays_on_a_gpu_without_cupy_name_the_package_to_install(monkeypatch):
@@ -235,12 +236,8 @@ def test_a_gpu_is_named_in_upper_or_lower_case(name):
         (lambda: masks.Lengths(kv=-1), "kv must be an int of at least 0"),
         (lambda: masks.Lengths(q=np.ones(2)), "q must be an int of at least 0, or an integer array"),
         (lambda: masks.PrefixLM("2"), "prefix must be an int"),
-        (lambda: masks.Documents([0, 1]), r"q_ids must be an integer array .*; got \[0, 1\]: numpy.asarray makes"),
         (lambda: masks.Documents(np.zeros(2)), r"q_ids must be an integer array .* dtype float64$"),
-        (lambda: masks.Lengths(kv=[2, 1]), r"kv must be an int .*; got \[2, 1\]: numpy.asarray makes an array"),
-        (lambda: masks.PrefixLM((2, 1)), r"prefix must be an int .*; got \(2, 1\): numpy.asarray makes an array"),
-        (lambda: masks.BlockPattern([[True]], 4), "blocks must be a boolean array .*; got list: numpy.asarray makes"),
-        (lambda: masks.BlockPattern(np.ones((2, 2)), 4), "blocks must be a boolean array"),
+        (lambda: masks.BlockPattern(np.ones((2, 2)), 4), "blocks must be a boolean array .* booleans by blocks != 0$"),
         (lambda: masks.BlockPattern(np.ones((2, 2), bool), 0), "block must be an int of at least 1"),
         (lambda: masks.BlockPattern(np.ones((2, 2), bool), (1, 2, 3)), "block must be an int of at least 1"),
     ],

@@ -722,7 +722,7 @@ def test_an_error_of_a_score_function_comes_first_and_alone(kind: type[Exception
     assert error.__notes__ == ["Raised in the score function mine, which was called with symbols for s, b, h, i and j."]
 
 
-@pytest.mark.parametrize("make", [lambda: scores.alibi([1.0]), lambda: scores.bias(1.0), lambda: scores.temperature(2)])
+@pytest.mark.parametrize("make", [lambda: scores.alibi(["a"]), lambda: scores.bias(1.0), lambda: scores.temperature(2)])
 def test_the_library_takes_arrays(make: Any) -> None:
     with pytest.raises(TypeError, match="must be an array"):
         make()
