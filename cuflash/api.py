@@ -89,15 +89,18 @@ def attention(
     ----------
     q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
         Queries, of float16, bfloat16, float32 or float64, with any strides. An array of any library with DLPack is
-        used where it lies, without a copy. q, k and v may be `Quantized`: o has the dtype from which v was quantised.
+        used where it lies, without a copy. Nested lists of numbers are taken wherever an array is. q, k and v may be
+        `Quantized`: o has the dtype from which v was quantised.
     k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
         Keys, of q's dtype. The axes before the heads broadcast by NumPy's rules. Query head h reads key/value head
         h // (num_heads / num_kv_heads).
     v : array [..., num_kv_heads, seqlen_kv, value_dim] or [seqlen_kv, value_dim]
         Values, of q's dtype.
-    mask : Mask, BlockIndex or bool array, optional
+    mask : Mask, BlockIndex, bool array, scipy.sparse array, or function of (b, h, i, j), optional
         True means that the query attends the key. An array broadcasts against
-        (*batch, num_heads, seqlen_q, seqlen_kv). `mask`, `causal` and `window` are intersected.
+        (*batch, num_heads, seqlen_q, seqlen_kv): padding of shape (batch, seqlen_kv) is ``pad[:, None, None, :]``. A
+        scipy.sparse array has shape (seqlen_q, seqlen_kv), and a function takes index arrays of batch entries, heads,
+        queries and keys. `mask`, `causal` and `window` are intersected.
     causal : bool, "bottom_right" or "top_left"
         Queries attend no later keys. "bottom_right" aligns the last query with the last key, "top_left" the first with
         the first; True needs equal lengths.

@@ -323,7 +323,7 @@ def is_shape(value: object) -> bool:
 
 def no_array(name: str, value: object) -> str:
     """Why an argument that has to be an array is refused."""
-    makes = "numpy.asarray makes one"
+    makes = "numpy.asarray makes one" if hasattr(value, "__array__") or isinstance(value, range) else ""
     if type(value).__name__ == "KVCache":
         fix = "call cache.attention(q), or give the keys and values of one sequence, cache.rows(0)"
         return f"{name} must be an array; got a KVCache: {fix}"
@@ -342,4 +342,4 @@ def no_array(name: str, value: object) -> str:
         makes = "stack them to one array first" if is_of_arrays else "lists may hold numbers alone"
     elif hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__"):
         makes = "it holds no data, and plan takes cuflash.ShapeDtype(shape, dtype) in the place of such a value"
-    return f"{name} must be an array; got {describe(value)}: {makes}"
+    return f"{name} must be an array; got {describe(value)}{makes and f': {makes}'}"

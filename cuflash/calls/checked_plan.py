@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -24,7 +25,7 @@ from ..planning.device import DeviceSpec
 from ..planning.dropout_launches import numbers_of, seed_array
 from ..planning.options import Options
 from ..planning.plan_cache import plan_for
-from ..planning.problem import precision_reasons, problem_of, with_operands
+from ..planning.problem import Problem, precision_reasons, problem_of, with_operands
 from ..planning.routing import EIGHT_BITS, FAMILIES, named, routed
 from ..planning.scales import RowsPerScale
 from ..planning.score_operands import alignment_reasons
@@ -65,10 +66,13 @@ def planned(
     with collecting(reasons):
         composed = composed_score(options, q)
         captured = as_arrays(seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays)))
-    problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
-    with collecting(reasons):
-        if problem is not None:
-            problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
+    if type(mask) is BlockIndex and mask.remembered is not None:
+        mask = mask.remembered.mask  # so that nothing that the index remembers leads back to it
+    # A plan for elsewhere leaves a mask's arrays where they are.
+    converted = partial(as_mask_of_arrays, mask, where, q) if device is None or not isinstance(mask, Mask) else mask
+    pose = partial(_posed, namespace(q) if is_array(q) else None, sink, options, composed, precision, converted)
+    problem, resolved, found = pose(q, k, v)
+    reasons += _with_turn(found, pose, q, k, v) if found else []
     if problem is not None and rows is not None:
         problem = replace(problem, precision=fp8.PRECISION, rows_per_scale=rows)
         if isinstance(kernel, str) and kernel in FAMILIES and kernel != EIGHT_BITS:
@@ -82,18 +86,7 @@ def planned(
         kind = "the host" if where == "cpu" else "a GPU"
         makes = "DeviceSpec.host()" if where == "cpu" else "DeviceSpec.gpu('H100')"
         reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}: {makes} is one")
-    if type(mask) is BlockIndex and mask.remembered is not None:
-        mask = mask.remembered.mask  # so that nothing that the index remembers leads back to it
-    resolved = None
     if problem is not None:
-        with collecting(reasons):
-            # A plan for elsewhere leaves a mask's arrays where they are.
-            if device is None or not isinstance(mask, Mask):
-                mask = as_mask_of_arrays(mask, where, q)
-            resolved = requested_mask(
-                mask, options.causal, options.window, problem.mask_shape, namespace(q) if is_array(q) else None
-            )
-        reasons += alignment_reasons(composed, mask, options.causal, problem.mask_shape)
         if isinstance(kernel, str) and kernel in FAMILIES and where != "cpu":
             reasons += named(kernel, problem).reasons(problem, None)
     if resolved is not None and where == "gpu" and device is None and not reasons:
@@ -109,6 +102,43 @@ def planned(
     made = plan_for(problem, resolved, target, kernel if where != "cpu" else None, bool(options.deterministic))
     held = {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)}
     return Plan(made, where, held, numbers_of(options.dropout))
+
+
+def _posed(
+    where: Any, sink: Any, options: Options, composed: Score | None, precision: Any, mask: Any, q: Any, k: Any, v: Any
+) -> tuple[Problem | None, Mask | None, list[str]]:
+    """The problem of a call and its mask, resolved, or why there is none; a `partial` makes the mask.
+
+    `where` is the namespace of q, if q is an array.
+    """
+    reasons, resolved = list[str](), None
+    problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
+    with collecting(reasons):
+        if problem is not None:
+            problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
+    if problem is not None:
+        with collecting(reasons):
+            mask = mask() if isinstance(mask, partial) else mask
+            resolved = requested_mask(mask, options.causal, options.window, problem.mask_shape, where)
+        reasons += alignment_reasons(composed, mask, options.causal, problem.mask_shape)
+    return problem, resolved, reasons
+
+
+def _with_turn(reasons: list[str], pose: Callable[..., Any], *arrays: Any) -> list[str]:
+    """Reasons to refuse a call; those that vanish where tokens come before heads say how such arrays are passed.
+
+    They look so if they have as many tokens as heads, or more. `pose` returns the reasons for other q, k and v last.
+    """
+    shapes = [tuple(array.shape) for array in arrays]
+    if any(len(shape) < 3 or shape[-3] < shape[-2] for shape in shapes):
+        return reasons
+    turned = ((*shape[:-3], shape[-2], shape[-3], shape[-1]) for shape in shapes)
+    still = set(pose(*(ShapeDtype(shape, array.dtype) for shape, array in zip(turned, arrays)))[-1])
+    if not still < set(reasons):
+        return reasons
+    layout = "(seqlen, heads, dim)" if len(shapes[0]) == 3 else "(batch, seqlen, heads, dim)"
+    fix = f"; if your arrays are {layout}, pass x.swapaxes(-3, -2)"
+    return [reason if reason in still else reason + fix for reason in reasons]
 
 
 def composed_score(options: Options, q: Any = None) -> Score | None:

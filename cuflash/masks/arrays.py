@@ -17,7 +17,7 @@ from .base import Mask
 from .block_set import BlockSet, sorted_places
 from .coordinates import LeadingArray, checked_answer, note_call
 from .fields import take_arrays
-from .shape import MaskShape
+from .shape import MaskShape, broadcasts_to, missing_axes
 
 
 @explains_keywords
@@ -70,11 +70,9 @@ class Dense(Mask):
     def resolve(self, shape: MaskShape) -> Mask:
         full = (*shape.batch, *shape[1:])
         given = tuple(self.allowed.shape)
-        fits = len(given) <= len(full) and all(extent in (1, wanted) for extent, wanted in zip(given[::-1], full[::-1]))
-        if not fits:
-            raise UnsupportedProblem(
-                [f"mask must broadcast to (*batch, num_heads, seqlen_q, seqlen_kv) = {full}; got shape {given}"]
-            )
+        if not broadcasts_to(given, full):
+            rule = f"mask must broadcast to (*batch, num_heads, seqlen_q, seqlen_kv) = {full}"
+            raise UnsupportedProblem([f"{rule}; got shape {given}{missing_axes('mask', given, full)}"])
         return ResolvedDense(LeadingArray.of(self.allowed, shape.batch, 3))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:

@@ -60,6 +60,53 @@ class MaskShape(_Extents):
         return prod(self.batch)
 
 
+def missing_axes(name: str, given: tuple[int, ...], scores: tuple[int, ...]) -> str:
+    """Return the end of a message about an array that does not broadcast to the scores: how it gets the axes it lacks.
+
+    Parameters
+    ----------
+    name : str
+        The array's name in messages.
+    given : tuple of int
+        Its shape.
+    scores : tuple of int
+        (*batch, num_heads, seqlen_q, seqlen_kv), or the lengths alone.
+
+    Returns
+    -------
+    str
+        Nothing where no way to write the array makes it broadcast.
+
+    Examples
+    --------
+    >>> missing_axes("bias", (2, 50, 50), (2, 8, 50, 50))
+    ': an axis of heads is missing, write bias[:, None]'
+    """
+    num_batch, num_axes, batch = len(scores) - 3, len(given), ":" if len(scores) == 4 else "..."
+    lengths = ", or masks.Lengths(kv=lengths)" if name == "mask" else ""
+    ways = []
+    if num_batch > 0 and num_axes == num_batch + 1:
+        padding = (*given[:-1], 1, 1, given[-1])
+        ways.append((f"for padding of shape (batch, seqlen_kv) write {name}[{batch}, None, None, :]{lengths}", padding))
+        of_queries = (*given[:-1], 1, given[-1], 1)
+        ways.append((f"for a shape (batch, seqlen_q) write {name}[{batch}, None, :, None]", of_queries))
+    if num_axes == 2 and num_batch >= 0:
+        ways.append((f"for one row of each head write {name}[:, None, :]", (given[0], 1, given[1])))
+    if num_batch > 0 and num_axes == num_batch + 2:
+        index = ":, None" if num_batch == 1 else "..., None, :, :"
+        ways.append((f"an axis of heads is missing, write {name}[{index}]", (*given[:-2], 1, *given[-2:])))
+        ways.append((f"an axis of queries is missing, write {name}[..., None, :]", (*given[:-1], 1, given[-1])))
+    if num_axes > 1:
+        turned = (*given[:-2], given[-1], given[-2])
+        ways.append((f"queries come before keys, write {name}.swapaxes(-1, -2)", turned))
+    return next((f": {fix}" for fix, shape in ways if broadcasts_to(shape, scores)), "")
+
+
+def broadcasts_to(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Return whether an array of a shape broadcasts to another one by NumPy's rules."""
+    return len(shape) <= len(wanted) and all(have in (1, want) for have, want in zip(shape[::-1], wanted[::-1]))
+
+
 def length_reasons(shape: MaskShape) -> list[str]:
     """Why lists and kernels, which count in int32, do not take these lengths; a mask itself takes any."""
     instead = {

@@ -60,10 +60,8 @@ def operands_of(given: Mapping[str, Any], heads_shape: tuple[int, ...]) -> tuple
 
 def _no_operand(name: str, value: Any, heads_shape: tuple[int, ...]) -> str:
     """Why a value that is no array cannot be an operand with one number for each head."""
-    makes = "numpy.asarray makes one"
-    if is_number(value):
-        makes = f"np.full({heads_shape[-1]}, {name}, np.float32) makes one"
-    return f"{name} must be an array of shape (num_heads,) = ({heads_shape[-1]},); got {describe(value)}: {makes}"
+    fix = f": write np.full({heads_shape[-1]}, {describe(value)})" if is_number(value) else ""
+    return f"{name} must be an array of shape (num_heads,) = ({heads_shape[-1]},); got {describe(value)}{fix}"
 
 
 def _sink_reasons(name: str, array: Any, heads_shape: tuple[int, ...]) -> list[str]:

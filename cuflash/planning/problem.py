@@ -306,14 +306,20 @@ def _dtype_reasons(arguments: Mapping[str, Any]) -> list[str]:
     dtypes = {name: np.dtype(array.dtype) for name, array in arguments.items()}
     reasons = [
         f"{name}'s dtype must be one of {', '.join(known.name for known in DTYPES)}; "
-        f"got {dtype.str if not dtype.isnative else dtype}: convert it with {name}.astype"
+        f"got {dtype.str if not dtype.isnative else dtype}: write {name}.astype(np.{_nearest(dtype)})"
         for name, dtype in dtypes.items()
         if dtype not in DTYPES
     ]
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        reasons.append(f"{_listed(dtypes)} must share one dtype; got {listed}")
+        reasons.append(f"{_listed(dtypes)} must share one dtype; got {listed}: cast them to one")
     return reasons
+
+
+def _nearest(dtype: np.dtype[Any]) -> str:
+    """The dtype to which an array of an unsupported one is cast: the same one in native order, or float32."""
+    native = dtype.newbyteorder("=")
+    return native.name if native in DTYPES else "float32"
 
 
 def _scale_reasons(scale: Any) -> list[str]:

@@ -12,7 +12,7 @@ from ..errors import UnsupportedProblem
 from ..masks.base import Mask
 from ..masks.content import held_masks
 from ..masks.sequences import Sequences
-from ..masks.shape import MaskShape
+from ..masks.shape import MaskShape, broadcasts_to, missing_axes
 from ..scores.program import Program
 from ..scores.ranges import range_reasons
 from ..scores.score import RESTARTED, UNALIGNED, Score
@@ -142,11 +142,8 @@ def _start_reasons(score: Score | Traced, shape: MaskShape) -> list[str]:
 
 
 def _bias_reasons(shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> list[str]:
-    try:
-        is_fit = np.broadcast_shapes(shape, scores_shape) == scores_shape
-    except ValueError:
-        is_fit = False
-    if is_fit:
+    if broadcasts_to(shape, scores_shape):
         return []
     names = "(*batch, num_heads, seqlen_q, seqlen_kv)" if len(scores_shape) > 2 else "(seqlen_q, seqlen_kv)"
-    return [f"bias must broadcast to {names} = {scores_shape}; got {shape}"]
+    fix = missing_axes("bias", shape, scores_shape)
+    return [f"bias must broadcast to {names} = {scores_shape}; got {shape}{fix}"]

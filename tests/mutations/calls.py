@@ -85,8 +85,32 @@ def takes(call):
     return probe
 
 
+def refuses_without(word, call):
+    """Return a probe: the library's call raises one of its two errors, whose message lacks the word."""
+
+    def probe(library):
+        try:
+            call(library)
+        except (TypeError, part(library, "errors").UnsupportedProblem) as error:
+            assert word not in str(error), f"says {error}"
+        else:
+            raise AssertionError("is taken")
+
+    return probe
+
+
+class KVCache:
+    """What messages take for a cache."""
+
+
 def attends(**options):
     return lambda library: library.attention(**{"q": Q, "k": Q, "v": Q, **options})
+
+
+def attends_of(q, k, **options):
+    """Return a call with q and k, which is v too, of these shapes."""
+    q, k = (np.zeros(shape, np.float32) for shape in (q, k))
+    return attends(q=q, k=k, v=k, **options)
 
 
 def twice(first, second):
@@ -745,6 +769,51 @@ FAULTS = {
     },
     refuses(attends(k=["a"]), "k must be an array; got ['a']: lists may hold numbers alone"): {
         "strings are numbers": Edit("arrays.py", "of_list", 'array.dtype.kind in "OSU"', 'array.dtype.kind in "O"'),
+    },
+    refuses(attends_of((3, 2, 10, 8), (3, 2, 10, 8), mask=np.ones((3, 10), bool)), "write mask[:, None, None, :]"): {
+        "padding has no advice": Edit(
+            "masks/shape.py", "missing_axes", "padding = (*given[:-1], 1, 1, given[-1])", "padding = given"
+        ),
+        "no way to write an array fits": Edit(
+            "masks/shape.py", "missing_axes", "if broadcasts_to(shape, scores)", "if shape == scores"
+        ),
+    },
+    refuses(attends_of((2, 10, 4, 8), (2, 10, 2, 8), causal=True), "(batch, seqlen, heads, dim), pass x.swapaxes"): {
+        "tokens before heads have no advice": Edit(
+            "calls/checked_plan.py", "_with_turn", "if not still < set(reasons):", "if True:"
+        ),
+    },
+    refuses_without("swapaxes", attends_of((2, 2, 10, 8), (2, 2, 5, 8), causal=True)): {
+        "many heads are tokens": Edit(
+            "calls/checked_plan.py", "_with_turn", "len(shape) < 3 or shape[-3] < shape[-2]", "len(shape) < 3"
+        ),
+    },
+    refuses(attends_of((2, 10, 4, 8), (2, 10, 2, 8), causal=True, scale="1"), "None; got '1'\n- causal=True"): {
+        "other axes help against every reason": Edit(
+            "calls/checked_plan.py", "_with_turn", "reason if reason in still else reason + fix", "reason + fix"
+        ),
+    },
+    refuses_without("swapaxes", attends_of((2, 10, 4, 8), (2, 10, 4, 8), mask=np.ones((7, 7), bool))): {
+        "axes are exchanged for nothing": Edit(
+            "calls/checked_plan.py", "_with_turn", "if not still < set(reasons):", "if False:"
+        ),
+    },
+    refuses(attends(q=Q.astype(">f8")), "got >f8: write q.astype(np.float64)"): {
+        "foreign byte order is float32": Edit(
+            "planning/problem.py", "_nearest", 'native.name if native in DTYPES else "float32"', '"float32"'
+        ),
+    },
+    refuses(attends(mask=np.ones((10, 10))), "additive numbers go to bias="): {
+        "floats in a mask are 0 and 1": Edit("arrays.py", "fix_of_numbers", 'if name == "mask" and', "if False and"),
+    },
+    refuses_without("asarray", attends(q="abc")): {
+        "numpy makes an array of anything": Edit("arrays.py", "no_array", 'hasattr(value, "__array__") or', "True or"),
+    },
+    refuses(attends(k=KVCache()), "k must be an array; got a KVCache: call cache.attention(q)"): {
+        "a cache has no advice": Edit("arrays.py", "no_array", 'if type(value).__name__ == "KVCache":', "if False:"),
+    },
+    refuses(lambda library: library.plan((2, 10, 8), Q, Q), "cuflash.ShapeDtype((2, 10, 8), dtype)"): {
+        "a shape has no advice": Edit("arrays.py", "no_array", "elif is_shape(value):", "elif False:"),
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
         "a flag is whatever is true": Edit(
