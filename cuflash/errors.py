@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from .keywords import explains_keywords
 
+_Class = TypeVar("_Class", bound=type)
 _LOG_LINES = 40  # as many of them are shown
 
 
@@ -82,3 +84,36 @@ def collecting(reasons: list[str]) -> Iterator[None]:
         yield
     except UnsupportedProblem as error:
         reasons.extend(error.reasons)
+
+
+_SIGNS = {
+    "add": "+", "sub": "-", "mul": "*", "matmul": "@", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+    "lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^",
+}  # fmt: skip
+_SIGNS_OF_ONE = {"neg": "unary -", "pos": "unary +", "invert": "~", "abs": "abs()"}
+
+
+def without_other_operators(cls: _Class, subject: str, fix: str) -> _Class:
+    """Let every arithmetic operator that a class lacks raise a TypeError with a fix, in place of Python's own.
+
+    Parameters
+    ----------
+    cls : class
+        Changed in place, and returned.
+    subject : str
+        What objects of the class are called, in the plural.
+    fix : str
+        What to write instead.
+    """
+
+    def refused(sign: str) -> Callable[..., Any]:
+        def operator(*_: Any) -> Any:
+            raise TypeError(f"{subject} have no {sign}: {fix}")
+
+        return operator
+
+    signs = _SIGNS | {f"r{name}": sign for name, sign in _SIGNS.items()} | _SIGNS_OF_ONE
+    for name, sign in signs.items():
+        if not any(f"__{name}__" in vars(base) for base in cls.__mro__):
+            setattr(cls, f"__{name}__", refused(sign))
+    return cls

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import Array, flag_reasons, is_array, is_sparse, namespace, require_callable, to_host, whole_number
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import is_differentiated
-from ..masks.arrays import Sparse, as_mask
+from ..masks.arrays import COMBINED, Sparse, as_mask, without_padding
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import mask_namespace, without_memos
@@ -209,15 +209,17 @@ class BlockIndex:
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **found._asdict())
 
     @classmethod
-    def from_blocks(cls, blocks: Array, seqlen_q: int, seqlen_kv: int, block: Any) -> BlockIndex:
+    def from_blocks(
+        cls, blocks: Array, seqlen_q: int | None = None, seqlen_kv: int | None = None, block: Any = None
+    ) -> BlockIndex:
         """Make an index of whole blocks.
 
         Parameters
         ----------
         blocks : bool array [..., num_q_blocks, num_kv_blocks]
             True where the block is kept; the axes before the last two are batch axes and heads.
-        seqlen_q, seqlen_kv : int
-            Lengths in tokens.
+        seqlen_q, seqlen_kv : int, optional
+            Lengths in tokens, which may cut off the last block; those of whole blocks by default.
         block : int or (int, int)
             Size of a block in tokens, or block_q and block_kv.
 
@@ -237,15 +239,17 @@ class BlockIndex:
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
         >>> index.num_entries
         2
+        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), block=2) == index
+        True
         """
         pattern = BlockPattern(blocks, block)
         if is_differentiated(pattern.blocks):
             pattern = with_cupy_arrays(pattern)
         leading = (1, 1, *pattern.blocks.shape[:-2])
-        shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), seqlen_q, seqlen_kv)
+        lengths = (own if n is None else n for own, n in zip(pattern.own_lengths, (seqlen_q, seqlen_kv)))
+        shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), *lengths)
         if make_on_device is not None and is_array(pattern.blocks) and namespace(pattern.blocks).__name__ == "cupy":
-            reasons = shape_reasons(shape) or length_reasons(shape)
-            if not reasons:
+            if not (shape_reasons(shape) or length_reasons(shape)):
                 pattern.require_fit(shape)
                 return make_on_device(pattern.blocks, _EVERYTHING, shape, pattern.block)
         return cls.from_mask(pattern, block=pattern.block, **shape._asdict())
@@ -301,7 +305,7 @@ class BlockIndex:
         grid = tuple(-(-length // side) for length, side in zip(lengths, block))
         padded = tuple(blocks * side for blocks, side in zip(grid, block))
         if matrix.shape in (lengths, padded):
-            return cls.from_mask(Sparse(_within(matrix, lengths)), *lengths, block)
+            return cls.from_mask(Sparse(without_padding(matrix, lengths)), *lengths, block)
         if matrix.shape == grid:
             return cls.from_blocks(matrix, *lengths, block)
         raise UnsupportedProblem(
@@ -355,6 +359,8 @@ class BlockIndex:
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
         >>> index.num_entries
         2
+        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), block=2) == index
+        True
         """
         return len(self.indices) if self.is_on_host else int(to_host(self.indptr[-1:])[0])
 
@@ -949,10 +955,4 @@ def _read_only(array: Array) -> Array:
     return view
 
 
-def _within(matrix: Any, lengths: tuple[int, int]) -> Any:
-    """A scipy.sparse array of elements without its padding, which must keep nothing."""
-    kept = matrix.tocsr()
-    inside = kept[: lengths[0], : lengths[1]]
-    if (kept != 0).sum() > (inside != 0).sum():
-        raise UnsupportedProblem([f"matrix must keep no element beyond the lengths {lengths}; got some in its padding"])
-    return inside
+without_other_operators(BlockIndex, "block indices", COMBINED)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..arrays import Array, describe, fix_of_numbers, is_array, is_sparse, namespace, no_array
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
 from .base import Mask
@@ -159,6 +159,15 @@ class SparseElements(BlockSet):
         return None
 
 
+def without_padding(matrix: Any, lengths: tuple[int, int]) -> Any:
+    """A scipy.sparse array of elements without its padding, which must keep nothing."""
+    kept = matrix.tocsr()
+    inside = kept[: lengths[0], : lengths[1]]
+    if (kept != 0).sum() > (inside != 0).sum():
+        raise UnsupportedProblem([f"matrix must keep no element beyond the lengths {lengths}; got some in its padding"])
+    return inside
+
+
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class FromFunction(Mask):
@@ -267,4 +276,6 @@ class Indexed(Protocol):
     def as_mask(self) -> Mask: ...
 
 
+COMBINED = "combine them with & (both), | (either), ^ (one of two), - (without) and ~ (not)"
 setattr(Mask, "_mask_of", staticmethod(as_mask))
+without_other_operators(Mask, "masks", COMBINED)

@@ -450,9 +450,19 @@ def _count(name: str, value: Any) -> int:
     raise UnsupportedProblem([f"{name} must be an int from 1 to 2**30; got {describe(value)}"])
 
 
+_MADE_OF_NUMBERS = {
+    "slopes": "scores.alibi_slopes({}) makes them",
+    "per_head": "np.full(num_heads, {}, np.float32) has the same for all",
+    "table": "a table to learn may start as np.zeros((num_heads, {}), np.float32)",
+}
+
+
 def _require_axes(**arrays: tuple[Any, int]) -> None:
     """Refuse what is no array of that many axes."""
     for name, (array, rank) in arrays.items():
+        if is_number(array):
+            made = _MADE_OF_NUMBERS[name].format(array if is_int(array) or name != "slopes" else "num_heads")
+            raise TypeError(f"{name} must be an array with numbers for each head; got {describe(array)}: {made}")
         if not _has_axes(array):
             raise TypeError(no_array(name, array))
         if array.ndim != rank:

@@ -25,9 +25,10 @@ def offset_reasons(name: str, offsets: Any, allow_gaps: bool) -> list[str]:
         return []
     reasons = []
     starts = offsets[..., 0]
-    if (starts < 0).any():
+    has_gap = starts.any()
+    if has_gap and (starts < 0).any():
         reasons.append(f"{name} must start at 0 or later; got {int(starts.min())}")
-    elif not allow_gaps and starts.any():
+    elif has_gap and not allow_gaps:
         shown = _shown(starts != 0, offsets)
         reasons.append(
             f"{name} must start at 0, where the first sequence does; got {shown}: for lengths write "

@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import (
     BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, namespace, no_array, of_list,
 )  # fmt: skip
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import (
     dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
@@ -24,6 +24,7 @@ from .ranges import LARGEST
 from .trace import trace
 
 MAX_ARRAYS = 8
+_COMPOSED = "compose them with @, where (a @ b)(s) is a(b(s)), or write one function, Score(f)"
 RESERVED = (
     "q", "k", "v", "o", "lse", "do", "dlse", "dq", "dk", "dv", "out", "bias", "sink", "dropout_seed",
     "s", "b", "h", "i", "j", "self",
@@ -222,10 +223,15 @@ class Score:
             raise UnsupportedProblem(reasons)
         return Printing.text(derived(self.program) if backward else self.program)
 
+    __array_ufunc__ = None  # NumPy's arrays leave operators to scores, which refuse them
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"scores have no truth value: {_COMPOSED}")
+
     def __matmul__(self, other: Any) -> Score:
         """The score ``s -> self(other(s))``."""
         if not isinstance(other, Score):
-            return NotImplemented
+            raise TypeError(f"@ composes two scores; got {describe(other)}: Score(f) makes one of a function")
         shared = [name for name in self.arrays if name in other.arrays and self.arrays[name] is not other.arrays[name]]
         if shared:
             raise UnsupportedProblem(
@@ -464,3 +470,6 @@ def _type_of(name: str, array: Array) -> ArrayType:
             ]
         )
     return found
+
+
+without_other_operators(Score, "scores", _COMPOSED)

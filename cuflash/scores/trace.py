@@ -13,13 +13,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..arrays import describe, is_flag, is_int, is_number
+from ..arrays import describe, is_array, is_flag, is_int, is_number
 from ..errors import UnsupportedProblem
 from .program import COORDINATES, ArrayType, Builder, Program, ProgramError
 
 MAX_OPERATIONS = 256
 MAX_NUMBERS = 24
 _SYMBOL = "a symbol"  # what a symbol is written as, in messages of other libraries too
+_NO_NUMBER = (
+    "the score function is traced with symbols, which are not Python numbers: use NumPy's functions instead of math's, "
+    "and pass arrays by name instead of lists and arrays from outside, Score(f, table=table)"
+)
 _CO_VAR = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 _UFUNCS: dict[Any, str] = {
@@ -82,14 +86,14 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
         result = function(*symbols, **captured)
         program, numbers = _finished(builder, builder.real(_number_of(builder, result, is_result=True)))
     except ProgramError as error:
-        raise UnsupportedProblem([f"{_place(error, name)}: {error}"]) from None
+        raise UnsupportedProblem([_told(error, name, str(error))]) from None
     except Exception as error:
         is_known = isinstance(error, (IndexError, TypeError, ValueError))
         refusal = (builder.refusal or _refusal_of_others(error)) if is_known else None
         if refusal is None:
             error.add_note(f"Raised in the score function {name}, which was called with symbols for s, b, h, i and j.")
             raise
-        raise UnsupportedProblem([f"{_place(error, name)}: {refusal}"]) from error
+        raise UnsupportedProblem([_told(error, name, refusal)]) from error
     reasons = []
     if len(program.instructions) > MAX_OPERATIONS:
         reasons.append(f"{name} has {len(program.instructions)} operations; {MAX_OPERATIONS} is the most")
@@ -304,11 +308,8 @@ class Symbol:
         )
 
     def _no_number(self, *_: Any) -> NoReturn:
-        self._builder.refusal = (
-            "a value that is yet to come is no number of Python's: use NumPy's functions in place of math's, and "
-            "arrays by name in place of lists and of arrays from outside, Score(f, table=table)"
-        )
-        raise ProgramError(self._builder.refusal)
+        self._builder.refusal = _NO_NUMBER
+        raise ProgramError(_NO_NUMBER)
 
     __float__ = __int__ = __complex__ = __index__ = __len__ = __iter__ = __getitem__ = __round__ = _no_number
     __trunc__ = __floor__ = __ceil__ = _no_number
@@ -419,7 +420,7 @@ def _number_of(builder: Builder, value: Any, *, is_result: bool = False) -> int:
     if is_result:
         raise ProgramError(f"the function must return a number for each s; got {describe(value)}")
     raise ProgramError(
-        f"{describe(value)} is neither a number nor traced: give arrays by name, Score(f, table=table)"
+        f"{describe(value)} is neither a number nor traced: pass arrays by name, Score(f, table=table)"
     )
 
 
@@ -452,16 +453,29 @@ def _require_signature(
         raise UnsupportedProblem([f"{name} must take ({wanted}); got {name}{signature}: {error}; {given}"]) from None
 
 
-def _place(error: Exception, name: str) -> str:
-    """The function's line that an error comes from, with its text where the source is at hand."""
+def _told(error: Exception, name: str, refusal: str) -> str:
+    """A refusal after the line of the function that it is about, with the line's text where the source is at hand.
+
+    It names an array or a list from outside that the line reads, if there is one.
+    """
     found: tuple[FrameType, int] | None = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
         if module not in (__name__, Builder.__module__) and module.partition(".")[0] != "numpy":
             found = frame, line
     if found is None:
-        return name
+        return f"{name}: {refusal}"
     frame, line = found
     code = frame.f_code
     text = linecache.getline(code.co_filename, line, frame.f_globals).strip().rstrip(":")
-    return f"{code.co_name}, line {line}" + (f": {text}" if text else "")
+    for table in (*code.co_freevars, *code.co_names):
+        value = frame.f_locals.get(table, frame.f_globals.get(table))
+        if not is_array(value) and not isinstance(value, (list, tuple)) or text and table not in text:
+            continue
+        if refusal == _NO_NUMBER and (f"{table}[" in text or not text):
+            refusal = (
+                f"the score function is traced with symbols, so {table}[...] of an array from outside cannot be read: "
+                f"pass the array by name, Score(f, table=table)"
+            )
+        refusal = refusal.replace("table=table", f"{table}={table}")
+    return f"{code.co_name}, line {line}: " + (f"{text}: {refusal}" if text else refusal)

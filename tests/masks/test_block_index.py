@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_masks import SHAPES_AND_MASKS
 
+import cuflash
 from cuflash import BlockIndex, UnsupportedProblem, masks
 from cuflash.blocks.classify import BlockKind
 from cuflash.masks import MaskShape
@@ -120,6 +121,28 @@ def test_density_may_be_stated_over_the_eligible_blocks():
     assert local.report().density == 7 / 16
     report = local.report(eligible=causal)
     assert report.density == 7 / 10 and "eligible blocks" in str(report)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.sampled_from([(), (2,), (3, 2)]))
+def test_lengths_of_whole_blocks_need_not_be_given(num_q, num_kv, block_q, block_kv, leading):
+    kept = np.random.default_rng(0).random((*leading, num_q, num_kv)) < 0.5
+    lengths, block = (num_q * block_q, num_kv * block_kv), (block_q, block_kv)
+    index = BlockIndex.from_blocks(kept, *lengths, block)
+    assert BlockIndex.from_blocks(kept, block=block) == index
+    assert BlockIndex.from_blocks(kept, lengths[0], block=block) == index == BlockIndex.from_blocks(
+        kept, seqlen_kv=lengths[1], block=block
+    )
+    q = np.ones((1, lengths[0] + 1, 2), np.float32)
+    if leading == ():
+        with pytest.raises(UnsupportedProblem, match="the block index must be for lengths"):
+            cuflash.attention(q, q, q, mask=BlockIndex.from_blocks(kept, block=block))
+
+
+def test_numbers_for_blocks_are_told_to_be_compared():
+    for make in (lambda kept: BlockIndex.from_blocks(kept, 8, 8, 4), lambda kept: masks.BlockPattern(kept, 4)):
+        for dtype in (int, float, np.uint8):
+            with pytest.raises(UnsupportedProblem, match="blocks must be a boolean array .* blocks != 0"):
+                make(np.eye(2, dtype=dtype))
 
 
 @pytest.mark.parametrize(

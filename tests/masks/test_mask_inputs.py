@@ -288,6 +288,32 @@ def test_a_call_with_two_readings_names_the_one_that_is_meant(name):
     assert words in str(refused.value)
 
 
+OPERATORS = {
+    "+": operator.add, "*": operator.mul, "@": operator.matmul, "/": operator.truediv, "//": operator.floordiv,
+    "%": operator.mod, "**": operator.pow, "<<": operator.lshift, ">>": operator.rshift,
+}  # fmt: skip
+OPERATORS_OF_ONE = {"unary -": operator.neg, "unary +": operator.pos, "abs()": operator.abs}
+INDEX = cuflash.BlockIndex.from_mask(masks.Causal(), 8, 8, 4)
+
+
+@pytest.mark.parametrize("sign", OPERATORS)
+def test_masks_and_indices_name_the_operators_that_they_have(sign):
+    table = np.eye(8, dtype=bool)
+    for one, other in itertools.product((masks.Causal(), INDEX), (masks.Causal(), INDEX, 1, table)):
+        for pair in ((one, other), (other, one)):
+            with pytest.raises(TypeError) as refused:
+                OPERATORS[sign](*pair)
+            assert f"have no {sign}: combine them with & (both), | (either), ^ (one of two), - (w" in str(refused.value)
+
+
+@pytest.mark.parametrize("sign", OPERATORS_OF_ONE)
+def test_masks_and_indices_have_no_other_operators_of_one(sign):
+    for one in (masks.Causal() | masks.Lengths(q=3), INDEX):
+        with pytest.raises(TypeError, match="combine them with &") as refused:
+            OPERATORS_OF_ONE[sign](one)
+        assert f"have no {sign}: " in str(refused.value)
+
+
 def test_a_bound_may_be_given_by_name_alone():
     assert Band(lower=2) == Band(2, None) and Band(2, upper=3) == Band(2, 3) and Band(upper=3) == Band(None, 3)
 

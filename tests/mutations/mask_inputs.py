@@ -30,6 +30,13 @@ def has_an_empty_intersection(library: ModuleType) -> bool:
     return not library.attention(*3 * [np.ones((12, 2), np.float32)], mask=both).any()
 
 
+TABLE = np.ones(2)
+
+
+def reads_an_array_from_outside(library: ModuleType) -> None:
+    library.Score(lambda s, b, h, i, j: s + TABLE[h])
+
+
 FAULTS = {
     refuses(lambda library: library.masks.Lengths(3), "masks.Lengths(kv=lengths)"): {
         "a length without a name is taken": Edit(
@@ -60,6 +67,67 @@ FAULTS = {
     refuses(lambda library: library.BlockIndex(), "from_blocks"): {
         "an index is made of nothing": Edit(
             "keywords/answers.py", "_explained", "or advice\nif answers", "or ''\nif answers"
+        ),
+    },
+    refuses(lambda library: library.masks.Causal() + 1, "masks have no +: combine them with &"): {
+        "masks leave other operators to Python": Edit(
+            "masks/arrays.py", None, 'without_other_operators(Mask, "masks", COMBINED)', ""
+        ),
+    },
+    refuses(lambda library: -library.BlockIndex.from_blocks(np.ones((1, 1), bool), 4, 4, 4), "have no unary -"): {
+        "indices leave other operators to Python": Edit(
+            "blocks/index.py", None, 'without_other_operators(BlockIndex, "block indices", COMBINED)', ""
+        ),
+        "operators of one are left to Python": Edit(
+            "errors.py", "without_other_operators", "for name, sign in _SIGNS.items()} | _SIGNS_OF_ONE",
+            "for name, sign in _SIGNS.items()}",
+        ),
+    },
+    refuses(lambda library: 1 + library.masks.Causal(), "masks have no +"): {
+        "operators of other objects are left to Python": Edit(
+            "errors.py", "without_other_operators", '{f"r{name}": sign for name, sign in _SIGNS.items()}', "{}"
+        ),
+    },
+    refuses(lambda library: library.scores.softcap(3.0) | library.scores.softcap(3.0), "scores have no |"): {
+        "a class has the operators of types": Edit(
+            "errors.py", "without_other_operators",
+            'any(f"__{name}__" in vars(base) for base in cls.__mro__)', 'hasattr(cls, f"__{name}__")',
+        ),
+    },
+    refuses(lambda library: library.scores.softcap(3.0) and 1, "scores have no truth value"): {
+        "scores are true": Edit(
+            "scores/score.py", "Score.__bool__", 'raise TypeError(f"scores have no truth value: {_COMPOSED}")',
+            "return True",
+        ),
+    },
+    refuses(lambda library: np.ones((2, 2)) @ library.scores.softcap(3.0), "scores have no @"): {
+        "arrays take scores for numbers": Edit("scores/score.py", "Score", "__array_ufunc__ = None", "pass"),
+    },
+    refuses(lambda library: library.scores.softcap(3.0) @ np.tanh, "composes two scores"): {
+        "composition with a function is left to Python": Edit(
+            "scores/score.py", "Score.__matmul__",
+            'raise TypeError(f"@ composes two scores; got {describe(other)}: Score(f) makes one of a function")',
+            "return NotImplemented",
+        ),
+    },
+    refuses(lambda library: library.scores.alibi(8), "scores.alibi_slopes(8)"): {
+        "a number of heads is told to be made an array": Edit(
+            "scores/library.py", "_require_axes", "if is_number(array):", "if False:"
+        ),
+    },
+    refuses(reads_an_array_from_outside, "so TABLE[...] of an array", "Score(f, TABLE=TABLE)"): {
+        "an array from outside has no name": Edit(
+            "scores/trace.py", "_told", 'refusal == _NO_NUMBER and (f"{table}[" in text or not text)', "False"
+        ),
+    },
+    refuses(lambda library: library.masks.BlockPattern(np.eye(2), 4), "blocks != 0"): {
+        "numbers for blocks have no fix": Edit(
+            "masks/block_pattern.py", "BlockPattern.__post_init__", "if is_numbers else", "if False else"
+        ),
+    },
+    takes(lambda library: library.BlockIndex.from_blocks(np.ones((2, 3), bool), block=4).shape[2:] == (8, 12)): {
+        "lengths of whole blocks are those of blocks": Edit(
+            "blocks/index.py", "BlockIndex.from_blocks", "own if n is None else n", "1 if n is None else n"
         ),
     },
     masks_print_as_they_are_written: {

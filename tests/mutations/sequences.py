@@ -158,14 +158,14 @@ FAULTS = {
         "offsets may decrease": Edit(RULES, "offset_reasons", "if len(falls):", "if False:"),
     },
     refuses(lambda library: library.masks.Sequences([-1, 3], allow_gaps=True), "q_offsets must start at 0 or later"): {
-        "offsets may be negative": Edit(RULES, "offset_reasons", "if (starts < 0).any():", "if False:"),
+        "offsets may be negative": Edit(RULES, "offset_reasons", "has_gap and (starts < 0).any()", "False"),
     },
     refuses(lambda library: library.masks.Sequences([20, 30]), "must start at 0", "masks.Sequences.of([20, 30])"): {
-        "lengths are taken as offsets": Edit(RULES, "offset_reasons", "not allow_gaps and starts.any()", "False"),
+        "lengths are taken as offsets": Edit(RULES, "offset_reasons", "has_gap and not allow_gaps", "False"),
     },
     takes(lambda library: library.masks.Sequences([20, 30], allow_gaps=True).toarray(50).sum() == 100): {
         "no gaps are allowed before the first sequence": Edit(
-            RULES, "offset_reasons", "not allow_gaps and starts.any()", "starts.any()"
+            RULES, "offset_reasons", "has_gap and not allow_gaps", "has_gap"
         ),
         "no gaps are allowed behind the last sequence": Edit(RULES, "end_reasons", "if allow_gaps:", "if False:"),
     },

@@ -395,14 +395,16 @@ REFUSED = {
     "closure": (
         lambda s, b, h, i, j: s + SLOPE,
         {},
-        "an array of shape (2,) and dtype float32 is neither a number nor traced: give arrays by name, "
-        "Score(f, table=table)",
+        "an array of shape (2,) and dtype float32 is neither a number nor traced: pass arrays by name, "
+        "Score(f, SLOPE=SLOPE)",
     ),
     "index of a closure": (
-        lambda s, b, h, i, j: s + SLOPE[h], {}, "of lists and of arrays from outside, Score(f, table=table)"
+        lambda s, b, h, i, j: s + SLOPE[h], {},
+        "so SLOPE[...] of an array from outside cannot be read: pass the array by name, Score(f, SLOPE=SLOPE)",
     ),
     "indices of a closure": (
-        lambda s, b, h, i, j: s + TABLE[h, np.clip(j, 0, 9)], {}, "arrays by name in place of lists and of arrays from"
+        lambda s, b, h, i, j: s + TABLE[h, np.clip(j, 0, 9)], {},
+        "so TABLE[...] of an array from outside cannot be read: pass the array by name, Score(f, TABLE=TABLE)",
     ),
     "take": (takes, {}, "takes, line "),
     "key": (lambda s, b, h, i, j: s + {0: 1.5}[h], {}, "unhashable type: 'Symbol': use NumPy's functions and Python's"),
@@ -426,8 +428,8 @@ REFUSED = {
     "bits": (lambda s, b, h, i, j: np.where(i & 1, s, 0), {}, "& | ~ and np.logical_* take comparisons"),
     "mod": (lambda s, b, h, i, j: s + i % j, {}, "// and % take an integer expression and a positive integer literal"),
     "floor": (lambda s, b, h, i, j: s // 2, {}, "// and % take an integer expression and a positive integer literal"),
-    "float": (lambda s, b, h, i, j: float(s), {}, "is no number of Python's: use NumPy's functions in place of math's"),
-    "list": (lambda s, b, h, i, j: s + [1, 2][h], {}, "arrays by name in place of lists"),
+    "float": (lambda s, b, h, i, j: float(s), {}, "are not Python numbers: use NumPy's functions instead of math's"),
+    "list": (lambda s, b, h, i, j: s + [1, 2][h], {}, "pass arrays by name instead of lists and arrays from"),
     "method": (lambda s, b, h, i, j: s.clip(0, 1), {}, "has no .clip: use NumPy's functions"),
     "None": (lambda s, b, h, i, j: None, {}, "the function must return a number for each s; got None"),
     "signature": (lambda s, b, h, i: s, {}, "must take (s, b, h, i, j); got <lambda>(s, b, h, i)"),

@@ -722,6 +722,40 @@ def test_an_error_of_a_score_function_comes_first_and_alone(kind: type[Exception
     assert error.__notes__ == ["Raised in the score function mine, which was called with symbols for s, b, h, i and j."]
 
 
+SCORE = scores.softcap(3.0)
+OPERATORS: dict[str, tuple[Any, str]] = {
+    "sum": (lambda: SCORE + SCORE, "scores have no +: compose them with @, where (a @ b)(s) is a(b(s)), or write one"),
+    "difference": (lambda: SCORE - scores.alibi(SLOPES), "scores have no -: compose them with @"),
+    "sum with a number": (lambda: 1 + SCORE, "scores have no +: compose them with @"),
+    "product with an array": (lambda: SLOPES * SCORE, "scores have no *: compose them with @"),
+    "product of matrices": (lambda: SLOPES @ SCORE, "scores have no @: compose them with @"),
+    "and of bits": (lambda: SCORE & SCORE, "scores have no &: compose them with @"),
+    "or of bits": (lambda: SCORE | SCORE, "scores have no |: compose them with @"),
+    "quotient": (lambda: SCORE / 2, "scores have no /: compose them with @"),
+    "negative": (lambda: -SCORE, "scores have no unary -: compose them with @"),
+    "composition with a function": (lambda: SCORE @ np.tanh, "@ composes two scores; got ufunc: Score(f) makes one of"),
+    "composition of a function": (lambda: (lambda s: s) @ SCORE, "scores have no @: compose them with @"),
+    "and": (lambda: SCORE and SCORE, "scores have no truth value: compose them with @"),
+    "not": (lambda: not SCORE, "scores have no truth value: compose them with @"),
+    "slopes of a number of heads": (
+        lambda: scores.alibi(8), "slopes must be an array with numbers for each head; got 8: scores.alibi_slopes(8) mak"
+    ),
+    "one slope": (lambda: scores.alibi(0.5), "got 0.5: scores.alibi_slopes(num_heads) makes them"),
+    "one temperature": (lambda: scores.temperature(2.0), "got 2.0: np.full(num_heads, 2.0, np.float32) has the same"),
+    "a number of buckets": (
+        lambda: scores.relative_position(32, bidirectional=True), "may start as np.zeros((num_heads, 32), np.float32)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_a_score_is_not_made_of_is_told_in_words(name: str) -> None:
+    make, told = OPERATORS[name]
+    with pytest.raises(TypeError) as error:
+        make()
+    assert told in str(error.value)
+
+
 @pytest.mark.parametrize("make", [lambda: scores.alibi(["a"]), lambda: scores.bias(1.0), lambda: scores.temperature(2)])
 def test_the_library_takes_arrays(make: Any) -> None:
     with pytest.raises(TypeError, match="must be an array"):
