@@ -150,7 +150,8 @@ def _axis_reasons(axis: Any, name: str, array: Array) -> list[str]:
     if not is_int(axis):
         return [f"axis must be an int; got {describe(axis)}: {_LAYOUTS}"]
     if not -array.ndim <= axis < array.ndim:
-        return [f"axis must be an axis of {name}, which has {array.ndim}; got {axis}, {describe(array)}: {_LAYOUTS}"]
+        got = f"{describe(axis)}, {describe(array)}"
+        return [f"axis must be an axis of {name}, which has {array.ndim}; got {got}: {_LAYOUTS}"]
     return []
 
 

@@ -246,7 +246,7 @@ class BlockIndex:
         if is_differentiated(pattern.blocks):
             pattern = with_cupy_arrays(pattern)
         leading = (1, 1, *pattern.blocks.shape[:-2])
-        lengths = (own if n is None else n for own, n in zip(pattern.own_lengths, (seqlen_q, seqlen_kv)))
+        lengths: Any = (own if n is None else n for own, n in zip(pattern.own_lengths, (seqlen_q, seqlen_kv)))
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), *lengths)
         if make_on_device is not None and is_array(pattern.blocks) and namespace(pattern.blocks).__name__ == "cupy":
             if not (shape_reasons(shape) or length_reasons(shape)):

@@ -96,8 +96,7 @@ class Sequences(Mask):
         if self.kv_offsets is self.q_offsets:
             object.__setattr__(self, "kv_offsets", None)
         reasons = flag_reasons("allow_gaps", self.allow_gaps)
-        if not reasons:
-            object.__setattr__(self, "allow_gaps", bool(self.allow_gaps))
+        object.__setattr__(self, "allow_gaps", not reasons and bool(self.allow_gaps))
         reasons += self._offset_reasons()
         with collecting(reasons):
             object.__setattr__(self, "window", _checked_window(self.window))

@@ -461,7 +461,8 @@ def _require_axes(**arrays: tuple[Any, int]) -> None:
     """Refuse what is no array of that many axes."""
     for name, (array, rank) in arrays.items():
         if is_number(array):
-            made = _MADE_OF_NUMBERS[name].format(array if is_int(array) or name != "slopes" else "num_heads")
+            number = "num_heads" if name == "slopes" and not is_int(array) else describe(array)
+            made = _MADE_OF_NUMBERS[name].format(number)
             raise TypeError(f"{name} must be an array with numbers for each head; got {describe(array)}: {made}")
         if not _has_axes(array):
             raise TypeError(no_array(name, array))

@@ -90,7 +90,9 @@ def within(
     """
     score = score if isinstance(score, Score) else Score(score)
     is_aligned = score.program.shift_slot is not None
-    reasons = flag_reasons("allow_gaps", allow_gaps) + alignment_reasons(align)
+    reasons = flag_reasons("allow_gaps", allow_gaps)
+    allow_gaps = not reasons and bool(allow_gaps)
+    reasons += alignment_reasons(align)
     if is_aligned and align is not None:
         reasons.append(f"align must be None for a score that has an alignment of its own; got {describe(align)}")
     reasons += [

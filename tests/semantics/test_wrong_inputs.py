@@ -323,28 +323,36 @@ DOCUMENTED = {
     "PrefixLM": (masks.PrefixLM, {"prefix": 3, "align": None}),
     "Lengths": (masks.Lengths, {"q": 3, "kv": np.arange(3)}),
     "Documents": (masks.Documents, {"q_ids": np.arange(3), "kv_ids": np.arange(3)}),
-    "Sequences": (masks.Sequences, {"q_offsets": [0, 3], "kv_offsets": [0, 4], "causal": False, "window": None}),
+    "Sequences": (
+        masks.Sequences,
+        {"q_offsets": [0, 3], "kv_offsets": [0, 4], "causal": False, "window": None, "allow_gaps": False},
+    ),
+    "Sequences.of": (
+        masks.Sequences.of,
+        {"q_lengths": [3], "kv_lengths": [4], "causal": False, "window": None, "allow_gaps": False},
+    ),
     "Dense": (masks.Dense, {"allowed": np.eye(3, dtype=bool)}),
     "BlockPattern": (masks.BlockPattern, {"blocks": np.eye(3, dtype=bool), "block": 2}),
     "BlockIndex.to_scipy": (BLOCKS.to_scipy, {"b": 0, "h": 0, "elements": True}),
     "BlockIndex.picture": (BLOCKS.picture, {"b": 0, "h": 0, "width": 5}),
     "softcap": (scores.softcap, {"cap": 3.0, "fast": False}),
-    "alibi": (scores.alibi, {"slopes": np.ones(2)}),
+    "alibi": (scores.alibi, {"slopes": np.ones(2), "align": "bottom_right"}),
     "alibi_slopes": (scores.alibi_slopes, {"num_heads": 2}),
     "bias": (scores.bias, {"array": np.ones((2, 2))}),
     "temperature": (scores.temperature, {"per_head": np.ones(2)}),
     "relative_position": (
-        scores.relative_position, {"table": np.ones((2, 8)), "max_distance": 9, "bidirectional": True}
+        scores.relative_position, {"table": np.ones((2, 8)), "max_distance": 9, "bidirectional": True, "align": None}
     ),
     "relative_position_2d": (scores.relative_position_2d, {"table": np.ones((2, 3, 5)), "width": 3}),
     "within": (
         scores.within,
         {
-            "score": scores.softcap(2.0), "q_offsets": [0, 3], "kv_offsets": [0, 4], "seqlen_q": 3, "seqlen_kv": 4
+            "score": scores.softcap(2.0), "q_offsets": [0, 3], "kv_offsets": [0, 4], "seqlen_q": 3, "seqlen_kv": 4,
+            "allow_gaps": False, "align": "top_left",
         },
     ),
     "pack": (cuflash.pack, {"arrays": [O], "axis": -2}),
-    "unpack": (cuflash.unpack, {"packed": O, "offsets": [0, 3], "axis": -2}),
+    "unpack": (cuflash.unpack, {"packed": O, "offsets": [0, 3, 10], "axis": -2, "allow_gaps": True}),
 }  # fmt: skip
 
 
