@@ -233,7 +233,7 @@ def of_list(name: str, value: Any, dtype: Any = None) -> Any:
     """
     if is_ragged(value):
         raise UnsupportedProblem([_unequal_lengths(name, value)])
-    if not isinstance(value, (list, tuple)):
+    if not is_list(value):
         return value
     first = _first_item(value)
     if _is_of_another_library(first):
@@ -253,9 +253,14 @@ def of_list(name: str, value: Any, dtype: Any = None) -> Any:
     return cast if wanted in DTYPES or (cast == array).all() else array
 
 
+def is_list(value: object) -> bool:
+    """Return whether a value is a list or a tuple; named tuples, which stand for other things, are none."""
+    return isinstance(value, list) or type(value) is tuple
+
+
 def _first_item(value: Any) -> Any:
     """The first item of a nested list that is no list itself."""
-    while isinstance(value, (list, tuple)) and value:
+    while is_list(value) and value:
         value = value[0]
     return value
 

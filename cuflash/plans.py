@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import (
-    Array, ShapeDtype, describe, is_array, is_ragged, namespace, no_array, of_list, times_power_of_two,
+    Array, ShapeDtype, describe, is_array, is_list, is_ragged, namespace, no_array, of_list, times_power_of_two,
 )  # fmt: skip
 from .compiler import nvrtc
 from .errors import UnsupportedProblem
@@ -614,7 +614,7 @@ class Plan:
 
     def _taken(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """`as_arrays`, with lists in the planned dtypes."""
-        has_lists = any(isinstance(value, (list, tuple)) for value in given.values())
+        has_lists = any(map(is_list, given.values()))
         return as_arrays(given, {name: dtype for name, (_, dtype) in self._wanted.items()} if has_lists else None)
 
     def _input_reasons(self, given: dict[str, Array], needed: Sequence[str]) -> list[str]:
@@ -739,7 +739,7 @@ def as_arrays(given: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None,
         One lies on a GPU, and CuPy is missing.
     """
     arrays, reasons = dict(given), list[str]()
-    lists = [name for name, value in given.items() if isinstance(value, (list, tuple)) or is_ragged(value)]
+    lists = [name for name, value in given.items() if is_list(value) or is_ragged(value)]
     known = dtypes_of_lists(given) | dict(dtypes or {}) if lists else {}
     for name, value in given.items():
         try:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..arrays import Array, describe, fix_of_numbers, is_array, is_sparse, namespace, no_array
+from ..arrays import Array, describe, fix_of_numbers, is_array, is_list, is_sparse, namespace, no_array
 from ..errors import UnsupportedProblem, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
@@ -254,7 +254,7 @@ def as_mask(value: Any) -> Mask:
             return value.as_mask()
         if is_sparse(value):
             return Sparse(value)
-        if is_array(value) or is_foreign(value) or isinstance(value, (list, tuple)):
+        if is_array(value) or is_foreign(value) or is_list(value):
             return Dense(value)
         if callable(value):
             return FromFunction(value)

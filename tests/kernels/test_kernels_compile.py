@@ -204,7 +204,7 @@ def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[Kernel
     device, specs = DeviceSpec.gpu(name), set()
     programs = [
         ScoreKind.of_score(made) for options in changes if "dropout" not in options and "wrt" not in options
-        and (made := score_of(options.get("score"), options.get("softcap"), None)) is not None
+        and (made := score_of(options.get("score"), options.get("softcap"), None, np.empty(0))) is not None
     ]  # fmt: skip
     bias = ScoreKind.of_score(scores.bias(ShapeDtype((2, 1000, 1000), BFLOAT16)))
     for dim, kind, rows in product((64, 128, 256), (*programs, bias), (8, 32)):

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import namedtuple
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from foreign import Foreign
 
 SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 Q = np.ones((2, 10, 8), np.float32)
+NAMED = namedtuple("Pair", "first second")(1.0, 2.0)
 HALF = Q.astype(np.float16)
 
 
@@ -744,6 +746,9 @@ FAULTS = {
     takes(lambda library: library.plan(Q, Q, Q).forward(Q.tolist(), Q.tolist(), Q.tolist())[0].dtype == Q.dtype): {
         "a plan's lists have float64": Edit("plans.py", "Plan._taken", "if has_lists else None", "if False else None"),
     },
+    takes(lambda library: type(part(library, "arrays").of_list("q", NAMED)) is type(NAMED)): {
+        "named tuples are lists": Edit("arrays.py", "is_list", "type(value) is tuple", "isinstance(value, tuple)"),
+    },
     takes(lambda library: library.masks.Lengths(kv=[]).kv.dtype == np.int64): {
         "an empty list holds floats": Edit(
             "masks/fields.py", "taken_array", "of_list(name, value, dtype)", "of_list(name, value)"
@@ -903,7 +908,7 @@ FAULTS = {
     ): {
         "a mask is made of anything": Edit(
             "masks/arrays.py", "as_mask",
-            "if is_array(value) or is_foreign(value) or isinstance(value, (list, tuple)):", "if True:",
+            "if is_array(value) or is_foreign(value) or is_list(value):", "if True:",
         ),
     },
     refuses(

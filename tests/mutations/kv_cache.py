@@ -380,7 +380,9 @@ FAULTS = {
         ),
     },
     refuses(lambda library: filled(library).append(K[:1], K, counts=[9]), "counts must be"): {
-        "rows hide counts": Edit(FILE, "KVCache._checked_rows", "+= self._count_reasons(counts, k, self._counted)", "+= []"),
+        "rows hide counts": Edit(
+            FILE, "KVCache._checked_rows", "+= self._count_reasons(counts, k, self._counted)", "+= []"
+        ),
     },
     refuses(lambda library: filled(library).attention(K[:1], scale="x"), "2 reasons"): {
         "queries hide options": Edit(

@@ -154,7 +154,7 @@ def test_a_call_plans_once_and_an_index_keeps_its_plans(monkeypatch, kind, most)
     ("options", "sentence"),
     [
         ({"executor": "gpu"}, "executor='gpu' takes arrays on 'gpu'; got q on 'cpu': move them"),
-        ({"executor": []}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got list"),
+        ({"executor": []}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got []"),
         ({"return_lse": 1}, "return_lse must be True or False; got 1"),
         ({"mask": 3}, "mask must be"),
         ({"causal": "yes"}, "causal must be True, False, 'bottom_right' or 'top_left'; got 'yes'"),

@@ -315,7 +315,7 @@ def test_subclasses_of_tensors_are_refused():
     [
         ({"executor": "gpu"}, "executor='gpu' takes tensors on 'cuda'; got q on 'cpu': move them by to('cuda')"),
         ({"executor": "tpu"}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got 'tpu'"),
-        ({"executor": []}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got list"),
+        ({"executor": []}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got []"),
         ({"return_lse": 1}, "return_lse must be True or False; got 1"),
         ({"scale": float("nan")}, "scale must be a finite number or None; got nan"),
         ({"out": Q}, "out must not overlap q in memory: give an array of its own"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +14,7 @@ from cupy_machine import installed
 
 import cuflash
 from cuflash import BlockIndex, Score, masks, reference, scores, selectors
+from cuflash.arrays import of_list
 from cuflash.plans import as_arrays, as_mask_of_arrays
 
 RNG = np.random.default_rng(0)
@@ -221,6 +222,12 @@ def test_other_lists_are_refused_in_words(name: str) -> None:
     call, kind, told = REFUSED[name]
     with pytest.raises(kind, match=told):
         call()
+
+
+def test_named_tuples_are_no_lists() -> None:
+    """They stand for other things, as the layout of a tensor."""
+    pair = NamedTuple("Pair", [("shape", Any), ("dtype", Any)])((2, 3), np.dtype(np.float32))
+    assert as_arrays({"q": pair})["q"] is pair and of_list("q", pair) is pair
 
 
 def test_a_list_beside_arrays_on_a_device_lies_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
