@@ -300,7 +300,7 @@ class Tracer:
         (10**400, "got an int of 1329 bits$"),
         (Tracer(), "got Tracer: name it in static_argnames, or multiply q by it$"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if isinstance(value, Tracer) else str(value),
 )
 def test_a_wrong_scale_is_refused_with_its_fix(scale: Any, told: str) -> None:
     for call in (cuflash.attention, cuflash.attention_vjp, cuflash.plan, cuflash.error_bound):
