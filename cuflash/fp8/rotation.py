@@ -150,7 +150,7 @@ class Rotation:
 
     def _hadamard(self, x: Array) -> Array:
         xp = namespace(x)
-        units = large_units(xp.abs(x).max(axis=-1, keepdims=True, initial=0))
+        units = large_units(xp.abs(x).max(axis=-1, keepdims=True))
         y = x / units
         half = 1
         while half < self.head_dim:

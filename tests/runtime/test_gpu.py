@@ -28,7 +28,9 @@ MASKS = {
     "prefix": masks.PrefixLM(30, "bottom_right"),
     "documents": masks.Documents(*IDS),
     "causal documents": masks.Causal("top_left") & masks.Documents(*IDS),
-    "sequences": masks.Sequences.of([60, 0, 100], [80, 20, 150], causal="bottom_right", window=(30, 0)),
+    "sequences": masks.Sequences.of(
+        [60, 0, 100], [80, 20, 150], causal="bottom_right", window=(30, 0), allow_gaps=True
+    ),
     "dilated": masks.Dilated(3, align="top_left"),
     "function": masks.FromFunction(lambda b, h, i, j: (i * 7 + j * j + h) % 5 < 2),
     "blocks": masks.BlockPattern(RNG.random((4, 6, 8)) < 0.4, 32),

@@ -406,3 +406,11 @@ def test_a_gpu_gives_the_same_bits(dtype: str, rotate: Any, per: str) -> None:
 def test_a_gpu_rounds_all_floats_around_e4m3_alike() -> None:
     x = floats_around_e4m3()
     np.testing.assert_array_equal(e4m3.from_float32(to_device(x)).get(), e4m3.from_float32(x).view(np.uint8))
+
+
+def test_a_rotation_asks_a_device_for_nothing_that_it_lacks(device: Any) -> None:
+    rotation = Rotation(16, seed=2)
+    x = np.float32(2.0**120) * RNG.standard_normal((5, 16), np.float32)
+    with device.transfers_allowed():  # of the signs
+        rotated = device.to_host(rotation.apply(device.to_device(x)))
+    assert np.array_equal(rotated, rotation.apply(x))
