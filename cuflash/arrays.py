@@ -216,7 +216,8 @@ def of_list(name: str, value: Any, dtype: Any = None) -> Any:
     name : str
         The name of the value in messages.
     value : object
-        Anything. A list that holds something else than numbers, such as strings, stays what it is.
+        Anything. A list that holds something else than numbers, such as strings, or booleans among numbers, stays what
+        it is.
     dtype : dtype, optional
         That of Python's numbers, which have none: of ints and floats if it is one of floats, of ints that it can hold
         if it is one of ints. An empty list has it too.
@@ -242,7 +243,7 @@ def of_list(name: str, value: Any, dtype: Any = None) -> Any:
         array = np.asarray(value)
     except ValueError as error:  # NumPy's word for lists of unequal lengths
         raise UnsupportedProblem([_unequal_lengths(name, value)]) from error
-    if array.dtype.kind in "OSU":
+    if array.dtype.kind in "OSU" or array.dtype != bool and _holds_flags(value):
         return value
     wanted = array.dtype if dtype is None else np.dtype(dtype)
     kinds = "iuf" if wanted in DTYPES else "iu" if wanted.kind in "iu" else ""
@@ -263,6 +264,13 @@ def _first_item(value: Any) -> Any:
     while is_list(value) and value:
         value = value[0]
     return value
+
+
+def _holds_flags(value: Any) -> bool:
+    """Return whether an item of a nested list is a boolean, or an array of them."""
+    if is_list(value):
+        return any(map(_holds_flags, value))
+    return is_flag(value) or isinstance(value, np.ndarray) and value.dtype == bool
 
 
 def _is_of_another_library(value: object) -> bool:
@@ -311,9 +319,10 @@ def describe(value: object) -> str:
     if isinstance(value, tuple) and len(value) <= 4:
         return f"({', '.join(map(describe, value))}{',' * (len(value) == 1)})"
     if isinstance(value, list):
-        shown = ", ".join(map(describe, value[:_MOST_ITEMS]))
-        if len(shown) > 2 * _LONGEST:
-            return f"a list of {len(value)} items"
+        items = list(map(describe, value[:_MOST_ITEMS]))
+        shown = ", ".join(items)
+        if len(shown) > 2 * _LONGEST or "list" in items:
+            return "list"
         return f"[{shown}]" if len(value) <= _MOST_ITEMS else f"[{shown}, ...] of {len(value)} items"
     if value is None or isinstance(value, _SHORT):
         written = repr(value)
@@ -344,7 +353,7 @@ def no_array(name: str, value: object) -> str:
         makes = f"plan takes cuflash.ShapeDtype({describe(value)}, dtype) in the place of an array"
     elif isinstance(value, (list, tuple)):
         is_of_arrays = _is_of_another_library(_first_item(value))
-        makes = "stack them to one array first" if is_of_arrays else "lists may hold numbers alone"
+        makes = "stack them to one array first" if is_of_arrays else "lists may hold numbers alone, or booleans alone"
     elif hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__"):
         makes = "it holds no data, and plan takes cuflash.ShapeDtype(shape, dtype) in the place of such a value"
     return f"{name} must be an array; got {describe(value)}{makes and f': {makes}'}"

@@ -187,7 +187,8 @@ def _bounds(grid: Grid) -> Array:
 def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any) -> tuple[Any, ...]:
     """The pages that each sequence of a cache keeps."""
     batch = len(cache.lengths)
-    q = as_arrays({"q": q}, {"q": cache.k.dtype if cache.k.dtype in DTYPES else np.float32}, like=cache.k)["q"]
+    of_list = {"q": cache.k.dtype if cache.k.dtype in DTYPES else np.float32}
+    q = as_arrays({"q": q}, of_list, like=cache.k)["q"]
     if not is_array(q):
         raise TypeError(no_array("q", q))
     if q.ndim != 4 or q.shape[0] != batch:

@@ -746,6 +746,9 @@ FAULTS = {
     takes(lambda library: library.plan(Q, Q, Q).forward(Q.tolist(), Q.tolist(), Q.tolist())[0].dtype == Q.dtype): {
         "a plan's lists have float64": Edit("plans.py", "Plan._taken", "if has_lists else None", "if False else None"),
     },
+    refuses(lambda library: library.masks.Sequences([0, True]), "q_offsets must be a list of ints"): {
+        "a flag among ints is an int": Edit("arrays.py", "of_list", "array.dtype != bool and", "False and"),
+    },
     takes(lambda library: type(part(library, "arrays").of_list("q", NAMED)) is type(NAMED)): {
         "named tuples are lists": Edit("arrays.py", "is_list", "type(value) is tuple", "isinstance(value, tuple)"),
     },

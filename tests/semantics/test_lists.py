@@ -201,6 +201,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: cuflash.attention([SimpleNamespace(__dlpack_device__=0)], K, V), TypeError,
         r"q must be an array; got \[SimpleNamespace\]: stack them to one array first",
     ),
+    "a flag among ints": (lambda: masks.Lengths(kv=[1, True]), cuflash.UnsupportedProblem, r"kv must .*\[1, True\]"),
+    "flags among numbers": (lambda: cuflash.attention([[1.0], [np.True_]], K, V), TypeError, "or booleans alone"),
     "an empty q": (lambda: cuflash.attention([], K, V), cuflash.UnsupportedProblem, r"q must have shape .*got \(0,\)"),
     "an empty mask": (lambda: cuflash.attention(Q, K, V, mask=[]), cuflash.UnsupportedProblem, r"mask must .*\(0,\)"),
     "0 and 1": (lambda: masks.Dense([[0, 1]]), cuflash.UnsupportedProblem, r"booleans by np.array\(mask\) != 0"),

@@ -124,7 +124,7 @@ def test_what_is_no_function_and_no_array_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="score must be a Score or a function"):
         cache.attention(q, score=3)
     with pytest.raises(TypeError, match="bias must be an array"):
-        cache.attention(q, bias=[1.0])
+        cache.attention(q, bias=["1.0"])
 
 
 def test_parts_are_shown_and_a_longest_cache_has_them() -> None:
