@@ -66,7 +66,7 @@ def explains_keywords(
         if isinstance(member, (classmethod, staticmethod)):
             setattr(call, name, type(member)(_explained(member.__func__)))
         elif name == "__init__":
-            setattr(call, name, _explained(_refusing(member, takes, advice), advice))
+            setattr(call, name, _refusing(_explained(member, advice), takes, advice))
         elif inspect.isfunction(member):
             setattr(call, name, _explained(member))
     return call

@@ -268,6 +268,7 @@ class Mask(Described):
         heads = () if num_heads is None else (shape.num_heads,)
         return flat.reshape(*shape.batch, *heads, *shape[2:]).copy()
 
+    @explains_keywords
     def density(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, batch: tuple[int, ...] = (), num_heads: int = 1
     ) -> float:

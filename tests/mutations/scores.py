@@ -366,9 +366,9 @@ FAULTS = {
         ),
     },
     refusals_are_told: {
-        "the line is the next one": Edit(TRACE, "_place", "found = frame, line", "found = frame, line + 1"),
-        "the place is the library's": Edit(TRACE, "_place", "not in (__name__, Builder.__module__)", "is not None"),
-        "the place is NumPy's": Edit(TRACE, "_place", 'module.partition(".")[0] != "numpy"', "True"),
+        "the line is the next one": Edit(TRACE, "_told", "found = frame, line", "found = frame, line + 1"),
+        "the place is the library's": Edit(TRACE, "_told", "not in (__name__, Builder.__module__)", "is not None"),
+        "the place is NumPy's": Edit(TRACE, "_told", 'module.partition(".")[0] != "numpy"', "True"),
         "what an array raises hides why": Edit(
             TRACE, "trace", "builder.refusal or _refusal_of_others(error)", "_refusal_of_others(error)"
         ),
