@@ -161,13 +161,13 @@ class Rotation:
 
 
 def large_units(magnitude: Array) -> Array:
-    """Return 2^8 where 256 numbers of a magnitude may have a sum out of their dtype's range, and 1 elsewhere.
+    """Return 2^8 where 256 numbers of a magnitude may have a sum out of their dtype's range, or are NaN; 1 elsewhere.
 
     Examples
     --------
     >>> import numpy as np
     >>> large_units(np.float32([1, 1e36, np.nan]))
-    array([  1., 256.,   1.], dtype=float32)
+    array([  1., 256., 256.], dtype=float32)
     """
     dtype = magnitude.dtype.type
-    return namespace(magnitude).where(magnitude >= dtype(2.0 ** (np.finfo(dtype).maxexp - 9)), dtype(256), dtype(1))
+    return namespace(magnitude).where(magnitude < dtype(2.0 ** (np.finfo(dtype).maxexp - 9)), dtype(1), dtype(256))

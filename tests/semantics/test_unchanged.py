@@ -117,7 +117,9 @@ def test_an_operand_that_only_the_forward_pass_reads_may_change() -> None:
     assert (vjp(q).dv == expected).all()
 
 
-@pytest.mark.parametrize("make", [lambda x: x, cuflash.masks.Dense, lambda x: cuflash.masks.Causal() & x], ids=["array", "Dense", "and"])
+@pytest.mark.parametrize(
+    "make", [lambda x: x, cuflash.masks.Dense, lambda x: cuflash.masks.Causal() & x], ids=["array", "Dense", "and"]
+)
 @pytest.mark.parametrize("executor", ["cpu", "sim"])
 def test_a_mask_that_changes_later_changes_nothing(executor: str, make: Any) -> None:
     q, allowed = an_array(2, 300, 8), np.tri(300, dtype=bool)
