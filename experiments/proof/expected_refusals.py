@@ -1,0 +1,56 @@
+"""A plugin of pytest that writes the class and text of each refusal that a test expects: `-p expected_refusals`.
+
+The environment's CUFLASH_REFUSALS is the folder of its files, one for each process. A refusal is an exception that
+passes through a function of the library, where a test expects it by `pytest.raises`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cuflash
+import pytest
+
+LIBRARY = str(Path(cuflash.__file__).parent)
+# What differs from run to run: addresses, numbers of processes, temporary folders, and the tree's own folder.
+_VARYING = ((re.compile(r"0x[0-9a-f]+"), "0x..."), (re.compile(r"/tmp/[^\s:,']+"), "/tmp/..."))
+_expected: set[tuple[str, str]] = set()
+_exit = pytest.RaisesExc.__exit__
+
+
+def refusal(error: BaseException) -> tuple[str, str]:
+    """Return the class and the text of an exception, without what differs from run to run."""
+    text = str(error).replace(str(Path(LIBRARY).parent), "...")
+    for pattern, constant in _VARYING:
+        text = pattern.sub(constant, text)
+    return type(error).__name__, text
+
+
+def _passes_through_library(traceback: TracebackType | None) -> bool:
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename.startswith(LIBRARY):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _keeping_exit(self: Any, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> bool:
+    is_expected = _exit(self, kind, error, traceback)
+    if is_expected and error is not None and _passes_through_library(traceback):
+        _expected.add(refusal(error))
+    return is_expected
+
+
+def pytest_configure() -> None:
+    pytest.RaisesExc.__exit__ = _keeping_exit  # type: ignore[method-assign]
+
+
+def pytest_unconfigure() -> None:
+    pytest.RaisesExc.__exit__ = _exit  # type: ignore[method-assign]
+    path = Path(os.environ["CUFLASH_REFUSALS"]) / f"{os.getpid()}.json"
+    path.write_text(json.dumps(sorted(_expected)), "utf-8")
