@@ -167,7 +167,13 @@ class Score:
 
     @property
     def facts(self) -> frozenset[str]:
-        """What calls check of the library's own functions; those that are made of others have the facts of all."""
+        """Return what calls check of the library's own functions; a composed score has the facts of all its parts.
+
+        Examples
+        --------
+        >>> Score(lambda s, b, h, i, j: s).facts
+        frozenset()
+        """
         return getattr(self.function, "facts", frozenset())
 
     @cached_property

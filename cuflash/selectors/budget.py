@@ -34,12 +34,12 @@ class Budget:
         The fewest blocks whose estimated shares of the softmax add up to this part, in (0, 1], of all eligible ones.
     threshold : float, optional
         The blocks of at least this score.
+    min_blocks : int
+        At least so many blocks, where there are as many eligible ones.
     density : float, optional
         This share, in (0, 1], of the blocks that are eligible in the row, rounded up: the fewest blocks whose number
         over that of the eligible ones is at least `density`. Eligible are the blocks of which the masks allow a key,
         under `causal` those up to the diagonal.
-    min_blocks : int
-        At least so many blocks, where there are as many eligible ones.
 
     Raises
     ------
@@ -86,12 +86,27 @@ class Budget:
 
         A density is lowered by less than any number of blocks can tell, so that 0.55 of 100 blocks, whose product is
         rounded to more than 55, are 55.
+
+        Examples
+        --------
+        >>> Budget(mass=0.9).part, Budget(top_k=3).part
+        (0.9, None)
         """
         return self.mass if self.density is None else float(self.density) * (1 - 2**-50)
 
     @lru_cache(maxsize=64)
     def halves(self) -> tuple[Budget, Budget]:
-        """Half of the budget, rounded up, and the other half, of one block at least; a threshold is that of both."""
+        """Split the budget into a half, rounded up, and the rest, of one block at least; a threshold is that of both.
+
+        Returns
+        -------
+        first, second : Budget
+
+        Examples
+        --------
+        >>> [half.top_k for half in Budget(top_k=5).halves()]
+        [3, 2]
+        """
         if self.threshold is not None:
             return self, self
         name, whole = next((name, x) for name in ("top_k", "mass", "density") if (x := getattr(self, name)) is not None)
