@@ -23,7 +23,7 @@ Rows of the result that a run does not measure stay as they are; it ends with an
 Expect: no repeat differs, no tool reports an error, and initcheck does where k is unwritten.
 Found:  of sm80 and sm90 no repeat differs, 24,000 forward calls and 4,400 gradients. The sanitizers find what was left
 unwritten, and else nothing but eight reports of racecheck: of sm90's gradients that finish dQ, where it does not follow
-bar.arrive (results/sm90_steps.log, 28 and 29).
+bar.arrive (sm90_steps.log of b648872e, 28 and 29).
 
 Cost: Half an hour of a GPU, most of it under the sanitizers.
 """

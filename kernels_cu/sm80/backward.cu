@@ -28,7 +28,7 @@ constexpr bool kOverlapsP = sizeof(Element) == 2 && kNumScores <= 32;
 constexpr bool kOverlapsDs =
     kOverlapsP && !kIsNarrow && kValueDim >= 64 && ScorePartition::kNumOwnerWarps == kNumWarps;
 // P and dS are rounded and stored at once, which halves their registers, in masked and unmasked steps apart: if the
-// registers do not hold both for longer. That saves 6 % at 32 columns (experiments/results/sm80_steps.log, 8).
+// registers do not hold both for longer. That saves 6 % at 32 columns (sm80_steps.log of b648872e, 8).
 constexpr bool kStoresScoresEarly = kOverlapsDs || (sizeof(Element) == 2 && kNumScores > 32);
 // Warps test whether they are the first owner of their scores even if every warp is: with this test, ptxas orders the
 // instructions after it better, which gains 2 % of the backward pass at 128 columns without a list.

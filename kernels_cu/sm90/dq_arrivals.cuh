@@ -6,7 +6,7 @@
 // of queries stores its part of dQ, so that no kernel sets the sums to 0 before; the other tiles wait until it has, and
 // add. If very few tiles arrive, the last one waits until all others are done, takes their sums and finishes dQ: with a
 // list that saves 4 % of a backward pass if four tiles arrive, and nothing if eight do
-// (experiments/results/sm90_steps.log, 29). A tile waits only for tiles that arrived before it.
+// (sm90_steps.log of b648872e, 29). A tile waits only for tiles that arrived before it.
 namespace cuflash::attention {
 
 // Counter of the tiles of keys that have arrived at a tile of queries, plus kDqIsStored once the first has stored its

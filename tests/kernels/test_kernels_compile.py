@@ -53,7 +53,7 @@ LENGTHS = (1, 1000)  # a tile of few queries, and a whole one
 SIZES_OF_TILES = {"block_q", "block_kv", "num_warps", "min_blocks", "num_stages"}
 Limit: TypeAlias = tuple[int, int] | None
 # Bytes by exception. 256: no tile is smaller, and it holds 16 rows of 512 sums. 128: the next smaller tile, which does
-# not spill, is slower by a seventh (experiments/results/simt_tiles.log). On tensor cores: words that a step reads once.
+# not spill, is slower by a seventh (simt_tiles.log of b648872e). On tensor cores: words that a step reads once.
 _HALVES = (np.dtype(np.float16), BFLOAT16)
 SPILLS = {
     ("simt_forward", np.dtype(np.float64), 256): 36,  # on sm_120, 16 on sm_100: chips on which nothing was timed
@@ -73,7 +73,7 @@ SPILLS = {
     # In the producer, which has 24 registers, and here keeps the time at which it began to wait.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
     # A thread has 96 registers, so that two blocks of nine warps fit. A step of 64 keys does not spill, and is slower
-    # by a sixth (experiments/results/selection_steps.log).
+    # by a sixth (selection_steps.log of b648872e).
     **{("sm90_block_mass", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
     **{("sm90_block_mass watched", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
     # With a list and a sink, 112 to 172 without. Consumers keep two accumulators, and the producer, which walks a list,

@@ -86,7 +86,7 @@ class Simt(Family):
 
         Atomic additions need dQ's own memory in the accumulator's dtype. In float32 one walk takes 0.79, 0.78 and 0.85
         of two walks' time at 32, 64 and 96 columns; in float64 0.72 at 32, 1.20 at 64 and 0.90 at 128
-        (experiments/results/simt_walks.log), so gradients of float64 with 33 to 64 columns take two walks.
+        (simt_walks.log of b648872e), so gradients of float64 with 33 to 64 columns take two walks.
         """
         is_slower_in_one = problem.dtype == np.float64 and 32 < max(problem.head_dim, problem.value_dim) <= 64
         in_two_walks = deterministic or problem.dtype != problem.accumulator or is_slower_in_one
@@ -149,7 +149,7 @@ class Simt(Family):
         """Let all heads alternate with a list.
 
         Multiply-adds take the time, not copies of K and V. The fewer heads alternate, the more of the GPU is idle at
-        the end (experiments/results/simt_sparse.log).
+        the end (simt_sparse.log of b648872e).
         """
         if isinstance(work, ListedWork):
             num_heads = problem.num_batch_heads

@@ -50,7 +50,7 @@ class _Tile(NamedTuple):
 _Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
 
 # Tiles by the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each
-# fragment of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times, and
+# fragment of K and V that it reads is multiplied twice; sm80_tiles.log of b648872e has the times, and
 # experiments/speed/tile_sweep.py --gpu takes them anew.
 _FORWARD: _Tiles = {
     64: (_Tile(128, 128, 4),),
@@ -67,7 +67,7 @@ _BACKWARD: _Tiles = {
     128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     256: (_Tile(64, 64, 8, 2), _Tile(64, 64, 8), _Tile(32, 32, 4), _Tile(16, 16, 2)),
 }
-# Tiles of float32, which has twice the bytes: experiments/results/tf32_tiles.log. The later ones are for chips with
+# Tiles of float32, which has twice the bytes: tf32_tiles.log of b648872e. The later ones are for chips with
 # little shared memory.
 _TF32X3_FORWARD: _Tiles = {
     64: (_Tile(128, 32, 4),),

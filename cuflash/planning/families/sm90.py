@@ -45,7 +45,7 @@ LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made fo
 _SEQUENCE_TILE = (64, 128)  # queries and keys of backward tiles that end with their sequences
 _STAGES, _NARROW_STAGES = 2, 4  # powers of two, as rings count; up to 64 columns more stages fit
 _MMA_COLUMNS = 16  # columns of a product
-_STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
+_STATISTICS_WARPS = 4  # as measured: sm90_steps.log of b648872e, 28
 _BACKWARD_KEYS, _BACKWARD_STAGES, _WIDE_STAGES = 128, 3, 2
 
 
@@ -62,7 +62,7 @@ _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256:
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
-# Packed sequences, as measured in experiments/results/packed_steps.log, 13 and 14: keys of a sequence on average from
+# Packed sequences, as measured in packed_steps.log of b648872e, 13 and 14: keys of a sequence on average from
 # which on tiles are taken in order, keys up to which they are small, by the wider of the two dimensions, and for which
 # of these forward tiles end with long sequences.
 LONG_SEQUENCE = 768
@@ -405,7 +405,7 @@ def forward_spec(
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
     # Three and four warpgroups of consumers have too few registers, and with dropout draw more slowly than two with a
-    # warpgroup that draws for them: experiments/results/dropout_steps.log, 4.
+    # warpgroup that draws for them: dropout_steps.log of b648872e, 4.
     score = problem.score
     is_large = problem.dropout is not None or (score is not None and _is_large(score, can_stage(problem)))
     if largest is None and not is_large:

@@ -74,7 +74,7 @@ def fuses_dq_epilogue_of_list(problem: Problem, work: ListedWork, backward: Kern
 
     That tile loads the sum of the others once more, and the others signal that they have added to it. It pays where
     few tiles add to one dQ: at 4 tiles the backward pass takes 0.468 ms instead of 0.488, at 8 as long as before
-    (experiments/results/sm90_steps.log, 29).
+    (sm90_steps.log of b648872e, 29).
     """
     tiles_in_block = -(-work.block_kv // backward.block_kv)
     if not _can_write_dq(problem, backward) or work.index.num_kv_blocks * tiles_in_block >= _MAX_ARRIVALS:
@@ -126,7 +126,7 @@ def best_use_of_arrivals(work: IntervalWork, backward: KernelSpec) -> ArrivalUse
     """Return the use of the count that is fastest by measurement, where kernels can have it.
 
     Where nothing bounds the keys of a band, neither use was faster; for row intervals the first use was never slower
-    (experiments/results/packed_steps.log, 5).
+    (packed_steps.log of b648872e, 5).
     """
     keys = work.mean_length
     if work.band is not None and work.band.lower is not None and work.band.upper is not None:
@@ -144,7 +144,7 @@ def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:
 
 
 def _is_faster(seqlen_kv: int, width: int, is_masked: bool) -> bool:
-    """Return whether writing dQ so was measured faster than two more kernels (experiments/results/sm90_steps.log, 27).
+    """Return whether writing dQ so was measured faster than two more kernels (sm90_steps.log of b648872e, 27).
 
     The more keys a query sees, the less of the time those take. Where all tiles are alike, blocks end together unless
     some take longer, as those that finish dQ do: beyond 64 columns 512 keys and 2048 lost more by it than they gained.
