@@ -9,8 +9,8 @@
 draws the same arrays and times batches of `repeats` calls when it is asked to, the level-2 cache written over before
 each call. Batches take turns, `rounds` of each: medians of their medians, and the width of the middle half. So what
 slows the chip slows both; lines of long calls still differ by up to 8 % between pairs of processes, within a pair by
-far less (sm90_steps.log of b648872e, 24). ratio is the time before over the time after; `difference` is the largest of two
-heads' results, after against before, over the largest element: what another order of sums changes, or more.
+far less (sm90_steps.log of b648872e, 24). ratio is the time before over the time after; `difference` is the largest of
+two heads' results, after against before, over the largest element: what another order of sums changes, or more.
 
 Needs an NVIDIA GPU and CuPy. Rows that a run does not measure stay as they are.
 

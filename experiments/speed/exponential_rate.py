@@ -11,8 +11,8 @@ the first thread to the end of the last: the median over the multiprocessors, an
 Needs an NVIDIA GPU of compute capability 9.0 or newer, and CuPy.
 
 Expect: 16 results in a cycle of each instruction, which is what roofline counts with: packed ones save nothing.
-Found:  NVRTC 13.0 makes two instructions of the unit for exponentials from each packed one (fp8_steps.log of b648872e). No
-rate was published yet.
+Found:  NVRTC 13.0 makes two instructions of the unit for exponentials from each packed one (fp8_steps.log of b648872e).
+No rate was published yet.
 
 Cost: Seconds of a GPU.
 """

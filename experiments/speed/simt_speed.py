@@ -18,10 +18,10 @@ Found:  on an H100 forward float32 reaches 0.59 and 0.55 of the multiply-adds' r
 0.85 and 0.98 forward, 0.68 and 0.61 backward. At a density of 0.125 the forward pass works at 0.91 of its dense rate,
 the backward pass at 0.99. The naive kernels reach 0.12 to 0.17 forward, 0.15 to 0.16 backward. A warm call takes 19 to
 22 us of the host here, gradients 36 us; on other hosts of the same kind 21 to 40 and 36 to 69
-(simt_tiles.log of b648872e); a device's work list of causal and documents at 128k tokens 0.7 to 0.9 ms until it is there.
-Of simt the slowest kernel takes 1.6 s to compile, and up to 2.1 s on those other hosts. On the slowest of them
-`plan.compile()` takes 3.4 to 3.7 s from cold for sm80's kernels and 3.2 to 3.6 for sm90's, whose times add up to 5.5 to
-6.4 and 5.5 to 5.8.
+(simt_tiles.log of b648872e); a device's work list of causal and documents at 128k tokens 0.7 to 0.9 ms until it is
+there. Of simt the slowest kernel takes 1.6 s to compile, and up to 2.1 s on those other hosts. On the slowest of
+them `plan.compile()` takes 3.4 to 3.7 s from cold for sm80's kernels and 3.2 to 3.6 for sm90's, whose times add up to
+5.5 to 6.4 and 5.5 to 5.8.
 
 Cost: Minutes of a GPU, most of them compiling.
 """

@@ -7,8 +7,8 @@ are random: any order of threads, copies early, late or at random moments, lanes
 
 Expect: seconds to build, tens of milliseconds to run, no report and the same bits whatever the schedule.
 Found:  3.7 s to build, 24 ms forward and 47 ms backward at 200 tokens; on the same machine 3.1 to 3.8 s and 20 to 23 ms
-where a loop in Python takes 0.9 s, 4.0 to 6.4 s and 21 to 43 ms where it takes longer (test_times.log of b648872e); 2,000
-schedules, no report, the same bits.
+where a loop in Python takes 0.9 s, 4.0 to 6.4 s and 21 to 43 ms where it takes longer (test_times.log of b648872e);
+2,000 schedules, no report, the same bits.
 
 Cost: Minutes on two cores.
 """

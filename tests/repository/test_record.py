@@ -60,7 +60,8 @@ def test_expected_refusals_of_the_library_are_written(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     path = os.pathsep.join([str(ROOT), str(ROOT / "experiments" / "proof")])
     environment = os.environ | {"CUFLASH_REFUSALS": str(tmp_path), "PYTHONPATH": path}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "expected_refusals", "-p", "no:cacheprovider", "test_some.py"]
+    plugins = ["-p", "expected_refusals", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "test_some.py"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
     (written,) = tmp_path.glob("*.json")
     refused: list[Any] = json.loads(written.read_text("utf-8"))
