@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: the README as PyPI shows it, and a build that starts without files of an earlier one."""
+"""Build the README that PyPI shows, and build in a folder without files of an earlier build."""
 
 import re
 import tempfile

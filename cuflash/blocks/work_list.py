@@ -153,7 +153,7 @@ class IntervalWork:
         return lo[start:stop], hi[start:stop]
 
     def visited_keys(self, height: int) -> float:
-        """How many keys a row's tile of so many rows visits, on average over all rows."""
+        """Return the mean number of keys that a tile of this many rows visits."""
         first = np.arange(0, self.seqlen_q, height)
         last = np.minimum(first + height, self.seqlen_q) - 1
         if self.band is None:

@@ -1,4 +1,4 @@
-"""What a model of Hugging Face transformers passes to its attention function, as options of attention."""
+"""Translate what a Hugging Face model passes to its attention function into options of attention."""
 
 from __future__ import annotations
 

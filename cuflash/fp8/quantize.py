@@ -20,7 +20,7 @@ SOURCES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
 PARTS = ("block", "head", "tensor")
 BLOCK = 128  # rows that share a scale unless a caller says otherwise
 _SMALLEST_SCALE, _LARGEST_SCALE = np.float32(2.0**-126), np.finfo(np.float32).max
-_LEAST = 2.0**-9  # in magnitude of the numbers of 8 bits but 0
+_LEAST = 2.0**-9  # the smallest positive e4m3 number
 
 
 @explains_keywords
@@ -250,8 +250,8 @@ def quantize(
     rotate : Rotation, optional
         What the rows are multiplied by first. Queries and keys of one call need the same rotation, and values none.
     largest : float
-        What the largest magnitude of a part becomes, from 2^-9, the least number of 8 bits, to 448. It is larger where
-        the scale would exceed float32's range.
+        What the largest magnitude of a part becomes, from 2^-9, the smallest positive e4m3 number, to 448. It is larger
+        if the scale would exceed float32's range.
 
     Returns
     -------

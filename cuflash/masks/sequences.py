@@ -255,9 +255,9 @@ class Sequences(Mask):
 
     @property
     def has_shifted_diagonals(self) -> bool:
-        """Whether the first query of a sequence may meet another key than its first, as causal="bottom_right" has it.
+        """True if causal="bottom_right" may align the first query of a sequence with another key than its first.
 
-        It may for offsets on a device, which are not looked at.
+        Offsets on a device are not read: for them it is True.
 
         Examples
         --------

@@ -25,7 +25,7 @@ def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
 
 
 def in_flat_tiles(work: WorkList) -> WorkList:
-    """The same work in flatter tiles of queries and of keys, if tall ones visit several times as many keys."""
+    """Return the work in flatter tiles of queries and keys if tall tiles visit several times as many keys."""
     if isinstance(work, IntervalWork) and work.seqlen_q > work.block_q:
         visited = work.visited_keys(work.block_q)
         for height, factor in _FLAT_TILES:

@@ -73,7 +73,7 @@ class MaskedBlocks:
 
     @cached_property
     def has_key(self) -> Array:
-        """The same where q is, which broadcasts against [*heads, seqlen_q]."""
+        """Return `live` on the device of q, in a shape that broadcasts against [*heads, seqlen_q]."""
         return self.grid.leading(self.grid.xp.asarray(self.live)[..., None])[..., 0]
 
     def queries(self) -> Array:

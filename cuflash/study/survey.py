@@ -59,7 +59,7 @@ class Measurement(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a pattern keeps in one size: a mask, and its share of the blocks that dense attention visits."""
+    """A pattern of one size: its mask, and its share of the blocks that dense attention visits."""
 
     mask: Any
     density: float
@@ -99,7 +99,7 @@ class Survey:
     ) -> None:
         self._arrays, self._causal, self._scale = _wide_enough(q, k, v, scale), causal, scale
         self._own = dict(own or {})
-        self._least: dict[tuple[int, str], float] = {}  # densities of own patterns, of which no sizes are known
+        self._least: dict[tuple[int, str], float] = {}  # densities of the user's patterns, whose sizes are unknown
         self._dense = attention(*self._arrays, causal=causal, scale=scale, return_lse=True)
         if not np.isfinite(self._dense[1]).all():
             raise UnsupportedProblem(["q and k must have finite scores; got some that overflow: divide q or k"])

@@ -20,7 +20,7 @@ constexpr int kRows = config::kBlockQ / (config::kNumWarps * kRowsOfWarp);  // r
 static_assert(kRows * config::kNumWarps * kRowsOfWarp == config::kBlockQ, "warps share the rows");
 constexpr float kSmallestScale = 0x1p-126f, kLargestScale = 0x1.fffffep127f;  // of normal floats
 constexpr float kLargeUnits = 256.0f;
-constexpr uint32_t kLarge = (127u + 119u) << 23;  // bits of 2^119, of which 256 have a sum out of range
+constexpr uint32_t kLarge = (127u + 119u) << 23;  // bits of 2^119; the sum of 256 such numbers overflows
 constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;  // range of a `Divisor`
 
 // A lane loads or stores one of these at once: a Packet has the elements of a chunk, Signs those of four columns, and
