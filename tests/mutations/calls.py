@@ -333,7 +333,7 @@ def restricted_draws(library):
     limits = {"batch": [(2,)], "grouped_heads": False, "layouts": ["negative"], "empty_rows": False}
 
     @settings(
-        max_examples=25, database=None, phases=[Phase.generate], derandomize=True, deadline=None,
+        max_examples=120, database=None, phases=[Phase.generate], derandomize=True, deadline=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(part(library, "testing.strategies").structures(**limits, most_scores=1 << 12))
