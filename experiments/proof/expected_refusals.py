@@ -17,7 +17,7 @@ import cuflash
 import pytest
 
 LIBRARY = str(Path(cuflash.__file__).parent)
-# What differs from run to run: addresses, numbers of processes, temporary folders, and the tree's own folder.
+# Text that differs from run to run: addresses, numbers of processes, temporary folders, and the tree's own folder.
 _VARYING = ((re.compile(r"0x[0-9a-f]+"), "0x..."), (re.compile(r"/tmp/[^\s:,']+"), "/tmp/..."))
 _expected: set[tuple[str, str]] = set()
 _exit = pytest.RaisesExc.__exit__

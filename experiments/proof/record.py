@@ -15,7 +15,8 @@ The record lies in experiments/results/record:
 
 Bits on the cpu executor depend on the processor, its BLAS and NumPy; machine code on NVRTC's version. record.csv names
 what the record was made with. Where that differs, check out the record's commit, `make` the record there, and compare
-with that folder, `--with FOLDER`.
+with that folder, `--with FOLDER`. The first kernels and times were made from a copy of the tree whose history ended at
+an earlier commit, so their commit, 2f05b6d5, was entered by hand.
 
 `compare` compiles only kernels whose texts differ from the record's. A changed row is printed as a row of the record
 (-) and one of the tree (+); a host time counts as changed if it rose by more than `MOST_RISE_US` after both were

@@ -102,7 +102,7 @@ def refuses_without(word, call):
 
 
 class KVCache:
-    """What messages take for a cache."""
+    """Stand-in with the methods by which messages recognize a cache."""
 
 
 def attends(**options):

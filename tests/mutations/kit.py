@@ -72,7 +72,7 @@ def rows_may_be_low(library: ModuleType) -> None:
 
 
 def drawn_low_rows(strategies: ModuleType, number: int) -> list[bool]:
-    """Whether each of a hundred structures of a seed has low rows."""
+    """Return, for each of a hundred structures of a seed, True if it has low rows."""
     drawn = []
 
     @settings(max_examples=100, phases=[Phase.generate], database=None, deadline=None)
