@@ -16,7 +16,8 @@ from ..planning.spec import KernelSpec
 from . import score_text
 from .params_layout import assertions, list_assertions
 
-KERNELS = Path(__file__).parents[2] / "kernels_cu"
+_INSTALLED = Path(__file__).parents[1] / "kernels_cu"
+KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"  # at the top of a checkout
 HOST = Path(__file__).parents[1] / "sim"  # its ptx/ stands in for that of kernels_cu/
 
 _ELEMENTS = {

@@ -25,9 +25,12 @@ pytest.importorskip("setuptools", "77", reason="building needs setuptools 77: pi
 pytestmark = pytest.mark.slow
 in_the_long_profile = pytest.mark.skipif(not is_long(), reason="part of the long profile: CUFLASH_PROFILE=long")
 
-# Kernel files of the copy that is built: their folders have no __init__.py, and must be packed all the same.
-KERNELS = {"kernels_cu/simt/forward.cu": "// forward\n", "kernels_cu/tile/layout.cuh": "// layout\n"}
-USE = "import numpy as np, cuflash; q = np.ones((3, 2)); print(cuflash.attention(q, q, q).sum(), cuflash.__file__)"
+USE = """import numpy as np, cuflash
+from cuflash.compiler.source import KERNELS
+q = np.ones((3, 2))
+assert (KERNELS / "simt" / "forward.cu").is_file()
+print(cuflash.attention(q, q, q).sum(), cuflash.__file__)
+"""
 
 
 def _build(source: Path, hook: str, out: Path, settings: object = None) -> Path:
@@ -43,7 +46,7 @@ def _use(site: Path) -> str:
     """Run cuflash from a folder of installed packages, without any other copy; return the path of the module used."""
     # -S: no site-packages whose .pth files may name the checkout; NumPy and SciPy come last, without theirs.
     packages = str(Path(np.__file__).parents[1])
-    code = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({packages!r}); {USE}"
+    code = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({packages!r})\n{USE}"
     command = [sys.executable, "-I", "-S", "-c", code]
     run = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -62,9 +65,6 @@ def _unpacked(wheel: Path, where: Path) -> Path:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("project") / "cuflash"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "results"))
-    for name, text in KERNELS.items():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_text(text)
     return copy
 
 
@@ -80,10 +80,10 @@ def _names(wheel: Path) -> set[str]:
 
 def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     sources = [path for path in (ROOT / "cuflash").rglob("*") if path.suffix in (".py", ".cuh", ".hpp", ".cpp")]
+    kernels = [path for path in (ROOT / "kernels_cu").rglob("*") if path.suffix in (".cu", ".cuh")]
     library = {str(path.relative_to(ROOT)) for path in sources} | {"cuflash/py.typed"}
-    packed = {name for name in _names(wheel) if ".dist-info/" not in name}
-    assert packed - {name for name in packed if name.startswith("kernels_cu/")} == library
-    assert set(KERNELS) <= packed
+    library |= {f"cuflash/{path.relative_to(ROOT)}" for path in kernels}
+    assert {name for name in _names(wheel) if ".dist-info/" not in name} == library
     assert any(name.endswith("licenses/LICENSE") for name in _names(wheel))
 
 
@@ -114,12 +114,17 @@ def test_the_index_shows_the_whole_readme_without_dead_links(wheel: Path, tmp_pa
     assert all(f"`{link}`" in shown for link in links if link not in images.values() and "://" not in link)
 
 
-def test_the_source_archive_builds_the_same_wheel(project: Path, wheel: Path, tmp_path: Path) -> None:
+def test_the_source_archive_builds_the_same_wheel_and_runs_its_tests(
+    project: Path, wheel: Path, tmp_path: Path
+) -> None:
     with tarfile.open(_build(project, "build_sdist", tmp_path)) as archive:
         # Python before 3.11.4 has no filters; later ones want one named.
         archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (source,) = tmp_path.glob("cuflash-*/")
     assert _names(_build(source, "build_wheel", tmp_path / "wheel")) == _names(wheel)
+    files = {str(path.relative_to(project)) for path in project.rglob("*") if path.is_file()}
+    assert {name for name in files if not (source / name).exists()} == set()
+    assert re.search(r"^\d+ passed", _run_tests(source, "tests/kernels/test_tensor_map.py"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("mode", ["lenient", "strict"])
@@ -213,6 +218,10 @@ def _run_in(folder: Path, *arguments: str) -> str:
     return run.stdout
 
 
+def _run_tests(folder: Path, path: str) -> str:
+    return _run_in(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", path)
+
+
 @pytest.fixture
 def clone(project: Path, tmp_path: Path) -> Path:
     shutil.copytree(project, tmp_path / "cuflash")
@@ -231,8 +240,8 @@ def test_the_folder_that_holds_a_clone_hides_no_installed_package(clone: Path, w
 def test_pytest_collects_a_clone_of_any_name(clone: Path, name: str, is_inside: bool) -> None:
     clone = clone.rename(clone.with_name(name))
     folder, path = (clone, "tests") if is_inside else (clone.parent, f"{name}/tests")
-    told = _run_in(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{path}/kernels/test_tensor_map.py")
-    assert re.search(r"^\d+ passed", told, re.MULTILINE)
+    output = _run_tests(folder, f"{path}/kernels/test_tensor_map.py")
+    assert re.search(r"^\d+ passed", output, re.MULTILINE)
 
 
 def test_the_version_is_the_same_everywhere(wheel: Path) -> None:
