@@ -44,8 +44,6 @@ FAILED = "test_sweeps.test_a_failure_is_recorded_and_the_sweep_goes_on"
 KEPT = "test_sweeps.test_the_table_keeps_the_rows_of_earlier_sweeps"
 NAMED = "test_sweeps.test_a_task_is_named_by_what_its_files_hold"
 SHARES = "test_experiments.test_a_spot_check_passes_what_is_right_and_sees_what_is_not"
-PEAK = "test_device_memory.test_a_call_after_others_has_the_peak_of_the_first"
-LIMIT = "test_device_memory.test_more_than_a_limit_is_a_memory_error"
 GRADIENT_ERROR = "test_selector_shootout.test_all_blocks_have_no_error_and_equal_gradients"
 UNBEATEN = "test_selector_shootout.test_pages_tell_what_a_selector_does_not_beat"
 COUNTERS = "test_flashattention1_experiments.test_counters_are_read_from_what_ncu_prints"
@@ -68,12 +66,6 @@ FAULTS = {
     ),
     "files of one's own do not count": Fault(TASKS, "stem", "*filter(None, [self.own])", "", NAMED),
     "a check without results passes": Fault("support/spot_check.py", "share", "if not results:", "if False:", SHARES),
-    "a call finds its workspace made": Fault(
-        "support/device_memory.py", "peak_on_device", ", cupy.cuda.Stream.ptds", "", PEAK
-    ),
-    "memory has no limit": Fault(
-        "support/device_memory.py", "peak_on_device", "pool.set_limit(size=limit)", "pass", LIMIT
-    ),
     "gradients are those of all keys": Fault(SHOOTOUT, "gradients", "mask=index", "mask=None", GRADIENT_ERROR),
     "errors are squares": Fault(SHOOTOUT, "distance", ") ** 0.5", ")", GRADIENT_ERROR),
     "as good is better": Fault("support/experiment_tables.py", "unbeaten", "own <= share", "own < share", UNBEATEN),
@@ -94,7 +86,7 @@ def arguments(test: str, load: Load, folder: Path) -> list[Any]:
     """Return the arguments of a test, in the order of its parameters."""
     first = {"test_sweeps": "sweep", "test_training": "training"}.get(test.partition(".")[0], "selector_shootout")
     return {
-        PEAK: [load], LIMIT: [load], COUNTERS: [load], GRADIENT_ERROR: [load(first)], UNBEATEN: [load(first)],
+        COUNTERS: [load], GRADIENT_ERROR: [load(first)], UNBEATEN: [load(first)],
         RESUMES: [load(first), folder], HELD_OUT: [load(first)], GRADIENTS: [load(first)], DONE: [load(first), folder],
         FAILED: [load(first), folder], ENDS: [load], KEPT: [load(first), folder], NAMED: [load(first), folder],
         SHARES: [load],

@@ -36,20 +36,6 @@ def test_every_method_of_the_host_has_a_row_for_each_pass_and_length(load) -> No
     assert len(tables.table(rows).rows) == len(rows) and len(tables.plot(rows).axes) == 4
 
 
-def test_numbers_of_the_paper_stand_at_their_lengths(load) -> None:
-    tables = load("flashattention1_tables")
-    assert tables.of_paper(tables.PAPER_MS, ("fa1", "forward"), 65536) == 2147.05
-    assert tables.of_paper(tables.PAPER_MS, ("standard", "both"), 4096) == 50.44
-    assert tables.of_paper(tables.PAPER_MS, ("standard", "both"), 8192) is None  # memory ended
-    assert tables.of_paper(tables.PAPER_MS, ("fa1", "forward"), 384) is None
-    assert tables.of_paper(tables.PAPER_MB, "butterfly", 128) is None
-    of_flash = [column for (name, _), column in tables.PAPER_MS.items() if name != "standard"]
-    assert all(len(column) == len(tables.LENGTHS) for column in of_flash)
-    for name in ("standard", "fa1", "butterfly"):  # a forward and a backward pass take about what both take
-        forward, backward, both = (tables.PAPER_MS[name, way] for way in tables.WAYS)
-        assert all(0.8 < total / (f + b) < 1.1 for f, b, total in zip(forward[3:], backward[3:], both[3:]))
-
-
 def test_planned_memory_is_linear_but_for_standard_attention(load) -> None:
     tables = load("flashattention1_tables")
     for kernel, growth in (("fa1", 4), ("sm90", 4), ("naive", 16)):
@@ -162,36 +148,3 @@ def test_the_model_is_the_order_that_the_papers_prove(load) -> None:
             for seqlen in (8192, 16384)
         )
         assert growth * 0.95 < long / short <= growth
-
-
-@pytest.mark.parametrize(
-    ("name", "argv", "complaint"),
-    [
-        ("flashattention1_tables", ["--methods", "fa4"], "no fa4 in methods; there are standard, pytorch, fa1, dense"),
-        ("flashattention1_tables", ["--seqlens", "100"], "lengths must be multiples of 128"),
-        ("flashattention1_tables", ["--budget-s", "0"], "budget_s must be positive"),
-        ("memory_traffic", ["--kernels", "simt"], "no simt in kernels; there are naive, fa1, sm80, sm90"),
-        ("memory_traffic", ["--seqlens", "0"], "must be positive"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_one_line(
-    load, capsys: pytest.CaptureFixture[str], name: str, argv: list[str], complaint: str
-) -> None:
-    with pytest.raises(SystemExit):
-        load("harness").parse_config(load(name).Config, "", argv)
-    assert complaint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["flashattention1_tables", "memory_traffic"])
-def test_without_a_gpu_its_part_is_refused_in_one_line(load, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    experiment = load(name)
-    monkeypatch.setattr(experiment, "why_no_gpu", lambda: "CuPy finds no GPU")
-    with pytest.raises(SystemExit, match=f"^{name} --gpu .* a GPU: CuPy finds no GPU$"):
-        list(experiment.run(experiment.Config(gpu=True)))
-
-
-def test_a_profiler_that_is_not_there_is_named(load, monkeypatch: pytest.MonkeyPatch) -> None:
-    traffic = load("memory_traffic")
-    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
-    with pytest.raises(RuntimeError, match="ncu is not on the PATH: install NVIDIA Nsight Compute"):
-        traffic.counted([((1, 1, 128, 64), ("fa1",))])

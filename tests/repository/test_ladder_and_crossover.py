@@ -108,34 +108,6 @@ def test_blocks_are_timed_on_a_gpu(load) -> None:
 # Both
 
 
-@pytest.mark.parametrize(
-    ("name", "argv", "complaint"),
-    [
-        ("flash_ladder", ["--gpu-kernels", "naive,sm70"], "no sm70 in gpu_kernels; there are naive, simt, fa1, sm80"),
-        ("flash_ladder", ["--masks", "window"], "no window in masks; there are full, causal"),
-        ("flash_ladder", ["--gpu-seqlens", "512,0"], "must be positive"),
-        ("crossover", ["--blocks", "0"], "must be positive"),
-        ("crossover", ["--blocks", "48"], "1024 tokens in blocks of 48: the diagonal must fit"),
-        ("crossover", ["--gpu-densities", "0.001"], "4096 tokens in blocks of 32: the diagonal must fit"),
-        ("crossover", ["--densities", "0.5,0.25"], "densities must lie in (0, 1] and increase; got (0.5, 0.25)"),
-    ],
-)
-def test_what_cannot_be_timed_is_refused_in_one_line(
-    load, capsys: pytest.CaptureFixture[str], name: str, argv: list[str], complaint: str
-) -> None:
-    with pytest.raises(SystemExit):
-        load("harness").parse_config(load(name).Config, "", argv)
-    assert complaint in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("name", ["flash_ladder", "crossover"])
-def test_without_a_gpu_its_part_is_refused_in_one_line(load, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    experiment = load(name)
-    monkeypatch.setattr(experiment, "why_no_gpu", lambda: "CuPy finds no GPU")
-    with pytest.raises(SystemExit, match=f"^{name} --gpu times kernels on a GPU: CuPy finds no GPU$"):
-        list(experiment.run(experiment.Config(gpu=True)))
-
-
 def test_the_published_rows_are_those_of_the_published_runs(load) -> None:
     ladder, crossover = load("flash_ladder").Config(), load("crossover").Config()
     rows = [(row["seqlen"], row["mask"], row["kernel"], row["pass"]) for row in published("flash_ladder")]

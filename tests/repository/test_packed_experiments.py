@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,42 +39,3 @@ def test_a_row_tells_the_ratio_to_the_fastest_other_library(load: Any) -> None:
     text = tables.packed([shown, shown | {"case": "chunks"}, shown | {"ms": ""}])
     assert "| short | forward | cuflash | 1 |" in text and text.count("cuflash") == 1 and "commit abcdef0" in text
     assert tables.prefill([shown, shown | {"case": "chunks"}]).count("cuflash") == 1
-
-
-def test_a_library_without_a_backward_pass_takes_part_forward(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = load("packed")
-    monkeypatch.setattr(packed, "as_torch", lambda array: array)
-    whole = packed.Method(lambda: "o", lambda do: lambda: (do, "dk", "dv"), lambda x: x, lambda do: do)
-    methods = {"cuflash": whole, packed.OURS[2]: whole, "flashinfer": whole._replace(backward=None)}
-    assert list(packed.calls_of(methods, "forward", "do")) == list(methods)
-    backward = packed.calls_of(methods, "backward", "do")
-    assert list(backward) == ["cuflash"] and backward["cuflash"]() == ("do", "dk", "dv")
-    seen: list[dict[str, Any]] = []
-    check = SimpleNamespace(do="do", share=lambda **found: seen.append(found) or 0.5)
-    for method in (whole, methods["flashinfer"]):
-        assert packed.checked(method, check, packed.CASES["mixed"], 1) == 0.5
-    assert seen == [{"o": "o", "dq": "do", "dk": "dk", "dv": "dv"}, {"o": "o"}]
-    assert set(packed.FORWARD_ALONE) <= set(packed.PEERS)
-
-
-def test_a_plot_of_decoding_has_a_bar_for_each_rate_of_16_bits(load: Any) -> None:
-    decode, harness = load("decode"), load("harness")
-    rows = harness.read_csv(harness.RESULTS / "decode.csv")
-    (axes,) = decode.plot(rows).axes
-    wanted = [
-        float(row["gb_per_s"]) for row in rows if row["gb_per_s"] and not row["operation"].startswith("attention, 8")
-    ]
-    assert sorted(bar.get_height() for bar in axes.patches) == sorted(wanted) and wanted
-    sizes = [label.get_text() for label in axes.get_xticklabels()]
-    assert sizes == list(dict.fromkeys(f"{row['batch']} x {row['keys']}" for row in rows if row["gb_per_s"]))
-    assert not decode.plot([]).axes[0].patches
-
-
-@pytest.mark.parametrize("name", ["packed", "chunked_prefill"])
-def test_without_a_gpu_they_say_so(load: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = load(name)
-    monkeypatch.setattr(study, "why_no_gpu", lambda: "none is here")
-    with pytest.raises(SystemExit, match="compares libraries on a GPU: none is here"):
-        list(study.run(study.Config()))
-    with pytest.raises(ValueError, match="no nothing in cases"):
-        study.Config(cases=("nothing",))

@@ -6,7 +6,6 @@ import configparser
 import dataclasses
 import importlib
 import inspect
-import math
 import os
 import re
 import subprocess
@@ -68,14 +67,6 @@ def test_every_experiment_tells_its_question_its_finding_and_its_cost(name: str)
     assert {key for key, text in told.items() if text} >= wanted
 
 
-def test_the_list_shows_question_finding_and_cost() -> None:
-    lines = command.listing().splitlines()
-    (first,) = (number for number, line in enumerate(lines) if line.startswith("  pattern_zoo "))
-    assert "How does each static pattern look" in lines[first] and lines[first + 1].lstrip().startswith("found: ")
-    rest = [line.split(":")[0].strip() for line in lines[first + 1 : first + 6]]
-    assert "cost" in rest
-
-
 @pytest.mark.parametrize("words", ["cuflash", "experiments", "cuflash roofline --heads 1 --length 8"])
 def test_an_output_that_nothing_reads_ends_the_program_quietly(words: str) -> None:
     """A closed pipe, as in ``python -m experiments | head -1``, gives no traceback."""
@@ -89,12 +80,6 @@ def test_an_output_that_nothing_reads_ends_the_program_quietly(words: str) -> No
 
 
 # Flags
-
-
-def test_every_experiment_that_takes_flags_has_the_parser_of_one_line() -> None:
-    """Experiments with a Config use this parser too."""
-    for name, path in SCRIPTS.items():
-        assert "ArgumentParser(" not in path.read_text("utf-8"), name
 
 
 @pytest.mark.parametrize("name", [name for name, path in SCRIPTS.items() if "Parser(" in path.read_text("utf-8")])
@@ -142,20 +127,45 @@ def test_a_number_out_of_range_is_refused(
             assert field.name in told or flag in told, told
 
 
-def test_lists_and_numbers_are_checked_before_a_configuration_is_made(harness: ModuleType) -> None:
-    check = importlib.import_module("command_line").check_values
-
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        sizes: tuple[int, ...] = (1,)
-        seed: int = 0
-        share: float = 0.5
-        name: str = ""
-
-    check(Config, {"sizes": (1, 2), "seed": 0, "share": 1e-9, "name": ""})
-    for wrong in ({"sizes": ()}, {"sizes": (3, 0)}, {"seed": -1}, {"share": 0.0}, {"share": math.nan}):
-        with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must"):
-            check(Config, wrong)
+@pytest.mark.parametrize(
+    ("name", "flags", "complaint"),
+    [
+        ("before_after", "", "before must be a folder that holds cuflash/ and kernels_cu/; got ''"),
+        ("before_after", "--before . --masks some", "masks are full, causal and blocks<size>_<density"),
+        ("before_after", "--before . --head-dims 96", "head_dims hidden"),
+        ("block_sparsity", "--blocks 64,x", "argument --blocks: expected ints with commas between; got '64,x'"),
+        ("chunked_prefill", "--cases nothing", "no nothing in cases"),
+        ("cpu_score_functions", "--scores alibi", "scores must name plain"),
+        ("crossover", "--blocks 48", "1024 tokens in blocks of 48: the diagonal must fit"),
+        ("crossover", "--densities 0.5,0.25", "densities must lie in (0, 1] and increase; got (0.5, 0.25)"),
+        ("exponential_rate", "--instructions tanh", "no tanh in instructions; there are"),
+        ("flash_ladder", "--gpu-kernels naive,sm70", "no sm70 in gpu_kernels; there are naive, simt, fa1, sm80"),
+        ("flashattention1_tables", "--methods fa4", "no fa4 in methods; there are standard, pytorch, fa1, dense"),
+        ("flashattention1_tables", "--seqlens 100", "lengths must be multiples of 128"),
+        ("memory_traffic", "--kernels simt", "no simt in kernels; there are naive, fa1, sm80, sm90"),
+        ("numerical_error", "--dtypes float8", "no float8 in dtypes"),
+        ("numerical_error", "--outliers 1.5", "outliers shares in"),
+        ("packed", "--cases nothing", "no nothing in cases"),
+        ("pattern_zoo", "--block 100", "block must divide 512; got 100"),
+        ("score_functions", "--peers flash_attn_9", "no flash_attn_9 in peers"),
+        ("selection_speed", "--seqlens 100", "must be"),
+        ("selector_shootout", "--data x", "no x in"),
+        ("selector_shootout", "--block 24", "must be"),
+        ("speed_vs_peers", "--peers flux", "no flux in peers; there are sdpa_flash, "),
+        ("speed_vs_peers", "--seqlens 1000", "seqlens must divide tokens"),
+        ("speed_vs_peers", "--precision tf32x3", "precision tf32x3 is for float32; dtypes are bfloat16"),
+        ("tile_sweep", "--families sm70", "no sm70 in families; there are sm90, sm80, simt"),
+        ("tile_sweep", "--head-dims 96", "gpu_seqlen must divide the tokens of each family, and head_dims"),
+    ],
+)
+def test_what_an_experiment_cannot_run_is_refused_in_one_line(
+    name: str, flags: str, complaint: str, harness: ModuleType, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.chdir(ROOT)
+    status, told = refused([name, *flags.split()], capsys)
+    assert status == 2 and complaint in told
 
 
 # Places
@@ -234,15 +244,9 @@ def test_advice_names_the_extra_that_lists_the_module(module: str, extra: str) -
     assert told == f"the module {module} is missing: pip install -e '.[{extra}]'"
 
 
-def test_advice_for_what_no_extra_lists_is_its_own_name() -> None:
-    for module in ("torch", "torch.nn", "flash_attn", "his"):
-        assert (command.complaint(ModuleNotFoundError("x", name=module)) or "").endswith(
-            f"pip install {module.partition('.')[0]}"
-        )
-
-
-@pytest.mark.parametrize("missing", ["hypothesis", "rich", "matplotlib", "scipy"])
-@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize(
+    ("missing", "flag"), [("hypothesis", "-h"), ("rich", "--help"), ("matplotlib", "-h"), ("scipy", "--help")]
+)
 def test_help_is_told_without_optional_packages(missing: str, flag: str) -> None:
     """All names in one process, which blocks the package."""
     names = ["gpu_proof", "tolerance_health", "sim_against_gpu", "pattern_zoo", "study"]
@@ -265,16 +269,6 @@ for name in {names}:
     )
 
 
-def test_the_number_of_examples_says_of_which_dtypes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harness: ModuleType
-) -> None:
-    for name, told in (("tolerance_health", "of all dtypes together"), ("score_bounds", "of each dtype; default 200")):
-        monkeypatch.setattr(sys, "argv", sys.argv)
-        with pytest.raises(SystemExit) as ended:
-            command.main([name, "--help"])
-        assert ended.value.code == 0 and told in " ".join(capsys.readouterr().out.split())
-
-
 def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*given: Any, **more: Any) -> None:
         raise KeyboardInterrupt
@@ -283,20 +277,6 @@ def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(command.runpy, "run_path", interrupted)
     assert refused(["decode"], capsys) == (1, "decode: interrupted\n")
-
-
-@pytest.mark.parametrize("name", ["decode", "host_time"])
-def test_rows_that_cannot_be_written_leave_those_before(
-    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path
-) -> None:
-    experiment, path = importlib.import_module(name), tmp_path / "new" / "rows.csv"
-    monkeypatch.setattr(experiment, "versions", dict)
-    columns = list(experiment.COLUMNS)
-    experiment.write(path, [dict.fromkeys(columns, "1")])
-    before = path.read_text("utf-8")
-    with pytest.raises(ValueError, match="nosuch"):
-        experiment.write(path, [dict.fromkeys(columns, "2"), {"nosuch": 1}])
-    assert path.read_text("utf-8") == before and [each.name for each in path.parent.iterdir()] == ["rows.csv"]
 
 
 def test_what_the_library_refuses_is_one_line(

@@ -88,21 +88,6 @@ def test_memory_of_each_kind_is_read(before: Any) -> None:
     assert "8 bytes 0500000006000000" in " ".join(found["relocations of constant bank 4"])
 
 
-def test_each_kernel_of_a_cubin_is_read(nvrtc: Any, proof: ModuleType) -> None:
-    second = 'extern "C" __global__ void second(int* to) { *to = 1; }\n'
-    found = proof.compiled(TEXT + second, OPTIONS)
-    assert list(found) == ["kernel 1", "kernel 2"]
-    (missing,) = [
-        each for each in proof.differences("k", found, {"kernel 1": found["kernel 1"]}) if each.field == "function"
-    ]
-    assert missing == ("k", "kernel 2", "function", "there", "missing")
-
-
-def test_no_elf_file_is_refused(proof: ModuleType) -> None:
-    with pytest.raises(ValueError, match="a cubin must be a 64-bit ELF file; got b'MZ'"):
-        proof.cubin.functions(b"MZ")
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -118,14 +103,6 @@ def test_no_elf_file_is_refused(proof: ModuleType) -> None:
 )
 def test_names_and_comments_make_no_difference(fields: Any, old: str, new: str) -> None:
     assert fields(old, new) == set()
-
-
-@pytest.mark.parametrize("new", ["", "constexpr int kUnread = 4;", "constexpr int kUnread = 3, kAlpha = 7;"])
-def test_variables_of_which_no_address_is_read_make_no_difference(nvrtc: Any, proof: ModuleType, new: str) -> None:
-    text = TEXT.replace("atomicAdd(&counts[index & 1], 1);", "")
-    changed = text.replace("constexpr int kUnread = 3;", new)
-    before, after = (proof.compiled(each, OPTIONS) for each in (text, changed))
-    assert list(proof.differences("kernel", before, after)) == []
 
 
 @pytest.mark.parametrize(
@@ -147,16 +124,6 @@ def test_what_changes_the_code_is_named(fields: Any, old: str, new: str, field: 
     assert ("kernel", field) in fields(old, new)
 
 
-def test_a_difference_says_where_it_begins(proof: ModuleType) -> None:
-    one, other = bytes(48), bytes(20) + b"\x01" + bytes(27)
-    (found,) = proof.differences("k", {"kernel": {"instructions": one}}, {"kernel": {"instructions": other}})
-    assert str(found) == "k: kernel: instructions: 3 instructions -> 3 instructions, 1 differ, the first at 0x10"
-    (found,) = proof.differences("k", {"kernel": {"instructions": one}}, {"kernel": {"instructions": one[:32]}})
-    assert found.after == "2 instructions, the first at 0x20"
-    (found,) = proof.differences("k", {"kernel": {"registers": 8}}, {"kernel": {"registers": 9}})
-    assert (found.before, found.after) == ("8", "9")
-
-
 def test_what_was_compiled_is_kept_by_all_that_is_not_a_comment(
     nvrtc: Any, proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,36 +135,6 @@ def test_what_was_compiled_is_kept_by_all_that_is_not_a_comment(
         with pytest.raises(pytest.fail.Exception, match="compiled again"):
             proof.kept(tmp_path, text, options)
     assert proof.bare('f("// kept"); // dropped\n') == 'f("// kept");'
-
-
-def test_line_numbers_count_where_a_text_reads_them(proof: ModuleType) -> None:
-    for constants in ("", "int a;  // one\n}  // namespace cuflash::config\n"):
-        plain, numbered = constants + "int b;\n", constants + "int b = __LINE__;\n"
-        assert proof.compared_text(plain + "\n") == proof.compared_text(plain)
-        assert proof.compared_text(numbered + "\n") != proof.compared_text(numbered)
-        assert proof.compared_text(plain.replace("one", "two")) == proof.compared_text(plain)
-
-
-def test_a_text_that_does_not_compile_is_a_difference(nvrtc: Any, proof: ModuleType, tmp_path: Path) -> None:
-    before, after = (proof.kept(tmp_path, text, OPTIONS) for text in (TEXT, "no C++\n"))
-    found = {each.field: each.after for each in proof.differences("kernel", before, after)}
-    assert "error" in found["compiles"] and found["instructions"] == "missing"
-
-
-def test_renamed_fields_and_kernels_are_matched(proof: ModuleType) -> None:
-    def made(name: str, field: str, *more: str) -> list[Any]:
-        added = tuple((each, "1") for each in more)
-        return [proof.Kernel(name, "sm_80", ((field, value), ("dtype", "x"), *added)) for value in ("True", "False")]
-
-    before, after = made("sm80_a", "is_packed"), made("sm80_b", "pack_gqa", "score")
-    *sides, alone = proof.matched(before, after, {"is_packed": "pack_gqa", "sm80_a": "sm80_b"})
-    assert sides[0].keys() == sides[1].keys() and alone == {"score"}
-    with pytest.raises(SystemExit, match="without the fields .* is_packed, pack_gqa, score, two kernels are one"):
-        proof.matched(before, after, {})
-    new = [kernel._replace(specification=(*kernel.specification, ("part_keys", "256"))) for kernel in after]
-    old = [kernel._replace(specification=(*kernel.specification, ("part_keys", "0"))) for kernel in after]
-    *sides, alone = proof.matched(after, [*old, *new], {})
-    assert sides[0].keys() == sides[1].keys() and alone == {"part_keys"} and set(sides[1].values()) == {0, 1}
 
 
 def test_every_kernel_is_compared_and_the_quick_choice_has_whatever_one_of_them_has(
@@ -286,14 +223,3 @@ def test_two_trees_are_compared_from_end_to_end(
         proof.main(["nothing"], tree)
     with pytest.raises(SystemExit, match="none has these: families are .*; architectures are sm_"):
         proof.main(["HEAD", "--families", "sm99"], tree)
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [(["--renamed", "foo"], "--renamed must be old and new names, as is_packed=pack_gqa; got 'foo'"),
-     (["--workers", "0"], "--workers must be at least 1; got 0")],
-)  # fmt: skip
-def test_flags_that_mean_nothing_are_refused(proof: Any, flags: list[str], told: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        proof.main(["HEAD", *flags])
-    assert told in capsys.readouterr().err

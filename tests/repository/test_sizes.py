@@ -55,20 +55,6 @@ def test_modules_and_functions_are_short(path: Path) -> None:
     assert list(too_long(path.read_text("utf-8"))) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("x = 1  # one\n\n# two\n", 1),
-        ('"""Several\nlines."""\nx = [\n    1,\n]\n', 3),
-        ('def f():\n    """Do nothing."""\n', 1),
-        ('x = """a\nb"""\n', 2),
-        ("@overload\ndef f(\n    x: int,\n) -> int: ...\n\n\ndef f(x):\n    return x\n", 2),
-    ],
-)
-def test_code_is_counted_without_what_is_not_code(text: str, size: int) -> None:
-    assert len(code_lines(text)) == size
-
-
 def test_long_modules_and_functions_are_named() -> None:
     function = "def f():\n" + "    x = 1\n" * MOST_OF_FUNCTION
     assert list(too_long(function)) == [f"f has {MOST_OF_FUNCTION + 1} lines"]
@@ -87,7 +73,3 @@ def num_kernel_code_lines(text: str) -> int:
 )
 def test_kernel_files_are_short(path: Path) -> None:
     assert num_kernel_code_lines(path.read_text("utf-8")) <= MOST_OF_KERNEL_FILE
-
-
-def test_kernel_code_is_counted_without_comments() -> None:
-    assert num_kernel_code_lines("// one\nint x;  // two\n\n/* three\nfour */\nint y; /* five */\n") == 2

@@ -210,35 +210,6 @@ def test_jobs_of_submitit_write_the_same_files(sweep: ModuleType, tmp_path: Path
     assert all(task.result.exists() for task in tasks)
 
 
-@pytest.mark.parametrize("engine", ["dask", "submitit"])
-def test_an_engine_without_its_package_is_one_line(
-    sweep: ModuleType, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    monkeypatch.delitem(sys.modules, sweep.ENGINES[engine], raising=False)
-    with pytest.raises(SystemExit, match=f"^--engine {engine} needs the module .*: pip install -e .*sweeps]'$"):
-        sweep.engine_of(engine)
-
-
-@pytest.mark.parametrize("name", ["on_processes", "on_dask", "on_submitit"])
-def test_an_engine_is_a_thin_adapter(name: str) -> None:
-    assert len((EXPERIMENTS / "sweeps" / f"{name}.py").read_text("utf-8").splitlines()) <= 60
-
-
-def test_time_of_a_processor_is_that_of_this_process_and_of_ended_children(sweep: ModuleType) -> None:
-    """A tenth of a second of work here and two in a child are counted, and a nap is not."""
-    overhead = importlib.import_module("sweep_overhead")
-    work = "import time\nwhile time.process_time() < {}: pass"
-    begin = overhead.processor_seconds()
-    subprocess.run([sys.executable, "-c", work.format(0.2)], check=True)
-    of_child = overhead.processor_seconds() - begin
-    exec(work.format(time.process_time() + 0.1))
-    of_both = overhead.processor_seconds() - begin
-    time.sleep(0.3)
-    assert of_child >= 0.2 and of_both >= of_child + 0.09
-    assert overhead.processor_seconds() - begin < of_both + 0.2
-
-
 def test_published_sweeps_of_processes_add_less_than_a_fiftieth(sweep: ModuleType) -> None:
     """The time of processors counts, which other programs do not change; no task failed with any engine."""
     rows = importlib.import_module("harness").read_csv(EXPERIMENTS / "results" / "sweep_overhead.csv")

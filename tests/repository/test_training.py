@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -59,25 +58,6 @@ def test_a_checkpoint_is_of_one_recipe(training: ModuleType, tmp_path: Path) -> 
     assert [path.stem for path in tmp_path.iterdir()] == [base.key]
 
 
-def test_a_checkpoint_that_is_not_written_whole_leaves_the_old_one(
-    training: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = training.Training.new(recipe(training), np)
-    run.losses, run.seconds = [1.0], [1.0]
-    run.save(tmp_path)
-
-    def killed(file: Any, **arrays: Any) -> None:
-        file.write(b"half of the n")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training.np, "savez", killed)
-    run.losses.append(2.0)
-    with pytest.raises(KeyboardInterrupt):
-        run.save(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-    assert training.Training.continued(run.recipe, np, tmp_path).losses == [1.0]
-
-
 def test_steps_never_see_the_held_out_text(training: ModuleType) -> None:
     text = np.arange(2000)
     for step in range(1, 50):
@@ -85,14 +65,6 @@ def test_steps_never_see_the_held_out_text(training: ModuleType) -> None:
         assert tokens.shape == (2, 49) and tokens.max() < training.trained_on(text) == 1800
         assert (np.diff(tokens) == 1).all()
     assert not np.array_equal(training.pieces(text, recipe(training), 1), training.pieces(text, recipe(training), 2))
-
-
-def test_the_text_is_the_librarys_source(training: ModuleType) -> None:
-    numbers = training.library_text(20000)
-    assert len(numbers) == 20000
-    shown = "".join(training.ALPHABET[number] for number in numbers)
-    first = min(Path(importlib.import_module("sysconfig").get_path("stdlib")).glob("*.py")).read_text("utf-8")
-    assert shown.startswith(first[:200]) and "import " in shown
 
 
 # Attentions
@@ -135,21 +107,6 @@ def test_losses_agree_but_with_a_wrong_key_and_every_attention_has_its_row(load,
     assert list(tmp_path.iterdir()) == []  # an experiment that ended leaves no checkpoint
     assert 32 <= runs["naive"]["longest_context"] <= runs["exact"]["longest_context"]
     assert experiment.plot(rows).axes and experiment.table(rows).renderables
-
-
-def test_small_trainings_multiply_on_one_thread(load) -> None:
-    """The number of BLAS's threads is one inside, and as before afterwards."""
-    from threadpoolctl import threadpool_info
-
-    harness = load("harness")
-
-    def numbers() -> set[int]:
-        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
-
-    before = numbers()
-    with harness.one_thread():
-        assert numbers() == {1}
-    assert numbers() == before
 
 
 def test_memory_above_a_limit_does_not_fit(load) -> None:
@@ -222,16 +179,6 @@ def test_the_task_is_trained_and_judged_in_stages(load) -> None:
     assert cases == [(name, seqlen, steps) for name in config.names for seqlen, steps in ((32, 2), (64, 4))]
     assert [row["accuracy"] for row in rows if row["pattern"] == "window"] == [0.5, 0.5]
     assert task.plot(rows).axes and len(task.table(rows).rows) == 4
-
-
-def test_kernels_of_all_stages_are_compiled_at_once(load) -> None:
-    """Dense kernels and kernels of lists are compiled for both passes, in tiles that blocks of every stage fill."""
-    task = load("long_range")
-    config = task.Config(gpu=True, gpu_seqlens=(4096,), gpu_names=("exact", "window"))
-    specs = task.specs_of(config, task.cuflash.DeviceSpec.gpu("H100"))
-    entries = {spec.entry for spec in specs}
-    assert {"forward", "backward"} <= entries and all(spec.dtype == np.float32 for spec in specs)
-    assert {spec.block_q for spec in specs if spec.entry == "forward"} >= {16, 64}
 
 
 @pytest.mark.gpu
