@@ -163,15 +163,6 @@ def test_a_gpu_reads_indices_that_are_intersected(block: tuple[int, int], option
         assert_right(results(cuflash, arrays, index, **options), mask, **options)
 
 
-def test_a_plan_reads_the_lists_that_an_index_carries(cupy: Any) -> None:
-    arrays, kept = [cupy.asarray(array) for array in (Q, K, V)], blocks(0)
-    index = index_on(cupy, kept, True)
-    cupy.log.clear()
-    o, _ = cuflash.plan(*arrays, mask=index).forward(*arrays)
-    assert not {"classify", "ranks", "pointers", "entries"} & set(launched(cupy))
-    assert_right([o], on_host(kept, True))
-
-
 @pytest.mark.parametrize("options", [{}, *WITHIN], ids=str)
 def test_a_plan_has_lists_of_its_own_in_blocks_that_kernels_walk(cupy: Any, options: dict[str, Any]) -> None:
     arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)

@@ -203,11 +203,6 @@ def test_a_missing_nvrtc_says_what_to_install(nvrtc: Any, monkeypatch: pytest.Mo
         room.nvrtc_version()
 
 
-def test_an_unknown_log_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="names no registers"):
-        room._resources("ptxas info: all is well")
-
-
 def test_many_kernels_compile_at_once(nvrtc: Any, kernels: Path, spec: Make) -> None:
     specs = [spec("plain", head_dim=dim) for dim in (32, 64, 128)]
     report = room.precompile(specs, "sm_86")
@@ -313,10 +308,6 @@ def _truncate(cache: Path) -> None:
     _entry(cache).write_bytes(_entry(cache).read_bytes()[:-1])
 
 
-def _empty(cache: Path) -> None:
-    _entry(cache).write_bytes(b"")
-
-
 def _flip_a_bit(cache: Path) -> None:
     data = bytearray(_entry(cache).read_bytes())
     data[-1] ^= 1
@@ -325,12 +316,6 @@ def _flip_a_bit(cache: Path) -> None:
 
 def _forge(cache: Path) -> None:
     _entry(cache).write_bytes(hashlib.sha1(b"no machine code").hexdigest().encode() + b"no machine code")
-
-
-def _put_a_folder_there(cache: Path) -> None:
-    entry = _entry(cache)
-    entry.unlink()
-    entry.mkdir()
 
 
 def _remove_all(cache: Path) -> None:
@@ -343,13 +328,8 @@ def _put_a_file_there(cache: Path) -> None:
     cache.write_text("not a folder")
 
 
-def _make_it_a_dead_link(cache: Path) -> None:
-    _remove_all(cache)
-    cache.symlink_to("/nowhere/at/all")
-
-
-MENDED = [_truncate, _empty, _flip_a_bit]  # by CuPy
-PASSED = [_forge, _put_a_folder_there, _remove_all, _put_a_file_there, _make_it_a_dead_link]  # by us
+MENDED = [_truncate, _flip_a_bit]  # by CuPy
+PASSED = [_forge, _remove_all, _put_a_file_there]  # by us
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,12 +381,6 @@ def test_a_folder_that_cannot_be_made_does_not_stop_cupy(tmp_path: Path, monkeyp
     with pytest.warns(RuntimeWarning, match="cannot be made"):
         room._redirect_cupy_cache()
     assert Path(os.environ["CUPY_CACHE_DIR"]).is_dir() and room.cache_info().folder is None
-
-
-def test_a_folder_that_can_be_made_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "a" / "b"))
-    room._redirect_cupy_cache()
-    assert room.cache_info().folder == tmp_path / "a" / "b" and (tmp_path / "a" / "b").is_dir()
 
 
 @pytest.mark.parametrize("is_gone", [True, False])

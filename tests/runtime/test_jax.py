@@ -121,18 +121,6 @@ def test_masks_are_arrays_and_indexes(make):
     assert (np.asarray(call(*given())) == expected).all() and (np.asarray(jax.jit(call)(*given())) == expected).all()
 
 
-def test_calls_of_equal_shapes_and_options_plan_once(monkeypatch):
-    q, k, v = given()
-    first = attention(q, k, v, mask=masks.Dilated(3))
-    monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
-    assert (attention(q, k, v, mask=masks.Dilated(3)) == first).all()
-    monkeypatch.undo()
-    for options in ({"causal": True}, {"scale": 0.5}, {"window": (2, 2)}, {}):
-        expected = cuflash.attention(Q, K, V, **options)
-        assert (np.asarray(attention(q, k, v, **options)) == expected).all()
-    assert attention(q[:, :, :7], k, v).shape == (2, 4, 7, 16)
-
-
 @pytest.mark.parametrize(("kind", "most"), [("index", 1), ("array", 3)])
 def test_a_call_plans_once_and_an_index_keeps_its_plans(monkeypatch, kind, most):
     kept = RNG.random((20, 20)) < 0.6
