@@ -99,22 +99,26 @@ def indices_and_masks(machine: Any, is_causal: bool, block: tuple[int, int]) -> 
     return [(index_on(machine, kept, is_causal, block), on_host(kept, is_causal, block)) for kept in drawn]
 
 
+WITHIN = [{"causal": "top_left"}, {"window": (9, 3), "causal": "bottom_right"}]
+CASES = [((1, 16), {}), ((3, 5), {}), ((1024, 1024), {}), (BLOCK, WITHIN[0]), ((1, 16), WITHIN[1])]
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
-@pytest.mark.parametrize("block", OTHER_BLOCKS, ids=str)
-def test_indices_in_blocks_that_no_kernel_walks_are_listed_by_kernels_and_planned_once(
-    cupy: Any, monkeypatch: Any, block: tuple[int, int], is_causal: bool
+@pytest.mark.parametrize(("block", "options"), CASES, ids=str)
+def test_indices_in_other_blocks_or_intersected_are_listed_by_kernels_and_planned_once(
+    cupy: Any, monkeypatch: Any, block: tuple[int, int], options: dict[str, Any], is_causal: bool
 ) -> None:
-    arrays, made = [cupy.asarray(array) for array in (Q, K, V, DO)], indices_and_masks(cupy, is_causal, block)
-    plans, planned = [], api.planned
+    arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
+    indices, plans, planned = indices_and_masks(cupy, is_causal, block), [], api.planned
     monkeypatch.setattr(api, "planned", lambda *given: plans.append(planned(*given)) or plans[-1])
-    found = []
-    for index, _ in made:
+    results_of_each = []
+    for index, _ in indices:
         cupy.log.clear()
-        found.append(results(cuflash, arrays, index))
+        results_of_each.append(results(cuflash, arrays, index, **options))
         assert launched(cupy)[:4] == ["classify", "ranks", "pointers", "entries"]
     assert len(plans) == 1
-    for each, (_, mask) in zip(found, made):
-        assert_right(each, mask)
+    for each, (_, mask) in zip(results_of_each, indices):
+        assert_right(each, mask, **options)
 
 
 def test_a_captured_call_reads_the_lists_of_an_index_that_is_gone(cupy: Any) -> None:
@@ -131,25 +135,6 @@ def test_a_captured_call_reads_the_lists_of_an_index_that_is_gone(cupy: Any) -> 
     graph.launch()
     assert lists() is not None
     assert_right([o], on_host(blocks(0, (1, 16)), True, (1, 16)), 2 * Q)
-
-
-WITHIN = [{"causal": "top_left"}, {"window": (9, 3), "causal": "bottom_right"}]
-
-
-@pytest.mark.parametrize("options", WITHIN, ids=str)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
-@pytest.mark.parametrize("block", [BLOCK, (1, 16), (1024, 1024)], ids=str)
-def test_indices_that_are_intersected_are_listed_by_kernels_and_planned_once(
-    cupy: Any, monkeypatch: Any, block: tuple[int, int], is_causal: bool, options: dict[str, Any]
-) -> None:
-    arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
-    made = indices_and_masks(cupy, is_causal, block)
-    plans, planned = [], api.planned
-    monkeypatch.setattr(api, "planned", lambda *given: plans.append(planned(*given)) or plans[-1])
-    found = [results(cuflash, arrays, index, **options) for index, _ in made]
-    assert len(plans) == 1
-    for each, (_, mask) in zip(found, made):
-        assert_right(each, mask, **options)
 
 
 @pytest.mark.gpu
@@ -206,19 +191,3 @@ def test_a_gpu_walks_the_lists_that_an_index_carries(block: tuple[int, int], is_
     arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
     for index, mask in indices_and_masks(cupy, is_causal, block):
         assert_right(results(cuflash, arrays, index), mask)
-
-
-@pytest.mark.gpu
-def test_memory_does_not_grow_with_new_indices() -> None:
-    import cupy
-    import resource
-
-    arrays = [cupy.asarray(array) for array in (Q, K, V)]
-    kept = cupy.asarray(blocks(0))
-    pool, used, resident = cupy.get_default_memory_pool(), [], []
-    for turn in range(3000):
-        cuflash.attention(*arrays, mask=BlockIndex.from_blocks(kept, *LENGTHS, BLOCK))
-        if turn in (300, 2999):
-            used.append(pool.total_bytes())
-            resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    assert used[0] == used[1] and resident[1] - resident[0] < 5 << 10

@@ -23,21 +23,11 @@ IDS = np.sort(RNG.integers(0, 5, 190)), np.sort(RNG.integers(0, 5, 250))
 MASKS = {
     "dense": None,
     "causal": masks.Causal("bottom_right"),
-    "window": masks.SlidingWindow(50, 3, align="top_left"),
     "lengths": masks.Lengths(q=np.array([0, 190]), kv=np.array([250, 17])),
-    "prefix": masks.PrefixLM(30, "bottom_right"),
     "documents": masks.Documents(*IDS),
-    "causal documents": masks.Causal("top_left") & masks.Documents(*IDS),
-    "sequences": masks.Sequences.of(
-        [60, 0, 100], [80, 20, 150], causal="bottom_right", window=(30, 0), allow_gaps=True
-    ),
-    "dilated": masks.Dilated(3, align="top_left"),
-    "function": masks.FromFunction(lambda b, h, i, j: (i * 7 + j * j + h) % 5 < 2),
     "blocks": masks.BlockPattern(RNG.random((4, 6, 8)) < 0.4, 32),
-    "small blocks": masks.BlockPattern(RNG.random((48, 63)) < 0.3, 4),
     "random": masks.Dense(RNG.random((190, 250)) < 0.3),
 }
-FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
 @pytest.fixture
@@ -76,46 +66,11 @@ def on_the_device(mask):
         return BlockIndex.from_mask(mask, block=32, **SHAPE._asdict())
 
 
-def results(cupy, example, lie=lambda array: array, **options):
-    q, k, v, do, dlse = map(lie, sent(cupy, example.q, example.k, example.v, example.do, example.dlse))
+def results(cupy, example, **options):
+    q, k, v, do, dlse = sent(cupy, example.q, example.k, example.v, example.do, example.dlse)
     (o, lse), vjp = cuflash.attention_vjp(q, k, v, mask=on_the_device(example.mask), return_lse=True, **options)
     dq, dk, dv = vjp(do, dlse)
     return {name: x.get() for name, x in {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}.items()}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_every_mask_is_within_the_bounds(cupy, name):
-    example = example_of(MASKS[name])
-    assert_within_bounds(example, **results(cupy, example))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_every_dtype_is_within_the_bounds(cupy, dtype):
-    example = example_of(MASKS["causal"], dtype=dtype)
-    assert_within_bounds(example, **results(cupy, example))
-
-
-@pytest.mark.parametrize("dims", [(1, 3), (64, 64), (128, 96), (256, 256)])
-def test_every_size_of_head_is_within_the_bounds(cupy, dims):
-    example = example_of(MASKS["window"], q=(2, 65, dims[0]), k=(1, 129, dims[0]), v=(1, 129, dims[1]))
-    assert_within_bounds(example, **results(cupy, example))
-
-
-def test_strided_and_broadcast_arrays_are_within_the_bounds(cupy):
-    example = example_of(q=(3, 2, 4, 33, 20), k=(2, 2, 50, 20), v=(3, 1, 2, 50, 7))
-    assert_within_bounds(example, **results(cupy, example))
-    backwards = results(cupy, example, lambda array: array[..., ::-1].copy()[..., ::-1])
-    swapped = results(cupy, example, lambda array: array.swapaxes(-1, -2).copy().swapaxes(-1, -2))
-    for each in (backwards, swapped):
-        assert_within_bounds(example, **each)
-
-
-def test_calls_repeat_bit_for_bit(cupy):
-    example = example_of(MASKS["random"])
-    for deterministic in (False, True):
-        first, again = (results(cupy, example, deterministic=deterministic) for _ in range(2))
-        names = [name for name in first if deterministic or name != "dq"]
-        assert all(first[name].tobytes() == again[name].tobytes() for name in names)
 
 
 def test_checks_pass(cupy, monkeypatch):

@@ -213,13 +213,6 @@ def test_options_that_are_traced_are_refused(kind, transform):
     assert reason.startswith(sentence)
 
 
-def test_a_scale_that_is_an_array_is_refused():
-    (reason,) = reasons_of(attention, *given(), scale=jnp.float32(0.3))
-    assert reason.startswith("scale must be a finite number or None; got ") and "scores.temperature(" in reason
-    (reason,) = reasons_of(jax.grad(lambda scale: attention(*given(), scale=scale).sum()), 0.3)
-    assert reason.startswith("scale must be a Python number when JAX traces the call; got a tracer: ")
-
-
 def test_what_is_said_of_traced_options_can_be_done():
     kept, (q, k, v) = jnp.tri(20, dtype=bool), given()
     as_bias = jax.jit(lambda kept: attention(q, k, v, bias=jnp.where(kept, 0, -jnp.inf)))(kept)

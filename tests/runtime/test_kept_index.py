@@ -60,16 +60,6 @@ def test_a_second_call_with_an_index_asks_nothing_again_in_both_passes(cupy, mon
     assert_within_bounds(EXAMPLE, **dict(zip(("o", "dq", "dk", "dv"), again, strict=True)))
 
 
-def test_calls_of_other_shapes_and_plans_share_one_copy(cupy):
-    index = an_index()
-    cuflash.attention(*on_device(cupy, Q, K, V), mask=index)
-    before = copies(cupy)
-    wide = on_device(cupy, *(np.stack([array] * 3) for array in (Q, K, V)))
-    cuflash.attention(*wide, mask=index)
-    cuflash.plan(*wide, mask=index).forward(*wide)
-    assert copies(cupy) == before + 3 and len(gpu._GPU._device_lists) == 1
-
-
 def test_everything_on_the_device_goes_with_the_index_without_a_collection(cupy):
     arrays, do = on_device(cupy, Q, K, V), cupy.asarray(DO)
     with without_collector():
@@ -85,13 +75,6 @@ def test_everything_on_the_device_goes_with_the_index_without_a_collection(cupy)
         del by_device, index, vjp, ready
         assert [each() for each in held] == [None] * 12
     assert len(gpu._GPU._device_lists) == 0 and not gpu._GPU._to_release
-
-
-def test_gradients_outlive_the_index_of_their_call(cupy):
-    arrays = on_device(cupy, Q, K, V)
-    _, vjp = cuflash.attention_vjp(*arrays, mask=an_index())
-    dq, dk, dv = (gradient.get() for gradient in vjp(cupy.asarray(DO)))
-    assert_within_bounds(EXAMPLE, dq=dq, dk=dk, dv=dv)
 
 
 @pytest.mark.parametrize("executor", ["cpu", "gpu"])
@@ -111,23 +94,6 @@ def test_each_index_and_each_set_of_options_has_calls_of_its_own(cupy, executor)
     for _ in range(2):
         for options, named in ways:
             assert_within_bounds(Example(q=Q, k=K, v=V, **named), o=call(**options))
-
-
-def test_a_refusal_is_the_same_at_each_call():
-    index = an_index()
-    for _ in range(2):
-        with pytest.raises(cuflash.UnsupportedProblem, match="must be for lengths"):
-            cuflash.attention(Q[:, :30], K, V, mask=index)
-        with pytest.raises(cuflash.UnsupportedProblem, match="scale must be"):
-            cuflash.attention(Q, K, V, mask=index, scale=np.nan)
-
-
-@pytest.mark.parametrize("twin", [lambda x: x, copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_the_arrays_of_an_index_are_read_only(twin):
-    index = twin(an_index())
-    for name in ("indptr", "indices", "kinds", "tiles", "bits"):
-        with pytest.raises(ValueError, match="read-only"):
-            getattr(index, name)[...] = 0
 
 
 def test_a_caller_s_own_arrays_stay_as_they_are():

@@ -12,12 +12,11 @@ import cuflash
 from cuflash import api, masks
 from cuflash.calls import listed_plan
 from cuflash.compiler import nvrtc as compiling
-from cuflash.executors import gpu, workspaces
+from cuflash.executors import gpu
 from cuflash.planning import plan_cache
 from cuflash.testing import Example, assert_within_bounds
 from test_launch import DO, K, Q, V, Foreign, pulled, require_bounds
 from refusals import reasons_of
-from workspace_memory import memory, stream
 
 RNG = np.random.default_rng(1)
 DENSE = RNG.random((3, 40, 40)) < 0.4
@@ -105,52 +104,6 @@ def test_calls_of_one_stream_that_are_launched_at_once_have_memory_of_their_own(
     between.append(lambda: found.extend(vjp(cupy.asarray(2 * DO))))
     assert all((ours.get() == x).all() for ours, x in zip(vjp(do), expected)) and len(found) == 3
     assert all((ours.get() == 2 * x).all() for ours, x in zip(found, expected))  # gradients are linear in do
-
-
-def memory_of(sizes):
-    """Return workspaces of these sizes, the list of arrays that are made for them, and their memory."""
-    place = memory()
-    needs = {str(n): workspaces.Workspace((abs(size),), np.dtype(np.uint8), size < 0) for n, size in enumerate(sizes)}
-    return workspaces.Workspaces(needs, place), place.made, place
-
-
-def test_workspaces_lie_apart_and_aligned_and_those_of_zeros_are_kept():
-    found, made, _ = memory_of((300, -40, 5, 1000))
-    taken = found.take(stream())
-    first, zeros, second, third = taken.addresses
-    base = made[0].ctypes.data
-    assert [first - base, second - base, third - base] == [0, 512, 768] and made[0].nbytes == 1768
-    assert zeros == made[1].ctypes.data and len(made) == 2
-    found.give_back(stream(), taken)
-    assert found.take(stream()).addresses == taken.addresses
-
-
-@pytest.mark.parametrize("other", [stream(8), stream(2), stream(7, True)], ids=["stream", "per thread", "capture"])
-def test_other_streams_and_captures_have_memory_of_their_own(other):
-    found, made, _ = memory_of((300, -40))
-    taken = found.take(stream())
-    found.give_back(stream(), taken)
-    apart = found.take(other)
-    assert len(made) == 4 and not {*apart.addresses} & {*taken.addresses}
-    found.give_back(other, apart)
-    found.take(other)
-    assert len(made) == (4 if other.ptr == 8 else 6)
-
-
-def test_a_piece_is_large_enough_for_each_call_and_what_is_large_is_not_kept(monkeypatch):
-    monkeypatch.setattr(workspaces, "MOST_KEPT", 1000)
-    small, made, memory = memory_of((300,))
-    needs = {"x": workspaces.Workspace((900,), np.dtype(np.uint8))}
-    large = workspaces.Workspaces(needs, memory)
-    small.give_back(stream(), small.take(stream()))
-    large.give_back(stream(), large.take(stream()))
-    assert [array.nbytes for array in made] == [300, 900]
-    small.give_back(stream(), small.take(stream()))
-    assert len(made) == 2  # the small call uses the large piece
-    huge = workspaces.Workspaces({"x": needs["x"]._replace(shape=(1001,))}, memory)
-    for _ in range(2):
-        huge.give_back(stream(), huge.take(stream()))
-    assert [array.nbytes for array in made] == [300, 900, 1001, 1001]
 
 
 # Seeds and offsets of dropout.

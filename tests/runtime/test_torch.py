@@ -453,19 +453,6 @@ def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, mon
     check(found, 2)
 
 
-def test_a_repeated_call_asks_nothing_again(machines, monkeypatch):
-    given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
-    first = attention(*given, mask=LISTED)
-    dq, *_ = torch.autograd.grad(first, given, DO)
-    monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
-    monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
-    again = attention(*(on_device(tensor).requires_grad_() for tensor in (Q, K, V)), mask=masks.Dilated(3))
-    assert (again == first).all()
-    other = attention(on_device(2 * Q).requires_grad_(), *given[1:], mask=LISTED)
-    assert (other != first).any()
-    assert (torch.autograd.grad(attention(*given, mask=LISTED), given, DO)[0] == dq).all()
-
-
 @pytest.mark.parametrize("mask", [None, LISTED, KEPT], ids=["dense", "lists", "elements"])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_a_new_seed_or_offset_of_dropout_asks_nothing_again(machines, monkeypatch, mask, has_out):
@@ -539,18 +526,6 @@ def test_a_capture_of_a_call_that_was_never_made_is_refused(machines):
         with pytest.raises(RuntimeError, match="not compiled yet.*make the same call once"):
             attention(*map(on_device, (Q, K, V)))
         assert stream.end_capture().nodes == [] and launches(cupy) == []
-
-
-@pytest.mark.parametrize("mask", [LISTED, an_index], ids=["lists", "index"])
-def test_a_captured_list_outlives_its_call(machines, mask):
-    (cupy, pytorch), mask = machines, mask() if mask is an_index else mask
-    given, stream = [on_device(tensor) for tensor in (Q, K, V)], cupy.cuda.Stream()
-    with pytorch.stream(stream):
-        attention(*given, mask=mask)
-        stream.begin_capture()
-        attention(*given, mask=mask)
-        stream.end_capture()
-    assert len(gpu._pinned) == 1
 
 
 def test_tensors_must_be_on_one_device_and_on_the_current_one(machines, monkeypatch):

@@ -171,25 +171,6 @@ def test_a_scale_or_cap_that_is_a_tensor_is_refused_and_a_temperature_is_learnt(
     assert torch.autograd.grad(found.sum(), per_head)[0].count_nonzero()
 
 
-def test_sequences_on_a_gpu_have_scores(tmp_path, monkeypatch):
-    score = scores.within(lambda s, b, h, i, j: s - 0.5 * abs(i - j), [0, 2, 6], [0, 3, 7])
-    q, k, v = (tensor.float() for tensor in (Q, K, V))
-    with torch_machine.installed(monkeypatch, tmp_path / "cache"):
-        for _ in range(2):
-            require_bounds({"o": attention(*map(on_device, (q, k, v)), score=score)}, score=score)
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_table_of_relative_positions_is_learnable(bidirectional):
-    table = TABLE[:, :8].clone().requires_grad_()
-
-    def call(table):
-        score = scores.relative_position(table, 5, bidirectional=bidirectional)
-        return attention(Q[:1], K[:1], V[:1], score=score)
-
-    assert torch.autograd.gradcheck(call, [table])
-
-
 @pytest.mark.parametrize("needed", [("bias",), ("slope", "sink"), ("table",), tuple(EVERY)])
 @pytest.mark.parametrize("place", ["cpu", "gpu"])
 def test_only_operands_that_require_gradients_have_them(tmp_path, monkeypatch, place, needed):

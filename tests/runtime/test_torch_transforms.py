@@ -205,20 +205,3 @@ def test_several_gradients_at_once_are_refused(of, creates_graph):
         f"{of} must be one gradient, outside of torch.vmap; got a batch of them: call torch.autograd.grad for each, "
         "without is_grads_batched=True or vectorize=True"
     )
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_checks_and_jacobians_that_batch_gradients_are_refused():
-    q = Q[:1, :3, :2].double().requires_grad_()
-
-    def call(q):
-        return attention(q, q, q)
-
-    with pytest.raises(Exception, match="do must be one gradient, outside of torch.vmap"):
-        torch.autograd.functional.jacobian(call, q, vectorize=True)
-    with pytest.raises(Exception, match="do must be one gradient, outside of torch.vmap"):
-        torch.autograd.gradcheck(call, q, check_batched_grad=True)
-    with pytest.raises(Exception, match="must not carry a tangent|forward"):
-        torch.autograd.gradcheck(call, q, check_forward_ad=True)
-    assert torch.autograd.functional.jacobian(call, q).shape == (*q.shape, *q.shape)
-    assert torch.autograd.gradcheck(call, q)
