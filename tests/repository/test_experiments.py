@@ -6,9 +6,7 @@ import importlib
 import itertools
 import json
 import re
-import shutil
 import subprocess
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,10 +112,6 @@ def test_calls_are_timed_in_turn(harness: ModuleType) -> None:
     assert all(timing.repeats == 3 and timing.median_ms >= 0 <= timing.spread_ms for timing in times.values())
 
 
-def test_a_spent_budget_still_leaves_three_rounds(harness: ModuleType) -> None:
-    assert harness.time_alternately({"a": lambda: None}, repeats=50, budget_s=0)["a"].repeats == 3
-
-
 # Experiments
 
 
@@ -144,84 +138,6 @@ def test_block_sparsity_keeps_what_it_says(load) -> None:
     assert {row["pattern"] for row in speed} == set(config.speed_patterns)
     assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in speed)
     assert len(experiment.plot(records).axes) == 2
-
-
-def test_cpu_speed_measures_time_and_memory(load) -> None:
-    experiment = load("cpu_speed")
-    config = experiment.Config(
-        num_heads=1, seqlen=256, densities=(1.0, 0.25), block=32, short_seqlens=(64,), memory_seqlen=1024, window=31,
-        seconds=0.0,
-    )
-    records = experiment.run(config)
-    measures = {row["measure"] for row in records}
-    assert measures >= {"forward", "backward", "two matmuls", "plain NumPy forward", "block-sparse forward"}
-    assert all(row["ms"] > 0 for row in records if "ms" in row)
-    assert {row["density"] for row in records if row["measure"] == "block-sparse backward"} == {1.0, 0.25}
-    memory = [row["mib"] for row in records if row["measure"].startswith("peak memory")]
-    assert len(memory) == 4 and all(-4 < mib < 200 for mib in memory)
-    experiment.table(records)
-
-
-def test_scores_on_the_host_are_compared_with_plain_attention(load) -> None:
-    experiment = load("cpu_score_functions")
-    records = list(experiment.run(experiment.Config(tokens=32, heads=2, head_dim=8, repeats=1)))
-    assert len(records) == len(experiment.SCORES) * len(experiment.MASKS) * len(experiment.PASSES)
-    assert all(row["cpu_ms"] > 0 for row in records)
-    assert all(row["of_plain"] == 1 for row in records if row["score"] == "plain")
-    experiment.table(records)
-
-
-def test_tile_sweep_times_the_host_at_every_tile(load) -> None:
-    experiment = load("tile_sweep")
-    config = experiment.Config(num_heads=1, seqlen=256, blocks_q=(64,), blocks_kv=(64, 128), repeats=1)
-    records = list(experiment.run(config))
-    named = {tuple(row.get(name) for name in ("way", "threads", "block_q", "block_kv")) for row in records}
-    assert len(named) == len(records) == 2 + 2 * 2 * 2 and all(row["ms"] > 0 for row in records)
-    experiment.table(records)
-
-
-@pytest.mark.parametrize("gpu", ["A100", "RTX 4090", "H100", "B200"])
-def test_what_is_chosen_for_a_gpu_is_among_the_tiles_that_are_swept(load, gpu: str) -> None:
-    experiment, device = load("tile_sweep"), load("cuflash").DeviceSpec.gpu(gpu)
-    config = experiment.Config(masks=("full",))
-    families = set()
-    for family, head_dim in experiment.cells(config, device):
-        for (entry, _), plan in experiment.plans_of(config, family, head_dim, device=device).items():
-            swept = experiment.candidates(experiment.kernel_of(plan, entry), device)
-            few = 1 if family == "sm90" and entry != "forward" else 3
-            assert len({experiment.name_of(spec) for spec in swept}) == len(swept) > few
-            assert entry not in plan.specs or plan.specs[entry] in swept
-            assert family != "sm90" or len(swept) <= 12
-            families.add(family)
-    assert families == {"simt", "sm80", *["sm90"] * (gpu == "H100")}
-
-
-@pytest.mark.gpu
-def test_compile_times_of_tensor_cores_kernels_are_summed_and_taken_at_once(load, monkeypatch) -> None:
-    experiment, device = load("simt_speed"), load("cuflash.executors.gpu").current_device()
-    compile_alone, made = experiment.compile_alone, []
-    monkeypatch.setattr(experiment, "compile_alone", lambda *args: made.append(compile_alone(*args)) or made[-1])
-    rows = experiment.run_compile(experiment.Config(compile_dims=(64,), cold_starts=1), device)
-    names = ["sm80", "sm90"] if device.compute_capability == (9, 0) else ["sm80"]
-    measures = itertools.product(names, ("sum", "at once"))
-    assert [row["measure"] for row in rows] == [f"compile, {how} of kernel='{name}'" for name, how in measures]
-    assert "sm80_forward" in [each.spec.name for each in made[0]]
-    for row, kernels in zip(rows[::2], made, strict=True):
-        assert row["ms"] == 1e3 * sum(each.seconds for each in kernels)
-        assert all(each.seconds > 0 for each in kernels)
-    assert all(row["ms"] > 0 for row in rows)
-
-
-@pytest.mark.gpu
-def test_a_version_is_as_fast_as_itself(load) -> None:
-    experiment = load("before_after")
-    config = experiment.Config(
-        before=str(EXPERIMENTS.parent), head_dims=(64,), seqlens=(256,), masks=("causal",), tokens=512, hidden=128,
-        passes=("forward", "backward"), rounds=2, repeats=2,
-    )  # fmt: skip
-    forward, backward = experiment.run(config)
-    assert forward["difference"] == 0 and backward["difference"] < 1e-2
-    assert min(forward["before_ms"], forward["after_ms"], backward["before_ms"], backward["after_ms"]) > 0
 
 
 # The proof on a GPU
@@ -288,23 +204,6 @@ def test_a_call_that_differs_in_one_bit_is_counted(load, monkeypatch: pytest.Mon
     assert proof.differing(lambda: next(answers), 5) == 2
 
 
-@pytest.mark.parametrize(
-    ("lines", "errors"),
-    [
-        ("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n", 0),
-        ("========= ERROR SUMMARY: 1 error\n", 1),
-        ("========= Invalid __global__ read\n========= ERROR SUMMARY: 19440 errors\n", 19440),
-        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0),
-        ("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n", 3),
-        ("========= ERROR SUMMARY: 2 errors\n========= ERROR SUMMARY: 1 error\n", 3),
-        ("========= ERROR SUMMARY: 512 errors\n========= ERROR SUMMARY: 412 errors were not printed. Use it\n", 512),
-        ("========= Error: the tool found no device\n", None),
-    ],
-)
-def test_a_sanitizers_summary_is_read(load, lines: str, errors: int | None) -> None:
-    assert load("gpu_proof").errors_in(lines) == errors
-
-
 # In the place of compute-sanitizer: prints what it was asked to by the case's kernel, in a line of its own.
 STAND_IN = """#!{python}
 import json, sys, time
@@ -344,19 +243,6 @@ def test_what_a_tool_says_becomes_a_row(load, tmp_path: Path) -> None:
     )
 
 
-def test_mask_compile_counts_time_and_memory(load) -> None:
-    experiment = load("mask_compile")
-    config = experiment.Config(documents_seqlen=5000, mean_document=100, butterfly_seqlen=8192, block=64, repeats=1)
-    records = experiment.run(config)
-    assert [(row["mask"], row["made"]) for row in records] == [
-        ("causal & documents", "work list"), ("causal & documents", "block index"),
-        ("butterfly", "work list"), ("butterfly", "block index"),
-    ]  # fmt: skip
-    assert all(row["ms"] > 0 and row["peak_mib"] > 0 for row in records)
-    assert all(row["kept_mib"] < 1 for row in records if row["made"] == "work list")
-    experiment.table(records)
-
-
 def test_tolerance_health_counts_its_examples_and_goes_on_where_it_was(load, tmp_path: Path) -> None:
     experiment = load("tolerance_health")
     config = experiment.Config(
@@ -393,16 +279,6 @@ def test_score_bounds_keeps_the_largest_share_of_each_result(load) -> None:
 # Tables of the README
 
 
-def test_the_simulator_is_compared_with_a_gpu_in_at_least_50_cases(load) -> None:
-    experiment = load("sim_against_gpu")
-    cases = list(experiment.cases(experiment.Config()))
-    assert len(cases) >= 50 and {structure.dtype for _, structure in cases} == set(experiment.DTYPES)
-    assert {structure.layouts[0] for _, structure in cases} == set(experiment.LAYOUTS)
-    zero, nan, infinite = 0.0, np.nan, np.inf
-    assert experiment.share_of_bound([1.0, infinite], [1.5, infinite], [2.0, zero]) == 0.25
-    assert experiment.share_of_bound([1.0], [nan], [2.0]) == experiment.share_of_bound([1.0], [2.0], [zero]) == infinite
-
-
 @pytest.mark.gpu
 def test_the_simulator_and_the_gpu_are_each_within_the_bound(load) -> None:
     experiment = load("sim_against_gpu")
@@ -415,61 +291,6 @@ def test_the_simulator_and_the_gpu_are_each_within_the_bound(load) -> None:
     assert all(record[name] <= 2 for record in records for name in experiment.OUTPUTS)
     assert all(record["probes_pass"] for record in records)
     assert all(record["probes_same_bits"] for record in records if record["kernel"] == "simt")
-
-
-def check_errors_of_8_bits(load, **where: bool) -> None:
-    """Errors are within their bounds, and the kernel's are not the host's, as it rounds the weights too."""
-    experiment = load("fp8_error")
-    few = {"head_dims": (64,), "heads": 1, "seqlens": (256,), "queries": 128, "bounded": 32}
-    of_kernel, of_host = (list(experiment.run(experiment.Config(**few, **flags))) for flags in (where, {}))
-    cases = [(row["distribution"], row["per"], row["rotated"]) for row in of_host]
-    assert len(cases) == 14 and cases == [(row["distribution"], row["per"], row["rotated"]) for row in of_kernel]
-    for kernel, host in zip(of_kernel, of_host):
-        assert kernel["queries"] == host["queries"] == 128
-        if kernel["per"]:
-            assert 0 < kernel["share"] < 1 and 0 < host["share"] < 1
-            assert kernel["rmse"] != host["rmse"]
-    assert len(experiment.table(of_kernel).rows) == 7
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
-def test_errors_of_8_bits_are_within_their_bounds(load) -> None:
-    check_errors_of_8_bits(load, sim=True)
-
-
-def test_exponentials_are_compiled_and_counted(load) -> None:
-    """A thread makes eight exponentials a round, of four rounds and of one; each packed pair takes the unit twice."""
-    core = pytest.importorskip("cuda.core", reason="NVRTC is missing: pip install '.[cuda13]'")
-    experiment, cubin = load("exponential_rate"), load("cubin")
-    for instruction, (_, at_once) in experiment.INSTRUCTIONS.items():
-        options = core.ProgramOptions(arch="sm_90")
-        (kernel,) = cubin.functions(
-            bytes(core.Program(experiment.source(instruction), "c++", options=options).compile("cubin").code)
-        ).values()
-        opcodes = [low & 0xFFF for low, _ in struct.iter_unpack("<QQ", kernel["instructions"])]
-        assert opcodes.count(0x308) == (4 + 1) * experiment.CHAINS * at_once  # MUFU
-        assert experiment.per_cycle(instruction, 100, np.array([51200, 51200, 90000])) == 16 * at_once
-
-
-@pytest.mark.gpu
-def test_exponentials_are_timed_on_a_gpu(load) -> None:
-    experiment = load("exponential_rate")
-    rows = list(experiment.run(experiment.Config(rounds=64, repeats=1)))
-    assert [row["instruction"] for row in rows] == list(experiment.INSTRUCTIONS)
-    assert all(0 < row["per_cycle"] < 64 for row in rows) and len(experiment.table(rows).rows) == 3
-
-
-@pytest.mark.gpu
-def test_errors_of_8_bits_are_within_their_bounds_on_a_gpu(load) -> None:
-    check_errors_of_8_bits(load, gpu=True)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
-def test_the_simulator_is_timed_and_runs_under_every_schedule(load) -> None:
-    experiment = load("simulator_speed")
-    build, forward, backward, schedules = experiment.run(experiment.Config(seqlen=40, schedules=3, repeats=1))
-    assert build["ms"] > forward["ms"] > 0 and backward["ms"] > 0
-    assert (schedules["runs"], schedules["reports"], schedules["other_bits"]) == (3, 0, 0)
 
 
 @pytest.fixture
@@ -517,29 +338,6 @@ def test_rows_of_a_tree_that_was_not_committed_are_left_out(
     assert "*Left out: 1 row was measured on a tree with uncommitted changes (abc1234-dirty).*" in written
 
 
-def test_a_table_without_a_result_says_so_and_one_of_several_runs_names_each(
-    load, harness: ModuleType, committed, tmp_path: Path
-) -> None:
-    tables = load("tables")
-    page = "<!-- table:speed-vs-peers -->\n<!-- /table -->\n"
-    silent = "<!-- table:speed-vs-peers -->\n\n*Not measured yet.*\n\n<!-- /table -->\n"
-    assert tables.written(page, tmp_path) == tables.written(silent, tmp_path) == silent
-    tables.draw_plots(tmp_path)
-    assert not list(tmp_path.iterdir())
-    rows = peer_rows(load, harness, full=(2.0, {"sdpa_flash": 3.0}))
-    path, names = tmp_path / "speed_vs_peers.csv", load("speed_vs_peers").CASE
-    for gpu in ("NVIDIA H100", "NVIDIA H200"):
-        committed(gpu=gpu)
-        harness.write_csv(path, rows, (*names, "peer"))
-    written = tables.written(page, tmp_path)
-    for gpu in ("h100", "h200"):
-        assert f"#### NVIDIA {gpu.upper()}, bfloat16, served by sm80" in written
-        assert f"(../experiments/results/speed_vs_peers_nvidia-{gpu}_bfloat16_sm80.png)" in written
-    assert written.count("abc1234") == 2
-    tables.draw_plots(tmp_path)
-    assert len(list(tmp_path.glob("*.png"))) == 2
-
-
 def test_pages_and_committed_plots_show_the_results(load) -> None:
     tables = load("tables")
     for page in tables.PAGES:
@@ -565,17 +363,6 @@ def test_flops_are_those_of_the_paper(load) -> None:
     assert flops("backward", "full", **shape) == 2.5 * whole
     assert flops("forward", "causal", **shape) == whole / 2
     assert flops("backward", "blocks128_0.25", **shape) == 2.5 * whole / 4
-
-
-@pytest.mark.parametrize(("block", "density"), [(128, 0.25), (32, 0.125), (16, 1.0)])
-def test_random_blocks_are_equally_many_in_each_head_and_hold_the_diagonal(load, block: int, density: float) -> None:
-    workloads = load("workloads")
-    kept = workloads.random_blocks(3, 1024, block, density)
-    grid = 1024 // block
-    assert kept.shape == (3, grid, grid)
-    assert (kept.sum((1, 2)) == round(density * grid**2)).all()
-    assert kept[:, range(grid), range(grid)].all()
-    assert density == 1 or (kept[0] != kept[1]).any()
 
 
 @pytest.mark.parametrize(
@@ -643,18 +430,6 @@ def peer_rows(load, harness: ModuleType, **times: tuple[float | None, dict[str, 
     return [record | {"gemm_tflops": 700.0} for record in records]
 
 
-def test_who_leads_is_a_geometric_mean_over_the_best_peers(load, harness: ModuleType) -> None:
-    experiment = load("speed_vs_peers")
-    rows = peer_rows(
-        load, harness, full=(2.0, {"sdpa_flash": 3.0, "flex": 1.0}), causal=(1.0, {"sdpa_flash": 2.0}),
-        blocks128_0__5=(1.0, {"flex": 4.0}), blocks64_0__5=(1.0, {"flex": 9.0}), blocks32_0__5=(None, {"flex": 9.0}),
-    )  # fmt: skip
-    assert experiment.leads(rows, experiment.mask_kind) == {
-        "full": (0.5, 0.5, 0.5, 2, 0), "causal": (2.0, 2.0, 2.0, 2, 2),
-        "random blocks": (pytest.approx(6.0), 4.0, 9.0, 4, 4),
-    }  # fmt: skip
-
-
 def published_rows(load, harness: ModuleType, commit: str, date: str, request: str = "", **times) -> list[dict]:
     """Return rows of one commit as they are read from a file."""
     place = {"commit": commit, "date": date, "gpu": "NVIDIA H100", "cpu": "Xeon", "cores": "16", "request": request}
@@ -690,49 +465,6 @@ def test_rows_of_several_commits_are_refused_in_one_line(load) -> None:
             published.of_one_commit(rows, "a line")
 
 
-@pytest.mark.parametrize(
-    ("points", "density"),
-    [
-        ([(0.25, 0.5), (0.5, 0.75), (1.0, 1.25)], 0.75),
-        ([(0.25, 0.5), (0.5, 1.0), (1.0, 2.0)], 0.5),
-        ([(0.5, 0.6), (1.0, 0.99)], 1.0),
-        ([(0.25, 1.1), (1.0, 3.0)], None),
-    ],
-)
-def test_blocks_break_even_between_the_densities_measured(load, points, density: float | None) -> None:
-    assert load("block_sparsity").break_even(points) == density
-
-
-@pytest.mark.gpu
-def test_block_sparsity_is_timed_on_a_gpu(load) -> None:
-    experiment = load("block_sparsity")
-    config = experiment.Config(
-        gpu=True, gpu_seqlens=(512,), gpu_blocks=(64,), gpu_densities=(0.25, 1.0), gpu_hidden=128, gpu_head_dim=64,
-        gpu_dtype="float16", gpu_repeats=3,
-    )  # fmt: skip
-    records = experiment.run(config)
-    assert [(row["block"], row["density"]) for row in records] == [(64, 0.25), (64, 1.0)]
-    assert all(row[f"{way}_ms"] > 0 for row in records for way in experiment.WAYS)
-    experiment.table(records), experiment.plot(records)
-
-
-@pytest.mark.gpu
-def test_every_tile_is_checked_and_timed_on_a_gpu(load) -> None:
-    experiment = load("tile_sweep")
-    config = experiment.Config(
-        gpu=True, head_dims=(64,), passes=("forward", "backward"), masks=("causal",), gpu_seqlen=1024,
-        sm90_tokens=1024, sm80_tokens=1024, simt_tokens=1024, gpu_hidden=128, gpu_repeats=3,
-    )  # fmt: skip
-    records = list(experiment.run(config))
-    families = {family for family, _ in experiment.cells(config, load("cuflash.executors.gpu").current_device())}
-    assert {(row["family"], row["pass"]) for row in records} == {
-        (family, way) for family in families for way in config.passes
-    }
-    assert all((row["ms"] or 0) > 0 or "not timed" in row["note"] for row in records)
-    assert sum(row["chosen"] for row in records) == 2 * len(families)  # each pass of each family has one
-    experiment.table(records)
-
-
 @pytest.mark.gpu(8, 0)
 def test_few_repeats_give_the_same_bits_on_a_gpu(load) -> None:
     proof = load("gpu_proof")
@@ -760,21 +492,6 @@ def test_tiled_and_naive_kernels_are_timed_on_a_gpu(load) -> None:
     naive = {(row["measure"], row["dtype"]) for row in records if row["measure"].startswith("naive")}
     assert naive == {(f"naive {way}", dtype) for way in ("forward", "backward") for dtype in ("float16", "float32")}
     assert all(row["tflops"] > 0 for row in records)
-
-
-@pytest.mark.gpu
-def test_short_calls_of_both_are_timed_on_a_gpu_as_graphs(load, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch finds no GPU")
-    experiment = load("speed_vs_peers")
-    monkeypatch.setattr(experiment, "GRAPH_BELOW_MS", np.inf)  # how long a call takes is the GPU's affair
-    config = experiment.Config(
-        passes=("forward",), head_dims=(64,), masks=("causal",), seqlens=(128,), tokens=256, hidden=128,
-        peers=("sdpa_flash",), repeats=3,
-    )  # fmt: skip
-    (row,) = experiment.run(config)
-    assert (row["graphs"], row["note"]) == ("cuflash sdpa_flash", "") and row["ratio"] > 0
 
 
 @pytest.mark.gpu
@@ -848,31 +565,6 @@ def test_the_command_runs_an_experiment_and_refuses_an_unknown_one() -> None:
     refused = subprocess.run([*command, "block_density"], **options)
     assert refused.returncode == 2 and refused.stderr.startswith("no experiment is named 'block_density'; there are ")
     assert refused.stderr.count("\n") == 1 and not refused.stdout
-
-
-# Small studies
-
-
-def test_scores_stored_in_16_bits_cost_more_than_the_results_rounding(load) -> None:
-    study = load("numerical_error")
-    config = study.Config(dtypes=("float16", "float64"), seqlens=(64,), logit_stds=(8.0,), outliers=(0.0, 0.01))
-    rows = list(study.run(config))
-    assert [row["dtype"] for row in rows] == ["float16", "float64"] * 2
-    for row in rows:
-        if row["dtype"] == "float16":
-            assert row["rounding"] <= 1.01 * row["tiled"] < row["plain"] / 2
-        else:
-            assert row["rounding"] == 0 and max(row["tiled"], row["plain"]) < 1e-13
-    assert study.plot(rows).axes and len(study.table(rows).rows) == 4
-
-
-def test_patterns_keep_no_more_than_all_and_every_pattern_is_there(load) -> None:
-    study = load("pattern_zoo")
-    rows = list(study.run(study.Config(block=128)))
-    assert all(0 < row["kept"] <= 1 and 0 < row["mass"] <= 1 and row["output_error"] >= 0 for row in rows)
-    names = " ".join(row["pattern"] for row in rows)
-    assert all(name in names for name in cuflash.patterns.__all__)
-    assert study.plot(rows).axes and len(study.table(rows).rows) == len(rows)
 
 
 @pytest.mark.parametrize("name", ["decode", "scores", "dropout", "host-time"])

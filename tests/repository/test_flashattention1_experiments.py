@@ -20,43 +20,6 @@ H100 = cuflash.DeviceSpec.gpu("H100")
 # The tables
 
 
-def test_every_method_of_the_host_has_a_row_for_each_pass_and_length(load) -> None:
-    tables = load("flashattention1_tables")
-    config = tables.Config(seqlens=(256, 128), num_heads=1, head_dim=16, budget_s=0.05)
-    rows = list(tables.run(config))
-    cases = itertools.product((128, 256), ("standard", "dense", "butterfly"), tables.WAYS)
-    assert [(row["seqlen"], row["method"], row["pass"]) for row in rows] == list(cases)
-    for row in rows:
-        assert row["ms"] > 0 and row["density"] == 1.0
-        standard = next(
-            other["ms"] for other in rows
-            if (other["method"], other["pass"], other["seqlen"]) == ("standard", row["pass"], row["seqlen"])
-        )  # fmt: skip
-        assert row["over_standard"] == pytest.approx(standard / row["ms"])
-    assert len(tables.table(rows).rows) == len(rows) and len(tables.plot(rows).axes) == 4
-
-
-def test_planned_memory_is_linear_but_for_standard_attention(load) -> None:
-    tables = load("flashattention1_tables")
-    for kernel, growth in (("fa1", 4), ("sm90", 4), ("naive", 16)):
-        short, long = (
-            tables.planned_mib(kernel, load("memory_traffic").plan_of((16, 8, seqlen, 64), kernel, H100))
-            for seqlen in (4096, 16384)
-        )
-        assert growth * 0.85 < long / short < growth * 1.01
-
-
-@pytest.mark.gpu
-def test_every_method_is_timed_on_a_gpu(load) -> None:
-    tables = load("flashattention1_tables")
-    config = tables.Config(
-        gpu=True, methods=("standard", "fa1", "dense", "butterfly"), gpu_seqlens=(256, 512), batch=1, gpu_num_heads=2,
-        gpu_budget_s=0.05,
-    )  # fmt: skip
-    rows = list(tables.run(config))
-    assert len(rows) == 2 * 4 * 3 and all(row["ms"] > 0 and row["memory_mib"] > 0 for row in rows)
-
-
 # Their tables in the pages
 
 

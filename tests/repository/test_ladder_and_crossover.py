@@ -43,25 +43,6 @@ def test_a_kernel_with_wrong_results_is_not_timed(load) -> None:
         ladder.checked("plain", ladder.Plain(False), arrays, check)
 
 
-@pytest.mark.gpu
-def test_every_kernel_of_the_ladder_is_timed_on_a_gpu(load) -> None:
-    ladder = load("flash_ladder")
-    tensor_cores = load("simt_speed").tensor_core_families(ladder.gpu.current_device())
-    there = ("naive", "simt", *(["fa1"] if tensor_cores else []), *tensor_cores)
-    config = ladder.Config(
-        gpu=True, gpu_kernels=there, gpu_seqlens=(256, 512), gpu_batch=1, gpu_num_heads=2, gpu_head_dim=64,
-        gpu_repeats=2,
-    )  # fmt: skip
-    rows = list(ladder.run(config))
-    cases = itertools.product((256, 512), ladder.MASKS, there, ladder.WAYS)
-    assert [(row["seqlen"], row["mask"], row["kernel"], row["pass"]) for row in rows] == list(cases)
-    for row in rows:
-        assert row["ms"] > 0 and 0 <= row["peak_mib"] <= row["workspace_mib"] + 1
-        if row["kernel"] == "naive":
-            matrices = 2 * {"forward": 1, "backward": 2}[row["pass"]]
-            assert row["peak_mib"] >= matrices * 4 * row["seqlen"] ** 2 / 2**20
-
-
 # The crossover
 
 
@@ -83,26 +64,6 @@ def test_a_crossover_lies_where_the_line_between_two_densities_meets_the_dense_t
     assert all(row["of_dense"] == pytest.approx(slopes[row["block"]] * row["density"]) for row in rows)
     assert len(rows) == 3 * 2 * 4 and len(crossover.plot(rows).axes) == 2
     crossover.table(rows)
-
-
-def test_blocks_of_every_size_and_density_are_timed(load) -> None:
-    crossover = load("crossover")
-    config = crossover.Config(seqlens=(128, 256), blocks=(32, 64), densities=(0.5, 1.0), head_dim=16, repeats=1)
-    rows = list(crossover.run(config))
-    cases = itertools.product((128, 256), (32, 64), crossover.WAYS, (0.5, 1.0))
-    assert [(row["seqlen"], row["block"], row["pass"], row["density"]) for row in rows] == list(cases)
-    assert all(row["ms"] > 0 and row["of_dense"] == pytest.approx(row["ms"] / row["dense_ms"]) for row in rows)
-
-
-@pytest.mark.gpu
-def test_blocks_are_timed_on_a_gpu(load) -> None:
-    crossover = load("crossover")
-    config = crossover.Config(
-        gpu=True, gpu_seqlens=(512,), gpu_densities=(0.25, 1.0), blocks=(32, 128), gpu_num_heads=2, gpu_head_dim=64,
-        gpu_repeats=2,
-    )  # fmt: skip
-    rows = list(crossover.run(config))
-    assert len(rows) == 2 * 2 * 2 and all(row["ms"] > 0 and row["dtype"] == "float16" for row in rows)
 
 
 # Both

@@ -63,15 +63,6 @@ def test_data_and_selectors_of_ones_own_take_part(
         shootout.Config(data=("none.npz",))
 
 
-def test_pages_are_chosen_for_single_queries(shootout: ModuleType) -> None:
-    """All selectors keep as many pages; bounds recall more than random ones where keys are few and large."""
-    config = shootout.Config(data=("columns",), names=("oracle", "quest", "random"), top_ks=(2,), seqlen=256, repeats=1)
-    rows = {row["selector"]: row for row in shootout.run(config) if row["block"] == "1 x 16"}
-    assert tuple(rows) == ("oracle", "quest", "random") and {row["top_k"] for row in rows.values()} == {4}
-    assert rows["quest"]["density"] == rows["oracle"]["density"] == rows["random"]["density"]
-    assert rows["random"]["recall"] < rows["quest"]["recall"] <= rows["oracle"]["recall"] + 1e-6
-
-
 def test_all_blocks_have_no_error_and_equal_gradients(shootout: ModuleType) -> None:
     """In float64, selecting all blocks changes no gradient by more than float32's rounding, in which distances are.
 
@@ -99,18 +90,6 @@ def test_pages_tell_what_a_selector_does_not_beat(shootout: ModuleType) -> None:
     (line,) = told.splitlines()[4:]
     assert line == "| x | nsa | 0.5000; local 0.5000 | 0.6000; local 0.7000 |"
     assert importlib.import_module("experiment_tables").shootout(rows).count("\n| x | ") == 5
-
-
-@pytest.mark.gpu
-def test_selectors_choose_on_a_gpu(shootout: ModuleType) -> None:
-    config = shootout.Config(
-        gpu=True, data=("minilm", "slashes"), gpu_top_ks=(4,), top_ks=(4,), gpu_seqlen=512, gpu_num_heads=2,
-        gpu_repeats=1,
-    )  # fmt: skip
-    rows = list(shootout.run(config))
-    assert [row["selector"] for row in rows] == 2 * list(shootout.SELECTORS) + 2 * list(shootout.OF_PAGES)
-    for row in rows:
-        assert row["dtype"] == "float16" and row["both_ms"] > 0 and 0 < row["recall"] <= 1.001
 
 
 def test_the_published_rows_are_those_of_the_published_run(shootout: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import multiprocessing
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
@@ -118,37 +116,6 @@ def test_a_task_is_named_by_what_its_files_hold(sweep: ModuleType, tmp_path: Pat
         results |= {replace(task, own=digest).result for digest in digests}
     assert len(results) == 2 and task.result not in results
     assert sweep.own_digest({"archive": str(tmp_path / "none.npz"), "names": ("window", "no_module_of_ours:x")}) == ""
-
-
-OWN = """
-from cuflash import masks
-mask = masks.SlidingWindow({side}, {side})
-"""
-
-
-def test_masks_of_ones_own_are_swept_and_measured_again_if_they_change(
-    sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The module and the arrays are found from the folder of the call, wherever the worker is."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    np.savez("my.npz", **{name: x for name, x in zip("qkv", np.random.default_rng(0).standard_normal((3, 2, 40, 4)))})
-    argv = "study --over patterns=window,swept_mask_of_a_test:mask --fixed archive=my.npz --fixed blocks=8".split()
-    argv += ["--fixed", "densities=0.9", "--results", str(tmp_path / "results")]
-    hashes = []
-    for side in (3, 12):
-        (tmp_path / "swept_mask_of_a_test.py").write_text(OWN.format(side=side))
-        monkeypatch.delitem(sys.modules, "swept_mask_of_a_test", raising=False)
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        tasks = sweep.arguments(argv)[0]
-        hashes.append([task.result for task in tasks])
-        with contextlib.chdir("/"):
-            assert sweep.run(tasks, InTurn(), {}) == []
-    assert hashes[0][0] == hashes[1][0] and hashes[0][1] != hashes[1][1]
-    np.savez("my.npz", **{name: np.ones((2, 40, 4)) for name in "qkv"})
-    assert not {task.result for task in sweep.arguments(argv)[0]} & {*hashes[0], *hashes[1]}
-    rows = [row for row in sweep.rows_of(tasks) if row["pattern"] == "swept_mask_of_a_test:mask"]
-    assert len({row["density"] for row in rows}) == len(rows) == 2
 
 
 def test_a_failure_is_recorded_and_the_sweep_goes_on(sweep: ModuleType, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,14 +49,6 @@ def test_an_interrupted_training_ends_with_the_same_bits(training: ModuleType, t
     assert list(training.Training.continued(recipe(training), np, tmp_path).steps(text, exact, tmp_path, every=2)) == []
 
 
-def test_a_checkpoint_is_of_one_recipe(training: ModuleType, tmp_path: Path) -> None:
-    base = recipe(training)
-    training.Training.new(base, np).save(tmp_path)
-    others = [replace(base, seed=1), replace(base, steps=7), replace(base, model=replace(base.model, context=32))]
-    assert len({each.key for each in (base, *others)}) == 4
-    assert [path.stem for path in tmp_path.iterdir()] == [base.key]
-
-
 def test_steps_never_see_the_held_out_text(training: ModuleType) -> None:
     text = np.arange(2000)
     for step in range(1, 50):
@@ -84,13 +75,6 @@ def test_naive_attention_is_exact_and_a_wrong_key_is_not(training: ModuleType) -
         assert all(are_near) if name == "naive" else not any(are_near)
 
 
-def test_block_sparse_attentions_are_causal_and_keep_their_density(training: ModuleType) -> None:
-    for name, index in training.block_indices(96, 16).items():
-        kept = index.toarray().reshape(96, 96).astype(bool)
-        assert np.array_equal(kept, np.tril(kept)) and kept.diagonal().all(), name
-        assert training.density(index) == pytest.approx(kept.sum() / (96 * 97 / 2)) and not np.tril(~kept).sum() == 0
-
-
 def test_losses_agree_but_with_a_wrong_key_and_every_attention_has_its_row(load, tmp_path: Path) -> None:
     experiment = load("train_language_model")
     config = experiment.Config(
@@ -107,13 +91,6 @@ def test_losses_agree_but_with_a_wrong_key_and_every_attention_has_its_row(load,
     assert list(tmp_path.iterdir()) == []  # an experiment that ended leaves no checkpoint
     assert 32 <= runs["naive"]["longest_context"] <= runs["exact"]["longest_context"]
     assert experiment.plot(rows).axes and experiment.table(rows).renderables
-
-
-def test_memory_above_a_limit_does_not_fit(load) -> None:
-    peak = load("train_language_model").peak_bytes
-    taken = peak(np, lambda: np.ones(1 << 20))
-    assert 8 << 20 <= taken <= 9 << 20
-    assert peak(np, lambda: np.ones(1 << 20), 4 << 20) is None and peak(np, lambda: np.ones(1 << 20), 9 << 20)
 
 
 @pytest.mark.gpu
@@ -166,29 +143,6 @@ def test_two_steps_connect_the_ends_by_far_patterns_alone(load, seqlen: int, blo
             blocks = index.to_scipy().toarray() > 0
         reached = (blocks.astype(int) @ blocks.astype(int) > 0)[3 * grid // 4 :, grid // 8 : grid // 4]
         assert reached.all() if name in ("exact", "bigbird", "strided") else not reached.any(), name
-
-
-def test_the_task_is_trained_and_judged_in_stages(load) -> None:
-    task = load("long_range")
-    config = task.Config(gpu=True, gpu_seqlens=(4096,), gpu_steps=7, gpu_steps_more=3)
-    longer = [(128, 8, 3), (256, 16, 3), (512, 32, 3), (1024, 64, 3), (2048, 128, 3), (4096, 128, 3)]
-    assert task.stages(config) == [(64, 4, 7), *longer]
-    config = task.Config(seqlens=(32, 64), block=2, batch=4, steps=2, tests=6, names=("exact", "window"), seeds=(0,))
-    rows = list(task.run(config))
-    cases = [(row["pattern"], row["seqlen"], row["steps"]) for row in rows]
-    assert cases == [(name, seqlen, steps) for name in config.names for seqlen, steps in ((32, 2), (64, 4))]
-    assert [row["accuracy"] for row in rows if row["pattern"] == "window"] == [0.5, 0.5]
-    assert task.plot(rows).axes and len(task.table(rows).rows) == 4
-
-
-@pytest.mark.gpu
-def test_the_task_is_trained_on_a_gpu(load) -> None:
-    task = load("long_range")
-    config = task.Config(
-        gpu=True, gpu_seqlens=(1024,), gpu_steps=3, gpu_steps_more=2, gpu_tests=64, gpu_seeds=(0,), gpu_tokens=4096
-    )
-    rows = list(task.run(config))
-    assert [row["pattern"] for row in rows] == list(task.NAMES) and all(np.isfinite(row["loss"]) for row in rows)
 
 
 # Published results

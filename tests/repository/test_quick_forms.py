@@ -1,0 +1,105 @@
+"""Each experiment runs at tiny sizes, and gives its rows, its table and its plot."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
+pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
+
+Load = Callable[[str], ModuleType]
+
+ON_THE_HOST: dict[str, dict[str, Any]] = {
+    "cpu_score_functions": {"tokens": 32, "heads": 2, "head_dim": 8, "repeats": 1},
+    "cpu_speed": {
+        "num_heads": 1, "seqlen": 256, "densities": (1.0, 0.25), "block": 32, "short_seqlens": (64,),
+        "memory_seqlen": 1024, "window": 31, "seconds": 0.0,
+    },
+    "crossover": {"seqlens": (128, 256), "blocks": (32, 64), "densities": (0.5, 1.0), "head_dim": 16, "repeats": 1},
+    "flash_ladder": {"seqlens": (128, 64), "num_heads": 1, "head_dim": 16, "repeats": 1},
+    "flashattention1_tables": {"seqlens": (256, 128), "num_heads": 1, "head_dim": 16, "budget_s": 0.05},
+    "fp8_error": {"head_dims": (64,), "heads": 1, "seqlens": (256,), "queries": 128, "bounded": 32, "sim": True},
+    "long_range": {
+        "seqlens": (32, 64), "block": 2, "batch": 4, "steps": 2, "tests": 6, "names": ("exact", "window"), "seeds": (0,)
+    },
+    "mask_compile": {
+        "documents_seqlen": 5000, "mean_document": 100, "butterfly_seqlen": 8192, "block": 64, "repeats": 1
+    },
+    "memory_traffic": {"seqlens": (4096,), "kernels": ("fa1", "naive")},
+    "numerical_error": {
+        "dtypes": ("float16", "float64"), "seqlens": (64,), "logit_stds": (8.0,), "outliers": (0.0, 0.01)
+    },
+    "pattern_zoo": {"block": 128},
+    "selector_shootout": {
+        "data": ("columns",), "names": ("oracle", "quest", "local"), "top_ks": (2,), "seqlen": 128, "block": 16,
+        "repeats": 1,
+    },
+    "simulator_speed": {"seqlen": 40, "schedules": 3, "repeats": 1},
+    "tile_sweep": {"num_heads": 1, "seqlen": 256, "blocks_q": (64,), "blocks_kv": (64, 128), "repeats": 1},
+}  # fmt: skip
+ON_A_GPU: list[tuple[str, dict[str, Any]]] = [
+    ("before_after", {
+        "before": str(Path(__file__).parents[2]), "head_dims": (64,), "seqlens": (256,), "masks": ("causal",),
+        "tokens": 512, "hidden": 128, "passes": ("forward", "backward"), "rounds": 2, "repeats": 2,
+    }),
+    ("block_sparsity", {
+        "gpu": True, "gpu_seqlens": (512,), "gpu_blocks": (64,), "gpu_densities": (0.25, 1.0), "gpu_hidden": 128,
+        "gpu_head_dim": 64, "gpu_dtype": "float16", "gpu_repeats": 3,
+    }),
+    ("crossover", {
+        "gpu": True, "gpu_seqlens": (512,), "gpu_densities": (0.25, 1.0), "blocks": (32, 128), "gpu_num_heads": 2,
+        "gpu_head_dim": 64, "gpu_repeats": 2,
+    }),
+    ("exponential_rate", {"rounds": 64, "repeats": 1}),
+    ("fp8_error", {"head_dims": (64,), "heads": 1, "seqlens": (256,), "queries": 128, "bounded": 32, "gpu": True}),
+    ("flash_ladder", {
+        "gpu": True, "gpu_kernels": ("naive", "simt"), "gpu_seqlens": (256, 512), "gpu_batch": 1, "gpu_num_heads": 2,
+        "gpu_head_dim": 64, "gpu_repeats": 2,
+    }),
+    ("flashattention1_tables", {
+        "gpu": True, "methods": ("standard", "fa1", "dense", "butterfly"), "gpu_seqlens": (256, 512), "batch": 1,
+        "gpu_num_heads": 2, "gpu_budget_s": 0.05,
+    }),
+    ("long_range", {
+        "gpu": True, "gpu_seqlens": (1024,), "gpu_steps": 3, "gpu_steps_more": 2, "gpu_tests": 64, "gpu_seeds": (0,),
+        "gpu_tokens": 4096,
+    }),
+    ("selector_shootout", {
+        "gpu": True, "data": ("minilm", "slashes"), "gpu_top_ks": (4,), "top_ks": (4,), "gpu_seqlen": 512,
+        "gpu_num_heads": 2, "gpu_repeats": 1,
+    }),
+    ("tile_sweep", {
+        "gpu": True, "head_dims": (64,), "passes": ("forward", "backward"), "masks": ("causal",), "gpu_seqlen": 1024,
+        "sm90_tokens": 1024, "sm80_tokens": 1024, "simt_tokens": 1024, "gpu_hidden": 128, "gpu_repeats": 3,
+    }),
+]  # fmt: skip
+
+
+def check(experiment: ModuleType, options: dict[str, Any]) -> None:
+    rows = list(experiment.run(experiment.Config(**options)))
+    assert rows
+    for row in rows:
+        times = [value for name, value in row.items() if name == "ms" or name.endswith("_ms") and "spread" not in name]
+        assert all(value is None or value > 0 for value in times), row
+    table = experiment.table(rows)
+    assert table.row_count if hasattr(table, "row_count") else table.renderables
+    assert not hasattr(experiment, "plot") or experiment.plot(rows).axes
+
+
+@pytest.mark.parametrize("name", ON_THE_HOST)
+def test_an_experiment_runs_on_the_host(load: Load, name: str) -> None:
+    if name in ("fp8_error", "simulator_speed") and shutil.which("g++") is None:
+        pytest.skip("the simulator needs g++: apt install g++")
+    check(load(name), ON_THE_HOST[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "options"), ON_A_GPU, ids=[name for name, _ in ON_A_GPU])
+def test_an_experiment_runs_on_a_gpu(load: Load, name: str, options: dict[str, Any]) -> None:
+    check(load(name), options)
