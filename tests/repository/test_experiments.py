@@ -413,49 +413,6 @@ def test_a_result_outside_its_bound_is_wrong_and_a_peer_may_round_once_more(load
             experiment.checked(name, check, {"o": share})
 
 
-def peer_rows(load, harness: ModuleType, **times: tuple[float | None, dict[str, float]]) -> list[dict]:
-    """Return records of cases by mask, from the library's time and the peers' times."""
-    experiment = load("speed_vs_peers")
-    records = []
-    for mask, (ours, theirs) in times.items():
-        for seqlen in (1024, 4096):
-            case = experiment.Case(
-                head_dim=64, mask=mask.replace("__", "."), seqlen=seqlen, batch=2, num_heads=4, dtype="bfloat16"
-            )
-            measured = {"cuflash": ours, **theirs}
-            timings = {name: harness.Timing(ms, 0.1, 30) for name, ms in measured.items() if ms is not None}
-            notes = {"flex": "not there"} if "flex" not in theirs else {}
-            peers = ("sdpa_flash", "flex")
-            records += experiment.records_of(case, "forward", "sm80", peers, timings, {}, notes, {"flex"})
-    return [record | {"gemm_tflops": 700.0} for record in records]
-
-
-def published_rows(load, harness: ModuleType, commit: str, date: str, request: str = "", **times) -> list[dict]:
-    """Return rows of one commit as they are read from a file."""
-    place = {"commit": commit, "date": date, "gpu": "NVIDIA H100", "cpu": "Xeon", "cores": "16", "request": request}
-    rows = peer_rows(load, harness, **times)
-    return [{name: "" if x is None else str(x) for name, x in (row | place).items()} for row in rows]
-
-
-def test_a_line_of_peers_is_of_one_commit_and_who_leads_is_computed(load, harness: ModuleType) -> None:
-    """An older commit with more cases is shown as a whole, instead of a newer one with a single peer."""
-    peers = load("peer_tables")
-    old = published_rows(load, harness, "01d", "2026-01-01", full=(2.0, {"sdpa_flash": 3.0}))
-    new = published_rows(load, harness, "1234ef", "2026-01-02", full=(2.0, {"sdpa_flash": 1.0}))
-    dirty = published_rows(load, harness, "ab-dirty", "2026-01-03", causal=(2.0, {"sdpa_flash": 1.0}))
-    written = peers.tables([*old, *new[:1], *dirty])
-    assert "| forward | full | sm80 | 2 | 1.50 | 1.50 | 1.50 | 2 of 2 | 01d | 2026-01-01 |" in written
-    assert "1234ef" not in written
-    assert "*Missing, since no committed tree has measured them with the rest: " in written
-    assert "forward 64 causal 1024; forward 64 causal 4096.*" in written
-    assert "(ab-dirty).*" in written
-    both = peers.tables([*old, *new])
-    assert "| 0.50 | 0.50 | 0.50 | 0 of 2 | 1234ef | 2026-01-02 |" in both and "01d" not in both
-    sentence = peers.lead([*old, *new])
-    assert "FlashAttention-2 takes, in the geometric mean, 0.50 times as long as cuflash in the forward" in sentence
-    assert "cuflash is the fastest in 0 of 2 cases; commit 1234ef, 2026-01-02)" in sentence
-
-
 def test_rows_of_several_commits_are_refused_in_one_line(load) -> None:
     published = load("published")
     one, other = {"commit": "abc1234"}, {"commit": "fed4321"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 
 import cuflash
@@ -13,7 +12,6 @@ pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip i
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-TABLES = ("flash-ladder-gpu", "memory-traffic")
 H100 = cuflash.DeviceSpec.gpu("H100")
 
 
@@ -21,22 +19,6 @@ H100 = cuflash.DeviceSpec.gpu("H100")
 
 
 # Their tables in the pages
-
-
-def test_pages_show_every_row_with_its_commit(load) -> None:
-    """Pages show the ladder's rows without a mask, and rows of FlashAttention-1's tables that the test makes."""
-    tables, harness, paper = load("tables"), load("harness"), load("flashattention1_tables")
-    config = paper.Config(seqlens=(128,), num_heads=1, head_dim=16, budget_s=0.05)
-    machine = {"gpu": "none", "commit": "abc1234", "date": "2026-01-01"}
-    made = [{name: harness._text(x) for name, x in row.items()} | machine for row in paper.run(config)]
-    published = {name: harness.read_csv(tables.RESULTS / f"{tables.TABLES[name][0]}.csv") for name in TABLES}
-    published["flash-ladder-gpu"] = [row for row in published["flash-ladder-gpu"] if row["mask"] == "full"]
-    for name, rows in (published | {"flashattention1": made}).items():
-        text = tables.TABLES[name][1](rows)
-        shown = [line for line in text.splitlines() if line.startswith("|")][2:]
-        assert len(shown) == len(rows) and {row["commit"] for row in rows} == set(re.findall(r"commit (\w+),", text))
-        column, form = ("measured_mb", ".4g") if name == "memory-traffic" else ("ms", ".3g")
-        assert all(any(f"| {float(row[column]):{form}} |" in line for line in shown) for row in rows)
 
 
 def test_published_dense_calls_are_ahead_of_standard_attention_in_memory_linear_in_the_length(load) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import locale
 import os
 import struct
 import subprocess
@@ -172,12 +171,6 @@ def test_records_that_are_not_laid_out_as_their_twins_stop_the_compiler(nvrtc: A
     assert path.read_text() != text
     with pytest.raises(CompileError, match='"Matrices.head_stride"'):
         room.cubin(spec("plain"), "sm_90")
-
-
-def test_the_locale_stays_as_it_was(nvrtc: Any, kernels: Path, spec: Make) -> None:
-    before = locale.setlocale(locale.LC_ALL)
-    room.cubin(spec("plain"), "sm_80")
-    assert locale.setlocale(locale.LC_ALL) == before
 
 
 def test_an_architecture_that_nvrtc_does_not_know_says_what_to_install(nvrtc: Any, kernels: Path, spec: Make) -> None:

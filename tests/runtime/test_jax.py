@@ -62,23 +62,6 @@ def test_results_and_gradients_are_those_of_the_same_arrays(executor, dtype, way
         assert each.dtype == dtype and (np.asarray(each) == expected).all()
 
 
-@pytest.mark.parametrize("is_traced", [False, True])
-def test_sinks_have_gradients(is_traced):
-    sink = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
-    (host_o, host_lse), vjp = cuflash.attention_vjp(Q, K, V, sink=sink, wrt="sink", causal=True, return_lse=True)
-    gradients = vjp(DO, host_lse)
-
-    def pulled(q, k, v, sink, do, dlse):
-        call = partial(attention, causal=True, return_lse=True)
-        results, vjp = jax.vjp(lambda q, k, v, sink: call(q, k, v, sink=sink), q, k, v, sink)
-        return results, vjp((do, dlse))
-
-    (o, lse), found = (jax.jit(pulled) if is_traced else pulled)(*given(), *map(jnp.asarray, (sink, DO, host_lse)))
-    assert (np.asarray(o) == host_o).all() and (np.asarray(lse) == host_lse).all()
-    for ours, theirs in zip(found, (*gradients, gradients["sink"]), strict=True):
-        assert (np.asarray(ours) == theirs).all()
-
-
 def test_gradients_of_gradients_of_jit_and_vmap():
     def loss(q, k, v):
         return (attention(q, k, v, window=(3, 0)) ** 2).sum()

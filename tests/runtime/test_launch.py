@@ -536,6 +536,16 @@ def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, 
 # Captures.
 
 
+def require_not_captured(cupy, call, reason):
+    """Require that a call in a capture is refused for a reason, and launches nothing."""
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match=reason):
+            call()
+        assert stream.end_capture().nodes == []
+
+
 @pytest.mark.parametrize("mask", [None, LISTED], ids=str)
 def test_a_compiled_plan_is_captured_and_replayed_on_changed_data(cupy, mask):
     cupy.events_are_reached = False
@@ -593,12 +603,7 @@ def test_calls_whose_scale_is_far_from_1_are_right_but_not_captured(cupy):
         assert (far_o.get() == o.get()).all() and (far_lse.get() == lse.get()).all()
         gradients = zip(far.backward(o, q, k, v, far_o, far_lse), (50, 30, 0), vjp(o))
         assert all((np.ldexp(found.get(), power) == plain.get()).all() for found, power, plain in gradients)
-    stream = cupy.cuda.Stream()
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match="cannot be captured: for a scale so far from 1"):
-            far.forward(q, k, v)
-        assert stream.end_capture().nodes == []
+    require_not_captured(cupy, lambda: far.forward(q, k, v), "cannot be captured: for a scale so far from 1")
 
 
 def test_gradients_of_broadcast_axes_are_not_captured(cupy):
@@ -606,28 +611,17 @@ def test_gradients_of_broadcast_axes_are_not_captured(cupy):
     ready = cuflash.plan(q, k, k)
     ready.compile()
     o, lse = ready.forward(q, k, k)
-    stream = cupy.cuda.Stream()
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match="cannot be captured: gradients over broadcast axes"):
-            ready.backward(o, q, k, k, o, lse)
-        assert stream.end_capture().nodes == []
+    reason = "cannot be captured: gradients over broadcast axes"
+    require_not_captured(cupy, lambda: ready.backward(o, q, k, k, o, lse), reason)
 
 
 def test_a_cold_plan_is_not_captured(cupy):
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
-    stream = cupy.cuda.Stream()
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match=r"simt_forward is not compiled yet.*call plan.compile\(\) before"):
-            cuflash.attention(*arrays)
-        assert stream.end_capture().nodes == []
+    reason = r"simt_forward is not compiled yet.*call plan.compile\(\) before"
+    require_not_captured(cupy, lambda: cuflash.attention(*arrays), reason)
     cuflash.plan(*arrays).compile()
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match=r"a work list cannot be made inside a stream capture.*plan.compile\(\)"):
-            cuflash.attention(*arrays, mask=LISTED)
-        assert stream.end_capture().nodes == []
+    reason = r"a work list cannot be made inside a stream capture.*plan.compile\(\)"
+    require_not_captured(cupy, lambda: cuflash.attention(*arrays, mask=LISTED), reason)
 
 
 def test_a_copy_that_a_capture_cannot_wait_for_is_named(cupy):
@@ -636,11 +630,8 @@ def test_a_copy_that_a_capture_cannot_wait_for_is_named(cupy):
     cuflash.attention(*arrays, mask=LISTED)
     compiled = cuflash.plan(*arrays)
     compiled.compile()
-    stream = cupy.cuda.Stream()
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match="the copy of a work list is still under way"):
-            cuflash.attention(*arrays, mask=LISTED)
+    reason = "the copy of a work list is still under way"
+    require_not_captured(cupy, lambda: cuflash.attention(*arrays, mask=LISTED), reason)
 
 
 @pytest.mark.parametrize("options", [{}, {"v": V[None].repeat(2, 0)}], ids=["repeatable", "summed"])
@@ -933,11 +924,7 @@ def test_checks_and_captures_exclude_each_other(cupy, checked):
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     ready = cuflash.plan(*arrays)
     ready.compile()
-    stream = cupy.cuda.Stream()
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match="CUFLASH_CHECK waits for each kernel"):
-            ready.forward(*arrays)
+    require_not_captured(cupy, lambda: ready.forward(*arrays), "CUFLASH_CHECK waits for each kernel")
 
 
 def few_queries():

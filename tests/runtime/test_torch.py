@@ -95,29 +95,6 @@ def test_gradients_are_those_of_differences(shapes):
     assert torch.autograd.gradcheck(lambda *x: attention(*x, mask=mask, return_lse=True), given)
 
 
-@pytest.mark.parametrize("needed", [(3,), (0, 3), (0, 1, 2)])
-@pytest.mark.parametrize("place", ["cpu", "gpu"])
-def test_sinks_have_gradients_where_they_require_them(request, place, needed):
-    if place == "gpu":
-        request.getfixturevalue("machines")
-    sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    (o, lse), vjp = cuflash.attention_vjp(
-        *(x.numpy() for x in (Q, K, V)), sink=sink.numpy(), wrt="sink", causal=True, return_lse=True
-    )  # fmt: skip
-    gradients = vjp(DO.numpy(), lse)
-    expected = dict(zip(("o", "lse", "dq", "dk", "dv", "dsink"), (o, lse, *gradients, gradients["sink"])))
-    send = on_device if place == "gpu" else torch.clone
-    example = example_of(dlse=lse, sink=sink.numpy(), mask=masks.Causal())
-    given = [send(tensor).requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V, sink))]
-    for _ in range(2):
-        ours = attention(*given[:3], sink=given[3], causal=True, return_lse=True)
-        slopes = torch.autograd.grad(ours, [given[number] for number in needed], [DO, torch.tensor(lse)])
-        found = dict(zip(("o", "lse", *(("dq", "dk", "dv", "dsink")[number] for number in needed)), (*ours, *slopes)))
-        require_bounds(found, example)
-        if place == "cpu":
-            assert all((as_numpy(tensor) == expected[name]).all() for name, tensor in found.items())
-
-
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)])
 def test_only_what_requires_gradients_has_them(needed):
     given = [tensor.clone().requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V))]
