@@ -56,12 +56,6 @@ def test_the_call_says_whether_it_is_causal_before_the_module(of_module, of_call
     require({"is_causal": of_call}, np.tri(6, dtype=bool) if is_causal else None, is_causal=of_module)
 
 
-@pytest.mark.parametrize("num_keys", [6, 9])
-def test_causal_queries_without_a_mask_meet_the_first_keys(num_keys):
-    """The last ones of a static cache are not written."""
-    require({"is_causal": True}, np.tri(6, num_keys, dtype=bool), num_keys=num_keys)
-
-
 def test_a_single_query_without_a_mask_meets_all_keys():
     require({"is_causal": True}, None, num_queries=1)
 
