@@ -12,11 +12,14 @@ from types import ModuleType
 from typing import Any
 
 import device_double
+import device_lists
 import numpy as np
 import pytest
 import threadpoolctl
+from cuflash.blocks import index as indices
 from cuflash.compiler import nvrtc as compiling
 from cuflash.compiler import source as sources
+from cuflash.executors import index_maker
 from cuflash.planning.spec import KernelSpec
 from hypothesis import HealthCheck, settings
 
@@ -26,6 +29,8 @@ settings.register_profile("ci", max_examples=25, derandomize=True, database=None
 settings.register_profile("dev", max_examples=100, **_COMMON)
 settings.register_profile("long", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("CUFLASH_PROFILE", "ci"))
+
+device_lists.install(indices, index_maker)
 
 
 def pytest_configure(config: pytest.Config) -> None:

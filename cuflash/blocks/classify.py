@@ -318,9 +318,15 @@ def pointers(rows: Array, num_rows: int) -> Array:
 
 def pack(allowed: Array) -> Array:
     """Booleans [..., block_kv] as bits: key 8 c + r is bit r of byte c."""
-    return np.packbits(allowed, axis=-1, bitorder="little")
+    xp, (*leading, block_kv) = namespace(allowed), allowed.shape
+    num_bytes = -(-block_kv // 8)
+    whole = xp.zeros((*leading, 8 * num_bytes), dtype=bool)  # CuPy packs no axis by itself
+    whole[..., :block_kv] = allowed
+    return xp.packbits(whole.reshape(-1), bitorder="little").reshape(*leading, num_bytes)
 
 
 def unpack(bits: Array, block_kv: int) -> Array:
     """Bits back to booleans [..., block_kv]."""
-    return np.unpackbits(bits, axis=-1, count=block_kv, bitorder="little").view(bool)
+    xp, (*leading, num_bytes) = namespace(bits), bits.shape
+    elements = xp.unpackbits(bits.reshape(-1), bitorder="little").view(bool)
+    return elements.reshape(*leading, 8 * num_bytes)[..., :block_kv]

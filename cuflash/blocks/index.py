@@ -24,16 +24,15 @@ from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .carried import CarriedLists, Remembered
 from .classify import BlockKind, classify, pack, pointers, transposed_intervals, unpack
-from .classify_on_device import classify_grid, column_lists, entry_rows, transposed_tiles
 from .index_mask import IndexGrid, IndexMask
 from .report import IndexReport, require_same_blocks
 
 _EVERYTHING = Band()
 _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of lists which an index carries
 
-# A function that makes an index of chosen blocks on a device, from the blocks, a resolved mask, its shape and the sides
-# of a block. The executors, which this room does not import, set it; without it array operations make the index.
-make_on_device: Callable[[Array, Mask, MaskShape, tuple[int, int]], BlockIndex] | None = None
+# A function that makes an index on a device, from the blocks chosen (None for all), a resolved mask, its shape and the
+# sides of a block. The executors, which this room does not import, set it.
+make_on_device: Callable[[Array | None, Mask, MaskShape, tuple[int, int]], BlockIndex] | None = None
 
 
 @explains_keywords(advice="make an index with BlockIndex.from_blocks, BlockIndex.from_mask or BlockIndex.from_scipy")
@@ -205,7 +204,11 @@ class BlockIndex:
     @classmethod
     def _of_mask(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
         """Classify every block of a mask, whose shape and block were checked."""
-        found = (classify if mask_namespace(mask) is np else classify_grid)(mask.resolve(shape), shape, block)
+        resolved = mask.resolve(shape)
+        if mask_namespace(mask) is not np:
+            assert make_on_device is not None  # whoever makes plans, or has an index, has imported the executors
+            return make_on_device(None, resolved, shape, block)
+        found = classify(resolved, shape, block)
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **found._asdict())
 
     @classmethod
@@ -248,9 +251,10 @@ class BlockIndex:
         leading = (1, 1, *pattern.blocks.shape[:-2])
         lengths: Any = (own if n is None else n for own, n in zip(pattern.own_lengths, (seqlen_q, seqlen_kv)))
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), *lengths)
-        if make_on_device is not None and is_array(pattern.blocks) and namespace(pattern.blocks).__name__ == "cupy":
+        if is_array(pattern.blocks) and namespace(pattern.blocks).__name__ == "cupy":
             if not (shape_reasons(shape) or length_reasons(shape)):
                 pattern.require_fit(shape)
+                assert make_on_device is not None
                 return make_on_device(pattern.blocks, _EVERYTHING, shape, pattern.block)
         return cls.from_mask(pattern, block=pattern.block, **shape._asdict())
 
@@ -462,9 +466,30 @@ class BlockIndex:
         >>> index.block_rows
         array([0, 1])
         """
-        if not self.is_on_host:
-            return entry_rows(self.indptr, len(self.indices))
+        if not self.is_on_host:  # what stands behind the last entry is given the last row
+            xp, last = namespace(self.indptr), max(len(self.indptr) - 2, 0)
+            rows = xp.searchsorted(self.indptr, xp.arange(len(self.indices), dtype=np.int32), side="right") - 1
+            return xp.clip(rows, 0, last).astype(np.int32)
         return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
+
+    @cached_property
+    def _columns(self) -> tuple[Array, Array]:
+        """Pointers and entry numbers, int32, of each block column, counted through batch and heads; rows increase.
+
+        On a device zeros stand behind the last entry.
+        """
+        num_columns = self.batch * self.num_heads * self.num_kv_blocks
+        if self.is_on_host:
+            column = self.block_rows // max(self.num_q_blocks, 1) * self.num_kv_blocks + self.indices
+            return pointers(column, num_columns), np.argsort(column, kind="stable").astype(np.int32)
+        if self.carried is not None:
+            lists = self.carried.arrays
+            return lists["column_pointers"], lists["column_entries"]
+        if not len(self.indices):
+            return namespace(self.indptr).zeros(num_columns + 1, dtype=np.int32), self.indices
+        is_listed, _ = IndexGrid(self).entries()
+        starts, entries = self._like(BlockPattern(is_listed, self.block), self.batch, self.num_heads)._columns
+        return starts, entries[: len(self.indices)]
 
     def states(self) -> Array:
         """State of every block of the grid.
@@ -703,23 +728,19 @@ class BlockIndex:
         █·
         ██
         """
-        if not self.is_on_host:
-            return _transposed_grid(self)
-        num_q, num_kv = self.num_q_blocks, self.num_kv_blocks
-        matrix, row = np.divmod(self.block_rows, max(num_q, 1))
-        new_row = matrix * num_kv + self.indices
-        order = np.lexsort((row, new_row))
+        starts, entries = self._columns
+        is_entry = namespace(starts).arange(len(entries), dtype=np.int32) < starts[-1]
+        rows = self.block_rows % max(self.num_q_blocks, 1)
         lo, hi = (None, None) if self.lo is None else transposed_intervals(self.lo, self.hi, self.seqlen_kv)
-        return BlockIndex(
+        return replace(
+            self,
             seqlen_q=self.seqlen_kv,
             seqlen_kv=self.seqlen_q,
-            block=(self.block[1], self.block[0]),
-            batch=self.batch,
-            num_heads=self.num_heads,
-            indptr=pointers(new_row, self.batch * self.num_heads * num_kv),
-            indices=row[order].astype(np.int32),
-            kinds=self.kinds[order],
-            tiles=self.tiles[order],
+            block=self.block[::-1],
+            indptr=starts,
+            indices=(rows[entries] * is_entry).astype(np.int32),
+            kinds=self.kinds[entries] * is_entry,
+            tiles=self.tiles[entries] * is_entry,
             bits=pack(unpack(self.bits, self.block[1]).swapaxes(-1, -2)),
             lo=lo,
             hi=hi,
@@ -924,28 +945,6 @@ class BlockIndex:
     def _like(self, mask: Mask, batch: int, num_heads: int) -> BlockIndex:
         """A mask in the blocks of this index."""
         return BlockIndex.from_mask(mask, *self.shape[2:], self.block, batch=(batch,), num_heads=num_heads)
-
-
-def _transposed_grid(index: BlockIndex) -> BlockIndex:
-    """`BlockIndex.transpose` of an index on a device."""
-    xp, grid = namespace(index.indptr), (index.num_q_blocks, index.num_kv_blocks)
-    indptr, entries = column_lists(index.indptr, index.indices, index.batch * index.num_heads, *grid)
-    is_entry = xp.arange(len(entries), dtype=np.int32) < indptr[-1]
-    rows = index.block_rows % max(grid[0], 1)
-    lo, hi = (None, None) if index.lo is None else transposed_intervals(index.lo, index.hi, index.seqlen_kv)
-    return replace(
-        index,
-        seqlen_q=index.seqlen_kv,
-        seqlen_kv=index.seqlen_q,
-        block=index.block[::-1],
-        indptr=indptr,
-        indices=rows[entries] * is_entry,
-        kinds=index.kinds[entries] * is_entry,
-        tiles=index.tiles[entries] * is_entry,
-        bits=transposed_tiles(index.bits, index.block[1]),
-        lo=lo,
-        hi=hi,
-    )
 
 
 def _read_only(array: Array) -> Array:

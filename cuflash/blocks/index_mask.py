@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
+
+import numpy as np
 
 from ..arrays import Array, namespace
 from ..errors import UnsupportedProblem
@@ -13,7 +16,6 @@ from ..masks.block_set import BlockSet
 from ..masks.coordinates import LeadingArray
 from ..masks.shape import MaskShape
 from .classify import BlockKind
-from .classify_on_device import entry_grid
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,7 +68,12 @@ class IndexGrid(Mask):
         """Entry of each block, one past the capacity for entries where there is no entry."""
         index = self.index
         grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
-        return LeadingArray(entry_grid(index.indptr, index.indices, grid[3]).reshape(grid), (index.batch,), 3)
+        xp, capacity, num_cells = namespace(index.indptr), len(index.indices), prod(grid)
+        entry = xp.arange(capacity, dtype=np.int32)
+        cell = index.block_rows.astype(np.int64) * grid[3] + index.indices
+        table = xp.full(num_cells + 1, capacity, dtype=np.int32)
+        table[xp.where(entry < index.indptr[-1], cell, num_cells)] = entry  # the last place is cut off
+        return LeadingArray(table[:-1].reshape(grid), (index.batch,), 3)
 
     @property
     def natural_block(self) -> tuple[int, int]:

@@ -21,7 +21,6 @@ from ..masks.content import held_arrays, mask_namespace, without_memos
 from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
 from ..masks.shape import MAX_SEQLEN, MaskShape
 from .classify import BlockKind, extents, row_intervals, unpack
-from .classify_on_device import column_lists, longest_first
 from .index import BlockIndex
 from .index_mask import IndexGrid, IndexMask
 from .sequence_tiles import sequence_bounds, tile_starts
@@ -103,7 +102,7 @@ class IntervalWork:
                 for of_lo, of_hi, starts in zip(lo, hi, starts_kv)
             ]
         )
-        order = _longest_first(_in_blocks(lengths, self.sequence_tile[0]), MAX_LENGTH)
+        order = _longest_first(_in_blocks(lengths, self.sequence_tile[0]))
         return {"q_blocks": starts_q, "kv_blocks": starts_kv, "column_entries": order}
 
     def with_sequence_tiles(self, tile: tuple[int, int]) -> IntervalWork:
@@ -136,8 +135,8 @@ class IntervalWork:
             ]
         )
         return {
-            "row_order": _longest_first(_in_blocks(rows, self.block_kv), MAX_LENGTH).reshape(-1),
-            "column_order": _longest_first(_in_blocks(columns, self.block_q), MAX_LENGTH).reshape(-1),
+            "row_order": _longest_first(_in_blocks(rows, self.block_kv)).reshape(-1),
+            "column_order": _longest_first(_in_blocks(columns, self.block_q)).reshape(-1),
         }
 
     def owner(self, b: int, h: int) -> tuple[int, int]:
@@ -272,7 +271,7 @@ class ListedWork:
         index = self.index
         if index.carried is not None:
             return index.carried.arrays | ({} if index.lo is None else {"lo": index.lo, "hi": index.hi})
-        pointers, entries = self.transposed
+        pointers, entries = index._columns
         rows = index.block_rows % max(index.num_q_blocks, 1)
         found = {
             "row_pointers": index.indptr,
@@ -284,8 +283,8 @@ class ListedWork:
             "column_pointers": pointers,
             "column_entries": entries,
             "column_steps": 4 * rows[entries] + index.kinds[entries],
-            "row_order": self._longest_first(index.indptr, index.num_q_blocks, index.num_kv_blocks),
-            "column_order": self._longest_first(pointers, index.num_kv_blocks, index.num_q_blocks),
+            "row_order": self._longest_first(index.indptr, index.num_q_blocks),
+            "column_order": self._longest_first(pointers, index.num_kv_blocks),
         }
         if index.lo is not None:
             found |= {"lo": index.lo, "hi": index.hi}
@@ -295,26 +294,13 @@ class ListedWork:
             for name, array in found.items()
         }
 
-    def _longest_first(self, pointers: Array, num_blocks: int, longest: int) -> Array:
+    def _longest_first(self, pointers: Array, num_blocks: int) -> Array:
         """Numbers of the block rows, or columns, of each matrix, most entries first, so that the last are short.
 
         Of equally many the last comes first, as it does without a list.
         """
         lengths = (pointers[1:] - pointers[:-1]).reshape(self.index.batch * self.index.num_heads, num_blocks)
-        return _longest_first(lengths, longest).reshape(-1)
-
-    @cached_property
-    def transposed(self) -> tuple[Array, Array]:
-        """Pointers and entry numbers of each block column, rows increasing: the list that dK and dV walk."""
-        index = self.index
-        if not index.is_on_host:
-            matrices = index.batch * index.num_heads
-            return column_lists(index.indptr, index.indices, matrices, index.num_q_blocks, index.num_kv_blocks)
-        matrix, row = np.divmod(index.block_rows, max(index.num_q_blocks, 1))
-        column = matrix * index.num_kv_blocks + index.indices
-        order = np.lexsort((row, column))
-        counts = np.bincount(column, minlength=index.batch * index.num_heads * index.num_kv_blocks)
-        return np.concatenate([[0], np.cumsum(counts)]), order
+        return _longest_first(lengths).reshape(-1)
 
     def owner(self, b: int, h: int) -> tuple[int, int]:
         """The batch entry and head whose work this one shares."""
@@ -355,7 +341,7 @@ class ListedWork:
     def column(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
         """The queries that visit the block column holding keys start <= j < stop."""
         index = self.index
-        pointers, order = self.transposed
+        pointers, order = index._columns
         column = self._matrix(b, h) * index.num_kv_blocks + start // self.block_kv
         entries = order[pointers[column] : pointers[column + 1]]
         rows = index.block_rows[entries] % max(index.num_q_blocks, 1)
@@ -381,11 +367,18 @@ def _in_blocks(lengths: Array, block: int) -> Array:
     return namespace(lengths).clip(-(-lengths // block), 0, MAX_LENGTH)
 
 
-def _longest_first(lengths: Array, longest: int) -> Array:
-    """Numbers of rows, int32 [matrices, rows], by lengths 0..longest, the longest first; of equal ones the last."""
-    if namespace(lengths) is not np:
-        return longest_first(lengths, longest)
-    return np.argsort(lengths, axis=1, kind="stable")[:, ::-1].astype(np.int32)
+def _longest_first(lengths: Array) -> Array:
+    """Numbers of rows, int32 [matrices, rows], by their lengths, the longest first; of equal ones the last."""
+    xp, (num_matrices, num_rows) = namespace(lengths), lengths.shape
+    if xp is np:
+        return np.argsort(lengths, axis=1, kind="stable")[:, ::-1].astype(np.int32)
+    # A place is a count of the rows before it: CuPy's sorts may wait for the device.
+    number = xp.arange(num_rows, dtype=np.int64)
+    key = lengths.astype(np.int64) * num_rows + number
+    place = (key[:, None, :] > key[:, :, None]).sum(axis=2)
+    order = xp.empty(lengths.shape, dtype=np.int32)
+    order[xp.arange(num_matrices)[:, None], place] = number.astype(np.int32)
+    return order
 
 
 def _owner(b: int, h: int, extents: tuple[int, ...]) -> tuple[int, int]:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..arrays import ShapeDtype, describe, flag_reasons, is_array, namespace
-from ..blocks.index import BlockIndex
 from ..blocks.work_list import requested_mask
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem, collecting
 from ..executors import gpu
+from ..executors.index_maker import BlockIndex  # plans list the blocks of masks on a device, which its module does
 from ..fp8 import Quantized, operands as fp8
 from ..fp8.kernel_calls import rows_per_scale
 from ..layouts import device_number, is_differentiated

@@ -1,4 +1,4 @@
-"""Makes indices of chosen blocks on the current CUDA device by the kernels of `ListMaker`, without a wait."""
+"""Makes block indices on the current CUDA device by the kernels of `ListMaker`, without a wait."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 from ..arrays import Array
 from ..blocks import index as indices
 from ..blocks.carried import CarriedLists
-from ..blocks.index import BlockIndex
+from ..blocks.index import BlockIndex as BlockIndex
 from ..compiler import nvrtc
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
-from ..masks.content import content
+from ..masks.content import content, mask_namespace
 from ..masks.shape import MaskShape
 from ..planning.list_kernels import ListSource
 from . import gpu
+from .evaluation import evaluated_source
 from .launch import LaunchTarget
 from .list_maker import ListMaker
 
@@ -49,13 +50,13 @@ class IndexMaker:
         return BlockIndex._of_lists(CarriedLists(self.lists((mask,), stream), self._source), **self._facts)
 
 
-def index_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
+def index_of(kept: Array | None, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
     """An index, on the current device, of chosen blocks whose elements a mask allows.
 
     Parameters
     ----------
-    kept : CuPy bool array [..., num_q_blocks, num_kv_blocks]
-        As `BlockPattern` takes it.
+    kept : CuPy bool array [..., num_q_blocks, num_kv_blocks], or None
+        As `BlockPattern` takes it; None for all blocks of a mask that holds arrays.
     mask : Mask
         A resolved one; `Band()` allows everything.
     shape : MaskShape
@@ -65,13 +66,16 @@ def index_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) 
     Returns
     -------
     BlockIndex
-        The same as `BlockIndex.from_mask` makes, which serves masks that the kernels do not.
+        One that carries lists if the mask of the chosen blocks holds no arrays.
 
     Raises
     ------
     RuntimeError
         The stream is captured, and the kernels are not compiled yet.
     """
+    if kept is None:
+        gpu.compile_list_kernels(gpu.current_target())
+        return index_of_mask(mask, shape, block, gpu.current_target())
     maker = maker_of(kept, mask, shape, block)
     if maker is None:
         return BlockIndex.from_mask(_whole(kept, mask, block), block=block, **shape._asdict())
@@ -80,6 +84,27 @@ def index_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) 
     if stream.is_capturing():
         gpu.hold(maker.lists)
     return maker(target.mask_address(kept), stream)
+
+
+def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: gpu.Gpu) -> BlockIndex:
+    """The index of a resolved mask that holds arrays on the device of `target`.
+
+    An index of another mask than `evaluated_source` reads in blocks needs, for a time, a byte for each element.
+    """
+    xp = mask_namespace(mask)
+    if 0 in (shape.num_batch, *shape[1:]):
+        empty = BlockIndex.from_mask(Band(), block=block, **shape._asdict())
+        return empty.to(lambda array: xp.zeros(array.shape, dtype=array.dtype))
+    source, arrays = evaluated_source(mask, shape, block)
+    lists = ListMaker(source, target)([target.mask_address(array) for array in arrays], target.stream())
+    lo, hi = arrays[1:] if source.is_whole and source.given_rows else (None, None)
+    index = BlockIndex(
+        seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, batch=source.batch,
+        num_heads=source.num_heads, lo=lo, hi=hi, **source.fields_of(lists),
+    )  # fmt: skip
+    found = source.lists_of(lists)
+    vars(index)["_columns"] = found["column_pointers"], found["column_entries"]
+    return index
 
 
 def _whole(kept: Array, mask: Mask, block: tuple[int, int]) -> Mask:

@@ -1,7 +1,7 @@
 """Lists of blocks that kernels make at each call from an array on the device: from what, where to, and four launches.
 
-`blocks.classify_on_device` makes the same lists by operations on arrays, of any mask: it is the specification of these
-kernels, which serve a mask of one boolean array, of elements or of blocks, and of closed forms.
+The kernels take one boolean array, of elements or of blocks, and row intervals. `blocks.classify` lists any mask on the
+host, and is the specification of what they list; `executors.evaluation` makes such arrays of other masks on a device.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class ListSource:
         A block of the lists lies in one block of the mask, so that no element is looked at.
     rows : IntervalWork or None
         Row intervals that the mask is intersected with.
+    given_rows : (int, int) or None
+        Batch entries and heads, or 1, of row intervals that each call hands over in place of `rows`.
     shape : MaskShape
     block : (int, int)
         Of the lists.
@@ -101,6 +103,7 @@ class ListSource:
     block: tuple[int, int]
     batch: int
     num_heads: int
+    given_rows: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tuple[ListSource, Array] | None:
@@ -209,7 +212,11 @@ class ListSource:
         found = list_results(lists, self, tuple(_FIELDS.values()))
         return {field: found[name] for field, name in _FIELDS.items()}
 
-    array_names = ("mask",)  # fields of the record for the arrays of a mask, which each call hands over
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """Fields of the record for the arrays that each call hands over."""
+        return ("mask",) if self.given_rows is None else ("mask", "lo", "hi")
+
     row_names = MappingProxyType({"lo": "lo", "hi": "hi"})  # and for those of `rows`
 
     @property
@@ -226,9 +233,12 @@ class ListSource:
         record["mask_batch_strides"] = (*[0] * missing, *self.strides[:-3])
         for axis, step in zip(("head", "row", "column"), self.strides[-3:]):
             record[f"mask_{axis}_stride"] = step
+        over = self.given_rows
         if self.rows is not None:
             assert self.rows.lo is not None
-            over_batch, over_heads, length = self.rows.lo.shape
+            over = self.rows.lo.shape[:2]
+        if over is not None:
+            (over_batch, over_heads), length = over, self.shape.seqlen_q
             record["interval_batch_stride"] = over_heads * length if over_batch > 1 else 0
             record["interval_head_stride"] = length if over_heads > 1 else 0
         record["batch"] = [1] * missing + list(batch)

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from cuflash import masks, patterns
-from cuflash.blocks.index import BlockIndex
+from cuflash import BlockIndex, masks, patterns
 from cuflash.blocks.work_list import ListedWork, WorkList, work_list
 from harness import Record, main, time_alternately, track
 from rich.table import Table

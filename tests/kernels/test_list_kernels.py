@@ -1,4 +1,4 @@
-"""Lists that kernels make equal those that array operations make, for every mask that the kernels serve."""
+"""Lists that kernels make equal those that the host makes, for every mask that the kernels serve."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import cupy_machine
 import device_double as device
 import numpy as np
 import pytest
-from cuflash import BlockIndex, api, masks
-from cuflash.blocks.work_list import ListedWork
+from cuflash import api, masks
 from cuflash.compiler import nvrtc as compiling
 from cuflash.executors import gpu
 from cuflash.executors.list_maker import ListMaker
@@ -15,6 +14,7 @@ from cuflash.executors.sim import Simulator
 from cuflash.masks import MaskShape
 from cuflash.planning.list_kernels import ListSource, list_results
 from cuflash.testing import Example, assert_within_bounds
+from device_lists import assert_lists_of
 from executors import hostile_schedules, needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,12 +57,6 @@ def cases(draw):
     return shape, mask if closed is None else draw(st.sampled_from([mask & closed, closed & mask])), block
 
 
-def array_form(mask, shape, block, to_device, to_host):
-    """Return the lists of `blocks.classify_on_device`, on the host, with the intervals of rows."""
-    index = BlockIndex.from_mask(sent(mask, to_device), block=block, **shape._asdict())
-    return {name: to_host(array) for name, array in ListedWork(index=index).lists.items()}
-
-
 def made_by_kernels(mask, shape, block, machine=None):
     """Return the lists that the kernels make on the simulator, and their inputs."""
     source, array = ListSource.of(sent(mask, device.DeviceArray).resolve(shape), shape, block)
@@ -78,36 +72,14 @@ def made_on_gpu(mask, shape, block):
     return source, {name: cupy.asnumpy(each) for name, each in list_results(made, source).items()}
 
 
-def assert_alike(source, got, expected):
-    """Assert that every list is equal, and that the unused room behind its last entry holds zeros."""
-    num_entries = int(expected["row_pointers"][-1])
-    for name in expected.keys() - {"lo", "hi"}:
-        assert got[name].dtype == expected[name].dtype and got[name].shape == expected[name].shape
-        np.testing.assert_array_equal(got[name][:num_entries], expected[name][:num_entries], err_msg=name)
-        if name in ("row_pointers", "column_pointers", "row_order", "column_order", "bits"):
-            np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
-        else:
-            assert not got[name][num_entries:].any(), name
-    sides = (source.rows.lo, source.rows.hi) if source.is_whole and source.rows is not None else (None, None)
-    for name, side in zip(("lo", "hi"), sides):
-        assert (side is None) == (name not in expected)
-        assert side is None or (side == expected[name]).all()
-
-
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_kernels_list_what_the_array_form_lists(executor):
+def test_kernels_list_what_the_host_lists(executor):
     @settings(max_examples=min(60, settings.default.max_examples))
     @given(cases())
     def check(case):
         mask, shape, block = case[1], case[0], case[2]
-        if executor == "gpu":
-            import cupy
-
-            expected = array_form(mask, shape, block, cupy.asarray, cupy.asnumpy)
-            assert_alike(*made_on_gpu(mask, shape, block), expected)
-        else:
-            expected = array_form(mask, shape, block, device.to_device, device.to_host)
-            assert_alike(*made_by_kernels(mask, shape, block), expected)
+        make = made_on_gpu if executor == "gpu" else made_by_kernels
+        assert_lists_of(*make(mask, shape, block), mask)
 
     check()
 
@@ -132,9 +104,9 @@ def test_lists_are_made_of_lists_in_blocks_of_another_size(executor):
     if executor == "gpu":
         import cupy
 
-        machine, send, fetch = gpu.Gpu(), cupy.asarray, cupy.asnumpy
+        machine, send = gpu.Gpu(), cupy.asarray
     else:
-        machine, send, fetch = Simulator(), device.to_device, device.to_host
+        machine, send = Simulator(), device.to_device
 
     @settings(max_examples=min(60, settings.default.max_examples))
     @given(cases_of_whole_blocks())
@@ -146,7 +118,7 @@ def test_lists_are_made_of_lists_in_blocks_of_another_size(executor):
         other = source.in_blocks(block)
         made = list_results(ListMaker(other, machine)((address(lists),), machine.stream()), other)
         got = {name: cupy.asnumpy(each) if executor == "gpu" else each for name, each in made.items()}
-        assert_alike(other, got, array_form(mask, shape, block, send, fetch))
+        assert_lists_of(other, got, mask)
 
     check()
 
@@ -163,12 +135,11 @@ MANY = [
 @pytest.mark.parametrize("case", MANY, ids=["elements", "blocks", "more rows than threads"])
 def test_any_order_of_threads_gives_the_same_lists(case):
     shape, mask, block = case
-    expected = array_form(mask, shape, block, device.to_device, device.to_host)
     for schedule in hostile_schedules("lists", 1):
-        assert_alike(*made_by_kernels(mask, shape, block, Simulator(schedule)), expected)
+        assert_lists_of(*made_by_kernels(mask, shape, block, Simulator(schedule)), mask)
 
 
-def test_masks_that_the_kernels_do_not_serve_are_left_to_the_array_form():
+def test_calls_list_no_mask_of_several_arrays_or_of_many_axes():
     shape = MaskShape((2,), 1, 40, 40)
     dense, blocks = masks.Dense(np.ones((40, 40), bool)), masks.BlockPattern(np.eye(5, dtype=bool), 8)
     rule = masks.FromFunction(lambda b, h, i, j: (i + j) % 2 == 0)
@@ -377,10 +348,9 @@ def test_lists_of_a_capture_are_made_anew_by_each_replay(cupy):
     assert_within_bounds(Example(q=Q, k=K, v=V, mask=masks.Dense(~KEPT) & masks.Causal()), o=o.get())
 
 
-@pytest.mark.gpu
-def test_masks_on_a_gpu_are_listed_anew_whatever_makes_their_lists():
-    import cupy
-
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_masks_are_listed_anew_whatever_makes_their_lists(executor, request):
+    cupy = request.getfixturevalue("cupy") if executor == "sim" else pytest.importorskip("cupy")
     arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
     array, blocks = cupy.asarray(KEPT), cupy.asarray(BLOCKS)
     ways = [

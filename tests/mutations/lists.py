@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutations.list_guards import (
     a_kept_index_goes_by_itself, an_index_is_read_once_and_never_changes, calls_read_masks_anew,
-    indices_are_those_of_their_blocks, lists_are_those_of_the_array_form,
+    indices_are_those_of_their_blocks, lists_are_those_of_the_host,
 )  # fmt: skip
 from mutations.planting import Edit
 
@@ -52,7 +52,7 @@ FAULTS = {
             CONTENTS, "mask_contents", "if layout is None or found is not None:", "if layout is None:"
         ),
     },
-    lists_are_those_of_the_array_form: {
+    lists_are_those_of_the_host: {
         "bytes of a packet are bits in reverse": Edit(
             "lists/classify.cu", "bits_of_keys", "ones * 0x0102040810204080 >> 56", "ones * 0x8040201008040201 >> 56"
         ),

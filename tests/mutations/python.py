@@ -180,39 +180,22 @@ FAULTS = {
         ),
     },
     lists_on_a_device_are_right: {
-        "on a device, a block that one row misses is absent": Edit(
-            "blocks/classify_on_device.py", "_met_by_rows",
-            "< xp.minimum(end, stop)).any(axis=3)",
-            "< xp.minimum(end, stop)).all(axis=3)",
-        ),
-        "on a device, a block that one row fills is full": Edit(
-            "blocks/classify_on_device.py", "_met_by_rows", "(stop <= end)).all(axis=3)", "(stop <= end)).any(axis=3)"
-        ),
-        "on a device, a block cut off by the lengths is never full": Edit(
-            "blocks/classify_on_device.py", "_by_elements", "(tiles | ~exists.reshape(blocks))", "tiles"
-        ),
-        "on a device, the last block keeps keys past the end": Edit(
-            "blocks/classify_on_device.py", "_by_elements", "& (j < grid.seqlen_kv)", ""
-        ),
-        "on a device, bit tiles are mirrored": Edit(
-            "blocks/classify_on_device.py", "_by_elements", "tiles.swapaxes(2, 3)", "tiles.swapaxes(2, 3)[..., ::-1]"
-        ),
         "on a device, every batch entry is the first": Edit(
-            "blocks/classify_on_device.py", "_by_elements", "matrix // grid.num_heads,", "matrix * 0,"
+            "executors/evaluation.py", "evaluated", "matrix // num_heads,", "matrix * 0,"
         ),
-        "on a device, lists start one late": Edit(
-            "blocks/classify_on_device.py", "_Listed.of", "ends - 1, capacity", "ends, capacity"
+        "on a device, the rows of each strip are the first": Edit(
+            "executors/evaluation.py", "evaluated", "xp.arange(strip.start, strip.stop)", "xp.arange(strip.stop - top)"
         ),
-        "on a device, columns are listed by rows": Edit(
-            "blocks/classify_on_device.py", "column_lists", "grid.swapaxes(1, 2).reshape(", "grid.reshape("
+        "on a device, an entry is its neighbour's": Edit(
+            "blocks/index_mask.py", "IndexGrid.table", "] = entry", "] = entry + 1"
         ),
         "on a device, the shortest rows come first": Edit(
-            "blocks/classify_on_device.py", "longest_first",
-            "xp.arange(longest, -1, -1)[:, None]",
-            "xp.arange(longest + 1)[:, None]",
+            "blocks/work_list.py", "_longest_first",
+            "key[:, None, :] > key[:, :, None]",
+            "key[:, None, :] < key[:, :, None]",
         ),
         "on a device, rows are numbered from the wrong end": Edit(
-            "blocks/classify_on_device.py", "longest_first", "[:, None, ::-1]", "[:, None]"
+            "blocks/work_list.py", "_longest_first", "num_rows + number", "num_rows - number"
         ),
         "on a device, the documents of one entry count on from those before": Edit(
             "masks/documents.py", "_run_bounds", "runs, side=side) - before)", "runs, side=side))"

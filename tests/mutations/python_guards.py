@@ -5,6 +5,7 @@ Each guard takes a library: the one that is installed, or a copy with a fault un
 
 
 import device_double
+import device_lists
 import numpy as np
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -137,16 +138,10 @@ def work_is_right(library):
 def lists_on_a_device_are_right(library):
     """Lists made on a device hold exactly their mask, and their columns what their rows hold."""
     index_of, listed = part(library, "blocks.index").BlockIndex.from_mask, part(library, "blocks.work_list").ListedWork
+    device_lists.install(part(library, "blocks.index"), part(library, "executors.index_maker"))
+    part(library, "executors.evaluation")._MAX_ELEMENTS_AT_ONCE = 1 << 11  # some rows of a matrix
 
-    drawn = st.one_of(shapes_and_masks(library), packed(part(library, "masks")))
-
-    @hunt(drawn, st.tuples(st.integers(1, 12), st.integers(1, 12)))
-    def check(shape_and_mask, block):
-        shape, mask = shape_and_mask[0], changed(shape_and_mask[1], in_order)
-        if not any(True for _ in part(library, "masks.content").held_arrays(mask)):
-            return
-        on_device = sent(mask, device_double.to_device)
-        index, expected = (index_of(each, block=block, **shape._asdict()) for each in (on_device, mask))
+    def check_index(index, expected):
         lists = {name: device_double.to_host(array) for name, array in listed(index=index).lists.items()}
         pointers, entries = (lists[f"column_{name}"] for name in ("pointers", "entries"))
         assert_longest_first(lists, index.batch * index.num_heads)
@@ -160,3 +155,15 @@ def lists_on_a_device_are_right(library):
         column = index.block_rows // index.num_q_blocks * index.num_kv_blocks + index.indices
         assert np.array_equal(entries[: pointers[-1]], np.argsort(column, kind="stable"))
         assert np.array_equal(np.diff(pointers), np.bincount(column, minlength=len(pointers) - 1))
+
+    drawn = st.one_of(shapes_and_masks(library), packed(part(library, "masks")))
+
+    @hunt(drawn, st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    def check(shape_and_mask, block):
+        shape, mask = shape_and_mask[0], changed(shape_and_mask[1], in_order)
+        if not any(True for _ in part(library, "masks.content").held_arrays(mask)):
+            return
+        on_device = sent(mask, device_double.to_device)
+        made, expected = (index_of(each, block=block, **shape._asdict()) for each in (on_device, mask))
+        for index in (made, made.transpose().transpose()):
+            check_index(index, expected)

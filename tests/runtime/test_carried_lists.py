@@ -161,20 +161,6 @@ def test_a_plan_has_lists_of_its_own_in_blocks_that_kernels_walk(cupy: Any, opti
         assert "blocks of (16, 16)" in ready.explain()
 
 
-def test_lists_are_those_of_the_array_operations(cupy: Any) -> None:
-    index = index_on(cupy, blocks(0), True)
-    carried = index.carried
-    assert carried is not None and index.indptr is not None  # the arrays are there before the lists are taken away
-    vars(index)["carried"] = None
-    expected = cuflash.blocks.work_list.ListedWork(index=index.on_host).lists
-    count = len(expected["kv_blocks"])
-    for name, array in expected.items():
-        if name not in ("lo", "hi", "bits", "tiles"):  # which the index has itself
-            got = carried.arrays[name].get()
-            np.testing.assert_array_equal(got[: len(array)], array, err_msg=name)
-    assert count == index.num_entries
-
-
 def test_copies_of_an_index_carry_nothing(cupy: Any) -> None:
     index = index_on(cupy, blocks(0), False)
     assert index.carried is not None

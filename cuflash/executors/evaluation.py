@@ -1,0 +1,94 @@
+"""Masks on a device as what list kernels take: one array of booleans, evaluated where it must be, and row intervals.
+
+Every shape is known beforehand, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import and_
+
+import numpy as np
+
+from ..arrays import Array, Namespace
+from ..blocks.classify import extents, row_intervals
+from ..masks.arrays import ResolvedDense
+from ..masks.base import And, Mask
+from ..masks.block_set import BlockGrid
+from ..masks.content import mask_namespace
+from ..masks.coordinates import elements
+from ..masks.shape import MaskShape
+from ..planning.launches import BATCH_AXES
+from ..planning.list_kernels import ListSource
+
+_MAX_ELEMENTS_AT_ONCE = 1 << 24  # evaluated in one step: bounds the memory of coordinates and intermediate results
+
+
+def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tuple[ListSource, tuple[Array, ...]]:
+    """Return the source of the lists of any resolved mask with arrays on a device, and the arrays that it names.
+
+    No extent of the shape is 0. Whole blocks are read at one element of each, and closed forms as row intervals; what
+    remains is evaluated at every element, unless it is one boolean array.
+
+    Raises
+    ------
+    MemoryError
+        The grid has more blocks than int32 counts.
+    """
+    xp, over = mask_namespace(mask), extents(mask, shape, mask_namespace(mask))
+    grid = (*over, -(-shape.seqlen_q // block[0]), -(-shape.seqlen_kv // block[1]))
+    num_blocks = int(np.prod(grid, dtype=object))
+    if num_blocks > np.iinfo(np.int32).max:
+        raise MemoryError(f"the grid has {num_blocks} blocks, more than int32 counts: use larger blocks")
+    factors = mask.operands if type(mask) is And else (mask,)
+    closed = tuple(factor for factor in factors if factor.has_intervals)
+    others = tuple(factor for factor in factors if not factor.has_intervals)
+    rows = row_intervals(And(closed), *shape[2:], *over, xp) if closed else None
+    is_whole, element = all(_has_whole(block, factor) for factor in others), (1, 1)
+    flat = shape._replace(batch=(shape.num_batch,))
+    if is_whole:
+        array, element = _by_blocks(others, grid, block, xp), block
+    elif len(others) == 1 and isinstance(others[0], ResolvedDense) and len(shape.batch) <= BATCH_AXES:
+        array, flat = others[0].allowed.array, shape
+    else:
+        array = evaluated(And(others), shape, over)
+    source = ListSource(
+        strides=tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape)),
+        element=element, is_whole=is_whole, rows=None, given_rows=None if rows is None else rows[0].shape[:2],
+        shape=flat, block=block, batch=over[0], num_heads=over[1],
+    )  # fmt: skip
+    return source, (array, *(rows or ()))
+
+
+def _has_whole(block: tuple[int, int], mask: Mask) -> bool:
+    """Tell whether each block of a size lies in one block of a mask of whole blocks."""
+    return isinstance(mask, BlockGrid) and not any(own % side for own, side in zip(mask.block, block))
+
+
+def _by_blocks(whole: tuple[Mask, ...], grid: tuple[int, ...], block: tuple[int, int], xp: Namespace) -> Array:
+    """Booleans [batch or 1, heads or 1, block rows, block columns] of an intersection of whole blocks."""
+    first = [
+        (xp.arange(extent) * side).reshape([-1 if axis == position else 1 for axis in range(4)])
+        for position, (extent, side) in enumerate(zip(grid, (1, 1, *block)))
+    ]
+    return reduce(and_, (mask(*first) for mask in whole), xp.ones((1, 1, *grid[2:]), dtype=bool))
+
+
+def evaluated(mask: Mask, shape: MaskShape, over: tuple[int, int]) -> Array:
+    """Elements of a resolved mask, bool [*over, seqlen_q, seqlen_kv], where it varies over these batch and heads.
+
+    A step evaluates some whole matrices, or some rows of one.
+    """
+    xp, (batch, num_heads), (seqlen_q, seqlen_kv) = mask_namespace(mask), over, shape[2:]
+    allowed = xp.empty((batch * num_heads, seqlen_q, seqlen_kv), dtype=bool)
+    height = max(1, min(seqlen_q, _MAX_ELEMENTS_AT_ONCE // seqlen_kv))
+    at_once = max(1, _MAX_ELEMENTS_AT_ONCE // (height * seqlen_kv))
+    j = xp.arange(seqlen_kv)
+    for first in range(0, len(allowed), at_once):
+        matrices = slice(first, min(first + at_once, len(allowed)))
+        matrix = xp.arange(matrices.start, matrices.stop)[:, None, None]
+        for top in range(0, seqlen_q, height):
+            strip = slice(top, min(top + height, seqlen_q))
+            i = xp.arange(strip.start, strip.stop)[:, None]
+            allowed[matrices, strip] = elements(mask, matrix // num_heads, matrix % num_heads, i, j)
+    return allowed.reshape(*over, seqlen_q, seqlen_kv)
