@@ -24,7 +24,7 @@ from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .carried import CarriedLists, Remembered
 from .classify import BlockKind, classify, pack, pointers, transposed_intervals, unpack
-from .index_mask import IndexGrid, IndexMask
+from .index_mask import IndexMask
 from .report import IndexReport, require_same_blocks
 
 _EVERYTHING = Band()
@@ -441,7 +441,7 @@ class BlockIndex:
         >>> index.remembered.calls
         {}
         """
-        return Remembered(IndexMask.of_index(replace(self)), {}) if self.is_on_host else None
+        return Remembered(IndexMask(replace(self)), {}) if self.is_on_host else None
 
     @cached_property
     def carried(self) -> CarriedLists | None:
@@ -487,7 +487,7 @@ class BlockIndex:
             return lists["column_pointers"], lists["column_entries"]
         if not len(self.indices):
             return namespace(self.indptr).zeros(num_columns + 1, dtype=np.int32), self.indices
-        is_listed, _ = IndexGrid(self).entries()
+        is_listed, _ = self.as_mask().entries()
         starts, entries = self._like(BlockPattern(is_listed, self.block), self.batch, self.num_heads)._columns
         return starts, entries[: len(self.indices)]
 
@@ -508,7 +508,7 @@ class BlockIndex:
                [0, 1]], dtype=uint8)
         """
         if not self.is_on_host:
-            is_listed, kinds = IndexGrid(self).entries()
+            is_listed, kinds = self.as_mask().entries()
             return (is_listed * namespace(kinds).where(kinds == int(BlockKind.FULL), 1, 2)).astype(np.uint8)
         states = np.zeros((len(self.indptr) - 1, self.num_kv_blocks), np.uint8)
         states[self.block_rows, self.indices] = np.minimum(self.kinds, 2)
@@ -615,7 +615,7 @@ class BlockIndex:
 
     # Sets
 
-    def as_mask(self) -> IndexMask | IndexGrid:
+    def as_mask(self) -> IndexMask:
         """The index as a mask, to combine it with others or to compile it at another block size.
 
         Returns
@@ -634,7 +634,7 @@ class BlockIndex:
                [0, 0, 1, 0],
                [0, 0, 1, 1]])
         """
-        return IndexMask.of_index(self) if self.is_on_host else IndexGrid(self)
+        return IndexMask(self)
 
     def __and__(self, other: Any) -> Any:
         return self._combined(other, and_)

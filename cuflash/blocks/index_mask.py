@@ -19,61 +19,42 @@ from .classify import BlockKind
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class IndexMask(BlockSet):
+class IndexMask(Mask):
     """A block index as a mask."""
 
-    index: Any = None
-
-    rectangle = BlockSet.rectangle
-    natural_block = BlockSet.natural_block
+    index: Any
 
     def __repr__(self) -> str:
-        return _shown(self.index)
+        return f"{' '.join(repr(self.index).split())}.as_mask()"
 
     @cached_property
     def works(self) -> dict[tuple[int, int], Any]:
         """Work of the mask by the size of its blocks: plans with one mask share it, and its copies on devices."""
         return {}
 
-    @classmethod
-    def of_index(cls, index: Any) -> IndexMask:
-        grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
-        keys = index.block_rows * grid[3] + index.indices
-        return cls(grid, index.block, keys, index.kinds == BlockKind.FULL, index)
-
     @property
-    def own_lengths(self) -> tuple[int | None, int | None]:
-        return self.index.seqlen_q, self.index.seqlen_kv
+    def grid(self) -> tuple[int, int, int, int]:
+        """Batch entries, heads, block rows and block columns of the index."""
+        index = self.index
+        return index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks
 
-    def resolve(self, shape: MaskShape) -> Mask:
-        _check_fit(self.index, shape)
-        return self
-
-    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        position, is_listed = self._find(0, b, h, i // self.block[0], j // self.block[1])
-        return _element_is_allowed(self.index, position, is_listed, b, h, i, j)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class IndexGrid(Mask):
-    """A block index on a device as a mask: a table of all blocks says which entry each is."""
-
-    index: Any
-
-    def __repr__(self) -> str:
-        return _shown(self.index)
+    @cached_property
+    def blocks(self) -> BlockSet:
+        """The listed blocks of an index on the host."""
+        index = self.index
+        keys = index.block_rows * index.num_kv_blocks + index.indices
+        return BlockSet(self.grid, index.block, keys, index.kinds == BlockKind.FULL)
 
     @cached_property
     def table(self) -> LeadingArray:
-        """Entry of each block, one past the capacity for entries where there is no entry."""
+        """Entry of each block of an index on a device, one past the capacity for entries where there is no entry."""
         index = self.index
-        grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
-        xp, capacity, num_cells = namespace(index.indptr), len(index.indices), prod(grid)
+        xp, capacity, num_cells = namespace(index.indptr), len(index.indices), prod(self.grid)
         entry = xp.arange(capacity, dtype=np.int32)
-        cell = index.block_rows.astype(np.int64) * grid[3] + index.indices
+        cell = index.block_rows.astype(np.int64) * index.num_kv_blocks + index.indices
         table = xp.full(num_cells + 1, capacity, dtype=np.int32)
         table[xp.where(entry < index.indptr[-1], cell, num_cells)] = entry  # the last place is cut off
-        return LeadingArray(table[:-1].reshape(grid), (index.batch,), 3)
+        return LeadingArray(table[:-1].reshape(self.grid), (index.batch,), 3)
 
     @property
     def natural_block(self) -> tuple[int, int]:
@@ -89,11 +70,18 @@ class IndexGrid(Mask):
         return self
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        entry = self.table.at(b, h, i // self.index.block[0], j // self.index.block[1])
-        return _element_is_allowed(self.index, *self._clipped(entry), b, h, i, j)
+        row, col = i // self.index.block[0], j // self.index.block[1]
+        if self.index.is_on_host:
+            position, is_listed = self.blocks.find(b, h, row, col)
+        else:
+            position, is_listed = self._clipped(self.table.at(b, h, row, col))
+        return _element_is_allowed(self.index, position, is_listed, b, h, i, j)
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        return self.blocks.rectangle(b, h, i0, i1, j0, j1) if self.index.is_on_host else (True, False)
 
     def entries(self) -> tuple[Array, Array]:
-        """Return whether each block is listed, and the kind of its entry."""
+        """Return whether each block of an index on a device is listed, and the kind of its entry."""
         position, is_listed = self._clipped(self.table.array)
         return is_listed, self.index.kinds[position] if len(self.index.kinds) else is_listed
 
@@ -101,10 +89,6 @@ class IndexGrid(Mask):
         """A position in the lists, any position where there is no entry, and whether there is an entry."""
         capacity = len(self.index.indices)
         return namespace(entry).minimum(entry, max(capacity - 1, 0)), entry < capacity
-
-
-def _shown(index: Any) -> str:
-    return f"{' '.join(repr(index).split())}.as_mask()"
 
 
 def _check_fit(index: Any, shape: MaskShape) -> None:

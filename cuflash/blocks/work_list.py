@@ -22,7 +22,7 @@ from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
 from ..masks.shape import MAX_SEQLEN, MaskShape
 from .classify import BlockKind, extents, row_intervals, unpack
 from .index import BlockIndex
-from .index_mask import IndexGrid, IndexMask
+from .index_mask import IndexMask
 from .sequence_tiles import sequence_bounds, tile_starts
 
 
@@ -443,13 +443,11 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered
     block = listed_block(mask, tile)
     if isinstance(mask, IndexMask):
         return _work_of_index(mask, block)
-    if isinstance(mask, IndexGrid) and mask.index.block == block:
-        return ListedWork(index=mask.index)
     return ListedWork(index=BlockIndex._of_mask(mask, shape, block))
 
 
 def _work_of_index(mask: IndexMask, block: tuple[int, int]) -> ListedWork:
-    """The work of an index on the host in blocks of a size, made once for all plans with the mask."""
+    """The work of an index in blocks of a size, made once for all plans with the mask."""
     work: ListedWork | None = mask.works.get(block)
     if work is None:
         index = mask.index
@@ -527,7 +525,7 @@ def _location_reasons(mask: Mask, where: Namespace | None) -> list[str]:
     """
     present, plain = (
         {namespace(array) for array in held_arrays(mask, besides)}
-        for besides in ((), (BlockPattern, IndexMask, IndexGrid))
+        for besides in ((), (BlockPattern, IndexMask))
     )
     allowed = {where} if where is not None else present | {np}
     if len(present) <= 1 and plain <= allowed and present <= allowed | {np}:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..arrays import Array, ShapeDtype
 from ..blocks.index import BlockIndex
-from ..blocks.index_mask import IndexGrid
+from ..blocks.index_mask import IndexMask
 from ..executors import gpu
 from ..masks.at_each_call import at_each_call
 from ..masks.base import Band
@@ -51,7 +51,7 @@ class ListedPlan(Plan):
         else:
             found = list_results(lists, work.source, tuple(_OF_INDEX.values()))
             index: BlockIndex = replace(work.index, **{name: found[of_list] for name, of_list in _OF_INDEX.items()})
-            plan = replace(shared.plan, mask=IndexGrid(index), work=replace(work, index=index))
+            plan = replace(shared.plan, mask=IndexMask(index), work=replace(work, index=index))
         made = cls(plan, shared.executor, {**captured, AT_CALL: lists}, numbers, shared)
         object.__setattr__(made, "_bound_calls", shared._bound_calls)
         object.__setattr__(made, "guard", gpu.current_target().guarded(made, {AT_CALL: lists}))

@@ -50,11 +50,11 @@ class BlockSet(Mask):
 
     def _lookup(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
         """Return whether the cell is there, and whether all of it is full."""
-        keys, full = self.levels[level]
-        position, hit = self._find(level, b, h, row, col)
-        return hit, hit & (full[position] if len(keys) else False)
+        _, full = self.levels[level]
+        position, hit = self.find(b, h, row, col, level)
+        return hit, hit & (full[position] if len(full) else False)
 
-    def _find(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
+    def find(self, b: Array, h: Array, row: Array, col: Array, level: int = 0) -> tuple[Array, Array]:
         """Return the position of the cell's number among the sorted ones, and whether it is present."""
         keys, _ = self.levels[level]
         batch, heads, num_rows, num_cols = self.grid

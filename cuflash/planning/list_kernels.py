@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays import Array
 from ..blocks.classify import extents, row_intervals
 from ..blocks.index import BlockIndex
-from ..blocks.index_mask import IndexGrid
+from ..blocks.index_mask import IndexMask
 from ..blocks.work_list import IntervalWork, ListedWork, WorkList, listed_block, work_list
 from ..masks.arrays import ResolvedDense
 from ..masks.at_each_call import without_at_each_call
@@ -355,7 +355,7 @@ def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
     if parts is None:
         return None
     grid, closed = parts
-    if not isinstance(grid, IndexGrid) or grid.index.carried is None:
+    if not isinstance(grid, IndexMask) or grid.index.carried is None:
         return None
     carried, block = grid.index.carried.source, listed_block(mask, tile)
     listed = carried if not closed and block == grid.index.block else carried.in_blocks(block, closed)

@@ -12,7 +12,7 @@ CONTENTS, INDEX = "masks/one_array.py", "executors/index_maker.py"
 FAULTS = {
     a_kept_index_goes_by_itself: {
         "what an index remembers leads back to it": Edit(
-            "blocks/index.py", "BlockIndex.remembered", "IndexMask.of_index(replace(self))", "IndexMask.of_index(self)"
+            "blocks/index.py", "BlockIndex.remembered", "IndexMask(replace(self))", "IndexMask(self)"
         ),
         "a plan holds the index itself": Edit(
             "calls/checked_plan.py", "planned", "mask = mask.remembered.mask", "pass"

@@ -145,7 +145,8 @@ FAULTS = {
             "masks/base.py", "OnBlocks.__repr__", "_in_brackets(self.mask)", "repr(self.mask)"
         ),
         "blocks of an index are written out": Edit(
-            "blocks/index_mask.py", "IndexMask.__repr__", "return _shown(self.index)", "return str(vars(self))"
+            "blocks/index_mask.py", "IndexMask.__repr__",
+            "return f\"{' '.join(repr(self.index).split())}.as_mask()\"", "return str(vars(self))"
         ),
     },
     shapes_are_right: {

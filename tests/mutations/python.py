@@ -187,7 +187,7 @@ FAULTS = {
             "executors/evaluation.py", "evaluated", "xp.arange(strip.start, strip.stop)", "xp.arange(strip.stop - top)"
         ),
         "on a device, an entry is its neighbour's": Edit(
-            "blocks/index_mask.py", "IndexGrid.table", "] = entry", "] = entry + 1"
+            "blocks/index_mask.py", "IndexMask.table", "] = entry", "] = entry + 1"
         ),
         "on a device, the shortest rows come first": Edit(
             "blocks/work_list.py", "_longest_first",
