@@ -12,7 +12,6 @@ import numpy as np
 
 from ..arrays import Array, Namespace
 from ..blocks.classify import extents, row_intervals
-from ..masks.arrays import ResolvedDense
 from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
 from ..masks.content import mask_namespace
@@ -45,11 +44,12 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
     others = tuple(factor for factor in factors if not factor.has_intervals)
     rows = row_intervals(And(closed), *shape[2:], *over, xp) if closed else None
     is_whole, element = all(_has_whole(block, factor) for factor in others), (1, 1)
+    has_room = len(shape.batch) <= BATCH_AXES
     flat = shape._replace(batch=(shape.num_batch,))
     if is_whole:
         array, element = _by_blocks(others, grid, block, xp), block
-    elif len(others) == 1 and isinstance(others[0], ResolvedDense) and len(shape.batch) <= BATCH_AXES:
-        array, flat = others[0].allowed.array, shape
+    elif len(others) == 1 and isinstance(others[0], BlockGrid) and others[0].block == (1, 1) and has_room:
+        array, flat = others[0].blocks.array, shape
     else:
         array = evaluated(And(others), shape, over)
     source = ListSource(
@@ -62,7 +62,8 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
 
 def _has_whole(block: tuple[int, int], mask: Mask) -> bool:
     """Tell whether each block of a size lies in one block of a mask of whole blocks."""
-    return isinstance(mask, BlockGrid) and not any(own % side for own, side in zip(mask.block, block))
+    own = mask.natural_block if isinstance(mask, BlockGrid) else None
+    return own is not None and not any(length % side for length, side in zip(own, block))
 
 
 def _by_blocks(whole: tuple[Mask, ...], grid: tuple[int, ...], block: tuple[int, int], xp: Namespace) -> Array:

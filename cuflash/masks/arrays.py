@@ -14,7 +14,7 @@ from ..errors import UnsupportedProblem, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
 from .base import Mask
-from .block_set import BlockSet, sorted_places
+from .block_set import BlockGrid, BlockSet, sorted_places
 from .coordinates import LeadingArray, checked_answer, note_call
 from .fields import take_arrays
 from .shape import MaskShape, broadcasts_to, missing_axes
@@ -73,22 +73,12 @@ class Dense(Mask):
         if not broadcasts_to(given, full):
             rule = f"mask must broadcast to (*batch, num_heads, seqlen_q, seqlen_kv) = {full}"
             raise UnsupportedProblem([f"{rule}; got shape {given}{missing_axes('mask', given, full)}"])
-        return ResolvedDense(LeadingArray.of(self.allowed, shape.batch, 3))
+        return BlockGrid(LeadingArray.of(self.allowed, shape.batch, 3))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         if self.allowed.ndim > 2:
             raise UnsupportedProblem(["Dense with leading axes depends on the batch: call .resolve(shape) first"])
-        return ResolvedDense(LeadingArray.of(self.allowed, (), 3))(b, h, i, j)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ResolvedDense(Mask):
-    """Resolved form of `Dense`."""
-
-    allowed: LeadingArray
-
-    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return self.allowed.at(b, h, i, j)
+        return BlockGrid(LeadingArray.of(self.allowed, (), 3))(b, h, i, j)
 
 
 @explains_keywords
@@ -142,21 +132,10 @@ class Sparse(Mask):
                     f"{self.matrix.shape}: BlockIndex.from_scipy takes blocks"
                 ]
             )
-        return SparseElements((1, 1, *shape[2:]), (1, 1), *sorted_places(self.matrix))
+        return BlockSet((1, 1, *shape[2:]), (1, 1), *sorted_places(self.matrix))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         return self.resolve(MaskShape((), 1, *self.matrix.shape))(b, h, i, j)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class SparseElements(BlockSet):
-    """Resolved form of `Sparse`: blocks of one element, which are listed in blocks of any size."""
-
-    rectangle = BlockSet.rectangle
-
-    @property
-    def natural_block(self) -> None:  # type: ignore[override]
-        return None
 
 
 def without_padding(matrix: Any, lengths: tuple[int, int]) -> Any:

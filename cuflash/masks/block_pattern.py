@@ -112,15 +112,15 @@ class BlockPattern(Mask):
         self.require_fit(shape)
         grid, leading = tuple(self.blocks.shape[-2:]), tuple(self.blocks.shape[:-2])
         if is_sparse(self.blocks):
-            return BlockSet((1, 1, *grid), self.block, *sorted_places(self.blocks))
+            return BlockSet((1, 1, *grid), self.block, *sorted_places(self.blocks), self.block)
         if namespace(self.blocks) is not np:
-            return BlockGrid(LeadingArray.of(self.blocks, shape.batch, 3), self.block)
+            return BlockGrid(LeadingArray.of(self.blocks, shape.batch, 3), self.block, self.block)
         padded = self.blocks.reshape((1,) * (len(shape.batch) + 1 - len(leading)) + tuple(self.blocks.shape))
         if any(extent > 1 for extent in padded.shape[:-3]):
             padded = np.broadcast_to(padded, (*shape.batch, *padded.shape[-3:]))
         flat = padded.reshape(prod(padded.shape[:-3]), *padded.shape[-3:])
         keys = np.flatnonzero(flat)
-        return BlockSet(flat.shape, self.block, keys, np.ones(len(keys), bool))
+        return BlockSet(flat.shape, self.block, keys, np.ones(len(keys), bool), self.block)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         if len(self.blocks.shape) > 2 or is_sparse(self.blocks):

@@ -15,7 +15,7 @@ from .coordinates import LeadingArray, widened
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockSet(Mask):
-    """A set of blocks by their sorted numbers, some known to be full: what `BlockPattern` resolves to.
+    """A set of blocks by their sorted numbers, some known to be full: what `BlockPattern` and `Sparse` resolve to.
 
     Level l of `levels` holds the cells of 2^l by 2^l blocks that contain any block, and whether all of it is full;
     so a rectangle of any size is answered by four look-ups.
@@ -25,14 +25,11 @@ class BlockSet(Mask):
     block: tuple[int, int]
     keys: Array
     full: Array
+    natural_block: tuple[int, int] | None = None  # `block`, or None where lists are of blocks of any size
 
     @cached_property
     def levels(self) -> list[tuple[Array, Array]]:
         return _pyramid(self.grid, self.keys, self.full)
-
-    @property
-    def natural_block(self) -> tuple[int, int]:
-        return self.block
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         hit, _ = self._lookup(0, b, h, widened(i) // self.block[0], widened(j) // self.block[1])
@@ -69,10 +66,14 @@ class BlockSet(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockGrid(Mask):
-    """Whole blocks as booleans, one for each: what `BlockPattern` resolves to where its array is on a device."""
+    """Blocks as booleans, one for each: what `Dense` resolves to, and `BlockPattern` with an array on a device.
+
+    Lists are of blocks of any size where there is no `natural_block`; rectangles then have no closed form.
+    """
 
     blocks: LeadingArray  # heads or 1, num_q_blocks, num_kv_blocks after the leading axes
-    block: tuple[int, int]
+    block: tuple[int, int] = (1, 1)
+    natural_block: tuple[int, int] | None = None
 
     @cached_property
     def sums(self) -> LeadingArray:
@@ -83,14 +84,12 @@ class BlockGrid(Mask):
         sums[..., 1:, 1:] = xp.cumsum(xp.cumsum(kept, axis=-2, dtype=np.int64), axis=-1)
         return LeadingArray(sums, self.blocks.batch, 3)
 
-    @property
-    def natural_block(self) -> tuple[int, int]:
-        return self.block
-
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         return self.blocks.at(b, h, i // self.block[0], j // self.block[1])
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        if self.natural_block is None:
+            return True, False
         top, bottom = i0 // self.block[0], (i1 - 1) // self.block[0] + 1
         left, right = j0 // self.block[1], (j1 - 1) // self.block[1] + 1
         above, below = (self.sums.at(b, h, row, right) - self.sums.at(b, h, row, left) for row in (top, bottom))

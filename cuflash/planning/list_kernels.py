@@ -20,7 +20,6 @@ from ..blocks.classify import extents, row_intervals
 from ..blocks.index import BlockIndex
 from ..blocks.index_mask import IndexMask
 from ..blocks.work_list import IntervalWork, ListedWork, WorkList, listed_block, work_list
-from ..masks.arrays import ResolvedDense
 from ..masks.at_each_call import without_at_each_call
 from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
@@ -112,11 +111,11 @@ class ListSource:
         if parts is None:
             return None
         kept, closed = parts
-        if not isinstance(kept, (ResolvedDense, BlockGrid)) or len(shape.batch) > BATCH_AXES:
+        if not isinstance(kept, BlockGrid) or len(shape.batch) > BATCH_AXES:
             return None
         if 0 in (shape.num_batch, *shape[1:]):
             return None
-        array, element = (kept.allowed.array, (1, 1)) if isinstance(kept, ResolvedDense) else _blocks_of(kept)
+        array, element = kept.blocks.array, kept.block
         batch = shape.num_batch if any(extent != 1 for extent in array.shape[:-3]) else 1
         over, rows = (batch, int(array.shape[-3])), None
         if closed:
@@ -126,7 +125,7 @@ class ListSource:
             rows = IntervalWork(
                 seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=block[0], block_kv=block[1], lo=lo, hi=hi
             )
-        is_whole = isinstance(kept, BlockGrid) and all(side % listed == 0 for side, listed in zip(element, block))
+        is_whole = all(side % listed == 0 for side, listed in zip(element, block))
         strides = tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape))
         source = cls(
             strides=strides, element=element, is_whole=is_whole, rows=rows, shape=shape, block=block, batch=over[0],
@@ -314,10 +313,6 @@ class ListedAtCall(ListedWork):
 
 
 WorkAtCall = ListedAtCall | IntervalsAtCall  # whose arrays a call makes, and hands to its kernels as `AT_CALL`
-
-
-def _blocks_of(mask: BlockGrid) -> tuple[Array, tuple[int, int]]:
-    return mask.blocks.array, mask.block
 
 
 def work_of_kernels(
