@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import Array, Namespace, describe, is_array, namespace, require_callable
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
-from .coordinates import LeadingArray, PerBatch
+from .coordinates import LeadingArray
 
 _CONTENT = "_content_of_mask"
 
@@ -67,9 +67,8 @@ def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
         return value.to(convert)
     if type(value) is tuple:
         return tuple(_converted(part, convert) for part in value)
-    if isinstance(value, (LeadingArray, PerBatch)):
-        parts = {field.name: _converted(getattr(value, field.name), convert) for field in fields(value)}
-        return replace(value, **parts)
+    if isinstance(value, LeadingArray):
+        return replace(value, array=_converted(value.array, convert))
     return convert(value) if is_array(value) else value
 
 
@@ -138,8 +137,6 @@ def _tokens(mask: Described) -> list[Any]:
             holder = value
         elif kind is tuple:
             parts = list(value)
-        elif kind is PerBatch:
-            parts = [value.value]
         else:
             token = _token(value)
             if token is None:

@@ -122,29 +122,29 @@ def _unravelled(index: Array, extents: tuple[int, ...]) -> tuple[Array, ...]:
     return tuple(reversed(places))
 
 
-@dataclass(frozen=True, slots=True)
-class PerBatch:
-    """An int for all batch entries, or one for each."""
+PerBatch: TypeAlias = int | LeadingArray  # an int for all batch entries, or one for each
 
-    value: int | LeadingArray
 
-    @staticmethod
-    def of(name: str, value: Any, batch: tuple[int, ...] | None) -> PerBatch:
-        if not is_array(value):
-            return PerBatch(min(int(value), UNBOUNDED))
-        if batch is None:
-            raise UnsupportedProblem([f"{name} given per batch entry depends on the batch: call .resolve(shape) first"])
-        reasons = leading_reasons(name, tuple(value.shape), batch)
-        if reasons:
-            raise UnsupportedProblem(reasons)
-        return PerBatch(LeadingArray.of(value, batch, 0))
+def per_batch(name: str, value: Any, batch: tuple[int, ...] | None) -> PerBatch:
+    if not is_array(value):
+        return min(int(value), UNBOUNDED)
+    if batch is None:
+        raise UnsupportedProblem([f"{name} given per batch entry depends on the batch: call .resolve(shape) first"])
+    reasons = leading_reasons(name, tuple(value.shape), batch)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return LeadingArray.of(value, batch, 0)
 
-    def at(self, b: Array) -> Array:
-        """Return the ints of batch entries, widened to int64, the dtype of coordinates."""
-        if isinstance(self.value, int):
-            return self.value
-        found = self.value.at(b)
-        return widened(namespace(found).minimum(found, UNBOUNDED) if found.dtype == np.uint64 else found)
+
+def of_batch(value: PerBatch, b: Array) -> Array:
+    """Return the ints of batch entries, as int64, the dtype of coordinates."""
+    return value if isinstance(value, int) else as_int64(value.at(b))
+
+
+def as_int64(numbers: Array) -> Array:
+    """Return integers as int64, the dtype of coordinates; larger numbers of uint64 are beyond all keys."""
+    is_widest = numbers.dtype == np.uint64
+    return widened(namespace(numbers).minimum(numbers, np.uint64(UNBOUNDED)) if is_widest else numbers)
 
 
 def leading_reasons(

@@ -8,7 +8,7 @@ from ..arrays import Array, describe, namespace, whole_number
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
 from .base import And, Band, Mask
-from .coordinates import UNBOUNDED, Intervals, PerBatch, clipped, widened
+from .coordinates import UNBOUNDED, Intervals, PerBatch, clipped, of_batch, per_batch, widened
 from .fields import convert_sides, converted_length, take_arrays
 from .shape import MaskShape
 
@@ -222,13 +222,13 @@ class PrefixLM(_Aligned):
 
     def resolve(self, shape: MaskShape) -> Mask:
         causal = super().resolve(shape)
-        return ResolvedPrefix(PerBatch.of("prefix", self.prefix, shape.batch), causal)
+        return ResolvedPrefix(per_batch("prefix", self.prefix, shape.batch), causal)
 
     def _at(self, offset: int) -> Mask:
         return Band(None, offset)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return super().__call__(b, h, i, j) | (j < PerBatch.of("prefix", self.prefix, None).at(b))
+        return super().__call__(b, h, i, j) | (j < of_batch(per_batch("prefix", self.prefix, None), b))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -240,7 +240,7 @@ class ResolvedPrefix(Mask):
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         lo, hi = self.causal.closed_form(b, h, i)
-        prefix = self.prefix.at(b)
+        prefix = of_batch(self.prefix, b)
         return lo, namespace(hi, prefix).maximum(hi, prefix)
 
 

@@ -8,7 +8,7 @@ from ..arrays import Array
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from .base import Mask
-from .coordinates import UNBOUNDED, Intervals, PerBatch, widened
+from .coordinates import UNBOUNDED, Intervals, PerBatch, of_batch, per_batch, widened
 from .fields import converted_length, take_arrays
 from .shape import MaskShape
 
@@ -62,14 +62,14 @@ class Lengths(Mask):
         resolved = []
         for name, length in (("q", self.q), ("kv", self.kv)):
             with collecting(reasons):
-                resolved.append(PerBatch.of(name, UNBOUNDED if length is None else length, shape.batch))
+                resolved.append(per_batch(name, UNBOUNDED if length is None else length, shape.batch))
         if reasons:
             raise UnsupportedProblem(reasons)
         return ResolvedLengths(*resolved)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         q, kv = (UNBOUNDED if length is None else length for length in (self.q, self.kv))
-        return ResolvedLengths(PerBatch.of("q", q, None), PerBatch.of("kv", kv, None))(b, h, i, j)
+        return ResolvedLengths(per_batch("q", q, None), per_batch("kv", kv, None))(b, h, i, j)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,4 +81,4 @@ class ResolvedLengths(Mask):
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         # Queries past their length get lo = UNBOUNDED: empty, and lo still never decreases.
-        return (i >= self.q.at(b)) * UNBOUNDED, self.kv.at(b) + 0 * widened(i)
+        return (i >= of_batch(self.q, b)) * UNBOUNDED, of_batch(self.kv, b) + 0 * widened(i)

@@ -13,7 +13,7 @@ from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
 from .base import Mask
-from .coordinates import UNBOUNDED, Intervals, LeadingArray, clipped, leading_reasons, widened
+from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, clipped, leading_reasons
 from .fields import converted_side, take_arrays, taken_array
 from .shape import MaskShape
 
@@ -184,7 +184,7 @@ class Sequences(Mask):
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
         if self.q_offsets.ndim != 1 or kv_offsets.ndim != 1:
             raise UnsupportedProblem(["Sequences with leading axes depends on the batch: call .resolve(shape) first"])
-        lo, hi = self.keys_of(i, _as_int64(self.q_offsets), _as_int64(kv_offsets))
+        lo, hi = self.keys_of(i, as_int64(self.q_offsets), as_int64(kv_offsets))
         return (lo <= j) & (j < hi)
 
     def keys_of(self, i: Array, q: Array, kv: Array) -> Intervals:
@@ -287,7 +287,7 @@ class ResolvedSequences(Mask):
     @cached_property
     def bounds(self) -> tuple[LeadingArray, LeadingArray]:
         """First key of each query and the one past its last; not of calls whose kernels find them."""
-        q, kv = _as_int64(self.source.arrays[0]), _as_int64(self.source.arrays[-1])
+        q, kv = as_int64(self.source.arrays[0]), as_int64(self.source.arrays[-1])
         xp, batch = namespace(q, kv), self.shape.batch
         leading = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
         q, kv = (xp.broadcast_to(offsets, (*leading, offsets.shape[-1])) for offsets in (q, kv))
@@ -328,11 +328,5 @@ def _sums(name: str, lengths: Any) -> Array:
     if xp is np and lengths.size and lengths.min() < 0:
         raise UnsupportedProblem([f"{name} must be at least 0; got {int(lengths.min())}"])
     offsets = xp.zeros((*lengths.shape[:-1], lengths.shape[-1] + 1), dtype=np.int64)
-    offsets[..., 1:] = xp.cumsum(_as_int64(lengths), axis=-1)
+    offsets[..., 1:] = xp.cumsum(as_int64(lengths), axis=-1)
     return offsets
-
-
-def _as_int64(offsets: Array) -> Array:
-    """Return offsets as int64, the dtype of coordinates; larger offsets of uint64 are beyond all keys."""
-    is_widest = offsets.dtype == np.uint64
-    return widened(namespace(offsets).minimum(offsets, np.uint64(UNBOUNDED)) if is_widest else offsets)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import is_array, is_sparse
-from .coordinates import LeadingArray, PerBatch
+from .coordinates import LeadingArray
 
 _MOST_LISTED = 8  # elements of an array that are written out
 
@@ -37,8 +37,8 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, (LeadingArray, PerBatch)):
-        return _value(value.array if isinstance(value, LeadingArray) else value.value)
+    if isinstance(value, LeadingArray):
+        return _value(value.array)
     if isinstance(value, np.ndarray) and value.size <= _MOST_LISTED:
         return " ".join(repr(value).split())
     if is_array(value):

@@ -179,7 +179,7 @@ FAULTS = {
             "masks/base.py", "Band.resolve", "Band(clipped(self.lower), clipped(self.upper))", "self"
         ),
         "a length beyond int64 is compared as it is": Edit(
-            "masks/coordinates.py", "PerBatch.of", "min(int(value), UNBOUNDED)", "int(value)"
+            "masks/coordinates.py", "per_batch", "min(int(value), UNBOUNDED)", "int(value)"
         ),
         "sides of a window wrap around": Edit(
             "masks/fields.py", "converted_side", "whole_number(name, side, 0, meaning, fix)", "side"
@@ -212,9 +212,7 @@ FAULTS = {
     },
     work_is_right: {
         "counts of an entry stay as narrow as they are": Edit(
-            "masks/coordinates.py", "PerBatch.at",
-            "return widened(namespace(found).minimum(found, UNBOUNDED) if found.dtype == np.uint64 else found)",
-            "return found",
+            "masks/coordinates.py", "of_batch", "as_int64(value.at(b))", "value.at(b)"
         ),
     },
     ids_are_right: {

@@ -135,7 +135,7 @@ FAULTS = {
     },
     offsets_of_any_size_are_right: {
         "offsets beyond int64 wrap around": Edit(
-            FILE, "_as_int64", "if is_widest else offsets)", "if False else offsets)"
+            "masks/coordinates.py", "as_int64", "if is_widest else numbers)", "if False else numbers)"
         ),
     },
     batch_entries_have_offsets_of_their_own: {
