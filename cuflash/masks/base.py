@@ -644,7 +644,7 @@ class _Composed(Mask):
     def to(self, convert: Callable[[Array], Array]) -> Self:
         if type(self) not in _NODES:
             return super().to(convert)
-        found: Self = _rebuilt(self, lambda tip: tip.to(convert), _composed)
+        found: Self = _rebuilt(self, lambda tip: tip.to(convert), lambda node, parts: _composed(type(node), parts))
         return found
 
     @property
@@ -803,11 +803,9 @@ def _in_brackets(mask: Mask) -> str:
     return found
 
 
-def _composed(node: Mask, parts: list[Mask]) -> Mask:
-    if isinstance(node, Not):
-        return Not(parts[0])
-    made: Mask = _kind(node)(tuple(parts))
-    return made
+def _composed(kind: Any, parts: list[Mask]) -> Mask:
+    mask: Mask = Not(*parts) if kind is Not else kind(tuple(parts))
+    return mask
 
 
 def _simplified(node: Mask, parts: list[Mask]) -> Mask:
@@ -820,7 +818,7 @@ def _simplified(node: Mask, parts: list[Mask]) -> Mask:
             return Band(inner.upper + 1, None)
         if inner.upper is None and inner.lower is not None:
             return Band(None, inner.lower - 1)
-    return _composed(node, parts)
+    return _composed(_kind(node), parts)
 
 
 def _from_steps(steps: tuple[Any, ...]) -> Mask:
@@ -831,8 +829,7 @@ def _from_steps(steps: tuple[Any, ...]) -> Mask:
             masks.append(step)
         else:
             kind, num_parts = step
-            parts = tuple(masks[-num_parts:])
-            masks[-num_parts:] = [kind(*parts) if kind is Not else kind(parts)]
+            masks[-num_parts:] = [_composed(kind, masks[-num_parts:])]
     return masks.pop()
 
 
@@ -859,7 +856,5 @@ def intersection(masks: Sequence[Mask]) -> Mask:
     is_empty = lower is not None and upper is not None and lower > upper
     band = Band(UNBOUNDED, None) if is_empty else Band(lower, upper)
     rest = [mask for mask in masks if type(mask) is not Band]
-    if not rest:
-        return band
-    factors = rest if band == Band() else [band, *rest]
+    factors = rest if rest and band == Band() else [band, *rest]
     return factors[0] if len(factors) == 1 else And(tuple(factors))
