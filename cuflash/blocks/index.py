@@ -410,8 +410,17 @@ class BlockIndex:
         True
         """
         require_callable("convert", convert)
-        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: convert(value) for name, value in arrays.items() if is_array(value)})
+        return replace(self, **{name: convert(array) for name, array in self._arrays.items()})
+
+    @property
+    def _arrays(self) -> dict[str, Array]:
+        """The arrays of the index by the names of its fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if is_array(value)}
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays.values())
 
     @cached_property
     def on_host(self) -> BlockIndex:
@@ -805,11 +814,7 @@ class BlockIndex:
             forward_flops=2 * visited * (head_dim + value_dim),
             backward_flops=2 * visited * (3 * head_dim + 2 * value_dim),
             kv_bytes=int(keys.sum()) * (head_dim + value_dim) * itemsize,
-            index_bytes=sum(
-                a.nbytes
-                for a in (self.indptr, self.indices, self.kinds, self.tiles, self.bits, self.lo, self.hi)
-                if a is not None
-            ),
+            index_bytes=self._nbytes,
         )
 
     def picture(self, b: int = 0, h: int = 0, *, width: int = 64) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import Array, Namespace, describe, is_flag, is_int, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
 from ..masks.arrays import as_mask
-from ..masks.base import And, Band, Mask, intersection
+from ..masks.base import Band, Mask, intersection
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import held_arrays, mask_namespace, without_memos
 from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
@@ -63,10 +63,6 @@ class IntervalWork:
 
     def __getstate__(self) -> Any:
         return without_memos(self)
-
-    @property
-    def is_implicit(self) -> bool:
-        return True
 
     @cached_property
     def on_host(self) -> IntervalWork:
@@ -165,10 +161,8 @@ class IntervalWork:
 
     def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
         """The keys that queries start <= i < stop visit."""
-        (first_lo, last_lo), (first_hi, last_hi) = (
-            (int(side[0]), int(side[-1])) for side in self._ends(b, h, start, stop)
-        )
-        return _segments_of_run(first_lo, last_hi, last_lo, first_hi)
+        lo, hi = self.bounds(b, h, start, stop)
+        return _segments_of_run(int(lo[0]), int(hi[-1]), int(lo[-1]), int(hi[0]))
 
     def column(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
         """The queries that visit keys start <= j < stop."""
@@ -182,14 +176,6 @@ class IntervalWork:
     def _rows(self, b: int, h: int) -> tuple[Array, Array]:
         assert self.lo is not None and self.hi is not None
         return self.lo[self.owner(b, h)], self.hi[self.owner(b, h)]
-
-    def _ends(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
-        """lo and hi of the first and the last of some rows."""
-        if self.band is None:
-            lo, hi = self._rows(b, h)
-            return lo[[start, stop - 1]], hi[[start, stop - 1]]
-        lo, hi = self.band.intervals(0, 0, np.array([start, stop - 1]))
-        return np.clip(lo, 0, self.seqlen_kv), np.clip(hi, 0, self.seqlen_kv)
 
     def _rows_ending_by(self, b: int, h: int, key: int) -> int:
         """Return the number of rows that end at or before a key: hi <= key."""
@@ -228,10 +214,6 @@ class ListedWork:
         return without_memos(self)
 
     @property
-    def is_implicit(self) -> bool:
-        return False
-
-    @property
     def block_q(self) -> int:
         return self.index.block[0]
 
@@ -247,9 +229,7 @@ class ListedWork:
 
     @property
     def nbytes(self) -> int:
-        index = self.index
-        arrays = (index.indptr, index.indices, index.kinds, index.tiles, index.bits, index.lo, index.hi)
-        return sum(array.nbytes for array in arrays if array is not None)
+        return self.index._nbytes
 
     @cached_property
     def on_host(self) -> ListedWork:
@@ -515,7 +495,7 @@ def requested_mask(
                 parts.append(given.resolve(shape))
     if reasons:
         raise UnsupportedProblem(reasons)
-    return intersection([leaf for part in parts for leaf in (part.operands if type(part) is And else (part,))])
+    return intersection(parts)
 
 
 def _location_reasons(mask: Mask, where: Namespace | None) -> list[str]:

@@ -35,9 +35,6 @@ def at_each_call(mask: Any) -> Any:
 
 def without_at_each_call(mask: Mask) -> tuple[Mask, bool]:
     """A resolved mask as it was before `at_each_call`, and whether a part of it came from there."""
-    leaves: list[Mask] = []
-    parts = list(mask.operands) if type(mask) is And else [mask]
-    for part in parts:
-        inner = part.mask if isinstance(part, AtEachCall) else part
-        leaves.extend(inner.operands if type(inner) is And else (inner,))
-    return intersection(leaves), any(isinstance(part, AtEachCall) for part in parts)
+    parts = mask.operands if type(mask) is And else (mask,)
+    inner = [part.mask if isinstance(part, AtEachCall) else part for part in parts]
+    return intersection(inner), any(isinstance(part, AtEachCall) for part in parts)

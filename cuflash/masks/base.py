@@ -811,7 +811,7 @@ def _composed(kind: Any, parts: list[Mask]) -> Mask:
 def _simplified(node: Mask, parts: list[Mask]) -> Mask:
     """A node of resolved parts: bands are intersected, and half of all keys is negated as a band."""
     if isinstance(node, And):
-        return intersection(_flattened(And, parts))
+        return intersection(parts)
     inner = parts[0]
     if isinstance(node, Not) and type(inner) is Band:
         if inner.lower is None and inner.upper is not None:
@@ -849,6 +849,7 @@ def intersection(masks: Sequence[Mask]) -> Mask:
 
     Without any mask everything is allowed.
     """
+    masks = _flattened(And, masks)
     bands = [mask for mask in masks if type(mask) is Band]
     lowers = [band.lower for band in bands if band.lower is not None]
     uppers = [band.upper for band in bands if band.upper is not None]

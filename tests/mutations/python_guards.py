@@ -131,7 +131,7 @@ def work_is_right(library):
         for transposed in (False, True):
             allowed, _ = rebuilt(work, shape, transposed)
             assert (allowed == mask.toarray(**shape._asdict()).reshape(allowed.shape)).all()
-        if not work.is_implicit:
+        if isinstance(work, work_list.ListedWork):
             assert_longest_first(work.lists, work.index.batch * work.index.num_heads)
 
 

@@ -977,7 +977,7 @@ def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
             asked[segment.start : segment.stop] = True
         # A listed block is visited whole, while a segment of bits is cut to what any row uses.
         more = seen & ~asked
-        if (asked & ~seen).any() or (more.any() and work.is_implicit):
+        if (asked & ~seen).any() or (more.any() and not isinstance(work, ListedWork)):
             wrong.append(f"{side, b, h, first, last} visits {steps}, the work list has {segments}")
         if [start for start, _, _ in steps] != sorted(start for start, _, _ in steps):
             wrong.append(f"{side, b, h, first, last} visits {steps} out of order")
