@@ -215,16 +215,15 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
 
 
-def held_arrays(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Array]:
-    """The arrays that a mask, or a part of one, holds; those inside objects of the kinds `besides` are left out."""
+def _held(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Any]:
+    """A mask, or a part of one, and all values that it holds, but for those inside objects of the kinds `besides`."""
     rest = [value]
     while rest:
         value = rest.pop()
-        if is_array(value):
-            yield value
-        elif isinstance(value, besides):
+        yield value
+        if isinstance(value, besides):
             continue
-        elif isinstance(value, tuple):
+        if isinstance(value, tuple):
             rest.extend(reversed(value))
         elif isinstance(value, Described):
             rest.extend(getattr(value, name) for name in reversed(_held_names(value)))
@@ -232,16 +231,14 @@ def held_arrays(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Array]:
             rest.extend(getattr(value, field.name) for field in reversed(fields(value)))
 
 
+def held_arrays(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Array]:
+    """The arrays that a mask, or a part of one, holds; those inside objects of the kinds `besides` are left out."""
+    return filter(is_array, _held(value, besides))
+
+
 def held_masks(mask: Described) -> Iterator[Described]:
     """A mask, and all masks that it holds: the operands of a tree, and those that are drawn in whole blocks."""
-    rest: list[Any] = [mask]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, Described):
-            yield value
-            rest.extend(getattr(value, name) for name in _held_names(value))
-        elif isinstance(value, tuple):
-            rest.extend(value)
+    return (value for value in _held(mask) if isinstance(value, Described))
 
 
 def mask_namespace(mask: Any) -> Namespace:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import Array, is_array, namespace
 from ..errors import UnsupportedProblem
+from .shape import broadcasts_to
 
 UNBOUNDED = 1 << 62  # beyond any key; a coordinate may be added to it, or taken from it, in int64
 
@@ -68,8 +69,7 @@ def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:
         raise UnsupportedProblem([f"{who} must return a boolean array; got {kind}: {fix}"])
     shapes = (getattr(coordinate, "shape", ()) for coordinate in coordinates)
     shape, wanted = tuple(allowed.shape), np.broadcast_shapes(*shapes)
-    fits = len(shape) <= len(wanted) and all(have in (1, want) for have, want in zip(shape[::-1], wanted[::-1]))
-    if not fits:
+    if not broadcasts_to(shape, wanted):
         raise UnsupportedProblem(
             [
                 f"{who} must return an array that broadcasts to the shape of its coordinates, {wanted}; got shape "
@@ -150,8 +150,7 @@ def as_int64(numbers: Array) -> Array:
 def leading_reasons(
     name: str, leading: tuple[int, ...], wanted: tuple[int, ...], has_heads: bool = False
 ) -> list[str]:
-    fits = len(leading) <= len(wanted) and all(have in (1, want) for have, want in zip(leading[::-1], wanted[::-1]))
-    if fits:
+    if broadcasts_to(leading, wanted):
         return []
     given = "q's axes before its length" if has_heads else "q's axes before its heads"
     numbers = "batch= and num_heads=" if has_heads else "batch="

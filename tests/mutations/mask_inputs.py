@@ -274,7 +274,7 @@ FAULTS = {
     },
     answers_are_checked: {
         "answers of a wrong shape are taken": Edit(
-            "masks/coordinates.py", "checked_answer", "if not fits:", "if False:"
+            "masks/coordinates.py", "checked_answer", "if not broadcasts_to(shape, wanted):", "if False:"
         ),
         "what a function answers is taken as it is": Edit(
             "masks/arrays.py", "FromFunction.__call__",

@@ -101,7 +101,7 @@ FAULTS = {
             OPERANDS, "alignment_reasons", 'getattr(part, "align", None) == "bottom_right"', "False"
         ),
         "a mask in blocks is not looked into": Edit(
-            "masks/content.py", "held_masks", "rest.extend(getattr(value, name) for name in _held_names(value))", "pass"
+            "masks/content.py", "held_masks", "value in _held(mask) if", "value in [mask] if"
         ),
         "a renamed score is aligned": Edit(SCORE, "Score.renamed", 'setattr(renamed, "facts", self.facts)', ""),
     },
