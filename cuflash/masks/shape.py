@@ -129,13 +129,10 @@ def count_reasons(**lengths: object) -> list[str]:
     ]
 
 
-def shape_reasons(shape: Any) -> list[str]:
-    """Why something is no shape that a mask can be resolved for."""
-    if not isinstance(shape, MaskShape):
-        return [f"shape must be a MaskShape(batch, num_heads, seqlen_q, seqlen_kv); got {describe(shape)}"]
-    batch = shape.batch if isinstance(shape.batch, tuple) else (None,)
-    told = f"shape's batch must be a tuple of ints from 0 to 2**63 - 1; got {describe(shape.batch)}"
-    reasons = [told] if any(count_reasons(batch=extent) for extent in batch) else []
+def shape_reasons(shape: MaskShape) -> list[str]:
+    """Why no array can have a shape: an extent is not less than 2**63."""
+    wrong = f"shape's batch must be a tuple of ints from 0 to 2**63 - 1; got {describe(shape.batch)}"
+    reasons = [wrong] if any(count_reasons(batch=extent) for extent in shape.batch) else []
     lengths = {"num_heads": shape.num_heads, "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
     return reasons + [f"shape's {reason}" for reason in count_reasons(**lengths)]
 
