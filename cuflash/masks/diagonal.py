@@ -13,32 +13,29 @@ from .fields import convert_sides, converted_length, take_arrays
 from .shape import MaskShape
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Aligned(Mask):
     """A mask about the diagonal; `align` says which diagonal when the lengths differ."""
 
+    align: str | None
+
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        if self._alignment == "bottom_right":
+        if self.align == "bottom_right":
             raise UnsupportedProblem(
                 [f"{type(self).__name__}(align='bottom_right') depends on the lengths: call .resolve(shape) first"]
             )
         return self._at(0)(b, h, i, j)
 
     def resolve(self, shape: MaskShape) -> Mask:
-        if self._alignment is None and shape.seqlen_q != shape.seqlen_kv:
+        if self.align is None and shape.seqlen_q != shape.seqlen_kv:
             raise UnsupportedProblem([alignment_reason(type(self).__name__, "align", shape)])
-        return self._at(shape.seqlen_kv - shape.seqlen_q if self._alignment == "bottom_right" else 0)
-
-    @property
-    def _alignment(self) -> str | None:
-        return self.align  # type: ignore[attr-defined, no-any-return]
+        return self._at(shape.seqlen_kv - shape.seqlen_q if self.align == "bottom_right" else 0)
 
     def _at(self, offset: int) -> Mask:
         """The mask with query i meeting key i + offset on its diagonal."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
-        align = self._alignment
+        align = self.align
         if align is not None and not (isinstance(align, str) and align in ("bottom_right", "top_left")):
             raise UnsupportedProblem([f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}"])
 
