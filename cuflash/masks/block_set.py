@@ -32,27 +32,22 @@ class BlockSet(Mask):
         return _pyramid(self.grid, self.keys, self.full)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        hit, _ = self._lookup(0, b, h, widened(i) // self.block[0], widened(j) // self.block[1])
-        return hit
+        _, is_kept = self.find(b, h, widened(i) // self.block[0], widened(j) // self.block[1])
+        return is_kept
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         rows = i0 // self.block[0], (i1 - 1) // self.block[0]
         cols = j0 // self.block[1], (j1 - 1) // self.block[1]
         extent = max(int(np.max(rows[1] - rows[0], initial=0)), int(np.max(cols[1] - cols[0], initial=0)))
         level = min(extent.bit_length(), len(self.levels) - 1)  # a rectangle then touches at most two cells a side
-        corners = [self._lookup(level, b, h, row >> level, col >> level) for row in rows for col in cols]
-        may = reduce(np.logical_or, (hit for hit, _ in corners))
-        must = reduce(np.logical_and, (full for _, full in corners))
+        corners = [self.find(b, h, row >> level, col >> level, level) for row in rows for col in cols]
+        _, full = self.levels[level]
+        may = reduce(np.logical_or, (hit for _, hit in corners))
+        must = reduce(np.logical_and, (hit & full[position] if len(full) else hit for position, hit in corners))
         return may, must
 
-    def _lookup(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
-        """Return whether the cell is there, and whether all of it is full."""
-        _, full = self.levels[level]
-        position, hit = self.find(b, h, row, col, level)
-        return hit, hit & (full[position] if len(full) else False)
-
     def find(self, b: Array, h: Array, row: Array, col: Array, level: int = 0) -> tuple[Array, Array]:
-        """Return the position of the cell's number among the sorted ones, and whether it is present."""
+        """Return the position of a cell's number among the sorted ones of a level, and whether it is present."""
         keys, _ = self.levels[level]
         batch, heads, num_rows, num_cols = self.grid
         num_rows, num_cols = _coarse(num_rows, level), _coarse(num_cols, level)

@@ -207,7 +207,7 @@ FAULTS = {
             "patterns.py", "StretchEnds.__call__", "widened(j) % self.stride >=", "j % self.stride >="
         ),
         "narrow keys wrap around before a block": Edit(
-            "masks/block_set.py", "BlockSet.__call__", "self._lookup(0, b, h, widened(i)", "self._lookup(0, b, h, i"
+            "masks/block_set.py", "BlockSet.__call__", "self.find(b, h, widened(i)", "self.find(b, h, i"
         ),
     },
     work_is_right: {
