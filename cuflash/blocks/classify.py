@@ -111,7 +111,7 @@ class _Grid(Blocking):
 def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> ClassifiedBlocks:
     """Descend from large rectangles to single blocks by closed forms; evaluate the blocks they leave undecided."""
     if 0 in (shape.num_batch, *shape[1:]):
-        return _assembled(_Grid(shape.seqlen_q, shape.seqlen_kv, block, 1, 1), [], [], {}, None)
+        return _assembled(_Grid(shape.seqlen_q, shape.seqlen_kv, block, 1, 1), [], {}, None)
     if isinstance(mask, BlockSet) and mask.block == block and mask.full.all():
         return _listed(mask, _Grid(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
     grid = _Grid(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
@@ -119,32 +119,32 @@ def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified
     closed = [factor for factor in factors if factor.has_intervals]
     others = [factor for factor in factors if not factor.has_intervals]
     rows = And(tuple(closed)) if closed else None
-    found: list[_Blocks] = []
-    kinds: list[tuple[Array, Array]] = []
+    listed: list[tuple[_Blocks, Array, Array]] = []
     dictionary: dict[bytes, int] = {}
     for full, undecided in _descend(mask, grid):
-        found.append(full)
-        kinds.append((np.full(len(full), BlockKind.FULL), np.full(len(full), -1)))
+        listed.append(_without_bits(full, BlockKind.FULL))
         by_rows = np.full(len(undecided), rows is not None)
         for other in others:
             by_rows &= grid.is_uniform(other, undecided)
         if rows is not None and by_rows.any():
             inside = undecided[by_rows]
             inside = inside[_overlaps_interval(rows, grid, inside)]
-            found.append(inside)
-            kind = np.where(grid.is_uniform(rows, inside), BlockKind.FULL, BlockKind.INTERVAL)
-            kinds.append((kind, np.full(len(inside), -1)))
-        for blocks, kind, tile in _evaluate(factors, grid, undecided[~by_rows], dictionary):
-            found.append(blocks)
-            kinds.append((kind, tile))
-    return _assembled(grid, found, kinds, dictionary, rows)
+            is_full = grid.is_uniform(rows, inside)
+            listed.append(_without_bits(inside, np.where(is_full, BlockKind.FULL, BlockKind.INTERVAL)))
+        listed.extend(_evaluate(factors, grid, undecided[~by_rows], dictionary))
+    return _assembled(grid, listed, dictionary, rows)
+
+
+def _without_bits(blocks: _Blocks, kind: Array) -> tuple[_Blocks, Array, Array]:
+    """Blocks, and the kind and the bit tile of each."""
+    return blocks, np.broadcast_to(kind, len(blocks)), np.full(len(blocks), -1)
 
 
 def _listed(mask: BlockSet, grid: _Grid) -> ClassifiedBlocks:
     """Whole blocks at their own size: their numbers say it all."""
     matrix, cell = np.divmod(mask.keys, grid.size[0] * grid.size[1])
-    kinds = np.full(len(mask.keys), BlockKind.FULL), np.full(len(mask.keys), -1)
-    return _assembled(grid, [_Blocks(matrix, *np.divmod(cell, grid.size[1]))], [kinds], {}, None)
+    blocks = _Blocks(matrix, *np.divmod(cell, grid.size[1]))
+    return _assembled(grid, [_without_bits(blocks, BlockKind.FULL)], {}, None)
 
 
 def extents(mask: Mask, shape: MaskShape, xp: Namespace = np) -> tuple[int, int]:
@@ -257,15 +257,11 @@ def _evaluate(
 
 
 def _assembled(
-    grid: _Grid,
-    found: list[_Blocks],
-    kinds: list[tuple[Array, Array]],
-    dictionary: dict[bytes, int],
-    rows: Mask | None,
+    grid: _Grid, listed: list[tuple[_Blocks, Array, Array]], dictionary: dict[bytes, int], rows: Mask | None
 ) -> ClassifiedBlocks:
-    blocks = _joined(found)
-    kind = np.concatenate([np.zeros(0, np.uint8), *(k for k, _ in kinds)]).astype(np.uint8)
-    tile = np.concatenate([np.zeros(0, np.int32), *(t for _, t in kinds)]).astype(np.int32)
+    blocks = _joined([each for each, _, _ in listed])
+    kind = np.concatenate([np.zeros(0, np.uint8), *(kinds for _, kinds, _ in listed)]).astype(np.uint8)
+    tile = np.concatenate([np.zeros(0, np.int32), *(tiles for _, _, tiles in listed)]).astype(np.int32)
     num_rows, num_cols = grid.size
     row = blocks.matrix * num_rows + blocks.row
     order = np.argsort(row * num_cols + blocks.col)
