@@ -24,8 +24,7 @@ from .executors import checks, gpu
 from .fp8 import Quantized, operands as fp8
 from .keywords import explains_keywords
 from .layouts import is_foreign
-from .masks.at_each_call import at_each_call
-from .masks.one_array import MaskContents
+from .masks.one_array import MaskContents, at_each_call
 from .planning.device import DeviceSpec
 from .planning.dropout_launches import numbers_of, seed_array
 from .planning.list_kernels import AT_CALL, WorkAtCall

@@ -24,7 +24,7 @@ from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .keywords import explains_keywords
 from .layouts import dtype_of, has_dual_level, is_batched, is_tensor, taken, tensor_reasons
-from .masks.at_each_call import at_each_call
+from .masks.one_array import at_each_call
 from .planning.dropout_launches import numbers_of, require_number
 from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning.lookup import Lookup, lookup, remember

@@ -13,8 +13,8 @@ from ..arrays import Array, ShapeDtype
 from ..blocks.index import BlockIndex
 from ..blocks.index_mask import IndexMask
 from ..executors import gpu
-from ..masks.at_each_call import at_each_call
 from ..masks.base import Band
+from ..masks.one_array import at_each_call
 from ..planning.dropout_launches import numbers_of
 from ..planning.interval_kernels import IntervalsAtCall
 from ..planning.list_kernels import AT_CALL, WorkAtCall, list_results

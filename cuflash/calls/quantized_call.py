@@ -9,8 +9,7 @@ from ..blocks.work_list import WorkList
 from ..errors import UnsupportedProblem
 from ..executors import checks, gpu
 from ..fp8 import Quantized, kernel_calls
-from ..masks.at_each_call import at_each_call
-from ..masks.one_array import MaskContents
+from ..masks.one_array import MaskContents, at_each_call
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.lookup import lookup, remember
 from ..planning.options import Options

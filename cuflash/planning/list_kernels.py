@@ -20,10 +20,10 @@ from ..blocks.classify import extents, row_intervals
 from ..blocks.index import BlockIndex
 from ..blocks.index_mask import IndexMask
 from ..blocks.work_list import IntervalWork, ListedWork, WorkList, listed_block, work_list
-from ..masks.at_each_call import without_at_each_call
 from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
 from ..masks.content import held_arrays
+from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from .interval_kernels import IntervalsAtCall, IntervalSource
 from .launches import BATCH_AXES

@@ -199,7 +199,7 @@ OTHER_CHOICES = [  # offsets and a window -> whether forward tiles are ordered, 
 
 def check_choice(library: ModuleType) -> None:
     """Kernels are chosen by the keys of a sequence on average, whether the host sees offsets or their number."""
-    at_each_call = import_module(f"{library.__name__}.masks.at_each_call").at_each_call
+    at_each_call = import_module(f"{library.__name__}.masks.one_array").at_each_call
     device = library.DeviceSpec.gpu("H100")
     for columns, choices in CHOICES.items():
         q = library.ShapeDtype((2, 8192, columns), np.dtype(np.float16))

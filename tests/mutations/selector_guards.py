@@ -184,7 +184,7 @@ def an_index_hands_its_lists_over(library: ModuleType) -> None:
     """Calls read the lists that an index on a device carries, or others that kernels make of them in larger blocks."""
     kernels, room, looking_up = (part(library, name) for name in ("planning.list_kernels", "masks", "planning.lookup"))
     options, carried = part(library, "planning.options").Options, part(library, "blocks.carried").CarriedLists
-    at_each_call = part(library, "masks.at_each_call").at_each_call
+    at_each_call = part(library, "masks.one_array").at_each_call
     for side in (16, 8):
         kept = device_double.to_device(np.eye(64 // side, dtype=bool))
         index = library.BlockIndex.from_blocks(kept, 64, 64, side)
