@@ -66,16 +66,43 @@ class IndexMask(Mask):
         return self.index.seqlen_q, self.index.seqlen_kv
 
     def resolve(self, shape: MaskShape) -> Mask:
-        _check_fit(self.index, shape)
+        index, reasons = self.index, []
+        if (index.seqlen_q, index.seqlen_kv) != (shape.seqlen_q, shape.seqlen_kv):
+            reasons.append(
+                f"the block index must be for lengths (seqlen_q={shape.seqlen_q}, seqlen_kv={shape.seqlen_kv}); "
+                f"got one for ({index.seqlen_q}, {index.seqlen_kv})"
+            )
+        for name, have, want in (
+            ("batch", index.batch, shape.num_batch),
+            ("num_heads", index.num_heads, shape.num_heads),
+        ):
+            if have not in (1, want):
+                reasons.append(f"the block index must have {name} 1 or {want}; got {have}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
         return self
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        row, col = i // self.index.block[0], j // self.index.block[1]
-        if self.index.is_on_host:
+        index, (block_q, block_kv) = self.index, self.index.block
+        row, col = i // block_q, j // block_kv
+        if index.is_on_host:
             position, is_listed = self.blocks.find(b, h, row, col)
         else:
             position, is_listed = self._clipped(self.table.at(b, h, row, col))
-        return _element_is_allowed(self.index, position, is_listed, b, h, i, j)
+        if len(index.indices) == 0:
+            return is_listed
+        kinds = index.kinds[position]
+        allowed = is_listed & (kinds == int(BlockKind.FULL))
+        if index.lo is not None and index.hi is not None:
+            rows = (b if index.lo.shape[0] > 1 else 0, h if index.lo.shape[1] > 1 else 0, i)
+            is_inside = (index.lo[rows] <= j) & (j < index.hi[rows])
+            allowed = allowed | is_listed & (kinds == int(BlockKind.INTERVAL)) & is_inside
+        if len(index.bits):
+            tile = namespace(index.bits).clip(index.tiles[position], 0, len(index.bits) - 1)
+            byte = index.bits[tile, i % block_q, j % block_kv // 8]
+            bit = (byte >> (j % 8 if block_kv % 8 == 0 else j % block_kv % 8)) & 1
+            allowed = allowed | is_listed & (kinds == int(BlockKind.BITS)) & (bit == 1)
+        return allowed
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         return self.blocks.rectangle(b, h, i0, i1, j0, j1) if self.index.is_on_host else (True, False)
@@ -89,39 +116,3 @@ class IndexMask(Mask):
         """A position in the lists, any position where there is no entry, and whether there is an entry."""
         capacity = len(self.index.indices)
         return namespace(entry).minimum(entry, max(capacity - 1, 0)), entry < capacity
-
-
-def _check_fit(index: Any, shape: MaskShape) -> None:
-    reasons = []
-    if (index.seqlen_q, index.seqlen_kv) != (shape.seqlen_q, shape.seqlen_kv):
-        reasons.append(
-            f"the block index must be for lengths (seqlen_q={shape.seqlen_q}, seqlen_kv={shape.seqlen_kv}); "
-            f"got one for ({index.seqlen_q}, {index.seqlen_kv})"
-        )
-    for name, have, want in (
-        ("batch", index.batch, shape.num_batch),
-        ("num_heads", index.num_heads, shape.num_heads),
-    ):
-        if have not in (1, want):
-            reasons.append(f"the block index must have {name} 1 or {want}; got {have}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
-
-
-def _element_is_allowed(index: Any, position: Array, is_listed: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
-    """Elements of an index, given the entry of the block that each lies in and whether it is listed."""
-    if len(index.indices) == 0:
-        return is_listed
-    block_q, block_kv = index.block
-    kinds = index.kinds[position]
-    allowed = is_listed & (kinds == int(BlockKind.FULL))
-    if index.lo is not None and index.hi is not None:
-        rows = (b if index.lo.shape[0] > 1 else 0, h if index.lo.shape[1] > 1 else 0, i)
-        is_inside = (index.lo[rows] <= j) & (j < index.hi[rows])
-        allowed = allowed | is_listed & (kinds == int(BlockKind.INTERVAL)) & is_inside
-    if len(index.bits):
-        tile = namespace(index.bits).clip(index.tiles[position], 0, len(index.bits) - 1)
-        byte = index.bits[tile, i % block_q, j % block_kv // 8]
-        bit = (byte >> (j % 8 if block_kv % 8 == 0 else j % block_kv % 8)) & 1
-        allowed = allowed | is_listed & (kinds == int(BlockKind.BITS)) & (bit == 1)
-    return allowed
