@@ -20,7 +20,7 @@ from .content import Described, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, share_allowed, widened
 from .pictures import as_html, as_text, plotted, shown_states
 from .shape import MaskShape, block_pair, once_checked, whole_shape
-from .written import joined, written
+from .written import written
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -797,7 +797,7 @@ def _in_brackets(mask: Mask) -> str:
     signs = {And: "&", Or: "|", Xor: "^"}
 
     def shown(node: Mask, parts: list[str]) -> str:
-        return f"~{parts[0]}" if isinstance(node, Not) else joined(signs[_kind(node)], parts)
+        return f"~{parts[0]}" if isinstance(node, Not) else f"({f' {signs[_kind(node)]} '.join(parts)})"
 
     found: str = _rebuilt(mask, repr, shown)
     return found

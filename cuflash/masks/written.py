@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from types import FunctionType
 from typing import Any
@@ -25,11 +24,6 @@ def written(mask: Any) -> str:
         elif not _is_default(value, field.default):
             arguments.append(f"{field.name}={_value(value)}")
     return f"{type(mask).__name__}({', '.join(arguments)})"
-
-
-def joined(sign: str, parts: Sequence[str]) -> str:
-    """Operands with an operator between them, in brackets."""
-    return f"({f' {sign} '.join(parts)})"
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -139,7 +139,8 @@ FAULTS = {
         ),
         "long arrays are written out": Edit("masks/written.py", "_value", "value.size <= _MOST_LISTED", "True"),
         "operands of operands have no brackets": Edit(
-            "masks/written.py", "joined", """f"({f' {sign} '.join(parts)})\"""", """f" {f' {sign} '.join(parts)} \""""
+            "masks/base.py", "_in_brackets.shown", """f"({f' {signs[_kind(node)]} '.join(parts)})\"""",
+            """f" {f' {signs[_kind(node)]} '.join(parts)} \"""",
         ),
         "a mask in blocks has no brackets": Edit(
             "masks/base.py", "OnBlocks.__repr__", "_in_brackets(self.mask)", "repr(self.mask)"
