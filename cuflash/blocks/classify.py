@@ -60,8 +60,8 @@ class _Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Blocking:
-    """Lengths, block size, and the numbers of batch entries and heads over which a mask varies."""
+class _Grid:
+    """All blocks of all matrices, batch entries and heads, over which a mask varies."""
 
     seqlen_q: int
     seqlen_kv: int
@@ -73,11 +73,6 @@ class Blocking:
     def size(self) -> tuple[int, int]:
         """Blocks of queries, and of keys."""
         return -(-self.seqlen_q // self.block[0]), -(-self.seqlen_kv // self.block[1])
-
-
-@dataclass(frozen=True, eq=False)
-class _Grid(Blocking):
-    """All blocks of all matrices over which a mask varies, with NumPy."""
 
     def rectangle(
         self, mask: Mask, matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array
