@@ -38,14 +38,6 @@ def test_densities_are_shares_of_pairs_and_of_blocks(shape_and_mask: Any, block:
 
 
 @given(SHAPES_AND_MASKS, BLOCKS)
-def test_an_index_holds_exactly_the_mask(shape_and_mask, block):
-    shape, mask = shape_and_mask
-    expected = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
-    found = BlockIndex.from_mask(mask, block=block, **shape._asdict()).toarray()
-    assert (np.broadcast_to(found, expected.shape) == expected).all()
-
-
-@given(SHAPES_AND_MASKS, BLOCKS)
 def test_blocks_are_called_absent_full_and_partial_rightly(shape_and_mask, block):
     shape, mask = shape_and_mask
     index = BlockIndex.from_mask(mask, block=block, **shape._asdict())
@@ -196,23 +188,10 @@ def test_a_mask_that_ignores_batch_and_heads_is_compiled_once_for_all():
     ]
 
 
-def test_a_picture_gets_coarser_rather_than_wider():
-    index = BlockIndex.from_mask(masks.Causal(), 100, 100, 1)
-    lines = index.picture(width=10).splitlines()
-    assert len(lines) == 10 and all(len(line) == 10 for line in lines)
-    assert lines[0] == "▒·········" and lines[9] == "█████████▒"
-
-
 @pytest.mark.parametrize("shape", [((), 1, 0, 5), ((), 1, 5, 0), ((0,), 2, 5, 5), ((2,), 0, 5, 5)])
 def test_an_empty_problem_has_an_empty_index(shape):
     index = BlockIndex.from_mask(masks.Causal("top_left"), block=2, **MaskShape(*shape)._asdict())
     assert index.num_entries == 0 and index.report().density == 0.0
-
-
-def test_indices_that_differ_in_block_do_not_combine():
-    first, second = (BlockIndex.from_mask(masks.Causal(), 8, 8, block) for block in (2, 4))
-    with pytest.raises(UnsupportedProblem, match="must share lengths, block"):
-        first & second
 
 
 def test_from_scipy_says_what_it_needs():

@@ -4,7 +4,6 @@ import pickle
 
 import numpy as np
 import pytest
-import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,11 +104,6 @@ def test_leading_axes_of_arrays_broadcast_over_the_batch():
     allowed = rng.random((3, 1, 2, 4, 5)) < 0.5  # over batch (3, 2) and 2 heads
     expected = np.broadcast_to(allowed, (3, 2, 2, 4, 5))
     assert (masks.Dense(allowed).toarray(4, 5, batch=(3, 2), num_heads=2) == expected).all()
-
-
-def test_a_sparse_array_keeps_what_it_stores():
-    blocks = scipy.sparse.coo_array(([True, True], ([0, 1], [1, 0])), shape=(2, 2))
-    assert table(masks.BlockPattern(blocks, 1), 2, 2) == [[0, 1], [1, 0]]
 
 
 @given(SHAPES_AND_MASKS, st.data())

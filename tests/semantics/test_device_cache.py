@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import cupy_machine
@@ -435,19 +431,3 @@ def test_rows_of_another_place_are_refused(xp: Any) -> None:
             told = refused(call)
             assert f"{name} must be a {home} array, as the cache's are; got " in told
             assert f": copy it with {copying}" in told
-
-
-def test_the_times_of_decoding_are_taken_or_it_is_said_why_not(tmp_path: Path) -> None:
-    path = tmp_path / "decode.csv"
-    command = [sys.executable, "-m", "experiments", "decode", "--csv", str(path), "--quick"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-    if run.returncode:
-        assert run.stderr.startswith("decode.py times kernels on a GPU, and there is none: ")
-        assert len(run.stderr.splitlines()) == 1
-        return
-    with path.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert {"attention, contiguous", "attention, pages of 16", "append and attention, host"} <= {
-        row["operation"] for row in rows if row["library"] == "cuflash"
-    }
-    assert all(float(row["us"]) > 0 for row in rows)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.dropout import philox4x32
-from cuflash.testing import Example, Structure, assert_within, assert_within_bounds
+from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import CPU, GPU, SIM, holds_for_examples, needs_compiler, on_every_executor
 from hypothesis import given, target
 from hypothesis import strategies as st
@@ -237,26 +237,6 @@ def test_a_graph_that_is_replayed_draws_anew() -> None:
             stream.synchronize()
             assert cupy.asnumpy(o).tobytes() == expected[number][0].tobytes()
             assert cupy.asnumpy(gradients.dv).tobytes() == expected[number][1].tobytes()
-
-
-def test_parts_of_the_keys_merge_to_the_whole() -> None:
-    """Masks leave positions unchanged, so that parts of one array's keys draw the numbers of the whole."""
-    dropout, left = Dropout(0.3, SEED), masks.FromFunction(lambda b, h, i, j: j < 13)
-    parts = [cuflash.attention(Q, K, V, mask=mask, dropout=dropout, return_lse=True) for mask in (left, ~left)]
-    o, lse = cuflash.merge([part[0] for part in parts], [part[1] for part in parts])
-    whole = cuflash.attention(Q, K, V, dropout=dropout, return_lse=True)
-    bounds = cuflash.error_bound(Q, K, V, dropout=dropout)
-    assert_within("o", o, whole[0], 4 * bounds.o)
-    assert_within("lse", lse, whole[1], 4 * bounds.lse)
-
-
-def test_calls_differ_by_seed_offset_and_probability() -> None:
-    found = {
-        cuflash.attention(Q, K, V, dropout=dropout).tobytes()
-        for _ in range(2)
-        for dropout in (None, Dropout(0.5, 1), Dropout(0.5, 2), Dropout(0.5, 1, 1), Dropout(0.4, 1))
-    }
-    assert len(found) == 5
 
 
 def test_a_dropout_is_what_its_numbers_say() -> None:

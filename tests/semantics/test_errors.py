@@ -15,7 +15,6 @@ from cuflash.arrays import describe
 from cuflash.compiler import nvrtc as compiling
 
 Q = np.ones((2, 4, 10, 8), np.float32)
-SHAPE = masks.MaskShape((2,), 4, 10, 10)
 
 
 def reasons_of(*arrays, **options):

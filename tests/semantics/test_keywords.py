@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -113,22 +112,6 @@ def test_every_name_of_the_table_is_answered_by_what_to_write(name: str, keyword
         assert keywords_of(said.partition(": ")[2]) <= own
 
 
-def test_every_sentence_is_the_answer_of_a_public_call() -> None:
-    """No sentence stands in the table in vain."""
-    parameters = {name: set(inspect.signature(call).parameters) for name, call in CALLS.items()}
-    for sentence in {sentence for sentences in ELSEWHERE.values() for sentence in sentences}:
-        asked = keywords_of(sentence) or {"q"}
-        assert any(
-            answer(CALLS[name], keyword).endswith(f"() has no {keyword}: {sentence}")
-            for name, own in parameters.items()
-            if asked <= own
-            for keyword, sentences in ELSEWHERE.items()
-            if sentence in sentences and keyword not in own
-        ), sentence
-    for (call, keyword), sentence in OF_ONE_CALL.items():
-        assert answer(CALLS[call], keyword) == f"{call}() has no {keyword}: {sentence}"
-
-
 def unknown_in(sentence: str) -> list[str]:
     """List the names of a sentence that cuflash does not have, and the keywords that its calls do not take."""
     faults = []
@@ -154,11 +137,6 @@ def test_sentences_name_what_exists(sentence: str) -> None:
     assert any(keywords_of(sentence) <= own for own in taken)
 
 
-def test_names_that_do_not_exist_are_seen() -> None:
-    assert unknown_in("use mask=cuflash.masks.Length(kv=lengths)") == ["cuflash.masks.Length"]
-    assert unknown_in("use mask=cuflash.masks.Lengths(keys=lengths)") == [".masks.Lengths(keys=)"]
-
-
 def rows_of(page: str) -> Iterator[tuple[list[str], str]]:
     """Yield the rows of a page's tables of names: the names, and the sentence without backticks."""
     for table in re.findall(r"^\| [^`|]+ \| cuflash \|\n\|--.*\n((?:\|.*\n)+)", page, re.MULTILINE):
@@ -179,17 +157,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text("utf-8"
 
 def test_the_page_about_other_libraries_has_the_table() -> None:
     assert faults_of(PAGE) == []
-
-
-@pytest.mark.parametrize(
-    ("there", "instead", "faults"),
-    [
-        ("use `scale=` |", "use `score=` |", {"softmax_scale", "scaling"}),
-        ("`add_zero_attn`", "`zero`", {"zero", "add_zero_attn"}),
-    ],
-)
-def test_a_page_without_the_table_is_seen(there: str, instead: str, faults: set[str]) -> None:
-    assert faults <= set(faults_of(PAGE.replace(there, instead)))
 
 
 def test_all_unknown_keywords_are_answered_at_once() -> None:
@@ -245,11 +212,3 @@ def test_errors_inside_of_a_call_pass_as_they_are() -> None:
     frames = [frame.filename for frame in traceback.extract_tb(raised.tb)]
     assert raised.value is own
     assert sum(name.endswith("answers.py") for name in frames) == 1
-
-
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if inspect.isfunction(call) and "<" not in name])
-def test_decorated_functions_are_pickled_by_name_and_show_their_source(name: str) -> None:
-    call: Any = CALLS[name]
-    assert pickle.loads(pickle.dumps(call)) is call
-    assert call.__name__ in inspect.getsource(call)
-    assert call.__module__.startswith("cuflash") and call.__doc__

@@ -97,33 +97,6 @@ def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, 
         assert not o[b, :, new:].any()
 
 
-@on_every_executor
-def test_decoding_token_by_token_is_the_last_row_of_attention(run: Any) -> None:
-    length, prompt = 40, 21
-    q, k, v = (normal(1, heads, length, 8) for heads in (2 * HEADS, HEADS, HEADS))
-    example = run.rounded(Example(q=q, k=k, v=v, mask=masks.Causal()))
-    cache = cache_of(run, k, v, [0], **PAGES)
-    outs = []
-    for rows in [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, length))]:
-        cache.append(run.put(k[:, :, rows]), run.put(v[:, :, rows]))
-        outs.append(run.get(cache.attention(run.put(q[:, :, rows]), **options_of(run))))
-    assert_within_bounds(example, o=np.concatenate(outs, axis=2))
-
-
-def test_rows_of_a_sequence_may_be_fewer_than_those_given() -> None:
-    cache = KVCache(**SMALL)
-    k, v = normal(2, 3, HEADS, 5, 8)
-    cache.append(k, v, counts=[5, 0, 2])
-    q = normal(3, HEADS, 4, 8)
-    o, lse = cache.attention(q, counts=np.array([4, 0, 2], np.int8), return_lse=True)
-    for b, (length, count) in enumerate([(5, 4), (0, 0), (2, 2)]):
-        one = KVCache(**SMALL | {"batch": 1})
-        one.append(k[b : b + 1, :, :length], v[b : b + 1, :, :length])
-        assert np.array_equal(one.attention(q[b : b + 1, :, :count])[0], o[b, :, :count])
-        assert not o[b, :, count:].any() and np.isneginf(lse[b, :, count:]).all()
-    assert not o[1].any()
-
-
 @pytest.mark.parametrize("of_each", [False, True], ids=["one for all", "of each sequence"])
 def test_queries_without_keys_have_what_attention_gives_them_beside_a_sink(of_each: bool) -> None:
     """Queries that are not counted, of a sequence without rows too, beside sinks that are numbers and others."""
@@ -139,13 +112,6 @@ def test_queries_without_keys_have_what_attention_gives_them_beside_a_sink(of_ea
     for found, without in zip((o, lse), wanted):
         np.testing.assert_array_equal(found[1:2], without)
         np.testing.assert_array_equal(found[2:, :, 1], without[:, :, 1])
-
-
-def test_queries_may_see_what_comes_after_them() -> None:
-    cache, q = KVCache(**SMALL | {"batch": 1}), normal(1, HEADS, 3, 8)
-    k, v = normal(2, 1, HEADS, 3, 8)
-    cache.append(k, v)
-    assert np.array_equal(cache.attention(q, causal=False)[0], cuflash.attention(q[0], k[0], v[0]))
 
 
 MISSED = {
@@ -178,29 +144,6 @@ def test_queries_whose_keys_were_not_appended_are_refused(pages: Any, case: str,
     o, lse = cache.attention(q, counts=counts, return_lse=True, **options)
     for b, new in enumerate(counts or [num_rows] * 3):
         assert np.isfinite(lse[b, :, :new]).all() and o[b, :, :new].all() and not o[b, :, new:].any()
-
-
-def test_results_go_where_they_are_asked_for() -> None:
-    cache = KVCache(**SMALL)
-    cache.append(*normal(2, 3, HEADS, 9, 8))
-    q = normal(3, HEADS, 7, 8)
-    out = np.full((3, HEADS, 7, 8), np.nan, np.float32)
-    assert cache.attention(q, out=out) is out and np.array_equal(out, cache.attention(q))
-
-
-def test_appending_one_by_one_is_appending_at_once() -> None:
-    rows = normal(2, 3, HEADS, 40, 8)
-    for pages in ({}, PAGES):
-        one, other = KVCache(**SMALL, **pages), KVCache(**SMALL, **pages)
-        one.append(*rows)
-        for t in range(40):
-            other.append(*rows[:, :, :, t : t + 1])
-        for b in range(3):
-            assert all(
-                np.array_equal(x.k[x.block_table[b][at // x.k.shape[2]], :, at % x.k.shape[2]], rows[0, b, :, at])
-                for x in (one, other)
-                for at in range(40)
-            )
 
 
 LISTED = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import linecache
-import pickle
 import re
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,7 @@ import cuflash
 from cuflash import UnsupportedProblem
 from cuflash.masks.shape import MaskShape
 from cuflash.scores import Score
-from cuflash.scores.program import ArrayType, Builder, curvature, depends, derived, gradient_loads
+from cuflash.scores.program import derived, gradient_loads
 from cuflash.scores.ranges import range_reasons, ranges
 from cuflash.scores.roundoff import Arithmetic, values_and_errors
 from cuflash.scores.values import Operands, values
@@ -224,16 +223,6 @@ def test_a_power_of_0_is_exact() -> None:
     check_exact_zeros()
 
 
-def test_equal_instructions_are_one_and_unused_ones_are_none() -> None:
-    def twice(s, b, h, i, j):
-        np.exp(s * 7.5)
-        return np.tanh(s) * np.tanh(s)
-
-    score = Score(twice)
-    assert [instruction.op for instruction in score.program.instructions] == ["s", "tanh", "mul"]
-    assert score.numbers == ()
-
-
 SIMPLE = [
     (lambda s, b, h, i, j: s + 0, ["s"]),
     (lambda s, b, h, i, j: 0.0 + s * 1.0, ["s"]),
@@ -251,14 +240,6 @@ SIMPLE = [
 @pytest.mark.parametrize(("function", "ops"), SIMPLE)
 def test_a_program_is_simple(function, ops: list[str]) -> None:
     assert [instruction.op for instruction in Score(function).program.instructions] == ops
-
-
-def test_integers_that_become_reals_stay_integers_where_an_index_needs_them() -> None:
-    def f(s, b, h, i, j, column):
-        return s + (i - j) * 0.5 + column[np.clip(i - j, 0, 6)]
-
-    kinds = [(each.op, each.kind) for each in Score(f, column=np.zeros(7)).program.instructions]
-    assert ("sub", "int") in kinds and ("sub", "real") not in kinds
 
 
 def test_wide_integers_of_arrays_are_subtracted_as_integers() -> None:
@@ -302,35 +283,6 @@ def test_the_sign_of_zero_is_kept() -> None:
     for sign in (1.0, -1.0):
         score = Score(lambda s, b, h, i, j: s / (sign * np.where(i < j, 0.0, 0.0)))
         assert values(score.program, Operands(score.numbers, ()), np.ones(1), 0, 0, 0, 0) == [sign * np.inf]
-
-
-def test_programs_pickle() -> None:
-    program = Score(capped, slope=SLOPE).program
-    assert pickle.loads(pickle.dumps(program)) == program
-
-
-def test_what_a_value_depends_on() -> None:
-    score = Score(lambda s, b, h, i, j, a: s + a[..., j] + b, a=np.zeros((3, 4)))
-    found = dict(zip(score.program.instructions, depends(score.program)))
-    load = next(each for each in found if each.op == "load")
-    assert found[load] == {"b", "j"} and found[score.program.instructions[-1]] == {"s", "b", "j"}
-    single = Score(lambda s, b, h, i, j, a: s + a[..., j], a=np.zeros((1, 4)))
-    assert {"j"} in depends(single.program)
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda s, b, h, i, j: s - np.abs(i - j), "shift"),
-        (lambda s, b, h, i, j: np.where(i < j, s, 2 * s), "scaled"),
-        (lambda s, b, h, i, j: 3.5 * s, "scaled"),
-        (lambda s, b, h, i, j: i * 1.5, "scaled"),
-        (lambda s, b, h, i, j: s * s, "curved"),
-        (lambda s, b, h, i, j: np.maximum(s, 0), "curved"),
-    ],
-)
-def test_curvature(function, expected: str) -> None:
-    assert Score(function).curvature == expected == curvature(Score(function).program)
 
 
 def test_a_branch_that_is_not_chosen_has_no_derivative() -> None:
@@ -565,23 +517,6 @@ def test_an_index_is_proven_or_refused(index, extent: int, reason: str) -> None:
     assert (reason in found[0]) if reason else (found == [])
 
 
-@pytest.mark.parametrize("num_heads", [EXTENTS["h"] - 1, EXTENTS["h"] + 1, 0])
-def test_an_axis_of_heads_has_an_element_for_each(num_heads: int) -> None:
-    score = Score(lambda s, b, h, i, j, a: s + a[0, h], a=np.zeros((1, num_heads)))
-    (found,) = range_reasons(score.program, [(1, num_heads)], (2,), EXTENTS, "float32")
-    told = f"axis 1 of a must have an element for each of {EXTENTS['h']} query heads, as h is its index; got shape"
-    assert found == f"{told} (1, {num_heads})"
-    clipped = Score(lambda s, b, h, i, j, a: s + a[np.minimum(h, 1)], a=np.zeros(9))
-    assert range_reasons(clipped.program, [(9,)], (2,), EXTENTS, "float32") == []
-
-
-def test_leading_axes_must_fit_the_batch() -> None:
-    score = Score(lambda s, b, h, i, j, a: s + a[..., h], a=np.zeros((5, 3)))
-    found = range_reasons(score.program, [(5, 3)], (2,), EXTENTS, "float32")
-    assert found == ["the axes of a before its 1 indices must broadcast against the batch (2,); got (5,)"]
-    assert range_reasons(score.program, [(1, 3)], (2,), EXTENTS, "float32") == []
-
-
 def test_positions_that_float32_does_not_hold_are_refused() -> None:
     score = Score(lambda s, b, h, i, j: s - np.abs(i - j))
     far = {**EXTENTS, "j": 2**24 + 1}
@@ -593,9 +528,3 @@ def test_positions_that_float32_does_not_hold_are_refused() -> None:
 def test_an_empty_problem_needs_no_proof() -> None:
     score = Score(lambda s, b, h, i, j, a: s + a[i - j], a=np.zeros(1))
     assert range_reasons(score.program, [(1,)], (), {**EXTENTS, "i": 0}, "float32") == []
-
-
-def test_builders_start_from_a_program() -> None:
-    builder = Builder([ArrayType("a", 1, "float32", "real", (False,))], num_numbers=2)
-    n = builder.number(7.0)
-    assert builder.instructions[n].value == 2 and builder.numbers == [7.0]

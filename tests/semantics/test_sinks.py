@@ -135,19 +135,6 @@ def test_each_kernel_is_within_its_bound(options) -> None:
     assert_within_bounds(example, **run.everything(example))
 
 
-@holds_for_examples(has_sink=True, most_scores=1 << 13)
-def test_a_sink_is_one_more_part_of_a_merge(run, example):
-    o, lse = run.attend(example.q, example.k, example.v, mask=example.mask, scale=example.scale)
-    sinks = example.sink if example.problem.has_heads else example.sink.reshape(())
-    sink = np.broadcast_to(sinks[..., None], lse.shape).astype(lse.dtype)
-    merged = dict(zip(("o", "lse"), cuflash.merge([o, np.zeros_like(o)], [lse, sink])))
-    found = run.everything(example)
-    bounds, without = example.bounds, example.but(sink=None).bounds
-    for name, result in merged.items():  # o is rounded twice in a merge
-        bound = getattr(bounds, name) + np.where(np.isfinite(lse) if name == "lse" else 1, getattr(without, name), 0)
-        assert_within(name, found[name], result, 2 * bound, example)
-
-
 @on_every_deterministic_backward
 @pytest.mark.parametrize("structure", OF_EACH_DTYPE, ids=lambda structure: structure.dtype)
 def test_a_sink_of_minus_infinity_is_none(run, structure):
@@ -167,17 +154,6 @@ def test_results_with_a_sink_repeat_bit_for_bit(run, structure):
     assert {name: x.tobytes() for name, x in first.items()} == {name: x.tobytes() for name, x in second.items()}
 
 
-@holds_for_examples(has_sink=True, most_scores=1 << 13)
-def test_weights_of_keys_and_the_sink_add_up_to_one(run, example):
-    """With v = 1, o is 1 minus the sink's weight."""
-    ones = example.but(v=np.ones_like(example.v))
-    o, lse = (run.everything(ones)[name].astype(np.float64) for name in ("o", "lse"))
-    sinks = example.sink if example.problem.has_heads else example.sink.reshape(())
-    weight = np.exp(np.broadcast_to(sinks[..., None].astype(np.float64), lse.shape) - lse)
-    tolerance = ones.bounds.o + weight[..., None] * np.expm1(ones.bounds.lse)[..., None]
-    assert_within("o", o, np.broadcast_to(1 - weight[..., None], o.shape), 2 * tolerance + 1e-15, ones)
-
-
 @on_every_backward
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_rows_without_a_key_have_the_sink_as_lse(run, dtype):
@@ -192,13 +168,6 @@ def test_rows_without_a_key_have_the_sink_as_lse(run, dtype):
     assert not found["o"][:, :40].any() and not found["o"][1].any()
     np.testing.assert_array_equal(found["lse"][:, :40], np.broadcast_to(example.sink[:, None], (3, 40)))
     assert_within_bounds(example, **found)
-
-
-@on_every_backward
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
-def test_without_queries_or_keys(run, shape):
-    example = Structure(num_heads=2, seqlen_q=shape[0], seqlen_kv=shape[1], sink=(2,), q_batch=(3,)).example()
-    assert_within_bounds(example, **run.everything(example))
 
 
 @on_every_backward

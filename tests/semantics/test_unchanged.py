@@ -87,21 +87,6 @@ def test_all_changed_arrays_are_named_at_once() -> None:
         vjp(q)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_arrays_of_every_dtype_and_layout_are_compared(dtype: Any, layout: Any) -> None:
-    q, k, v = (layout(an_array(dtype=dtype)) for _ in range(3))
-    _, vjp = cuflash.attention_vjp(q, k, v)
-    vjp(q)
-    for name, array in {"q": q, "k": k, "v": v}.items():
-        before = array.copy()
-        array[...] = array[..., ::-1].copy()
-        with pytest.raises(RuntimeError, match=f"^{name} must"):
-            vjp(q)
-        array[...] = before
-    vjp(q)
-
-
 @pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (0, 8), (1, 1), (2, 3, 1, 1)])
 def test_empty_and_tiny_calls_have_gradients(shape: tuple[int, ...]) -> None:
     x = np.broadcast_to(np.float32(np.nan), shape)  # read-only
