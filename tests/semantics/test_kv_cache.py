@@ -14,7 +14,6 @@ from executors import on_every_executor
 from foreign import Foreign
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from test_wrong_inputs import JUNK, bytes_of
 
 import cuflash
 from cuflash import KVCache, UnsupportedProblem, masks
@@ -451,39 +450,3 @@ def test_options_are_refused_before_anything_is_written(options, lengths, parts)
     with pytest.raises((UnsupportedProblem, TypeError), match=next(iter(options))):
         cache.attention(q, out=out, counts=np.minimum(lengths, 1), **options)
     assert (out == 7).all()
-
-
-GOOD = {
-    "KVCache": (lambda **given: KVCache(**given), SMALL | {"value_dim": 8, "xp": np} | PAGES),
-    "append": (lambda **given: a_cache(**PAGES).append(**given), {"k": K, "v": K, "counts": [1, 2, 0]}),
-    "attention": (
-        lambda **given: a_cache(**PAGES).attention(**given),
-        {"q": K, "counts": [1, 2, 0], "causal": True, "window": (1, 0), "scale": 1.0, "out": None, "return_lse": True,
-         "sink": np.zeros(2, np.float32), "kernel": "auto", "executor": "auto", "precision": "ieee"},
-    ),
-    "truncate": (lambda **given: a_cache().truncate(**given), {"lengths": [1, 0, 1]}),
-    "reserve": (lambda **given: a_cache().reserve(**given), {"lengths": [1, 0, 9]}),
-    "reset": (lambda **given: a_cache().reset(**given), {"rows": [1]}),
-    "fork": (lambda **given: a_cache().fork(**given), {"source": 0, "target": 1}),
-    "over": (
-        KVCache.over,
-        {"k_pages": normal(3, 2, 16, 8), "v_pages": normal(3, 2, 16, 8), "block_table": TABLE, "lengths": [3, 4]},
-    ),
-}  # fmt: skip
-ARGUMENTS = [(name, argument) for name, (_, arguments) in GOOD.items() for argument in arguments]
-
-
-@pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=map(" ".join, ARGUMENTS))
-def test_every_argument_takes_or_refuses_what_it_is_given(name: str, argument: str) -> None:
-    call, arguments = GOOD[name]
-    for label, make in JUNK.items():
-        junk = make()
-        before = bytes_of([junk])
-        try:
-            call(**{**arguments, argument: junk})
-        except (UnsupportedProblem, TypeError) as error:
-            named = argument in str(error) or (name, argument) == ("attention", "q") and "k's" in str(error)
-            assert named or "dtype" in str(error) and argument.endswith("_pages"), f"{label}: {error}"
-        except RuntimeError as error:
-            assert "CuPy is missing" in str(error), f"{label}: {error}"
-        assert bytes_of([junk]) == before or argument == "out", label

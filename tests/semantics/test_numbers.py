@@ -6,17 +6,15 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
-import scipy.sparse
 from hypothesis import find
+from test_wrong_inputs import CALLS, DOCUMENTED, GOOD, precompile
 
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, Dropout, KVCache, ShapeDtype, masks, patterns, reference, scores, selectors
-from cuflash.compiler import nvrtc
 from cuflash.selectors import Budget, Forced
 from cuflash.testing import strategies
 
@@ -28,7 +26,7 @@ H100 = DeviceSpec.gpu("H100")
 INDEX = BlockIndex.from_blocks(np.eye(4, dtype=bool), 16, 16, 4)
 ONE = Budget(top_k=1)
 EIGHT = cuflash.quantize(Q, block=16)
-KEYS, OFFSETS = np.zeros((2, 1, 16, 8), np.float32), np.array([0, 16])
+KEYS = np.zeros((2, 1, 16, 8), np.float32)
 PEAKS: dict[str, Any] = {"clock": 1.0, "hbm_bytes": 1.0}
 CACHE = {"batch": 1, "num_kv_heads": 2, "head_dim": 8, "capacity": 64, "dtype": "float32"}
 KV_BYTES = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "dtype": "float16"}
@@ -41,40 +39,38 @@ def a_cache(batch: int = 1) -> KVCache:
     return cache
 
 
-def precompile(**options: Any) -> None:
-    """Call precompile without the compiler, which takes seconds."""
-    with mock.patch.object(nvrtc, "precompile", lambda specs, target: tuple(specs)):
-        cuflash.precompile(SHAPE, SHAPE, SHAPE, device=H100, **options)
+def taking(call: Callable[..., Any], good: dict[str, Any], name: str) -> Place:
+    """Return a call with one of these arguments, and what it takes."""
+    return lambda value: call(**good | {name: value}), good[name]
 
 
 def with_one(call: Callable[..., Any], good: dict[str, Any], *names: str) -> dict[str, Place]:
-    """Return calls with one of these arguments, by the name of the call and the argument, with what they take."""
-    label = f"{call.__module__}.{call.__qualname__}"
-    return {f"{label} {name}": (lambda value, name=name: call(**good | {name: value}), good[name]) for name in names}
+    """Return calls with one of these arguments, by the name of the call and the argument."""
+    return {f"{call.__module__}.{call.__qualname__} {name}": taking(call, good, name) for name in names}
 
 
-def attends(call: Callable[..., Any], *names: str, **good: Any) -> dict[str, Place]:
-    return with_one(call, {**good, **{name: GOOD_OPTIONS[name] for name in names}}, *names)
-
-
-GOOD_OPTIONS: dict[str, Any] = {"scale": 0.5, "softcap": 3.0}
 QKV = {"q": Q, "k": Q, "v": Q}
 BLOCKS = {"q": Q, "k": Q, "budget": ONE, "block": 4, "scale": 0.5}
 PATTERN = {"seqlen_q": 16, "seqlen_kv": 16, "block": 4}
 PLACES: dict[str, Place] = {
-    **attends(cuflash.attention, "scale", "softcap", **QKV),
-    **attends(cuflash.attention_vjp, "scale", "softcap", **QKV),
-    **attends(cuflash.plan, "scale", "softcap", **QKV),
-    "precompile scale": (lambda value: precompile(scale=value), 0.5),
-    "precompile softcap": (lambda value: precompile(softcap=value), 3.0),
-    **attends(cuflash.error_bound, "scale", "softcap", **QKV),
-    **attends(cuflash.recall, "scale", **QKV, mask=masks.Band()),
+    **{
+        f"{name} {argument}": taking(call, good, argument)
+        for name, (call, good) in (CALLS | DOCUMENTED).items()
+        for argument, number in good.items()
+        if isinstance(number, (int, float)) and not isinstance(number, bool)
+    },
+    **{
+        f"{call.__name__} softcap": taking(call, QKV | {"softcap": 3.0}, "softcap")
+        for call in (cuflash.attention, cuflash.attention_vjp, cuflash.plan, cuflash.error_bound)
+    },
+    "precompile softcap": taking(
+        precompile, {"q": GOOD["q"], "k": GOOD["k"], "v": GOOD["v"], "device": H100, "softcap": 3.0}, "softcap"
+    ),
     **with_one(cuflash.block_mass, {"q": Q, "k": Q, "block": 4, "scale": 0.5}, "block", "scale"),
-    **attends(cuflash.quantization_bound, "scale", **QKV, q8=EIGHT, k8=EIGHT, v8=EIGHT),
-    **attends(reference.attention, "scale", **QKV),
-    **attends(reference.attention_vjp, "scale", **QKV, do=Q),
+    **with_one(cuflash.quantization_bound, {**QKV, "scale": 0.5, "q8": EIGHT, "k8": EIGHT, "v8": EIGHT}, "scale"),
+    **with_one(reference.attention, {**QKV, "scale": 0.5}, "scale"),
+    **with_one(reference.attention_vjp, {**QKV, "scale": 0.5, "do": Q}, "scale"),
     "Quantized scale": (lambda value: cuflash.attention(EIGHT, EIGHT, EIGHT, scale=value), 0.5),
-    "KVCache.attention scale": (lambda value: a_cache().attention(Q4[:, :, :1], scale=value), 0.5),
     "KVCache.attention softcap": (lambda value: a_cache().attention(Q4[:, :, :1], softcap=value), 0.5),
     "KVCache.attention counts": (lambda value: a_cache().attention(Q4[:, :, :1], counts=[value]), 1),
     "KVCache.attention window": (lambda value: a_cache().attention(Q4[:, :, :1], window=(value, 0)), 1),
@@ -82,13 +78,7 @@ PLACES: dict[str, Place] = {
     "KVCache.truncate": (lambda value: a_cache().truncate([value]), 1),
     "KVCache.reserve": (lambda value: a_cache().reserve([value]), 1),
     "KVCache.reset": (lambda value: a_cache().reset([value]), 0),
-    "KVCache.rows": (lambda value: a_cache().rows(value), 0),
-    "KVCache.fork source": (lambda value: a_cache(batch=2).fork(value, 0), 1),
-    "KVCache.fork target": (lambda value: a_cache(batch=2).fork(0, value), 1),
-    **with_one(
-        KVCache, {**CACHE, "value_dim": 8, "page_size": 16, "num_pages": 4, "part_keys": 64},
-        "batch", "num_kv_heads", "head_dim", "capacity", "value_dim", "page_size", "num_pages", "part_keys",
-    ),
+    "KVCache part_keys": (lambda value: KVCache(**CACHE, part_keys=value), 64),
     "KVCache.over lengths": (
         lambda value: KVCache.over(KEYS, KEYS.copy(), np.zeros((1, 1), np.int32), [value]), 3
     ),
@@ -105,7 +95,6 @@ PLACES: dict[str, Place] = {
         for call in (cuflash.attention, cuflash.attention_vjp, cuflash.plan, cuflash.error_bound)
         for place in (0, 1)
     },
-    **with_one(Dropout, {"p": 0.5, "seed": 3, "offset": 4}, "p", "seed", "offset"),
     "Dropout.keep shape": (lambda value: Dropout(0.5, 3).keep((value, 3, 4)), 2),
     "Dropout.keep shape, keys": (lambda value: Dropout(0.5, 3).keep((2, 3, value)), 2),
     **with_one(cuflash.quantize, {"x": Q, "block": 16, "largest": 2.0}, "block", "largest"),
@@ -138,46 +127,19 @@ PLACES: dict[str, Place] = {
     "Budget min_blocks": (lambda value: Budget(top_k=1, min_blocks=value), 1),
     "Forced sink": (lambda value: Forced(sink=value), 1),
     "Forced local": (lambda value: Forced(local=value), 1),
-    **with_one(patterns.butterfly, {**PATTERN, "max_stride": 2}, *PATTERN, "max_stride"),
-    **with_one(patterns.checkerboard, PATTERN, *PATTERN),
-    **with_one(
-        patterns.bigbird,
-        {
-            **PATTERN, "num_window_blocks": 1, "num_global_blocks": 1, "num_random_blocks": 1, "num_heads": 1, "seed": 1
-        },
-        *PATTERN, "num_window_blocks", "num_global_blocks", "num_random_blocks", "num_heads", "seed",
-    ),
-    **with_one(
-        patterns.random, {**PATTERN, "density": 1, "num_heads": 1, "seed": 1}, *PATTERN, "density", "num_heads", "seed"
-    ),
-    **with_one(
-        patterns.longformer, {"window": (2, 2), "num_global": 1, "dilation": 2, "align": None}, "num_global", "dilation"
-    ),
     "longformer window": (lambda value: patterns.longformer((value, 1)), 1),
-    **with_one(patterns.strided, {"stride": 2}, "stride"),
-    **with_one(patterns.fixed, {"stride": 3, "num_summary": 1}, "stride", "num_summary"),
-    **with_one(patterns.sink_local, {"num_sinks": 1, "window": (2, 0)}, "num_sinks"),
     "sink_local window": (lambda value: patterns.sink_local(1, (1, value)), 1),
-    **with_one(masks.Band, {"lower": 0, "upper": 1}, "lower", "upper"),
-    **with_one(masks.SlidingWindow, {"left": 1, "right": 1}, "left", "right"),
-    **with_one(masks.Dilated, {"dilation": 2, "left": 1, "right": 1}, "dilation", "left", "right"),
-    **with_one(masks.PrefixLM, {"prefix": 3}, "prefix"),
-    **with_one(masks.Lengths, {"q": 3, "kv": 3}, "q", "kv"),
+    **with_one(masks.Lengths, {"q": 3, "kv": 3}, "kv"),
     "Lengths of an array": (lambda value: masks.Lengths(kv=np.array([value])), 3),
     "Documents": (lambda value: masks.Documents(np.array([value])), 3),
     "Sequences": (lambda value: masks.Sequences([0, value]), 1),
     "Sequences window": (lambda value: masks.Sequences([0, 3], window=(value, 0)), 1),
     "Sequences.of": (lambda value: masks.Sequences.of([value]), 3),
-    "BlockPattern": (lambda value: masks.BlockPattern(np.eye(3, dtype=bool), value), 2),
     **with_one(
         masks.MaskShape, {"batch": (1,), "num_heads": 1, "seqlen_q": 1, "seqlen_kv": 1},
         "num_heads", "seqlen_q", "seqlen_kv",
     ),
     "MaskShape batch": (lambda value: masks.MaskShape((value,), 1, 1, 1), 1),
-    **with_one(
-        masks.Causal("top_left").toarray, {"seqlen_q": 1, "seqlen_kv": 1, "num_heads": 1},
-        "seqlen_q", "seqlen_kv", "num_heads",
-    ),
     **with_one(
         masks.Causal("top_left").density, {"seqlen_q": 1, "seqlen_kv": 1, "num_heads": 1},
         "seqlen_q", "seqlen_kv", "num_heads",
@@ -189,53 +151,18 @@ PLACES: dict[str, Place] = {
         "seqlen_q", "seqlen_kv", "num_heads", "block", "b", "h", "width",
     ),
     "picture batch": (lambda value: masks.Causal().picture(3, batch=(value,)), 1),
-    "on_blocks": (lambda value: masks.Causal().on_blocks(value), 2),
     "on_blocks pair": (lambda value: masks.Causal().on_blocks((2, value)), 2),
-    **with_one(
-        BlockIndex.from_mask, {"mask": masks.Causal(), **PATTERN, "num_heads": 1},
-        *PATTERN, "num_heads",
-    ),
     "from_mask batch": (lambda value: BlockIndex.from_mask(masks.Causal(), **PATTERN, batch=(value,)), 1),
     "from_mask block": (
         lambda value: BlockIndex.from_mask(masks.Causal(), **{**PATTERN, "block": (4, value)}), 1
     ),
-    **with_one(BlockIndex.from_blocks, {"blocks": np.ones((1, 1), bool), **dict.fromkeys(PATTERN, 1)}, *PATTERN),
-    **with_one(
-        BlockIndex.from_scipy, {"matrix": scipy.sparse.eye_array(1), **dict.fromkeys(PATTERN, 1)}, *PATTERN
-    ),
-    **with_one(INDEX.to_scipy, {"b": 0, "h": 0}, "b", "h"),
-    **with_one(INDEX.picture, {"b": 0, "h": 0, "width": 4}, "b", "h", "width"),
     **with_one(INDEX.report, {"head_dim": 8, "value_dim": 8, "itemsize": 2}, "head_dim", "value_dim", "itemsize"),
-    "scores.softcap": (scores.softcap, 3.0),
-    "scores.alibi_slopes": (scores.alibi_slopes, 2),
-    "relative_position": (
-        lambda value: scores.relative_position(np.ones((2, 4)), value, bidirectional=False), 9
-    ),
-    "relative_position_2d": (lambda value: scores.relative_position_2d(np.ones((2, 3, 5)), value), 3),
-    **with_one(
-        scores.within,
-        {
-            "score": scores.softcap(2.0), "q_offsets": [0, 1], "kv_offsets": [0, 1], "seqlen_q": 1, "seqlen_kv": 1
-        },
-        "seqlen_q", "seqlen_kv",
-    ),
     "within offsets": (lambda value: scores.within(scores.softcap(2.0), [0, value]), 1),
-    **with_one(DeviceSpec, {"name": "x", **CHIP}, *CHIP),
     "DeviceSpec capability": (lambda value: DeviceSpec(name="x", compute_capability=(9, value), **CHIP), 0),
     "ShapeDtype": (lambda value: ShapeDtype((2, value), np.float32), 1),
     **with_one(cuflash.Peaks, {**PEAKS, "tensor_16": 1.0, "l2_bytes": 64}, *PEAKS, "tensor_16", "l2_bytes"),
     "Roofline.measured": (cuflash.roofline(cuflash.plan(SHAPE, SHAPE, SHAPE, device=H100)).measured, 1.0),
-    **with_one(
-        cuflash.kv_cache_bytes, {**KV_BYTES, "tokens": 5, "page_size": 16, "value_dim": 8},
-        "num_layers", "num_kv_heads", "head_dim", "tokens", "page_size", "value_dim",
-    ),
     "kv_cache_bytes of some": (lambda value: cuflash.kv_cache_bytes(**KV_BYTES, tokens=[5, value]), 5),
-    **with_one(
-        cuflash.largest_length, {**KV_BYTES, "available_bytes": 1e6, "batch": 1, "page_size": 16, "value_dim": 8},
-        "available_bytes", "num_layers", "num_kv_heads", "head_dim", "batch", "page_size", "value_dim",
-    ),
-    "pack axis": (lambda value: cuflash.pack([Q, Q], axis=value), -2),
-    **with_one(cuflash.unpack, {"packed": Q, "offsets": OFFSETS, "axis": -2}, "axis"),
     "unpack offsets": (lambda value: cuflash.unpack(Q, [0, value]), 16),
     **with_one(
         strategies.structures,

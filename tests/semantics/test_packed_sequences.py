@@ -16,10 +16,9 @@ from executors import CPU, on_every_backward
 from foreign import Foreign
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_wrong_inputs import JUNK, bytes_of
 
 import cuflash
-from cuflash import UnsupportedProblem, masks, scores
+from cuflash import masks, scores
 from cuflash.masks.shape import MaskShape
 from cuflash.testing import Structure, assert_within, assert_within_bounds
 from refusals import refused
@@ -389,25 +388,6 @@ def test_lengths_of_another_library_are_those_in_a_list() -> None:
 def test_wrong_sequences_are_refused_with_a_reason(name):
     call, words = WRONG[name]
     assert words in refused(call)
-
-
-@pytest.mark.parametrize("argument", ["q_offsets", "kv_offsets", "causal", "window", "arrays", "packed", "offsets"])
-def test_every_argument_takes_or_refuses_what_it_is_given(argument):
-    good = {"q_offsets": OFFSETS, "kv_offsets": OFFSETS, "causal": "top_left", "window": (1, 0)}
-    calls = {"arrays": (cuflash.pack, {"arrays": [np.ones((2, 3))]})}
-    unpacked = {"packed": np.ones((10, 3)), "offsets": OFFSETS}
-    calls |= dict.fromkeys(unpacked, (cuflash.unpack, unpacked))
-    call, arguments = calls.get(argument, (masks.Sequences, good))
-    for label, make in JUNK.items():
-        junk = make()
-        before = bytes_of([junk])
-        try:
-            call(**{**arguments, argument: junk})
-        except (UnsupportedProblem, TypeError) as error:
-            assert argument in str(error) or "CuPy is missing" in str(error), f"{label}: {error}"
-        except RuntimeError as error:
-            assert "CuPy is missing" in str(error), label
-        assert bytes_of([junk]) == before, label
 
 
 def test_arrays_of_another_place_are_refused(device):

@@ -171,7 +171,7 @@ JUNK = {**NUMBERS, **ARRAYS, **FOREIGN, **OTHERS}
 
 GOOD: dict[str, Any] = {
     "q": an_array(), "k": an_array(), "v": an_array(), "do": an_array(), "dlse": an_array(2, 10), "mask": None,
-    "causal": False, "window": None, "scale": None, "kernel": "auto", "executor": "auto", "precision": "ieee",
+    "causal": False, "window": None, "scale": 0.5, "kernel": "auto", "executor": "auto", "precision": "ieee",
     "deterministic": False, "sink": an_array(2), "wrt": "sink", "return_lse": False, "device": None, "out": None,
     "dropout": cuflash.Dropout(0.5, seed=3),
     "product_dtype": None, "probable": False,
@@ -197,14 +197,29 @@ def precompile(**arguments: Any) -> Any:
         return cuflash.precompile(**{**arguments, **shapes})
 
 
-# Texts that stand for an argument in a message.
+# Texts that stand for an argument in a message, of each call or of one.
 NAMES = {"mask": "mask|q_ids|block index", "outs": "outs|lses", "lses": "outs|lses"} | dict.fromkeys(
     ("seqlen_q", "seqlen_kv", "block", "shape", "matrix"), r"seqlen_\w+|block|shape|matrix"
 )
+NAMES |= {"KVCache.attention q": "q|k's", "k_pages": "k_pages|dtype", "v_pages": "v_pages|dtype"}
 
 
 def given_to(call: Callable[..., Any], *names: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     return call, {name: {**GOOD, "o": O, "lse": LSE}[name] for name in names}
+
+
+SIZES = {"batch": 3, "num_kv_heads": 2, "head_dim": 8, "capacity": 70, "dtype": np.float32}
+PAGES = {"page_size": 16, "num_pages": 15}
+ROWS = np.ones((3, 2, 2, 8), np.float32)
+OFFSETS = np.array([0, 4, 10])
+OF_MODELS = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": np.float16, "page_size": 16, "value_dim": 8}
+
+
+def of_a_cache(method: str, **arguments: Any) -> Any:
+    """Call a method of a cache that holds two rows of each sequence, some of them in pages."""
+    cache = cuflash.KVCache(**SIZES, **(PAGES if method in ("append", "attention") else {}))
+    cache.append(ROWS, ROWS)
+    return getattr(cache, method)(**arguments)
 
 
 OPTIONS = ("mask", "causal", "window", "scale", "kernel", "executor", "precision", "deterministic")
@@ -222,7 +237,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.forward": given_to(READY.forward, "q", "k", "v", "out"),
     "Plan.backward": given_to(READY.backward, "do", "q", "k", "v", "o", "lse", "dlse"),
     "forward on the simulator": given_to(SIM.forward, "q", "k", "v", "out"),
-    "precompile": given_to(precompile, "q", "k", "v", *OPTIONS[:5], "precision", "deterministic", "device"),
+    "precompile": (
+        precompile,
+        given_to(precompile, "q", "k", "v", *OPTIONS[:5], "precision", "deterministic")[1] | {"device": H100},
+    ),
     "recall": (cuflash.recall, {**given_to(cuflash.recall, "q", "k", "v", "causal", "scale")[1], "mask": masks.Band()}),
     "merge": (cuflash.merge, {"outs": [O, O], "lses": [LSE, LSE]}),
     "error_bound": given_to(
@@ -262,6 +280,38 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "FromFunction": (masks.FromFunction, {"function": np.less_equal}),
     "Sparse": (masks.Sparse, {"matrix": scipy.sparse.eye_array(10)}),
     "checkerboard": (patterns.checkerboard, LENGTHS),
+    "Sequences": (
+        masks.Sequences,
+        {
+            "q_offsets": OFFSETS, "kv_offsets": OFFSETS, "causal": "top_left", "window": (1, 0), "allow_gaps": False
+        },
+    ),
+    "pack": (cuflash.pack, {"arrays": [O], "axis": -2}),
+    "unpack": (cuflash.unpack, {"packed": O, "offsets": OFFSETS, "axis": -2, "allow_gaps": True}),
+    "kv_cache_bytes": (cuflash.kv_cache_bytes, OF_MODELS | {"tokens": 3}),
+    "largest_length": (cuflash.largest_length, OF_MODELS | {"available_bytes": 1e9, "batch": 2}),
+    "memory": (cuflash.memory, {"plan": cuflash.plan(*[ShapeDtype((4, 2), "f4")] * 3, device=H100)}),
+    "KVCache": (cuflash.KVCache, SIZES | PAGES | {"value_dim": 8, "xp": np}),
+    "KVCache.append": (partial(of_a_cache, "append"), {"k": ROWS, "v": ROWS, "counts": [1, 2, 0]}),
+    "KVCache.attention": (
+        partial(of_a_cache, "attention"),
+        {
+            "q": ROWS, "counts": [1, 2, 0], "causal": True, "window": (1, 0), "scale": 1.0, "out": None,
+            "return_lse": True, "sink": GOOD["sink"], "kernel": "auto", "executor": "auto", "precision": "ieee",
+        },
+    ),
+    "KVCache.truncate": (partial(of_a_cache, "truncate"), {"lengths": [1, 0, 1]}),
+    "KVCache.reserve": (partial(of_a_cache, "reserve"), {"lengths": [1, 0, 9]}),
+    "KVCache.reset": (partial(of_a_cache, "reset"), {"rows": [1]}),
+    "KVCache.rows": (partial(of_a_cache, "rows"), {"sequence": 1}),
+    "KVCache.fork": (partial(of_a_cache, "fork"), {"source": 0, "target": 1}),
+    "KVCache.over": (
+        cuflash.KVCache.over,
+        {
+            "k_pages": an_array(3, 2, 16, 8), "v_pages": an_array(3, 2, 16, 8),
+            "block_table": np.array([[0, 1], [2, -1]]), "lengths": [3, 4],
+        },
+    ),
 }  # fmt: skip
 PLACES = [(name, argument) for name, (_, arguments) in CALLS.items() for argument in arguments]
 
@@ -300,7 +350,8 @@ def complaint(name: str, argument: str, junk: Any) -> str | None:
     for reason in getattr(error, "reasons", (str(error),)):
         if not re.search(r"\bmust\b|\bneeds\b|\btakes?\b|\bis for\b|\beither\b", reason) or len(reason) > 600:
             return f"no rule: {reason}"
-    is_named = re.search(rf"\b({NAMES.get(argument, argument)})\b", str(error)) is not None
+    names = NAMES.get(f"{name} {argument}", NAMES.get(argument, argument))
+    is_named = re.search(rf"\b({names})\b", str(error)) is not None
     if not is_named or type(error) not in (TypeError, UnsupportedProblem):
         return f"{argument} is not named: {error}"
     return None
@@ -323,10 +374,6 @@ DOCUMENTED = {
     "PrefixLM": (masks.PrefixLM, {"prefix": 3, "align": None}),
     "Lengths": (masks.Lengths, {"q": 3, "kv": np.arange(3)}),
     "Documents": (masks.Documents, {"q_ids": np.arange(3), "kv_ids": np.arange(3)}),
-    "Sequences": (
-        masks.Sequences,
-        {"q_offsets": [0, 3], "kv_offsets": [0, 4], "causal": False, "window": None, "allow_gaps": False},
-    ),
     "Sequences.of": (
         masks.Sequences.of,
         {"q_lengths": [3], "kv_lengths": [4], "causal": False, "window": None, "allow_gaps": False},
@@ -351,8 +398,6 @@ DOCUMENTED = {
             "allow_gaps": False, "align": "top_left",
         },
     ),
-    "pack": (cuflash.pack, {"arrays": [O], "axis": -2}),
-    "unpack": (cuflash.unpack, {"packed": O, "offsets": [0, 3, 10], "axis": -2, "allow_gaps": True}),
 }  # fmt: skip
 
 
