@@ -12,7 +12,7 @@ from device_lists import assert_same_blocks
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_block_index import BLOCKS
-from test_masks import SHAPES, SHAPES_AND_MASKS
+from test_masks import SHAPES, SHAPES_AND_MASKS, assert_rectangles_never_claim_too_much
 from test_work_list import TILES, rebuilt
 
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, attention, masks, patterns, plan
@@ -88,38 +88,51 @@ def on_host(lists):
     return {name: device.to_host(array) for name, array in lists.items()}
 
 
+def made_on_both(shape, mask, block):
+    """Return the index of a mask whose arrays lie on the device, and the one of the mask on the host."""
+    return (BlockIndex.from_mask(each, block=block, **shape._asdict()) for each in (sent(mask, device.to_device), mask))
+
+
 @given(CASES, BLOCKS)
-def test_an_index_is_the_same_wherever_it_is_made(case, block):
-    shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())
+def test_an_index_and_its_lists_are_the_same_wherever_they_are_made(case, block):
+    index, expected = made_on_both(*case, block)
+    turned, lists = index.transpose(), ListedWork(index=index).lists
+    for each in (index, expected):
+        assert_flat_arrays(each)
     with device.transfers_allowed():
-        assert_same_blocks(index.on_host, BlockIndex.from_mask(mask, block=block, **shape._asdict()))
-
-
-@given(CASES, BLOCKS)
-def test_the_lists_of_kernels_are_the_same_wherever_they_are_made(case, block):
-    shape, mask = case
-    lists = ListedWork(index=BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())).lists
-    expected = BlockIndex.from_mask(mask, block=block, **shape._asdict())
+        assert_same_blocks(index.on_host, expected)
+        assert_same_blocks(turned.on_host, expected.transpose())
     here = on_host(lists)
     assert_same_lists(here, ListedWork(index=expected).lists, expected.num_entries)
+    # The room behind the last entry is safe to read.
+    behind = slice(int(here["row_pointers"][-1]), None)
+    assert not any(here[name][behind].any() for name in ("kv_blocks", "kinds", "tiles", "column_entries"))
+    assert ((0 <= here["q_blocks"]) & (here["q_blocks"] < index.num_q_blocks)).all()
 
 
-@given(CASES, BLOCKS)
-def test_transposing_on_a_device_is_transposing(case, block):
-    shape, mask = case
-    turned = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict()).transpose()
-    with device.transfers_allowed():
-        assert_same_blocks(turned.on_host, BlockIndex.from_mask(mask, block=block, **shape._asdict()).transpose())
+def assert_flat_arrays(index):
+    """Assert that kernels read flat arrays of known dtypes and shapes."""
+    matrices, lists, room = index.batch * index.num_heads, ListedWork(index=index).lists, len(index.indices)
+    is_on_host = isinstance(index.indices, np.ndarray)
+    assert is_on_host or room == matrices * index.num_q_blocks * index.num_kv_blocks
+    assert {name for name, array in lists.items() if array.dtype == np.uint8} == {"kinds", "bits"}
+    assert all(array.dtype in (np.uint8, np.int32) and array.flags.c_contiguous for array in lists.values())
+    shapes = {name: array.shape for name, array in lists.items()}
+    for side, blocks in (("row", index.num_q_blocks), ("column", index.num_kv_blocks)):
+        assert shapes.pop(f"{side}_pointers") == (matrices * blocks + 1,)
+        assert shapes.pop(f"{side}_order") == (matrices * blocks,)
+    assert shapes.pop("bits")[1:] == (index.block[0], -(-index.block[1] // 8))
+    assert {shapes.pop(name, None) for name in ("lo", "hi")} == {None if index.lo is None else index.lo.shape}
+    assert set(shapes.values()) == {(room,)}
 
 
 @given(CASES, BLOCKS, BLOCKS)
 def test_an_index_on_a_device_is_a_mask(case, block, other):
     shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())
-    again = BlockIndex.from_mask(index.as_mask(), block=other, **shape._asdict())
-    there = BlockIndex.from_mask(mask, block=block, **shape._asdict()).as_mask()
-    expected = BlockIndex.from_mask(there, block=other, **shape._asdict())
+    again, expected = (
+        BlockIndex.from_mask(index.as_mask(), block=other, **shape._asdict())
+        for index in made_on_both(shape, mask, block)
+    )
     with device.transfers_allowed():
         assert_same_blocks(again.on_host, expected)
 
@@ -129,11 +142,8 @@ def test_union_and_intersection_stay_on_the_device(case, block, data):
     shape, mask = case
     other = changed(data.draw(strategies.masks(shape)), in_order)
     assume(with_arrays((shape, other)))
-    ours, theirs = (
-        BlockIndex.from_mask(sent(each, device.to_device), block=block, **shape._asdict()) for each in (mask, other)
-    )
+    (ours, first), (theirs, second) = (made_on_both(shape, each, block) for each in (mask, other))
     got = ours & theirs, ours | theirs
-    first, second = (BlockIndex.from_mask(each, block=block, **shape._asdict()) for each in (mask, other))
     with device.transfers_allowed():
         assert_same_blocks(got[0].on_host, first & second)
         assert_same_blocks(got[1].on_host, first | second)
@@ -156,10 +166,9 @@ def test_work_on_a_device_tells_the_mask_by_rows_and_by_columns(case, tile):
 @pytest.mark.parametrize("at_once", [1, 5000, 1 << 24])
 def test_sweeps_of_any_size_say_the_same(monkeypatch, case, at_once):
     monkeypatch.setattr(evaluation, "_MAX_ELEMENTS_AT_ONCE", at_once)
-    shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), block=(32, 20), **shape._asdict())
+    index, expected = made_on_both(*case, (32, 20))
     with device.transfers_allowed():
-        assert_same_blocks(index.on_host, BlockIndex.from_mask(mask, block=(32, 20), **shape._asdict()))
+        assert_same_blocks(index.on_host, expected)
 
 
 @given(CASES)
@@ -184,20 +193,13 @@ def test_elements_and_intervals_are_computed_on_the_device(case):
 def test_rectangles_on_a_device_never_claim_too_much(shape, data):
     mask = changed(data.draw(strategies.masks(shape)), in_order)
     assume(with_arrays((shape, mask)))
-    dense = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    b, h = rng.integers(0, shape.num_batch, 50), rng.integers(0, shape.num_heads, 50)
-    (i0, i1), (j0, j1) = (np.sort(rng.integers(0, length + 1, (2, 50)), axis=0) for length in shape[2:])
-    boxes = [side[(i0 < i1) & (j0 < j1)] for side in (b, h, i0, i1, j0, j1)]
-    answers = sent(mask, device.to_device).resolve(shape).rectangle(*map(device.to_device, boxes))
-    may, must = (
-        np.broadcast_to(device.to_host(answer) if isinstance(answer, device.DeviceArray) else answer, boxes[0].shape)
-        for answer in answers
-    )
-    for place, (b, h, i0, i1, j0, j1) in enumerate(zip(*boxes)):
-        inside = dense[b, h, i0:i1, j0:j1]
-        assert may[place] or not inside.any()
-        assert not must[place] or inside.all()
+    there = sent(mask, device.to_device).resolve(shape)
+
+    def rectangle(*boxes):
+        answers = there.rectangle(*map(device.to_device, boxes))
+        return [device.to_host(each) if isinstance(each, device.DeviceArray) else each for each in answers]
+
+    assert_rectangles_never_claim_too_much(mask, shape, rectangle, data.draw(st.integers(0, 2**32)))
 
 
 def test_rectangles_of_whole_blocks_are_exact_on_a_device():
@@ -213,37 +215,6 @@ def test_rectangles_of_whole_blocks_are_exact_on_a_device():
 
 
 # Lists that kernels read
-
-
-@given(CASES, BLOCKS)
-def test_kernels_read_flat_arrays_of_known_dtypes_and_shapes(case, block):
-    shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())
-    for each in (index, BlockIndex.from_mask(mask, block=block, **shape._asdict())):
-        matrices = each.batch * each.num_heads
-        lists = ListedWork(index=each).lists
-        room = len(each.indices)
-        assert room == matrices * each.num_q_blocks * each.num_kv_blocks or each is not index
-        assert {name for name, array in lists.items() if array.dtype == np.uint8} == {"kinds", "bits"}
-        assert all(array.dtype in (np.uint8, np.int32) and array.flags.c_contiguous for array in lists.values())
-        shapes = {name: array.shape for name, array in lists.items()}
-        assert shapes.pop("row_pointers") == (matrices * each.num_q_blocks + 1,)
-        assert shapes.pop("column_pointers") == (matrices * each.num_kv_blocks + 1,)
-        assert shapes.pop("row_order") == (matrices * each.num_q_blocks,)
-        assert shapes.pop("column_order") == (matrices * each.num_kv_blocks,)
-        assert shapes.pop("bits")[1:] == (block[0], -(-block[1] // 8))
-        assert {shapes.pop(name, None) for name in ("lo", "hi")} == {None if each.lo is None else each.lo.shape}
-        assert set(shapes.values()) == {(room,)}
-
-
-@given(CASES, BLOCKS)
-def test_the_room_behind_the_last_entry_is_safe_to_read(case, block):
-    shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())
-    lists = on_host(ListedWork(index=index).lists)
-    behind = slice(int(lists["row_pointers"][-1]), None)
-    assert not any(lists[name][behind].any() for name in ("kv_blocks", "kinds", "tiles", "column_entries"))
-    assert ((0 <= lists["q_blocks"]) & (lists["q_blocks"] < index.num_q_blocks)).all()
 
 
 def test_lists_are_named_as_in_the_record_of_kernels():

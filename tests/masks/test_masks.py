@@ -34,56 +34,29 @@ LENGTH_FREE = st.one_of(
 )
 
 
-def table(mask, seqlen_q, seqlen_kv):
-    return mask.toarray(seqlen_q, seqlen_kv).astype(int).tolist()
+TABLES = {
+    "causal with fewer queries than keys": (
+        masks.Causal("bottom_right"), [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    ),
+    "causal from the first key": (masks.Causal("top_left"), [[1, 0, 0, 0], [1, 1, 0, 0]]),
+    "causal with more queries than keys": (
+        masks.Causal("bottom_right"), [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    ),
+    "causal beyond the last key": (masks.Causal("top_left"), [[1, 0], [1, 1], [1, 1]]),
+    "a window of left 2 holds 3 keys": (
+        masks.SlidingWindow(2, 0), [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
+    ),
+    "a window at the last key": (masks.SlidingWindow(1, 0, "bottom_right"), [[0, 1, 1, 0], [0, 0, 1, 1]]),
+    "a window at the first key": (masks.SlidingWindow(1, 0, "top_left"), [[1, 0, 0, 0], [1, 1, 0, 0]]),
+    "a prefix": (masks.PrefixLM(3, "top_left"), [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]),
+    "documents in any order": (masks.Documents(np.array([2, 0]), np.array([0, 2, 0])), [[0, 1, 0], [1, 0, 1]]),
+}  # fmt: skip
 
 
-def test_causal_with_fewer_queries_than_keys():
-    assert table(masks.Causal("bottom_right"), 4, 6) == [
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1, 1],
-    ]
-    assert table(masks.Causal("top_left"), 4, 6) == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-    ]
-
-
-def test_causal_with_more_queries_than_keys():
-    assert table(masks.Causal("bottom_right"), 6, 4) == [
-        [0, 0, 0, 0],
-        [0, 0, 0, 0],
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        [1, 1, 1, 0],
-        [1, 1, 1, 1],
-    ]
-    assert table(masks.Causal("top_left"), 6, 4) == [
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        [1, 1, 1, 0],
-        [1, 1, 1, 1],
-        [1, 1, 1, 1],
-        [1, 1, 1, 1],
-    ]
-
-
-def test_a_window_of_left_w_holds_w_plus_one_keys():
-    counts = masks.SlidingWindow(3, 0).toarray(10, num_heads=1).sum(axis=-1)
-    assert counts.tolist() == [[1, 2, 3, 4, 4, 4, 4, 4, 4, 4]]
-
-
-def test_a_window_shifts_with_its_alignment():
-    assert table(masks.SlidingWindow(1, 0, "bottom_right"), 2, 4) == [[0, 1, 1, 0], [0, 0, 1, 1]]
-    assert table(masks.SlidingWindow(1, 0, "top_left"), 2, 4) == [[1, 0, 0, 0], [1, 1, 0, 0]]
-
-
-def test_a_prefix_is_seen_by_all_and_the_rest_causally():
-    assert table(masks.PrefixLM(3, "top_left"), 2, 5) == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
+@pytest.mark.parametrize("name", TABLES)
+def test_masks_are_their_tables(name):
+    mask, table = TABLES[name]
+    assert mask.toarray(len(table), len(table[0])).astype(int).tolist() == table
 
 
 def test_lengths_differ_by_batch_entry():
@@ -92,11 +65,6 @@ def test_lengths_differ_by_batch_entry():
         [[1, 1, 0], [0, 0, 0]],
         [[0, 0, 0], [0, 0, 0]],
     ]
-
-
-def test_documents_may_come_in_any_order_and_ask_other_keys():
-    mask = masks.Documents(np.array([2, 0]), np.array([0, 2, 0]))
-    assert table(mask, 2, 3) == [[0, 1, 0], [1, 0, 1]]
 
 
 def test_leading_axes_of_arrays_broadcast_over_the_batch():
@@ -131,6 +99,20 @@ def test_row_intervals_hold_exactly_the_allowed_keys_and_never_decrease(shape_an
     assert (np.diff(lo) >= 0).all() and (np.diff(hi) >= 0).all()
 
 
+def assert_rectangles_never_claim_too_much(mask, shape, rectangle, seed):
+    """Assert that boxes without an allowed element may be left out, and that those called full are."""
+    dense = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
+    rng = np.random.default_rng(seed)
+    b, h = rng.integers(0, shape.num_batch, 50), rng.integers(0, shape.num_heads, 50)
+    (i0, i1), (j0, j1) = (np.sort(rng.integers(0, length + 1, (2, 50)), axis=0) for length in shape[2:])
+    boxes = [side[(i0 < i1) & (j0 < j1)] for side in (b, h, i0, i1, j0, j1)]
+    may, must = (np.broadcast_to(answer, boxes[0].shape) for answer in rectangle(*boxes))
+    for place, (b, h, i0, i1, j0, j1) in enumerate(zip(*boxes)):
+        inside = dense[b, h, i0:i1, j0:j1]
+        assert may[place] or not inside.any()
+        assert not must[place] or inside.all()
+
+
 @given(SHAPES, st.data())
 def test_rectangles_never_claim_too_much(shape, data):
     mask = data.draw(st.one_of(strategies.masks(shape), LENGTH_FREE))
@@ -138,17 +120,7 @@ def test_rectangles_never_claim_too_much(shape, data):
         resolved = mask.resolve(shape)
     except UnsupportedProblem:
         return  # a pattern without an alignment
-    dense = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    b, h = rng.integers(0, shape.num_batch, 50), rng.integers(0, shape.num_heads, 50)
-    (i0, i1), (j0, j1) = (np.sort(rng.integers(0, length + 1, (2, 50)), axis=0) for length in shape[2:])
-    some = (i0 < i1) & (j0 < j1)
-    boxes = [side[some] for side in (b, h, i0, i1, j0, j1)]
-    may, must = (np.broadcast_to(answer, boxes[0].shape) for answer in resolved.rectangle(*boxes))
-    for place, (b, h, i0, i1, j0, j1) in enumerate(zip(*boxes)):
-        inside = dense[b, h, i0:i1, j0:j1]
-        assert may[place] or not inside.any()
-        assert not must[place] or inside.all()
+    assert_rectangles_never_claim_too_much(mask, shape, resolved.rectangle, data.draw(st.integers(0, 2**32)))
 
 
 @pytest.mark.parametrize("mask", [masks.Causal(), masks.SlidingWindow(3, 1) & ~masks.Causal(), masks.Lengths(kv=3)])

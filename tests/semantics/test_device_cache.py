@@ -71,24 +71,12 @@ def test_operations_at_random_hold_what_arrays_hold(xp: Any, kind: str) -> None:
 SIZES = {"batch": 3, "num_kv_heads": HEADS, "head_dim": 64, "capacity": 100, "dtype": np.float16}
 PAGED = {"contiguous": {}, "pages": {"page_size": 16, "num_pages": 15}}
 OF_8_BITS = {"dtype": ml_dtypes.float8_e4m3fn}
-STEPS = 6
 REPLAYS = 1000
 
 
-def steps_of(count: int) -> list[Any]:
-    return [tuple(RNG.standard_normal((3, h, 1, 64)).astype(np.float16) for h in (4, 2, 2)) for _ in range(count)]
-
-
-def host_counted(prompt: Any, steps: list[Any], pages: dict[str, Any], xp: Any) -> list[Any]:
-    """Return the results of each step of a cache whose lengths the host counts."""
-    cache = KVCache(**SIZES | pages, xp=xp)
-    cache.append(*map(xp.asarray, prompt), counts=[20, 0, 33])
-    made = []
-    for step in steps:
-        q, k, v = map(xp.asarray, step)
-        cache.append(k, v)
-        made.append([x.get() for x in cache.attention(q, return_lse=True)])
-    return made
+def a_step() -> tuple[Any, ...]:
+    """Return q, k and v of one token of each sequence."""
+    return tuple(RNG.standard_normal((3, heads, 1, 64)).astype(np.float16) for heads in (4, 2, 2))
 
 
 def captured(xp: Any, cache: KVCache, q: Any, k: Any, v: Any, **counts: Any) -> tuple[Any, Any, Any]:
@@ -109,31 +97,6 @@ def same(made: Any, wanted: Any) -> bool:
 
 @pytest.mark.parametrize("kept", [{}, OF_8_BITS], ids=["plain", "8 bits"])
 @pytest.mark.parametrize("pages", PAGED)
-def test_a_graph_decodes_step_by_step(xp: Any, pages: str, kept: dict[str, Any]) -> None:
-    """A graph that is captured once and replayed for each token equals calls of a cache that the host counts."""
-    steps, prompt = steps_of(STEPS), RNG.standard_normal((2, 3, HEADS, 33, 64)).astype(np.float16)
-    wanted = host_counted(prompt, steps, PAGED[pages] | kept, xp)
-    cache = KVCache(**SIZES | PAGED[pages] | kept, xp=xp)
-    cache.append(*map(xp.asarray, prompt), counts=[20, 0, 33])
-    cache.reserve([60, 40, 70])
-    cache.count_on_device()
-    q, k, v = (xp.asarray(x) for x in steps[0])
-    cache.append(k, v)
-    assert same(cache.attention(q, return_lse=True), wanted[0])
-    stream, graph, results = captured(xp, cache, q, k, v)
-    with stream:
-        for step, expected_now in zip(steps[1:], wanted[1:]):
-            for array, rows in zip((q, k, v), step):
-                array[...] = xp.asarray(rows)
-            graph.launch(stream)
-            stream.synchronize()
-            assert same(results, expected_now)
-    assert cache.lengths.get().tolist() == [20 + STEPS, STEPS, 33 + STEPS]
-    cache.check()
-
-
-@pytest.mark.parametrize("kept", [{}, OF_8_BITS], ids=["plain", "8 bits"])
-@pytest.mark.parametrize("pages", PAGED)
 def test_many_replays_have_the_bits_of_calls_that_the_host_counts(xp: Any, pages: str, kept: dict[str, Any]) -> None:
     """Append and attention are captured once; each replay, 1,000 on a GPU, equals a call of its own bit for bit."""
     is_stand_in = xp.__class__ is cupy_machine.Cupy
@@ -147,14 +110,14 @@ def test_many_replays_have_the_bits_of_calls_that_the_host_counts(xp: Any, pages
         cache.append(*map(xp.asarray, prompt), counts=[20, 0, 33])
     of_graph.reserve([sizes["capacity"]] * 3)
     of_graph.count_on_device()
-    rows = [xp.asarray(x) for x in steps_of(1)[0]]
+    rows = [xp.asarray(x) for x in a_step()]
     of_graph.append(*rows[1:])
     of_graph.attention(rows[0])
     of_calls.append(*rows[1:])
     stream, graph, results = captured(xp, of_graph, *rows)
     with stream:
         for _ in range(replays):
-            for array, new in zip(rows, steps_of(1)[0]):
+            for array, new in zip(rows, a_step()):
                 array[...] = xp.asarray(new)
             graph.launch(stream)
             of_calls.append(*rows[1:])

@@ -5,8 +5,6 @@ Checks take the library as an argument, so that they guard copies of it with pla
 
 from __future__ import annotations
 
-import operator
-import pickle
 from dataclasses import replace
 
 import device_double
@@ -369,14 +367,6 @@ def test_offsets_of_a_score_are_those_of_the_rows(offsets):
     assert "got offsets of 60 rows" in refused(lambda: cuflash.attention(x, x, x, score=longer))
 
 
-def test_offsets_in_a_list_are_those_in_an_array() -> None:
-    x = np.zeros((2, 10, 4), np.float32)
-    offsets = [0, 3, 3, 10]
-    given, made = masks.Sequences(offsets, tuple(offsets)), masks.Sequences(np.array(offsets), np.array(offsets))
-    np.testing.assert_array_equal(given.toarray(10), made.toarray(10))
-    assert [part.shape[1] for part in cuflash.unpack(x, offsets)] == [3, 0, 7]
-
-
 def test_lengths_of_another_library_are_those_in_a_list() -> None:
     lengths = [4, 0, 6]
     assert masks.Sequences.of(Foreign(np.array(lengths))).q_offsets.tolist() == [0, 4, 4, 10]
@@ -399,12 +389,3 @@ def test_arrays_of_another_place_are_refused(device):
     assert "mask's arrays must be where q is" in told
     assert "causal must be 'bottom_right'" in refused(lambda: masks.Sequences(there, there + 0, causal=True))
     assert masks.Sequences(there, there, causal=True).kv_offsets is None
-
-
-def test_sequences_are_pickled_copied_and_not_hashed():
-    mask = masks.Sequences(OFFSETS, 2 * OFFSETS, causal="top_left", window=(np.int8(3), None))
-    sent = pickle.loads(pickle.dumps(mask))
-    assert (sent.kv_offsets == 2 * OFFSETS).all() and (sent.causal, sent.window) == ("top_left", (3, None))
-    assert operator.is_not(mask.to(np.copy).q_offsets, mask.q_offsets)
-    with pytest.raises(TypeError, match="never hashed"):
-        hash(mask)

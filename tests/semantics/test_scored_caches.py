@@ -62,14 +62,6 @@ def test_a_cap_a_bias_and_a_function_are_one_score_in_their_order() -> None:
     assert np.array_equal(cache.attention(q, softcap=3), rows)
 
 
-def test_a_function_of_positions_is_the_bias_that_it_makes() -> None:
-    cache, q = filled()
-    slopes = scores.alibi_slopes(4)
-    bias = -slopes[:, None, None] * np.abs(np.arange(60)[:, None] - np.arange(60)).astype(np.float32)
-    of_function, of_bias = cache.attention(q, score=scores.alibi(slopes)), cache.attention(q, bias=bias)
-    np.testing.assert_array_equal(of_function, of_bias)
-
-
 def test_a_score_may_have_as_many_arrays_as_elsewhere() -> None:
     cache, q = filled()
     held = {f"a{n}": np.float32([n]) for n in range(MAX_ARRAYS)}

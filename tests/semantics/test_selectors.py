@@ -479,12 +479,6 @@ def test_all_selectors_take_the_same_arguments(name: str, budget: Budget) -> Non
             assert (np.broadcast_to(expected, index.states().shape[:-1]) == (index.states() > 0).sum(-1)).all()
 
 
-@pytest.mark.parametrize(("density", "number", "kept"), [(0.55, 100, 55), (0.29, 100, 29), (0.07, 100, 7), (0.1, 3, 1)])
-def test_a_density_is_rounded_up_and_no_further(density: float, number: int, kept: int) -> None:
-    q, k = np.zeros((1, 8)), np.zeros((number, 8))
-    assert selectors.random(q, k, block=1, budget=Budget(density=density), forced=Forced(diagonal=False)).nnz == kept
-
-
 @pytest.mark.parametrize(
     "budget",
     [Budget(top_k=5), Budget(top_k=1), Budget(mass=0.5), Budget(density=0.2, min_blocks=3), Budget(threshold=0.1)],

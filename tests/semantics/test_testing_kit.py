@@ -401,40 +401,6 @@ def test_changed_operands_are_judged_anew():
 # The oracle
 
 
-def test_the_oracle_reads_only_what_is_attended():
-    q, k, v = np.zeros((3, 4, 2), np.float32)
-    v[:2] = [[1], [3]]
-    k[2:], v[2:], q[3:] = np.nan, np.inf, np.nan
-    mask = masks.Lengths(q=3, kv=2).toarray(4)
-    o, lse = oracle.attention(q, k, v, mask)
-    gradients = oracle.attention_vjp(q, k, v, np.ones_like(o), np.ones_like(lse), mask)
-    assert (o[:3].astype(np.float32) == 2).all() and o[3].tolist() == [0, 0] and lse[3] == -np.inf
-    assert all(np.isfinite(gradient).all() for gradient in gradients)
-
-
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_what_is_attended_reaches_those_who_attend_it_and_nobody_else(name):
-    mask = masks.Dense(np.random.default_rng(0).random((7, 9)) < 0.4)
-    example = Structure(seqlen_q=7, seqlen_kv=9, mask=mask).example()
-    x = getattr(example, name).copy()
-    x[..., 4, :] = np.nan
-    operands = {each: getattr(example, each) for each in ("q", "k", "v")} | {name: x}
-    allowed = np.broadcast_to(example.allowed, (1, 7, 9))[0]
-    reached = allowed[:, 4]  # queries, whose gradients reach the keys that they attend
-    assert 0 < reached.sum() < 7
-    keys = allowed[reached].any(axis=0)
-    o, lse = oracle.attention(*operands.values(), allowed)
-    dq, dk, dv = oracle.attention_vjp(*operands.values(), example.do, mask=allowed)
-    touched = [(o, reached), (dq, reached), (dk, keys)]
-    if name == "k":
-        touched += [(lse[..., None], reached), (dv, keys)]
-    else:
-        assert np.isfinite(lse).all() and np.isfinite(dv).all()
-    for result, places in touched:
-        result = result.reshape(-1, *result.shape[-2:])
-        assert (np.isnan(result).any(axis=(0, 2)) == places).all()
-
-
 @pytest.mark.parametrize(("dtype", "wide"), [(np.float16, np.float64), (np.float64, np.longdouble)])
 def test_the_oracle_is_wider_than_what_it_judges(dtype, wide):
     o, _ = oracle.attention(*np.ones((3, 2, 2), dtype))
