@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
 from test_masks import SHAPES_AND_MASKS
@@ -192,12 +191,3 @@ def test_a_mask_that_ignores_batch_and_heads_is_compiled_once_for_all():
 def test_an_empty_problem_has_an_empty_index(shape):
     index = BlockIndex.from_mask(masks.Causal("top_left"), block=2, **MaskShape(*shape)._asdict())
     assert index.num_entries == 0 and index.report().density == 0.0
-
-
-def test_from_scipy_says_what_it_needs():
-    with pytest.raises(UnsupportedProblem, match="block must be given"):
-        BlockIndex.from_scipy(scipy.sparse.eye_array(2, format="csr"), 4, 4)
-    with pytest.raises(TypeError, match="must be a scipy.sparse array; got ndarray"):
-        BlockIndex.from_scipy(np.eye(2), 4, 4, 2)
-    with pytest.raises(UnsupportedProblem, match=r"matrix must have shape \(5, 5\) if it holds elements, or \(3, 3\)"):
-        BlockIndex.from_scipy(scipy.sparse.bsr_array(np.eye(4, dtype=bool), blocksize=(2, 2)), 5, 5)

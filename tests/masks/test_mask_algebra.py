@@ -202,7 +202,10 @@ REFUSED = {
     ),
     "no block": (
         lambda: BlockIndex.from_scipy(scipy.sparse.csr_array(np.eye(4)), 4, 4), UnsupportedProblem,
-        "block must be given",
+        r"block must be given.*matrix.tobsr\(\(16, 16\)\) is one",
+    ),
+    "an array of NumPy": (
+        lambda: BlockIndex.from_scipy(np.eye(2), 4, 4, 2), TypeError, "must be a scipy.sparse array; got ndarray"
     ),
     "indices of two blocks": (
         lambda: BlockIndex.from_mask(masks.Causal(), 8, 8, 2) ^ BlockIndex.from_mask(masks.Causal(), 8, 8, 4),

@@ -225,11 +225,12 @@ def test_indices_take_numbers_of_every_kind(kind):
 
 NUMBERS_REFUSED = {
     "Band's lower is a float": (lambda: Band(-0.5, None), "lower must be an int, or None for no bound; got -0.5"),
-    "Band's upper is a word": (lambda: Band(None, "a"), "upper must be an int, or None for no bound; got 'a'"),
     "Band's upper is a bool": (lambda: Band(None, True), "upper must be an int, or None for no bound; got True"),
     "a window of a bool": (lambda: masks.SlidingWindow(True, 0), "left must be an int of at least 0 (the window's k"),
-    "a window of time": (lambda: masks.SlidingWindow(np.timedelta64(3, "s"), 0), "left must be an int of at least 0"),
     "a window of a 0-d array": (lambda: masks.SlidingWindow(0, np.array(3)), "right must be an int of at least 0"),
+    "an alignment": (lambda: masks.Causal("left"), "align must be"),
+    "a prefix of a word": (lambda: masks.PrefixLM("2"), "prefix must be an int"),
+    "ids of floats": (lambda: masks.Documents(np.zeros(2)), "q_ids must be an integer array"),
     "a negative dilation": (lambda: masks.Dilated(-1), "dilation must be an int of at least 1; got -1"),
     "a dilation of longformer": (
         lambda: patterns.longformer((2, 2), dilation=1.0), "dilation must be an int of at least 1"
@@ -268,7 +269,6 @@ CALLS_REFUSED = {
     "a length that may be of queries or of keys": (
         lambda: masks.Lengths(np.array([50, 37])), "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding"
     ),
-    "two lengths by their places": (lambda: masks.Lengths(3, 4), "Lengths takes keywords: masks.Lengths(kv=lengths)"),
     "a length of one side by its place": (lambda: masks.Lengths(3, kv=4), "for key padding, q= for query padding"),
     "no length": (lambda: masks.Lengths(), "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding"),
     "lengths of None": (lambda: masks.Lengths(q=None, kv=None), "q= for query padding; got None for both"),

@@ -1,18 +1,16 @@
 """Semantics on which systems of the field disagree, each with a test. test_properties.py has most tests of values."""
 
-import re
 from dataclasses import fields
 
 import ml_dtypes
 import numpy as np
 import pytest
-import scipy.sparse
 import threadpoolctl
 from hypothesis import event, given, target
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import BlockIndex, DeviceSpec, masks
+from cuflash import DeviceSpec, masks
 from cuflash.executors import host_threads
 from cuflash.plans import Plan
 from cuflash.planning.host import HostTiling
@@ -180,21 +178,6 @@ def test_explain_says_what_was_decided():
     text = cuflash.plan(*(np.zeros((4, 1000, 64), np.float32),) * 3, window=(10, 0)).explain()
     assert "executor   cpu" in text and "4 heads" in text
     assert "work       computed on the fly: query i attends key j if i - 10 <= j <= i; no block list is stored" in text
-
-
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda q: cuflash.merge([], []), "must have the same number of parts, at least one; got 0 and 0"),
-        (lambda q: cuflash.merge([q], []), "must have the same number of parts, at least one; got 1 and 0"),
-        (lambda q: cuflash.attention(q, q, q, executor="gpu"), "pass cupy.asarray(q), or leave executor= out"),
-        (lambda q: cuflash.precompile(q, q, q, device=cuflash.DeviceSpec.host()), "DeviceSpec.gpu('H100') is one"),
-        (lambda q: BlockIndex.from_scipy(scipy.sparse.eye_array(6), 6, 6), "matrix.tobsr((16, 16)) is one"),
-    ],
-)  # fmt: skip
-def test_a_refusal_says_what_to_pass(call, sentence):
-    with pytest.raises(cuflash.UnsupportedProblem, match=re.escape(sentence)):
-        call(drawn(6, 8))
 
 
 def test_merge_keeps_the_arrays_namespace(device):

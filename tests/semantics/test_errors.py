@@ -7,6 +7,7 @@ from inspect import signature
 import ml_dtypes
 import numpy as np
 import pytest
+import refusals
 from device_double import to_device
 
 import cuflash
@@ -18,9 +19,7 @@ Q = np.ones((2, 4, 10, 8), np.float32)
 
 
 def reasons_of(*arrays, **options):
-    with pytest.raises(cuflash.UnsupportedProblem) as caught:
-        cuflash.attention(*arrays, **options)
-    return caught.value.reasons
+    return refusals.reasons_of(cuflash.attention, *arrays, **options)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +34,7 @@ def reasons_of(*arrays, **options):
         ((Q, Q, Q[:, :, :3]), ["v must have k's seqlen_kv=10", "(2, 4, 3, 8)"]),
         ((Q, np.ones((3, 4, 10, 8), np.float32), Q), ["must broadcast by NumPy's rules", "(3,)"]),
         ((Q.astype(np.float16), Q, Q), ["must share one dtype", "q float16", "k float32"]),
-        ((Q.astype(int),) * 3, ["q's dtype must be one of float16, bfloat16, float32, float64", "int64", "astype"]),
-        ((Q.astype(">f4"),) * 3, ["q's dtype must be one of", ">f4"]),
         ((np.ones((4, 257), np.float32),) * 3, ["head_dim) must be 1..256", "(4, 257)"]),
-        ((np.ones((4, 0), np.float32),) * 3, ["head_dim) must be 1..256", "(4, 0)"]),
     ],
 )
 def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
@@ -49,8 +45,6 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"scale": float("nan")}, ["scale must be a finite number", "nan"]),
-        ({"scale": "0.5"}, ["scale must be a finite number", "'0.5'"]),
         ({"causal": "bottom"}, ["causal must be True, False, 'bottom_right' or 'top_left'", "'bottom'"]),
         ({"causal": 1}, ["causal must be True, False", "1"]),
         ({"window": 3}, ["window must be (left, right)", "3"]),
@@ -58,18 +52,15 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
         ({"window": (0, -1)}, ["right must be an int of at least 0", "got -1: write None, which is what -1 means"]),
         ({"window": (-2, 0)}, ["(the window's keys on that side, or None for all); got -2"]),
         ({"mask": masks.Causal(), "dropout": 0.0}, ["dropout must be a Dropout; got 0.0: leave dropout out for none"]),
-        ({"dropout": 0}, ["got 0: leave dropout out for none"]),
-        ({"dropout": False}, ["got False: leave dropout out for none"]),
         ({"dropout": 0.25}, ["got 0.25: write dropout=cuflash.Dropout(0.25, seed=0)"]),
         ({"dropout": "0.1"}, ["got '0.1': write dropout=cuflash.Dropout(0.1, seed=0)"]),
-        ({"mask": np.zeros((10, 10))}, ["mask must be boolean", "float64", "go to bias=", "mask != 0"]),
         ({"mask": np.zeros((10, 9), bool)}, ["mask must broadcast to", "(2, 4, 10, 10)", "(10, 9)"]),
         ({"mask": BlockIndex.from_blocks(np.ones((2, 2), bool), 8, 8, 4)}, ["block index must be for", "(8, 8)"]),
         ({"mask": BlockIndex.from_blocks(np.ones((3, 1, 1), bool), 10, 10, 10)}, ["num_heads 1 or 4", "3"]),
         ({"mask": masks.BlockPattern(np.ones((2, 2), bool), 4)}, ["blocks must have shape (..., 3, 3)", "(2, 2)"]),
         ({"mask": masks.Documents(np.zeros(7, int))}, ["q_ids must have shape (..., seqlen_q=10)", "(7,)"]),
         ({"mask": masks.Lengths(kv=np.ones(3, int))}, ["kv's leading axes must broadcast to (2,)", "(3,)"]),
-        ({"executor": "gpu"}, ["executor='gpu' takes CuPy arrays", "numpy"]),
+        ({"executor": "gpu"}, ["executor='gpu' takes CuPy arrays", "pass cupy.asarray(q), or leave executor= out"]),
         ({"executor": "tpu"}, ["executor must be 'auto', 'cpu', 'gpu', 'sim'", "'tpu'"]),
         ({"executor": "sim", "kernel": "sm91"}, ["kernel must be 'auto', 'simt'", "'sm91'"]),
         ({"kernel": "sm90"}, ["kernel must be 'auto' on the CPU ('simt', ", "got 'sm90': leave kernel= out"]),
@@ -120,16 +111,6 @@ def test_unequal_lengths_need_an_alignment_by_name():
         assert "seqlen_q=4 and seqlen_kv=10" in reason and "'bottom_right'" in reason and "'top_left'" in reason
 
 
-def test_all_reasons_come_at_once():
-    reasons = reasons_of(Q, Q[..., :4], Q, scale=float("inf"), kernel="sm91", executor="gpu")
-    assert len(reasons) == 4
-
-
-def test_a_wrong_scale_hides_nothing_else():
-    wrong = {"scale": "x", "causal": 3, "window": 5, "bias": np.ones((10, 10), bool), "dropout": 0.5, "precision": "x"}
-    assert sorted(reason.split()[0].split("=")[0] for reason in reasons_of(Q, Q, Q, **wrong)) == sorted(wrong)
-
-
 @pytest.mark.parametrize("call", [cuflash.attention, cuflash.attention_vjp, cuflash.plan, cuflash.error_bound])
 @pytest.mark.parametrize(
     "hider", [{"scale": np.nan}, {"mask": np.ones((10, 10))}, {"return_lse": 1}], ids=lambda hider: next(iter(hider))
@@ -146,17 +127,6 @@ def test_a_list_is_written_out_where_it_is_short():
     assert describe([1, -2.5, "a"]) == "[1, -2.5, 'a']" and describe([[1]]) == "[[1]]"
     assert describe([["a" * 50] * 4, 1]) == "list"
     assert describe(list(range(2000))) == "[0, 1, 2, 3, 4, 5, 6, 7, ...] of 2000 items"
-
-
-@pytest.mark.parametrize("value", [None, [["1.0"]], "q", np.ma.ones((4, 4), np.float32)])
-def test_what_is_no_array_is_a_type_error(value):
-    with pytest.raises(TypeError, match="k must be an array"):
-        cuflash.attention(Q, value, Q)
-
-
-def test_a_mask_that_is_no_mask_is_a_type_error():
-    with pytest.raises(TypeError, match=r"mask must be a Mask, .*, or a function of \(b, h, i, j\); got 'ab'$"):
-        cuflash.attention(Q, Q, Q, mask="ab")
 
 
 def test_arrays_on_a_gpu_without_cupy_name_the_package_to_install(monkeypatch):
@@ -215,40 +185,14 @@ def test_a_plan_for_a_gpu_explains_itself_and_does_not_run():
 def test_an_unknown_gpu_names_the_known_ones():
     with pytest.raises(cuflash.UnsupportedProblem, match="H100"):
         cuflash.DeviceSpec.gpu("H1000")
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"DeviceSpec.gpu\('H100'\) is one"):
+        cuflash.precompile(Q, Q, Q, device=cuflash.DeviceSpec.host())
 
 
 @pytest.mark.parametrize("name", ["h100", "H100", "rtx 4090", "Rtx 4090", np.str_("b200")])
 def test_a_gpu_is_named_in_upper_or_lower_case(name):
     found = cuflash.DeviceSpec.gpu(name)
     assert found == cuflash.DeviceSpec.gpu(str(name).upper()) and found.name == str(name).upper()
-
-
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda: masks.Causal("left"), "align must be"),
-        (lambda: masks.SlidingWindow(1.5, 0), "left must be an int"),
-        (lambda: masks.SlidingWindow(-1, 0), "left must be .*; got -1: write None, which is what -1 means"),
-        (lambda: masks.Dilated(2, 0, -1), "right must be .*; got -1: write None, which is what -1 means"),
-        (lambda: masks.Sequences([0, 3], window=(-1, 0)), "window's sides must be .*; got -1: write None"),
-        (lambda: masks.Dilated(0), "dilation must be an int of at least 1"),
-        (lambda: masks.Lengths(kv=-1), "kv must be an int of at least 0"),
-        (lambda: masks.Lengths(q=np.ones(2)), "q must be an int of at least 0, or an integer array"),
-        (lambda: masks.PrefixLM("2"), "prefix must be an int"),
-        (lambda: masks.Documents(np.zeros(2)), r"q_ids must be an integer array .* dtype float64$"),
-        (lambda: masks.BlockPattern(np.ones((2, 2)), 4), "blocks must be a boolean array .* booleans by blocks != 0$"),
-        (lambda: masks.BlockPattern(np.ones((2, 2), bool), 0), "block must be an int of at least 1"),
-        (lambda: masks.BlockPattern(np.ones((2, 2), bool), (1, 2, 3)), "block must be an int of at least 1"),
-    ],
-)
-def test_a_wrong_mask_argument_is_named(make, words):
-    with pytest.raises(cuflash.UnsupportedProblem, match=words):
-        make()
-
-
-def test_a_function_that_returns_no_booleans_is_refused():
-    (reason,) = reasons_of(Q, Q, Q, mask=masks.FromFunction(lambda b, h, i, j: i - j))
-    assert "must return a boolean array; got int64" in reason
 
 
 def test_merge_refuses_parts_that_do_not_fit():
@@ -287,16 +231,6 @@ def test_what_a_refused_call_was_to_write_is_left_as_it_was():
     for options in ({"return_lse": "no"}, {"return_lse": np.ones(2, bool)}, {"deterministic": "x"}, {"scale": 10**400}):
         (reason,) = reasons_of(Q, Q, Q, out=out, **options)
         assert reason.startswith(f"{next(iter(options))} must be") and (out == 7).all()
-
-
-def test_inputs_are_never_modified():
-    rng = np.random.default_rng(0)
-    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
-        arrays = [rng.standard_normal((3, 40, 8)).astype(dtype) for _ in range(4)]
-        before = [array.tobytes() for array in arrays]
-        o, vjp = cuflash.attention_vjp(*arrays[:3], causal=True)
-        vjp(arrays[3])
-        assert [array.tobytes() for array in arrays] == before
 
 
 def test_out_of_memory_raises_memory_error_and_leaves_the_process_usable():

@@ -349,12 +349,8 @@ def test_plans_are_made_of_shapes() -> None:
 Q = np.zeros((2, 3, 8), np.float32)
 WRONG = [
     ({"softcap": 0.0}, "softcap must be a positive finite number; got 0.0"),
-    ({"softcap": np.inf}, "softcap must be a positive finite number; got inf"),
-    ({"softcap": "2"}, "softcap must be a positive finite number; got '2'"),
     ({"softcap": 2**2000}, "softcap must be a positive finite number; got an int of 2001 bits"),
-    ({"softcap": True}, "softcap must be a positive finite number; got True"),
     ({"softcap": 1e39}, r"softcap and .* must be of size 1.2e-38 to 3.4e\+38 where .* float32; got 1e\+39: give one"),
-    ({"softcap": 1e-39}, r"softcap and .* must be of size 1.2e-38 to 3.4e\+38 where .* float32; got 1e-39: give one"),
     ({"score": lambda s, b, h, i, j: np.where(i < j, -1e300, s)}, r"numbers of a score function.*; got -1e\+300: give"),
     ({"bias": np.zeros((3, 3), bool)}, "bias must be .*; got bool: a bool array is a mask: write mask=bias"),
     ({"bias": np.zeros((3, 3), int)}, r"bias must be .*, float64; got int64: write bias.astype\(np.float32\)"),

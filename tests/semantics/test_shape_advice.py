@@ -131,7 +131,7 @@ def test_a_wrong_dtype_is_told_the_cast(dtype: str, to: str) -> None:
     assert refusal(x, x, x) == ""
 
 
-@pytest.mark.parametrize("value", ["abc", 3.0, None, {}, b"q"])
+@pytest.mark.parametrize("value", ["abc", 3.0, None, {}, b"q", [["1.0"]], np.ma.ones((4, 4), np.float32)])
 def test_what_numpy_makes_no_array_of_is_told_no_such_thing(value: Any) -> None:
     told = refusal(value, zeros(2, 5, 4), zeros(2, 5, 4))
     assert told.startswith("q must be an array; got ") and "asarray" not in told

@@ -56,46 +56,41 @@ def drawn(name, number):
 # Strategies draw what they say
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 31, 63, 64, 65, 96, 127, 128, 129, 192, 255, 260])
-def test_lengths_gather_around_tiles(length):
-    assert length in sample("lengths")
+def table_of(mask):
+    return mask.toarray(**SHAPE._asdict())
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 7, 8])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
-def test_heads_come_in_groups(group, num_kv_heads):
-    assert (group * num_kv_heads, num_kv_heads) in sample("heads")
+def empty_rows(mask):
+    return ~table_of(mask).any(axis=-1)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[("dtype", dtype) for dtype in ("float16", "bfloat16", "float32", "float64")],
-        *[("values", values) for values in strategies.VALUES],
-        *[("scale", scale) for scale in (None, *strategies.SCALES)],
-        *[("head_dim", dim) for dim in strategies.HEAD_DIMS],
-        *[("value_dim", dim) for dim in strategies.HEAD_DIMS],
-        ("has_heads", False),
-        ("has_dlse", True),
-        ("has_low_rows", True),
-        ("mask", None),
-        ("seqlen_q", 0),
-        ("seqlen_kv", 0),
-    ],
-)
-def test_structures_have_every(name, value):
-    assert any(
-        getattr(each, name) == value for each in sample("structures") if not isinstance(getattr(each, name), Mask)
-    )
+def has(name, value):
+    return lambda each: not isinstance(found := getattr(each, name), Mask) and found == value
 
 
-@pytest.mark.parametrize("operand", range(5))
-@pytest.mark.parametrize("layout", strategies.LAYOUTS)
-def test_every_operand_has_every_layout(operand, layout):
-    assert any(each.layouts[operand] == layout for each in sample("structures"))
-
-
-STRUCTURES = {
+OF_STRUCTURES = {
+    **{
+        f"{name} {value}": has(name, value)
+        for name, values in {
+            "dtype": ("float16", "bfloat16", "float32", "float64"),
+            "values": strategies.VALUES,
+            "scale": (None, *strategies.SCALES),
+            "head_dim": strategies.HEAD_DIMS,
+            "value_dim": strategies.HEAD_DIMS,
+            "has_heads": (False,),
+            "has_dlse": (True,),
+            "has_low_rows": (True,),
+            "mask": (None,),
+            "seqlen_q": (0,),
+            "seqlen_kv": (0,),
+        }.items()
+        for value in values
+    },
+    **{
+        f"operand {operand} {layout}": lambda each, operand=operand, layout=layout: each.layouts[operand] == layout
+        for operand in range(5)
+        for layout in strategies.LAYOUTS
+    },
     "more queries than keys": lambda each: each.seqlen_q > each.seqlen_kv > 0,
     "more keys than queries": lambda each: each.seqlen_kv > each.seqlen_q > 1,
     "an empty batch": lambda each: each.mask_shape.batch == (0,),
@@ -105,39 +100,22 @@ STRUCTURES = {
     "values without a leading axis": lambda each: each.q_batch and not each.v_batch,
     "unequal dims": lambda each: each.head_dim != each.value_dim,
 }
-
-
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_structures_have(name):
-    assert any(map(STRUCTURES[name], sample("structures")))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        masks.Causal, masks.SlidingWindow, masks.Lengths, masks.PrefixLM, masks.Documents, masks.Dilated,
-        masks.BlockPattern, masks.Dense, masks.FromFunction, masks.Sequences, And, Or, Not,
-    ],
+KINDS = (
+    masks.Causal, masks.SlidingWindow, masks.Lengths, masks.PrefixLM, masks.Documents, masks.Dilated,
+    masks.BlockPattern, masks.Dense, masks.FromFunction, masks.Sequences, And, Or, Not,
 )  # fmt: skip
-def test_masks_are_of_every(kind):
-    assert any(isinstance(mask, kind) for mask in sample("masks"))
-
-
-def empty_rows(mask):
-    return ~mask.toarray(**SHAPE._asdict()).any(axis=-1)
-
-
-MASKS = {
+OF_MASKS = {
+    **{kind.__name__: lambda mask, kind=kind: isinstance(mask, kind) for kind in KINDS},
     "an empty first row alone": lambda mask: empty_rows(mask)[..., 0].all() and not empty_rows(mask)[..., 1:].all(),
     "an empty last row": lambda mask: empty_rows(mask)[..., -1].all() and not empty_rows(mask)[..., 0].any(),
     "empty rows in the middle": lambda mask: (
         empty_rows(mask)[..., 4].all() and not empty_rows(mask)[..., [0, -1]].any()
     ),
-    "nothing": lambda mask: not mask.toarray(**SHAPE._asdict()).any(),
-    "everything": lambda mask: mask.toarray(**SHAPE._asdict()).all(),
-    "a single cell": lambda mask: (mask.toarray(**SHAPE._asdict()).sum(axis=(-1, -2)) == 1).all(),
-    "another mask for another head": lambda mask: np.diff(mask.toarray(**SHAPE._asdict()), axis=1).any(),
-    "another mask for another batch entry": lambda mask: np.diff(mask.toarray(**SHAPE._asdict()), axis=0).any(),
+    "nothing": lambda mask: not table_of(mask).any(),
+    "everything": lambda mask: table_of(mask).all(),
+    "a single cell": lambda mask: (table_of(mask).sum(axis=(-1, -2)) == 1).all(),
+    "another mask for another head": lambda mask: np.diff(table_of(mask), axis=1).any(),
+    "another mask for another batch entry": lambda mask: np.diff(table_of(mask), axis=0).any(),
     "lengths for each batch entry": lambda mask: any(
         isinstance(part, masks.Lengths) and np.ndim(part.kv) == 1 for part in parts_of(mask)
     ),
@@ -145,11 +123,24 @@ MASKS = {
     "sequences with keys of their own": lambda mask: isinstance(mask, masks.Sequences) and mask.kv_offsets is not None,
     "unequal blocks": lambda mask: isinstance(mask, masks.BlockPattern) and mask.block[0] != mask.block[1],
 }
+DRAWN = {
+    "lengths": {
+        str(length): lambda each, length=length: each == length
+        for length in (0, 1, 2, 31, 63, 64, 65, 96, 127, 128, 129, 192, 255, 260)
+    },
+    "heads": {
+        f"{group} times {heads}": lambda each, group=group, heads=heads: each == (group * heads, heads)
+        for group in (1, 2, 3, 7, 8)
+        for heads in (1, 2, 3)
+    },
+    "structures": OF_STRUCTURES,
+    "masks": OF_MASKS,
+}
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_have(name):
-    assert any(map(MASKS[name], sample("masks")))
+@pytest.mark.parametrize(("strategy", "kind"), [(name, kind) for name, kinds in DRAWN.items() for kind in kinds])
+def test_strategies_draw_every(strategy, kind):
+    assert any(map(DRAWN[strategy][kind], sample(strategy)))
 
 
 @given(strategies.structures(most_scores=5000, most_rows=200))
