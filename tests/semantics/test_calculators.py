@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,6 @@ from cuflash import KVCache, UnsupportedProblem, kv_cache_bytes, largest_length
 from cuflash.study.calculators import memory_report
 from cuflash.testing import Structure
 
-ROOT = Path(__file__).parents[2]
 MODEL = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": np.float16}
 SIZES = st.fixed_dictionaries(
     {
@@ -79,14 +75,11 @@ def test_memory_of_a_call_is_that_of_its_arrays(dtype: str) -> None:
 def test_the_command_says_what_a_cache_takes() -> None:
     sizes = ["--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--tokens", "100", "--batch", "2"]
     more = ["--page-size", "64", "--dtype", "float32", "--heads", "64", "--available", "2"]
-    run = subprocess.run(
-        [sys.executable, "-m", "cuflash", "memory", *sizes, *more], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     model = {"num_layers": 80, "head_dim": 128, "dtype": "float32", "page_size": 64}
     whole = kv_cache_bytes(num_kv_heads=8, tokens=[100, 100], **model) / 2**30
     ungrouped = kv_cache_bytes(num_kv_heads=64, tokens=[100, 100], **model) / 2**30
     longest = largest_length(2 * 2**30, num_kv_heads=8, batch=2, **model)
-    told = [line.split() for line in run.stdout.splitlines()]
+    told = [line.split() for line in memory_report([*sizes, *more]).splitlines()]
     assert told[0] == ["a", "token", "640.00", "KiB"]
     assert told[1] == ["2", "x", "100", "tokens", f"{whole:.2f}", "GiB"]
     assert told[2][:5] == ["with", "64", "heads", f"{ungrouped:.2f}", "GiB"]

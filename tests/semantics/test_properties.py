@@ -10,6 +10,7 @@ from executors import (
     GPU,
     SIM,
     holds_for_examples,
+    in_turn,
     needs_compiler,
     on_every_backward,
     on_every_deterministic_backward,
@@ -59,16 +60,18 @@ def test_every_result_is_within_its_bound(run, example):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_hosts_results_are_within_their_bounds_over_many_tiles(dtype):
-    assert_within_probable_bounds(CPU, dtype)
+    assert_within_probable_bounds(CPU, replace(OVER_MANY_TILES, dtype=dtype))
 
 
 @on_kernels_for("dtype", ["float16", "float32"])
 def test_kernels_results_are_within_their_bounds_over_many_tiles(run, dtype):
-    assert_within_probable_bounds(run, dtype)
+    """Tiles of the simulator's kernels are a quarter of the host's."""
+    lengths = {} if run.is_on_device else {"seqlen_q": 280, "seqlen_kv": 410}
+    assert_within_probable_bounds(run, replace(OVER_MANY_TILES, dtype=dtype, **lengths))
 
 
-def assert_within_probable_bounds(run, dtype):
-    example = run.rounded(replace(OVER_MANY_TILES, dtype=dtype).example())
+def assert_within_probable_bounds(run, structure):
+    example = run.rounded(structure.example())
     assert_within_bounds(example, **run.everything(example), probable=True)
 
 
@@ -105,9 +108,8 @@ def test_both_passes(run, example, check):
 
 
 @on_every_backward
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("where", ["queries", "keys"])
-def test_padding_past_an_end_may_hold_nan(run, where, dtype):
+@pytest.mark.parametrize(("dtype", "where"), in_turn(DTYPES, ["queries", "keys"]))
+def test_padding_past_an_end_may_hold_nan(run, dtype, where):
     lengths = {"q": 70} if where == "queries" else {"kv": 70}
     example = run.rounded(
         Structure(num_heads=2, seqlen_q=200, seqlen_kv=200, dtype=dtype, mask=masks.Lengths(**lengths)).example()
@@ -159,20 +161,21 @@ def test_two_executors_agree_on_exact_sums_bit_for_bit(pair, dtype):
 
 
 @needs_compiler
-@pytest.mark.parametrize("chip", ["T4", "A100", "H100"])
-def test_float64_is_within_its_bounds_however_a_chip_multiplies(chip):
-    for example in side_by_side("float64", values="outliers"):
-        arrays = example.q, example.k, example.v
-        ready = cuflash.plan(*arrays, mask=example.mask, executor="sim", device=cuflash.DeviceSpec.gpu(chip))
-        o, lse = ready.forward(*arrays)
-        dq, dk, dv = ready.backward(example.do, *arrays, o, lse, dlse=example.dlse)
-        assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+@pytest.mark.parametrize(
+    ("chip", "example"), in_turn(["T4", "A100", "H100"], side_by_side("float64", values="outliers"))
+)
+def test_float64_is_within_its_bounds_however_a_chip_multiplies(chip, example):
+    arrays = example.q, example.k, example.v
+    ready = cuflash.plan(*arrays, mask=example.mask, executor="sim", device=cuflash.DeviceSpec.gpu(chip))
+    o, lse = ready.forward(*arrays)
+    dq, dk, dv = ready.backward(example.do, *arrays, o, lse, dlse=example.dlse)
+    assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
 
 
 @on_kernels_for("dtype", DTYPES)
 def test_kernels_give_the_same_bits_every_time(run, dtype):
     example = Structure(
-        q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200,
+        q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=2, num_kv_heads=1, seqlen_q=150, seqlen_kv=200,
         dtype=dtype, mask=masks.Dilated(3, align="bottom_right"),
     ).example()  # fmt: skip
     first, second = run.everything(example), run.everything(example)
@@ -181,16 +184,15 @@ def test_kernels_give_the_same_bits_every_time(run, dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("kernel", ["simt", "naive", "fa1", "sm80", "sm90"])
-@pytest.mark.parametrize("scale", [1e-39, -1e-39, 1e-50, -1e-320])
-def test_a_scale_below_the_kernels_numbers_is_0(kernel, scale):
+def test_a_scale_below_the_kernels_numbers_is_0(kernel):
     """2^-126 is the smallest normal number of float32, and a GPU may replace smaller ones by 0."""
     example = Structure(num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=90, dtype="float16", head_dim=40).example()
     arrays = example.q, example.k, example.v
     results = []
-    for each in (scale, 0.0):
+    for each in (0.0, 1e-39, -1e-39, 1e-50, -1e-320):
         ready = cuflash.plan(*arrays, scale=each, executor="sim", kernel=kernel, device=cuflash.DeviceSpec.gpu("H100"))
         o, lse = ready.forward(*arrays)
-        results.append((o, lse, *ready.backward(example.do, *arrays, o, lse)))
-    assert all(tiny.tobytes() == zero.tobytes() for tiny, zero in zip(*results))
-    lse, bound = results[0][1], example.but(scale=0.0).bounds.lse
+        results.append([x.tobytes() for x in (o, lse, *ready.backward(example.do, *arrays, o, lse))])
+    assert all(tiny == results[0] for tiny in results)
+    bound = example.but(scale=0.0).bounds.lse
     assert_within("lse", lse, np.full(lse.shape, np.log(90)), bound)

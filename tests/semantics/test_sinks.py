@@ -10,6 +10,7 @@ from cuflash.testing import Structure, assert_within, assert_within_bounds
 from executors import (
     SIM,
     holds_for_examples,
+    in_turn,
     on_every_backward,
     on_every_deterministic_backward,
     on_kernels,
@@ -204,8 +205,11 @@ def test_a_large_sink_takes_all_weight(run, dtype):
 
 
 @on_kernels
-@pytest.mark.parametrize("shape", [(4,), (1,), (), (2, 1, 4), (3, 1), (2, 3, 1), (2, 1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    in_turn([(4,), (1,), (), (2, 1, 4), (3, 1), (2, 3, 1), (2, 1, 1)], ["float16", "bfloat16", "float32"]),
+    ids=str,
+)
 def test_the_gradient_is_summed_over_broadcast_axes(run, shape, dtype):
     structure = Structure(
         q_batch=(2, 3), k_batch=(2, 3), v_batch=(1, 3), num_heads=4, num_kv_heads=2, seqlen_q=9, seqlen_kv=8,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -354,37 +355,49 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(
     refused([*WORDS, "--plot", "my.png"], "--plot needs matplotlib: pip install matplotlib, or leave it out", capsys)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("studies", ": error: the command must be doctor, memory, roofline, study or none; got studies\n"),
-        ("doctor all", " doctor: error: the command takes no arguments; got all\n"),
-        ("--versions", ": error: options are --help and --version; got --versions\n"),
-        ("-v", ": error: options are --help and --version; got -v\n"),
-        ("--version 2", ": error: --version takes no arguments; got 2\n"),
-    ],
-)
-def test_an_unknown_command_gets_one_line(words: str, told: str) -> None:
-    command = [sys.executable, "-m", "cuflash", *words.split()]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"python -m cuflash{told}")
+COMMANDS = {  # words, and how the last line of standard error goes on
+    "an unknown command": (
+        "studies", ": error: the command must be doctor, memory, roofline, study or none; got studies"
+    ),
+    "an argument of doctor": ("doctor all", " doctor: error: the command takes no arguments; got all"),
+    "an unknown option": ("--versions", ": error: options are --help and --version; got --versions"),
+    "an argument of an option": ("--version 2", ": error: --version takes no arguments; got 2"),
+    "an option of memory": ("memory --nothing", " memory: error: "),
+    "an option of roofline": ("roofline --nothing", " roofline: error: "),
+    "an option of study": ("study --nothing", " study: error: "),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unknown_word_gets_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, told = COMMANDS[name]
+    assert _run(words, monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-1].startswith(f"python -m cuflash{told}")
+    assert " --nothing" in words or err.count("\n") == 1
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
-def test_the_version_is_told(flag: str) -> None:
-    run = subprocess.run([sys.executable, "-m", "cuflash", flag], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert (run.stdout, run.stderr) == (f"cuflash {cuflash.__version__}\n", "")
+def test_the_version_is_told(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(flag, monkeypatch) == 0
+    assert capsys.readouterr() == (f"cuflash {cuflash.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["memory", "roofline", "study"])
-def test_an_unknown_option_of_a_command_gets_one_line(command: str) -> None:
-    words = [sys.executable, "-m", "cuflash", command, "--nothing"]
-    run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.splitlines()[-1].startswith(f"python -m cuflash {command}: error: ")
-
-
-def test_help_names_the_commands() -> None:
-    command = [sys.executable, "-m", "cuflash", "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--help", monkeypatch) == 0
+    told = capsys.readouterr().out
     assert re.findall(r"python -m cuflash (\w+)  ", told) == ["doctor", "memory", "roofline", "study"]
+
+
+def _run(words: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run `python -m cuflash` with some words in this process, and return its status."""
+    monkeypatch.setattr(sys, "argv", ["cuflash", *words.split()])
+    try:
+        runpy.run_module("cuflash", run_name="__main__")
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
