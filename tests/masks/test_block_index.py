@@ -37,15 +37,6 @@ def test_densities_are_shares_of_pairs_and_of_blocks(shape_and_mask: Any, block:
 
 
 @given(SHAPES_AND_MASKS, BLOCKS)
-def test_blocks_are_called_absent_full_and_partial_rightly(shape_and_mask, block):
-    shape, mask = shape_and_mask
-    index = BlockIndex.from_mask(mask, block=block, **shape._asdict())
-    states = index.states()
-    for place, elements in blocks_of(index.toarray(), block):
-        assert states[place] == (1 if elements.all() else 2 if elements.any() else 0)
-
-
-@given(SHAPES_AND_MASKS, BLOCKS)
 def test_lists_increase_and_bit_tiles_are_stored_once(shape_and_mask, block):
     shape, mask = shape_and_mask
     index = BlockIndex.from_mask(mask, block=block, **shape._asdict())

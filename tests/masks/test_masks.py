@@ -138,46 +138,6 @@ def test_a_hash_stays_in_the_process_that_made_it(mask):
     assert vars(sent).keys() == mask.__dataclass_fields__.keys() and sent == mask and hash(sent) == hash(mask)
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        masks.Lengths(kv=np.array([3])),
-        masks.Dense(np.ones((2, 2), bool)),
-        masks.BlockPattern(np.ones((2, 2), bool), 4),
-        masks.Documents(np.zeros(3, int)),
-        masks.FromFunction(lambda b, h, i, j: j <= i),
-        masks.Causal() & masks.Dense(np.ones((2, 2), bool)),
-    ],
-)
-def test_masks_with_arrays_or_functions_are_not_hashed(mask):
-    with pytest.raises(TypeError, match="never hashed|unhashable"):
-        hash(mask)
-
-
 def test_bool_of_a_mask_says_which_operators_to_use():
     with pytest.raises(TypeError, match="combine masks with & | ~"):
         masks.Causal() and masks.Causal()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda to: masks.Band(-2, 1),
-        lambda to: masks.Lengths(q=to(np.array([3, 5])), kv=to(np.array([2, 7]))),
-        lambda to: masks.PrefixLM(to(np.array([2, 4]))),
-        lambda to: masks.Dense(to(np.tri(8, dtype=bool))),
-        lambda to: masks.Dilated(3) & ~masks.Causal() | masks.SlidingWindow(1, 1),
-        lambda to: masks.FromFunction(lambda b, h, i, j: (i + j) % 3 == 0),
-        lambda to: patterns.fixed(3, 1) | patterns.strided(4),
-    ],
-)
-def test_elements_are_computed_where_the_coordinates_are_without_waiting(device, make):
-    shape = MaskShape((2,), 2, 8, 8)
-    grid = np.ogrid[:2, :2, :8, :8]
-    expected = np.broadcast_to(make(lambda x: x).resolve(shape)(*grid), (2, 2, 8, 8))
-    with device.transfers_allowed():
-        on_device = [device.to_device(coordinate) for coordinate in grid]
-    got = make(device.to_device).resolve(shape)(*on_device)
-    assert isinstance(got, device.DeviceArray)
-    with device.transfers_allowed():
-        assert (np.broadcast_to(device.to_host(got), expected.shape) == expected).all()

@@ -69,13 +69,18 @@ def index() -> BlockIndex:
     return BlockIndex.from_mask(masks.Causal() | masks.Documents(UNSORTED), block=8, **SHAPE._asdict())
 
 
-def used_mask(make: Callable[[], Mask]) -> Mask:
-    mask = make()
-    mask.toarray(**SHAPE._asdict()), BlockIndex.from_mask(mask, block=8, **SHAPE._asdict()), repr(mask)
+def is_hashable(mask: Mask) -> bool:
     try:
         hash(mask)
     except TypeError:  # it holds arrays
-        pass
+        return False
+    return True
+
+
+def used_mask(make: Callable[[], Mask]) -> Mask:
+    mask = make()
+    mask.toarray(**SHAPE._asdict()), BlockIndex.from_mask(mask, block=8, **SHAPE._asdict()), repr(mask)
+    is_hashable(mask)
     return mask
 
 
@@ -229,8 +234,10 @@ def passes_on(value: Any) -> list[Any]:
 @pytest.mark.parametrize("name", OBJECTS)
 def test_a_used_object_tells_the_same_after_a_pickle_and_a_copy(name: str) -> None:
     used = OBJECTS[name]()
+    is_hashed = isinstance(used, Mask) and "function" not in name.lower() and is_hashable(used)
     for made in passes_on(used):
         assert type(made) is type(used) and told(made) == told(used)
+        assert not is_hashed or made == used and hash(made) == hash(used)
 
 
 SLOPES, OFFSETS = np.arange(2, dtype=np.float32), np.array([0, 17, 40])
@@ -272,16 +279,6 @@ def test_a_deep_copy_of_a_score_has_arrays_of_its_own_and_a_copy_shares_them(nam
         array += 3
     assert told(cuflash.attention(Q, K, V, score=score)) == told(before)
     assert told(cuflash.attention(Q, K, V, score=made)) != told(before)
-
-
-@pytest.mark.parametrize("name", [name for name in MASKS if "function" not in name.lower()])
-def test_masks_without_arrays_are_equal_after_a_pickle(name: str) -> None:
-    used = used_mask(MASKS[name])
-    try:
-        hash(used)
-    except TypeError:
-        return
-    assert all(made == used and hash(made) == hash(used) for made in passes_on(used))
 
 
 @pytest.mark.parametrize("options", EXECUTABLES.values(), ids=EXECUTABLES)

@@ -289,28 +289,22 @@ def test_a_layout_leaves_the_values(layout, shape, dtype):
 
 
 @pytest.mark.parametrize(
-    ("layout", "strides"),
+    ("layout", "shape", "strides"),
     [
-        ("contiguous", (96, 32, 8)),
-        ("transposed", (32, 64, 8)),
-        ("padded", (7 * 6 * 8, 7 * 8, 8)),
-        ("stepped", (6 * 8 * 8, 2 * 8 * 8, 2 * 8)),
-        ("negative", (96, -32, -8)),
-        ("offset", (96, 32, 8)),
-        ("broadcast", (0, 32, 8)),
+        ("contiguous", (2, 3, 4), (96, 32, 8)),
+        ("transposed", (2, 3, 4), (32, 64, 8)),
+        ("transposed", (2, 3, 4, 5), (480, 40, 120, 8)),  # the sequence before the heads
+        ("transposed", (3, 4), (8, 24)),
+        ("padded", (2, 3, 4), (7 * 6 * 8, 7 * 8, 8)),
+        ("stepped", (2, 3, 4), (6 * 8 * 8, 2 * 8 * 8, 2 * 8)),
+        ("negative", (2, 3, 4), (96, -32, -8)),
+        ("offset", (2, 3, 4), (96, 32, 8)),
+        ("broadcast", (2, 3, 4), (0, 32, 8)),
+        ("odd_strides", (1, 3, 1), (99_990_001 * 8, 8, 99_990_001 * 8)),
     ],
 )
-def test_a_layout_has_its_strides(layout, strides):
-    assert laid_out(np.zeros((2, 3, 4)), layout).strides == strides
-
-
-def test_transposed_operands_have_the_sequence_before_the_heads():
-    assert laid_out(np.zeros((2, 3, 4, 5)), "transposed").strides == (480, 40, 120, 8)
-    assert laid_out(np.zeros((3, 4)), "transposed").strides == (8, 24)
-
-
-def test_axes_of_extent_one_may_have_any_stride():
-    assert laid_out(np.zeros((1, 3, 1)), "odd_strides").strides == (99_990_001 * 8, 8, 99_990_001 * 8)
+def test_a_layout_has_its_strides(layout, shape, strides):
+    assert laid_out(np.zeros(shape), layout).strides == strides
 
 
 def test_an_offset_view_is_off_by_one_element():
