@@ -285,7 +285,6 @@ REFUSED = {
         lambda: cuflash.attention(X8, Foreign(X, fault=BufferError("no")), X8, scale="large"),
         ["k must be Quantized as the others"],
     ),
-    "lists among quantised arrays": (lambda: cuflash.attention(X8, X.tolist(), X8), ["k must be Quantized as the"]),
     "plain arrays among quantised ones": (
         lambda: cuflash.attention(X8, X, ROTATED), ["k must be Quantized as the others", "v must not be rotated"]
     ),
@@ -299,9 +298,6 @@ REFUSED = {
     "operands of other dtypes": (
         lambda: cuflash.attention(X, X.astype(np.float64), X.astype(int), precision="fp8"),
         ["k must be of float16, bfloat16 or float32", "v must be of float16, bfloat16 or float32"],
-    ),
-    "plain arrays and a precision": (
-        lambda: cuflash.attention(X8, X, X8, precision="fp8"), ["precision must not be 'fp8' where", "k must be Quant"]
     ),
     "precision of what is quantised": (
         lambda: cuflash.attention(X8, X8, X8, precision="fp8"), ["precision must not be 'fp8' where"]
@@ -317,9 +313,6 @@ REFUSED = {
     "a scale that is NaN": (
         lambda: replace(X8, scale=np.where(X8.scale == X8.scale[0, 0], np.float32(np.nan), X8.scale)),
         ["scale must be positive and finite; got nan"],
-    ),
-    "a scale that is infinite": (
-        lambda: replace(X8, scale=X8.scale * np.float32(np.inf)), ["scale must be positive and finite; got inf"]
     ),
     "scales that do not fit": (
         lambda: replace(X8, scale=X8.scale[:1]), ["scale must have shape (2, 1) and dtype float32"]

@@ -16,12 +16,14 @@ from hypothesis import given, settings, strategies as st
 
 import cuflash
 from cuflash import UnsupportedProblem
+from cuflash.executors import tile_program
+from cuflash.executors.tile_scores import coordinates
 from cuflash.masks.shape import MaskShape
 from cuflash.scores import Score
 from cuflash.scores.program import derived, gradient_loads
 from cuflash.scores.ranges import range_reasons, ranges
 from cuflash.scores.roundoff import Arithmetic, values_and_errors
-from cuflash.scores.values import Operands, values
+from cuflash.scores.values import Operands, run as evaluate, values
 from cuflash.testing import Example, assert_within_bounds
 from cuflash.testing.dual import Captured, Dual
 from cuflash.testing.formulas import Formula, formulas
@@ -109,6 +111,28 @@ def test_float32_stays_within_the_errors(formula: Formula, seed: int) -> None:
         assert np.asarray(found).dtype in (np.float32, np.bool_)
         off = np.abs(np.subtract(found, value, dtype=np.float64))
         assert ((off <= error) | np.equal(found, value) | np.isnan(value)).all(), score
+
+
+@settings(max_examples=60)
+@given(formula=formulas(), seed=st.integers(0, 2**32 - 1), size=st.sampled_from((1, 12, 40, 1000)))
+def test_blocks_hold_the_values_of_the_program(formula: Formula, seed: int, size: int) -> None:
+    score, operands = made(formula, seed)
+    program = derived(score.program, score.arrays)
+    heads = [(b, h) for b in range(SHAPE.num_batch) for h in range(SHAPE.num_heads)]
+    queries, keys = slice(0, SHAPE.seqlen_q), slice(0, SHAPE.seqlen_kv)
+    at = coordinates(heads, [queries] * len(heads), [keys] * len(heads))
+    s = np.random.default_rng(seed).standard_normal((len(heads), keys.stop, queries.stop)).astype(np.float32)
+    whole = evaluate(program, operands, s, *at)
+    is_done = np.zeros(s.shape, int)
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        patch.setattr(tile_program, "_BLOCK", size)
+        for block in tile_program.blocks(program, operands, s.copy(), at, frozenset(program.results)):
+            here = block.tiles, block.keys
+            is_done[here] += 1
+            for n in program.results:
+                found = np.broadcast_to(block.values[n], s[here].shape)
+                np.testing.assert_array_equal(found, np.broadcast_to(whole[n], s.shape)[here])
+    assert (is_done == 1).all()
 
 
 NARROW = [
