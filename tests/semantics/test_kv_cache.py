@@ -355,7 +355,6 @@ WRONG = {
     "its own rows": (lambda: (lambda x: x.append(x.k, x.v))(a_cache()), "k must not overlap the cache's keys"),
     "too many counts": (lambda: a_cache().append(K, K, counts=[1] * 4), "counts must be a list or array of 3 ints"),
     "counts beyond rows": (lambda: a_cache().append(K, K, counts=[1, 3, 0]), "number of rows, 2; got 3 for sequence 1"),
-    "negative counts": (lambda: a_cache().append(K, K, counts=[1, -1, 0]), "counts must be a list or array of"),
     "negative counts in an array": (lambda: a_cache().append(K, K, counts=np.array([1, -1, 0])), "got [1, -1, 0]"),
     "counts of floats": (
         lambda: a_cache().append(K, K, counts=np.ones(3)), "got an array of shape (3,) and dtype float64"
@@ -389,8 +388,6 @@ WRONG = {
     "an alignment": (lambda: a_cache().attention(K, causal="top_left"), "causal must be True or False; got 'top_left'"),
     "half a window": (lambda: a_cache().attention(K, window=3), "window must be (left, right), each an int or None"),
     "a negative window": (lambda: a_cache().attention(K, window=(-1, 0)), "window's left must be an int of at least 0"),
-    "no number": (lambda: a_cache().attention(K, scale="x"), "scale must be a finite number or None; got 'x'"),
-    "no executor": (lambda: a_cache().attention(K, executor="tpu"), "executor must be 'auto'"),
     "another out": (lambda: a_cache().attention(K, out=K[:1]), "out must have shape (3, 2, 2, 8) and dtype float32"),
     "out over q": (lambda: (lambda x: a_cache().attention(x, out=x))(K.copy()), "out must not overlap q in memory"),
     "out in the cache": (

@@ -259,9 +259,8 @@ def test_queries_choose_by_the_keys_that_they_attend(problem: Any, budget: dict[
 
 
 @pytest.mark.parametrize("name", ["pooled", "moba", "antidiagonal", "nsa", "vertical_slash", "quest"])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_mask_that_hides_nothing_changes_nothing(name: str, seed: int) -> None:
-    q, k = np.random.default_rng(seed).standard_normal((2, BATCH, HEADS, 24, DIM))
+def test_a_mask_that_hides_nothing_changes_nothing(name: str) -> None:
+    q, k = np.random.default_rng(0).standard_normal((2, BATCH, HEADS, 24, DIM))
     options = {"causal": True, "block": (1, 6) if name == "quest" else 6}
     expected = selected(name, q, k, **options)
     for mask in (masks.Band(), masks.Lengths(q=24, kv=24), lambda b, h, i, j: i < 24):
