@@ -311,6 +311,7 @@ WRONG = {
     "offsets of another axis": (lambda: cuflash.unpack(np.ones((10, 4, 2)), OFFSETS), "; axis=-3 ends there"),
     "an axis that is not packed": (lambda: cuflash.unpack(np.ones(9), OFFSETS), "packed, which has 1; got -2"),
     "a flag": (lambda: masks.Sequences(OFFSETS, allow_gaps=1), "allow_gaps must be True or False; got 1"),
+    "falling offsets": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS[::-1]), "offsets must never decrease"),
     "offsets of floats": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS / 2), "offsets must be an integer array"),
 }  # fmt: skip
 
