@@ -20,7 +20,7 @@ from ..layouts import (
     dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
 )  # fmt: skip
 from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curvature, derived
-from .ranges import LARGEST
+from .ranges import integer_range
 from .trace import trace
 
 MAX_ARRAYS = 8
@@ -446,20 +446,14 @@ def _widened(x: Any) -> Any:
         return x.astype(np.float32)
     if dtype is None or dtype.name not in _INTEGERS:
         return x
-    least, most = (int(min(max(limit, np.iinfo(dtype).min), np.iinfo(dtype).max)) for limit in (-LARGEST - 1, LARGEST))
-    return namespace(x).clip(x, least, most).astype(np.int64)
-
-
-def _kind_of(dtype: np.dtype[Any]) -> BlockKind | None:
-    """Return what a load of an array of this dtype gives; None for a dtype that cannot be captured."""
-    kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
-    return kinds.get(True) if dtype.isnative else None
+    return namespace(x).clip(x, *integer_range(dtype)).astype(np.int64)
 
 
 @lru_cache(maxsize=512)
 def _array_type(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayType | None:
     """Return an array without its data; None for a dtype that cannot be captured."""
-    kind = _kind_of(dtype)
+    kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
+    kind = kinds.get(True) if dtype.isnative else None
     if kind is None:
         return None
     return ArrayType(name, len(shape), dtype.name, kind, tuple(extent == 1 for extent in shape))
