@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -333,6 +334,19 @@ def describe(value: object) -> str:
 def is_shape(value: object) -> bool:
     """Return whether a value is a list or a tuple of ints, as the shape of an array is."""
     return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_int, value))
+
+
+def require_arrays(given: Mapping[str, Any]) -> None:
+    """Refuse values, by their names in messages, that are not arrays.
+
+    Raises
+    ------
+    TypeError
+        A value is not an array of a known kind.
+    """
+    for name, value in given.items():
+        if not is_array(value):
+            raise TypeError(no_array(name, value))
 
 
 def no_array(name: str, value: object) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import (
-    Array, describe, flag_reasons, is_array, is_int, is_integer_dtype, namespace, no_array, of_list,
-    to_host,
+    Array, describe, flag_reasons, is_int, is_integer_dtype, namespace, of_list, require_arrays, to_host,
 )  # fmt: skip
 from .errors import UnsupportedProblem
 from .keywords import explains_keywords
@@ -114,9 +113,7 @@ def unpack(packed: Array, offsets: Array, axis: int = -2, *, allow_gaps: bool = 
     """
     offsets = of_list("offsets", offsets, np.int64)
     given = as_arrays({"packed": packed, "offsets": offsets}, {"packed": np.float64})
-    for name, array in given.items():
-        if not is_array(array):
-            raise TypeError(no_array(name, array))
+    require_arrays(given)
     packed, offsets = given.values()
     reasons = _axis_reasons(axis, "packed", packed) + flag_reasons("allow_gaps", allow_gaps)
     if offsets.ndim != 1 or not offsets.size or not is_integer_dtype(offsets.dtype):
@@ -139,9 +136,7 @@ def _given(arrays: Any) -> list[Array]:
         raise UnsupportedProblem(["arrays must hold at least one sequence, which may be empty; got none"])
     named = {f"arrays[{place}]": array for place, array in enumerate(arrays)}
     given = as_arrays(named, dict.fromkeys(named, np.float64))
-    for name, array in given.items():
-        if not is_array(array):
-            raise TypeError(no_array(name, array))
+    require_arrays(given)
     return list(given.values())
 
 

@@ -173,13 +173,43 @@ class Plan:
         if out is None and key is not None and check is None and self.can_bind:
             o, lse = self._cache_bound_call(key, self.bind(given))(*given.values(), numbers=self.numbers)
             return o, lse
+        return self.run_checked(given, check, out_o, out_lse)
+
+    def run_checked(
+        self, given: dict[str, Array], check: checks.Check | None, out_o: Any = None, out_lse: Any = None
+    ) -> tuple[Array, Array]:
+        """Compute o and lse of arrays that have been checked.
+
+        Parameters
+        ----------
+        given : dict of arrays by name
+            The arrays q, k, v and the operands; scales of 8-bit q, k and v are operands.
+        check : Check, optional
+            Compares what is around the results after the call.
+        out_o, out_lse : array, optional
+            Arrays that are written to instead of new ones.
+
+        Returns
+        -------
+        o, lse : array
+            As `forward` returns them.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> o, lse = cuflash.plan(q, k, v).run_checked({"q": q, "k": k, "v": v}, None)
+        >>> o.shape
+        (2, 16, 8)
+        """
         problem, empty = self.plan.problem, _empty(given["q"], check)
         o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
         lse = empty("lse", problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
         if self.plan.is_empty:
             without_keys.forward(self.plan, {**given, "o": o, "lse": lse})
         else:
-            given["q"], given["k"] = self._scaled(given["q"], given["k"])
+            q, k = ("q", "k") if problem.rows_per_scale is None else ("q_scale", "k_scale")
+            given[q], given[k] = self._scaled(given[q], given[k])
             arrays = {**problem.keyed(given), "o": o, "lse": lse}
             EXECUTORS[self.executor].forward(self.plan, arrays, check, self.numbers)
             if self.executor == "gpu":
@@ -308,11 +338,6 @@ class Plan:
 
         return call
 
-    @staticmethod
-    def _names_of_backward(dlse: Array | None, operands: Iterable[str]) -> tuple[str, ...]:
-        """The arrays of a backward pass by name, in the order in which it takes them."""
-        return "do", "q", "k", "v", "o", "lse", *(() if dlse is None else ("dlse",)), *operands
-
     def _arrays_of_backward(
         self, arrays: tuple[Array, ...], dlse: Array | None, operands: Mapping[str, Array]
     ) -> tuple[Hashable, tuple[Array, ...], dict[str, Array]]:
@@ -338,7 +363,7 @@ class Plan:
             arrays = *arrays, *read.values()
         key = layout_key(*arrays)
         if key is None:
-            arrays = tuple(self._taken(dict(zip(self._names_of_backward(dlse, read), arrays))).values())
+            arrays = tuple(self._taken(dict(zip(backward_names(dlse is not None, read), arrays))).values())
             key = layout_key(*arrays)
         return (key and (key, dlse is None, *read) if read else key), arrays, read
 
@@ -428,7 +453,7 @@ class Plan:
         bound_call, problem = self._bound_calls.get(key), self.plan.problem
         if bound_call is not None and not checks.is_on():
             return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
-        given = dict(zip(self._names_of_backward(dlse, operands), arrays))
+        given = dict(zip(backward_names(dlse is not None, operands), arrays))
         reasons = self._input_reasons(given, self.plan.problem.wrt)
         if reasons:
             raise UnsupportedProblem(reasons)
@@ -524,9 +549,7 @@ class Plan:
         if self.executor != "gpu":
             getattr(self.plan.work, "transposed", None)
             return
-        reasons = other_device_reasons(self.plan.device, gpu.current_device())
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        self._require_own_device()
         gpu.make_ready(self.plan)
 
     def check_forward(
@@ -591,13 +614,16 @@ class Plan:
         """
         if self.executor != "gpu":
             return
-        reasons = other_device_reasons(self.plan.device, gpu.current_device())
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        self._require_own_device()
         if self._scales_arrays:
             gpu.refuse_capture("for a scale so far from 1 q and k are copied to memory that a graph would outlive")
         if not self.plan.is_empty:
             gpu.require_capturable(self.plan, machine)
+
+    def _require_own_device(self) -> None:
+        """Refuse a current device that is not like the one of the plan."""
+        if reasons := other_device_reasons(self.plan.device, gpu.current_device()):
+            raise UnsupportedProblem(reasons)
 
     @property
     def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -651,15 +677,7 @@ class Plan:
                 f"got {kind_of(array)}: copy it with {COPIES[wanted_namespace]}"
             ]
         reasons = [] if self.executor == "cpu" else layout_reasons(name, array)
-        if self.executor == "gpu":
-            _, current = nvrtc.current_device()
-            number = device_number(array)
-            if number != current:
-                reasons.append(
-                    f"{name} must be on the current device, {current}; got device {number}: "
-                    f"call within cupy.cuda.Device({number}), with all arrays there"
-                )
-        return reasons
+        return reasons + (device_reasons(name, array) if self.executor == "gpu" else [])
 
     def _output_reasons(
         self, name: str, array: Any, shape: tuple[int, ...], dtype: Any, inputs: dict[str, Array]
@@ -686,6 +704,22 @@ class Plan:
             if namespace(value) is namespace(array) and overlap(array, value):
                 reasons.append(f"{name} must not overlap {other} in memory: give an array of its own")
         return reasons
+
+
+def device_reasons(name: str, array: Array) -> list[str]:
+    """Why an array on a GPU is not on the current one."""
+    (_, current), number = nvrtc.current_device(), device_number(array)
+    if number == current:
+        return []
+    return [
+        f"{name} must be on the current device, {current}; got device {number}: "
+        f"call within cupy.cuda.Device({number}), with all arrays there"
+    ]
+
+
+def backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of a backward pass's arrays in the order in which it takes them."""
+    return "do", "q", "k", "v", "o", "lse", *(("dlse",) if has_dlse else ()), *operands
 
 
 def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:

@@ -31,7 +31,7 @@ from .planning.lookup import Lookup, lookup, remember
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
-from .plans import Plan, layout_key
+from .plans import Plan, backward_names, layout_key
 from .scores import Score
 
 __all__ = ["attention", "transformers_attention"]
@@ -372,11 +372,6 @@ def _require_cotangents(**given: Tensor | None) -> None:
 _Outs = tuple[Any, Any]  # o and lse, each None where the call makes it
 
 
-def _backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
-    """The tensors of a backward pass in the order in which a call takes them."""
-    return ("do", "q", "k", "v", "o", "lse", *(("dlse",) if has_dlse else ()), *operands)
-
-
 class _ByArrays:
     """A call on arrays that lie where the tensors do: NumPy's on the CPU, else CuPy's, for what is no repeated call."""
 
@@ -401,7 +396,7 @@ class _ByArrays:
     def backward(self, has_dlse: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         assert self._ready is not None
         with self._within():
-            arrays = dict(zip(_backward_names(has_dlse, self._names[3:]), map(self._array, tensors)))
+            arrays = dict(zip(backward_names(has_dlse, self._names[3:]), map(self._array, tensors)))
             made = self._ready.backward(**arrays)
             return tuple(map(_as_tensor, (*made, *(made[name] for name in self._ready.plan.problem.wrt))))
 
@@ -463,7 +458,7 @@ class _OnGpu:
     def _bound_backward(self, has_dlse: bool, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         plan = self._ready.plan
         assert plan.kernels is not None
-        names = _backward_names(has_dlse, (name for _, name in self._read))
+        names = backward_names(has_dlse, (name for _, name in self._read))
         wanted, made = plan.gradients, plan.gradients_made
         layouts = plan.problem.keyed(dict(zip(names, map(Layout.of, tensors)))) | self._lists
         with torch_gpu.stream():

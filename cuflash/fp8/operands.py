@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, no_array
+from ..arrays import Array, describe, require_arrays
 from ..errors import UnsupportedProblem, collecting
 from .quantize import SOURCES, Quantized, quantize
 from .rotation import Rotation
@@ -105,9 +105,9 @@ def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantiz
     if are_quantized(q, k, v):
         reasons.append("precision must not be 'fp8' where q, k or v is Quantized already: leave it out")
         raise UnsupportedProblem(reasons + operand_reasons({"q": q, "k": k, "v": v}))
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not is_array(x):
-            raise TypeError(no_array(name, x))
+    given = {"q": q, "k": k, "v": v}
+    require_arrays(given)
+    for name, x in given.items():
         if x.dtype not in SOURCES or x.ndim < 2:
             reasons.append(
                 f"{name} must be of float16, bfloat16 or float32 and have two axes or more with precision='fp8'; "

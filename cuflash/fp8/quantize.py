@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import BFLOAT16, Array, as_dtype, describe, is_array, is_int, is_number, namespace, no_array
+from ..arrays import BFLOAT16, Array, as_dtype, describe, is_int, is_number, namespace, require_arrays
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
@@ -75,9 +75,7 @@ class Quantized:
     _transposed: list[Array] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("data", "scale"):
-            if not is_array(getattr(self, name)):
-                raise TypeError(no_array(name, getattr(self, name)))
+        require_arrays({"data": self.data, "scale": self.scale})
         reasons = self._data_reasons()
         reasons += _option_reasons(self.per, self.block, self.rotation, self.data)
         with collecting(reasons):
@@ -284,8 +282,7 @@ def quantize(
     True
     """
     x = as_arrays({"x": x}, {"x": np.float32})["x"]
-    if not is_array(x):
-        raise TypeError(no_array("x", x))
+    require_arrays({"x": x})
     reasons = _option_reasons(per, block, rotate, x)
     with collecting(reasons):
         if as_dtype("dtype", dtype) != e4m3.E4M3:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, is_int, namespace, no_array, of_list
+from ..arrays import Array, describe, is_int, namespace, of_list, require_arrays
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
@@ -140,8 +140,7 @@ class Rotation:
 
     def _wide(self, x: Array) -> Array:
         x = of_list("x", x, np.float64)
-        if not is_array(x):
-            raise TypeError(no_array("x", x))
+        require_arrays({"x": x})
         if x.ndim == 0 or x.shape[-1] != self.head_dim:
             raise UnsupportedProblem(
                 [f"x must have rows of {self.head_dim} numbers, as the rotation has; got {describe(x)}: make another"]

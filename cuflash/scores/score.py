@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import (
-    BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, namespace, no_array, of_list,
+    BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, namespace, of_list, require_arrays,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, without_other_operators
 from ..keywords import explains_keywords
@@ -423,8 +423,7 @@ def _as_array(name: str, array: Any) -> Array:
             came = f"{kind_of(array)} on a CUDA device"
             raise UnsupportedProblem([f"{name} must be a NumPy or CuPy array; got {came}: cupy.from_dlpack makes one"])
         return taken(name, array, np)
-    if not is_array(array):
-        raise TypeError(no_array(name, array))
+    require_arrays({name: array})
     return array
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, describe, is_array, namespace, no_array
+from ..arrays import Array, accumulator_dtype, describe, namespace, require_arrays
 from ..blocks.index import BlockIndex
 from ..blocks.work_list import requested_mask
 from ..errors import UnsupportedProblem, collecting
@@ -98,9 +98,7 @@ class Grid:
         if key in _facts:
             return cls(q, k, *_facts[key])
         q, k = as_arrays({"q": q, "k": k}).values()
-        for name, array in (("q", q), ("k", k)):
-            if not is_array(array):
-                raise TypeError(no_array(name, array))
+        require_arrays({"q": q, "k": k})
         if namespace(q) is not namespace(k):
             reasons.append("q and k must be of one kind: copy one of them explicitly")
         sides, resolved = (1, 1), None

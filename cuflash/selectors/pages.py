@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, accumulator_dtype, is_array, is_int, no_array, whole_number
+from ..arrays import DTYPES, Array, accumulator_dtype, is_int, require_arrays, whole_number
 from ..cache import KVCache
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
@@ -182,8 +182,7 @@ def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any
     batch = len(cache.lengths)
     of_list = {"q": cache.k.dtype if cache.k.dtype in DTYPES else np.float32}
     q = as_arrays({"q": q}, of_list, like=cache.k)["q"]
-    if not is_array(q):
-        raise TypeError(no_array("q", q))
+    require_arrays({"q": q})
     if q.ndim != 4 or q.shape[0] != batch:
         raise UnsupportedProblem([f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}"])
     if block is None and page_size is None:
