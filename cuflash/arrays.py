@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 from .keywords import explains_keywords
 
 Array: TypeAlias = Any  # an array of any namespace: NumPy's, CuPy's
@@ -66,8 +66,7 @@ class ShapeDtype:
             object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype))
         except UnsupportedProblem as error:
             reasons.extend(error.reasons)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @property
     def ndim(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import BFLOAT16, DTYPES, Array, accumulator_dtype, is_array, is_shape, namespace
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 
 _ON_DEVICE = {2: "CUDA", 13: "CUDA managed"}  # kDLCUDA, kDLCUDAManaged
 COPIES = {"numpy": "its get()", "cupy": "cupy.asarray"}  # what copies an array of the other namespace to each
@@ -111,8 +111,7 @@ def is_on_cuda(name: str, value: Any) -> bool:
         if name == "mask":
             why, fix = "since a mask has none", "detach() it"
         reasons = [f"{name} must not require gradients, {why}; got a torch.Tensor with requires_grad=True: {fix}"]
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     if is_tensor(value) and value.is_cuda:
         return True
     try:

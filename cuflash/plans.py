@@ -14,7 +14,7 @@ from .arrays import (
     Array, ShapeDtype, describe, is_array, is_list, is_ragged, namespace, no_array, of_list, times_power_of_two,
 )  # fmt: skip
 from .compiler import nvrtc
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 from .executors import checks, cpu, gpu, sim, without_keys
 from .keywords import explains_keywords, require_own_names
 from .masks.base import Mask
@@ -454,9 +454,7 @@ class Plan:
         if bound_call is not None and not checks.is_on():
             return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
         given = dict(zip(backward_names(dlse is not None, operands), arrays))
-        reasons = self._input_reasons(given, self.plan.problem.wrt)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(self._input_reasons(given, self.plan.problem.wrt))
         self.require_ready()
         given_arrays = problem.keyed(given)
         wanted, made = self.plan.gradients, self.plan.gradients_made
@@ -586,8 +584,7 @@ class Plan:
         reasons += self._output_reasons("out[1]", out_lse, problem.lse_shape(), problem.accumulator, given)
         if out_o is not None and out_lse is not None and not reasons and overlap(out_o, out_lse):
             reasons.append("out[0] and out[1] must not overlap in memory: give each its own")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         self.require_ready(machine)
 
     def require_ready(self, machine: gpu.Gpu | None = None) -> None:
@@ -622,8 +619,7 @@ class Plan:
 
     def _require_own_device(self) -> None:
         """Refuse a current device that is not like the one of the plan."""
-        if reasons := other_device_reasons(self.plan.device, gpu.current_device()):
-            raise UnsupportedProblem(reasons)
+        refuse(other_device_reasons(self.plan.device, gpu.current_device()))
 
     @property
     def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -788,8 +784,7 @@ def as_arrays(given: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None,
                 reasons.append(f"{name} must be an array that DLPack gives away; got {kind_of(value)}: {fix}")
         except UnsupportedProblem as error:
             reasons.extend(error.reasons)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     if lists and any(namespace(value).__name__ == "cupy" for value in (like, *arrays.values())):
         arrays |= {name: gpu.namespace().asarray(arrays[name]) for name in lists if is_array(arrays[name])}
     return arrays

@@ -19,7 +19,7 @@ from .calls.listed_plan import without_mask
 from .calls.model_options import model_options
 from .arrays import BFLOAT16, Array, ShapeDtype, describe, is_array, is_integer_dtype
 from .dropout import Dropout
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .keywords import explains_keywords
@@ -365,8 +365,7 @@ def _require_cotangents(**given: Tensor | None) -> None:
             reasons.append(f"{name} must be one gradient, outside of torch.vmap; got a batch of them: {fix}")
         else:
             reasons += tensor_reasons(name, each)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
 
 
 _Outs = tuple[Any, Any]  # o and lse, each None where the call makes it
@@ -534,9 +533,7 @@ def _first(
     wants_lse: bool,
 ) -> _OnGpu | _ByArrays:
     """Check the arguments of a call that is made for the first time, and return the function that runs it."""
-    reasons = _tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, options.executor)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(_tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, options.executor))
     is_on_gpu = tensors["q"].is_cuda
     if not is_on_gpu or checks.is_on():
         return _ByArrays(tensors, options, is_on_gpu)

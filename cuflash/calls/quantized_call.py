@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from ..arrays import Array, is_array, namespace
 from ..blocks.work_list import WorkList
-from ..errors import UnsupportedProblem
+from ..errors import refuse
 from ..executors import checks, gpu
 from ..fp8 import Quantized, kernel_calls
 from ..masks.at_each_call import at_each_call
@@ -36,8 +36,7 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
     options = options._replace(sink=as_arrays({"sink": options.sink})["sink"])
     rows, given = kernel_calls.rows_per_scale(q, k, v), kernel_calls.kernel_arrays(q, k, v)
     given |= {"sink": options.sink} if is_array(options.sink) else {}
-    if reasons := kernel_calls.location_reasons(given):
-        raise UnsupportedProblem(reasons)
+    refuse(kernel_calls.location_reasons(given))
     looked_up = lookup(options, _bound_calls, layout_key)
     is_kept = options.executor == "gpu" and not checks.is_on()
     layouts = layout_key(*given.values()) if is_kept else None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, describe, require_arrays
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from .quantize import SOURCES, Quantized, quantize
 from .rotation import Rotation
 
@@ -116,8 +116,7 @@ def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantiz
     rotation = None
     with collecting(reasons):
         rotation = Rotation(q.shape[-1]) if q.ndim else None
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return quantize(q, rotate=rotation), quantize(k, rotate=rotation), quantize(v)
 
 

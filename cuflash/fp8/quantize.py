@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import BFLOAT16, Array, as_dtype, describe, is_int, is_number, namespace, require_arrays
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
 from ..plans import as_arrays
@@ -84,8 +84,7 @@ class Quantized:
                 reasons.append(f"source_dtype must be float16, bfloat16 or float32; got {self.source_dtype}")
         if not reasons:
             reasons += self._scale_reasons()
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -294,8 +293,7 @@ def quantize(
     if not is_number(largest) or not _LEAST <= largest <= e4m3.LARGEST:
         rule = f"largest must be a number from 2**-9 to {e4m3.LARGEST:g}"
         reasons.append(f"{rule}; got {describe(largest)}: leave it out for {e4m3.LARGEST:g}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     source = np.dtype(x.dtype)
     if per == "block" and (made := on_device.quantized_blocks(x, rotate, int(block), largest)) is not None:
         return Quantized(

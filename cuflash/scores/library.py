@@ -16,7 +16,7 @@ from ..arrays import (
     DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_flag, is_int, is_number, namespace, no_array,
     of_list, whole_number,
 )  # fmt: skip
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..layouts import dtype_of, is_differentiated, is_tensor
 from .score import UNALIGNED, Score
@@ -70,9 +70,7 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
     >>> float(softcap(30.0)(1e6, 0, 0, 0, 0))
     30.0
     """
-    reasons = softcap_reasons(cap) + flag_reasons("fast", fast)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(softcap_reasons(cap) + flag_reasons("fast", fast))
     number, tanh = float(cap), tanh_fast if fast else np.tanh
 
     def softcap(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -145,8 +143,7 @@ def alibi(slopes: Array, *, align: str | None = None) -> Score:
     """
     slopes = of_list("slopes", slopes, np.float64)
     _require_axes("slopes", slopes, 1)
-    if reasons := alignment_reasons(align):
-        raise UnsupportedProblem(reasons)
+    refuse(alignment_reasons(align))
     if dtype_of(slopes) not in DTYPES:
         method = "to" if is_tensor(slopes) else "astype"
         told = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.{method}"
@@ -287,8 +284,7 @@ def relative_position(
         max_distance = _count("max_distance", max_distance)
     if num_buckets < least:
         reasons.append(f"table must have at least {least} buckets; got shape {tuple(table.shape)}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     bucket = _buckets(num_buckets, max_distance, bidirectional)
     bucket = _beside(table, bucket)
 
@@ -427,8 +423,7 @@ def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
     if softcap_by is not None:
         with collecting(reasons):
             parts.append(softcap(softcap_by))
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return reduce(matmul, parts) if parts else None
 
 

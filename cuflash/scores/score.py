@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import (
     BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, namespace, of_list, require_arrays,
 )  # fmt: skip
-from ..errors import UnsupportedProblem, without_other_operators
+from ..errors import UnsupportedProblem, refuse, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import (
     dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
@@ -146,8 +146,7 @@ class Score:
                 types[name] = _type_of(name, held[name])
             except UnsupportedProblem as error:
                 reasons += error.reasons
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         self._remake: tuple[Callable[..., Score], tuple[Any, ...], dict[str, Any]] | None = None
         self.function, self.arrays = function, MappingProxyType(held)
         self.program: Program
@@ -224,9 +223,7 @@ class Score:
         >>> [line.strip() for line in text.splitlines() if "tangent" in line]
         ['const T x7 = tangent(x6);']
         """
-        reasons = flag_reasons("backward", backward)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(flag_reasons("backward", backward))
         return Printing.text(derived(self.program) if backward else self.program)
 
     __array_ufunc__ = None  # NumPy's arrays leave operators to scores, which refuse them
@@ -300,8 +297,7 @@ class Score:
         new_names = {old: names.get(old, old) for old in self.arrays}
         if not reasons and len(set(new_names.values())) < len(new_names):
             reasons.append(f"names must differ from array to array; got {', '.join(new_names.values())}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         function = self.function
 
         def renamed(s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
@@ -351,8 +347,7 @@ class Score:
                     f"{kind.name} must be a {kind.dtype} array of shape ({shape}), as when the Score was made; got "
                     f"{describe(array)}: make the Score again after a cast; a module does so in its forward"
                 )
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         return self._over({name: held[name] for name in self.arrays})
 
     def _over(self, arrays: dict[str, Any]) -> Score:

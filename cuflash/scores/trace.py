@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ..arrays import describe, is_array, is_flag, is_int, is_number
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, refuse
 from .program import COMPARISONS, COORDINATES, ArrayType, Builder, Program, ProgramError
 
 MAX_OPERATIONS = 256
@@ -101,8 +101,7 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
         reasons.append(
             f"{name} reads {program.num_numbers} numbers; {MAX_NUMBERS} is the most: give them as an array by name"
         )
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return program, numbers
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array, accumulator_dtype, describe, is_number, whole_number
 from ..blocks.index import BlockIndex
-from ..errors import UnsupportedProblem, collecting
+from ..errors import collecting, refuse
 from ..keywords import explains_keywords
 from ..study.block_mass import block_mass, require_served
 from . import bound, masked
@@ -194,8 +194,7 @@ def antidiagonal(
         reasons.append(f"block must be multiples of stride={stride}; got {grid.block}")
     if grid.q.shape[-1] * stride > 4096:
         reasons.append(f"stride must be at most 4096 / head_dim={4096 // grid.q.shape[-1]}; got {stride}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     if grid.is_masked:
         require_served(grid.q, grid.k, grid.scale, executor)
         mass = masked.mass_of_antidiagonals(grid, stride)

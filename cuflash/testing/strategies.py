@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from ..arrays import DTYPES, accumulator_dtype, describe, flag_reasons, is_int, whole_number
 from ..dropout import Dropout
-from ..errors import UnsupportedProblem, collecting
+from ..errors import collecting, refuse
 from ..keywords import explains_keywords
 from ..masks.arrays import Dense
 from ..masks.base import Mask
@@ -407,8 +407,7 @@ def structures(
         has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
         masks=masks, sink_dtypes=sink_dtypes, broadcast_sinks=broadcast_sinks,
     )  # fmt: skip
-    if reasons := limits.reasons():
-        raise UnsupportedProblem(reasons)
+    refuse(limits.reasons())
     return _structures(limits)
 
 
