@@ -173,9 +173,9 @@ class Plan:
         if out is None and key is not None and check is None and self.can_bind:
             o, lse = self._cache_bound_call(key, self.bind(given))(*given.values(), numbers=self.numbers)
             return o, lse
-        return self.run_checked(given, check, out_o, out_lse)
+        return self._run_checked(given, check, out_o, out_lse)
 
-    def run_checked(
+    def _run_checked(
         self, given: dict[str, Array], check: checks.Check | None, out_o: Any = None, out_lse: Any = None
     ) -> tuple[Array, Array]:
         """Compute o and lse of arrays that have been checked.
@@ -188,19 +188,6 @@ class Plan:
             Compares what is around the results after the call.
         out_o, out_lse : array, optional
             Arrays that are written to instead of new ones.
-
-        Returns
-        -------
-        o, lse : array
-            As `forward` returns them.
-
-        Examples
-        --------
-        >>> import numpy as np, cuflash
-        >>> q = k = v = np.ones((2, 16, 8), np.float32)
-        >>> o, lse = cuflash.plan(q, k, v).run_checked({"q": q, "k": k, "v": v}, None)
-        >>> o.shape
-        (2, 16, 8)
         """
         problem, empty = self.plan.problem, _empty(given["q"], check)
         o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o

@@ -50,7 +50,7 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
             ready, work = _ready(q, k, v, options, rows)
         if key is None or not ready.can_bind or isinstance(work, WorkAtCall) != (contents is not None):
             check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
-            o, lse = ready.run_checked(given, check)
+            o, lse = ready._run_checked(given, check)
             gpu.pin(ready.plan)
             return o, lse
         found = _bound(ready, given, contents)

@@ -45,14 +45,6 @@ def operand_reasons(given: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def host_reasons(q: Any, k: Any, v: Any) -> list[str]:
-    """Why the error of quantised operands is not bounded where they are."""
-    found = [array for array in (q, k, v) if isinstance(array, Quantized)]
-    if any(not isinstance(array.data, np.ndarray) for array in found):
-        return ["q, k and v must be NumPy's arrays when they are Quantized; got CuPy's: copy data and scale with get()"]
-    return []
-
-
 def executor_of(q: Any, k: Any, v: Any, executor: Any) -> Any:
     """The executor that "auto" stands for: where the quantised operands are; any other value as it is."""
     if not isinstance(executor, str) or executor != "auto":
@@ -91,7 +83,10 @@ def gradient_reasons(*arrays: Any, precision: Any = None) -> list[str]:
 
 def bound_reasons(q: Any, k: Any, v: Any, do: Any, precision: Any) -> list[str]:
     """Why the error of a call of quantised operands is not bounded."""
-    reasons = operand_reasons({"q": q, "k": k, "v": v}) + host_reasons(q, k, v)
+    reasons = operand_reasons({"q": q, "k": k, "v": v})
+    if not all(isinstance(array.data, np.ndarray) for array in (q, k, v) if isinstance(array, Quantized)):
+        fix = "copy data and scale with get()"
+        reasons.append(f"q, k and v must be NumPy's arrays when they are Quantized; got CuPy's: {fix}")
     if do is not None:
         reasons.append("do must be None for Quantized q, k and v, which have no gradients: give dequantized()")
     if precision != "ieee":
@@ -118,8 +113,3 @@ def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantiz
         rotation = Rotation(q.shape[-1]) if q.ndim else None
     refuse(reasons)
     return quantize(q, rotate=rotation), quantize(k, rotate=rotation), quantize(v)
-
-
-def host_arrays(q: Quantized, k: Quantized, v: Quantized) -> tuple[Array, Array, Array]:
-    """Return the operands of the cpu executor, float32: rotated q and k, and v."""
-    return q.scaled(), k.scaled(), v.scaled()
