@@ -489,7 +489,7 @@ def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> 
         raise UnsupportedProblem(reasons + further_reasons(q, k, v, options))
     if options.executor != "cpu":
         return attention_on_kernels(q, k, v, options)
-    _, _, o, lse = run(*fp8.host_arrays(q, k, v), options, None)
+    _, _, o, lse = run(q.scaled(), k.scaled(), v.scaled(), options, None)
     with np.errstate(over="ignore", invalid="ignore"):
         return o.astype(v.source_dtype, copy=False), lse
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -10,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 from .keywords import explains_keywords
 
 Array: TypeAlias = Any  # an array of any namespace: NumPy's, CuPy's
@@ -65,8 +66,7 @@ class ShapeDtype:
             object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype))
         except UnsupportedProblem as error:
             reasons.extend(error.reasons)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @property
     def ndim(self) -> int:
@@ -333,6 +333,19 @@ def describe(value: object) -> str:
 def is_shape(value: object) -> bool:
     """Return whether a value is a list or a tuple of ints, as the shape of an array is."""
     return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_int, value))
+
+
+def require_arrays(given: Mapping[str, Any]) -> None:
+    """Refuse values, by their names in messages, that are not arrays.
+
+    Raises
+    ------
+    TypeError
+        A value is not an array of a known kind.
+    """
+    for name, value in given.items():
+        if not is_array(value):
+            raise TypeError(no_array(name, value))
 
 
 def no_array(name: str, value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -75,6 +75,12 @@ class CompileError(RuntimeError):
         if len(lines) > _LOG_LINES:
             lines[_LOG_LINES:] = [f"... {len(lines) - _LOG_LINES} more lines in .log"]
         return "\n".join([f"{self.kernel} does not compile for {self.architecture}:", *lines, advice])
+
+
+def refuse(reasons: Sequence[str]) -> None:
+    """Raise an UnsupportedProblem with reasons, if there are any."""
+    if reasons:
+        raise UnsupportedProblem(reasons)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import api
 from .arrays import Array, ShapeDtype, describe, is_array
 from .dropout import Dropout
-from .errors import UnsupportedProblem
+from .errors import refuse
 from .executors import checks, gpu
 from .keywords import explains_keywords
 from .layouts import is_tracer, kind_of, taken
@@ -149,9 +149,7 @@ def attention(
     )  # fmt: skip
     options, operands = api.with_one_score(options)
     given = {"q": _of_jax(q), "k": _of_jax(k), "v": _of_jax(v), **operands}
-    reasons = _array_reasons(given, executor) + _traced_reasons(options)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(_array_reasons(given, executor) + _traced_reasons(options))
     call = _Call(tuple(given), options, _platform(given.values()))
     call.planned((), given.values())  # refuses what cannot be, before JAX calls anything
     o, lse = _attention(call, *_varying_alike(given.values(), given.values()))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from .arrays import BFLOAT16, DTYPES, Array, accumulator_dtype, is_array, is_shape, namespace
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 
 _ON_DEVICE = {2: "CUDA", 13: "CUDA managed"}  # kDLCUDA, kDLCUDAManaged
 COPIES = {"numpy": "its get()", "cupy": "cupy.asarray"}  # what copies an array of the other namespace to each
@@ -111,8 +110,7 @@ def is_on_cuda(name: str, value: Any) -> bool:
         if name == "mask":
             why, fix = "since a mask has none", "detach() it"
         reasons = [f"{name} must not require gradients, {why}; got a torch.Tensor with requires_grad=True: {fix}"]
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     if is_tensor(value) and value.is_cuda:
         return True
     try:
@@ -202,8 +200,7 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
     TypeError
         NumPy has none.
     """
-    name = str(dtype).removeprefix("torch.")
-    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def taken_on_cuda(name: str, value: Any) -> Array:
@@ -324,13 +321,13 @@ def _has_no_operations(tensor: Any) -> bool:
 
 def dtype_of(array: Any) -> np.dtype[Any]:
     """The dtype of an array or tensor as NumPy's; void for one of PyTorch's that NumPy does not have."""
-    dtype: np.dtype[Any] = BFLOAT16 if _is_bfloat16(array) else np.dtype(np.void)
     if not is_tensor(array):
-        dtype = np.dtype(array.dtype)
-    elif dtype != BFLOAT16:
-        with suppress(TypeError):
-            dtype = np.dtype(str(array.dtype).removeprefix("torch."))
-    return dtype
+        dtype: np.dtype[Any] = np.dtype(array.dtype)
+        return dtype
+    try:
+        return _numpy_dtype(array.dtype)
+    except TypeError:
+        return np.dtype(np.void)
 
 
 def dtypes_of_lists(given: Mapping[str, Any]) -> dict[str, Any]:

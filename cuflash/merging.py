@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import DTYPES, Array, accumulator_dtype, describe, is_array, namespace
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 from .keywords import explains_keywords
 from .plans import as_arrays
 
@@ -137,5 +137,4 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
                 f"lses[{number}] must have shape {out.shape[:-1]} and dtype {accumulator_dtype(outs[0].dtype)}; "
                 f"got {lse.shape}, {lse.dtype}"
             )
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from .arrays import (
-    Array, describe, flag_reasons, is_array, is_int, is_integer_dtype, namespace, no_array, of_list,
-    to_host,
+    Array, describe, flag_reasons, is_int, is_integer_dtype, namespace, of_list, require_arrays, to_host,
 )  # fmt: skip
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 from .keywords import explains_keywords
 from .plans import as_arrays
 from .scores.offsets import end_reasons, offset_reasons
@@ -69,9 +68,7 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     (14, 4, 32)
     """
     given = _given(arrays)
-    reasons = _axis_reasons(axis, "arrays[0]", given[0]) or _unlike_reasons(given, axis)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(_axis_reasons(axis, "arrays[0]", given[0]) or _unlike_reasons(given, axis))
     xp = namespace(given[0])
     ends = np.cumsum([0, *(array.shape[axis] for array in given)], dtype=np.int64)
     return xp.concatenate(given, axis=axis), xp.asarray(ends)
@@ -114,19 +111,14 @@ def unpack(packed: Array, offsets: Array, axis: int = -2, *, allow_gaps: bool = 
     """
     offsets = of_list("offsets", offsets, np.int64)
     given = as_arrays({"packed": packed, "offsets": offsets}, {"packed": np.float64})
-    for name, array in given.items():
-        if not is_array(array):
-            raise TypeError(no_array(name, array))
+    require_arrays(given)
     packed, offsets = given.values()
     reasons = _axis_reasons(axis, "packed", packed) + flag_reasons("allow_gaps", allow_gaps)
     if offsets.ndim != 1 or not offsets.size or not is_integer_dtype(offsets.dtype):
         reasons.append(f"offsets must be an integer array (num_sequences + 1,); got {describe(offsets)}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     ends = to_host(offsets)
-    reasons = offset_reasons("offsets", ends, allow_gaps) or _end_reasons(ends, packed, axis, allow_gaps)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(offset_reasons("offsets", ends, allow_gaps) or _end_reasons(ends, packed, axis, allow_gaps))
     rest = (slice(None),) * (axis % packed.ndim)
     return [packed[(*rest, slice(start, stop))] for start, stop in pairwise(ends.tolist())]
 
@@ -139,9 +131,7 @@ def _given(arrays: Any) -> list[Array]:
         raise UnsupportedProblem(["arrays must hold at least one sequence, which may be empty; got none"])
     named = {f"arrays[{place}]": array for place, array in enumerate(arrays)}
     given = as_arrays(named, dict.fromkeys(named, np.float64))
-    for name, array in given.items():
-        if not is_array(array):
-            raise TypeError(no_array(name, array))
+    require_arrays(given)
     return list(given.values())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_number
-from .errors import UnsupportedProblem, collecting
+from .errors import UnsupportedProblem, collecting, refuse
 from .keywords import explains_keywords
 from .masks.base import Mask
 from .masks.block_pattern import BlockPattern
@@ -195,8 +195,7 @@ def random(
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     if not (is_number(density) and 0 <= density <= 1):
         raise UnsupportedProblem([f"density must be a number from 0 to 1; got {describe(density)}"])
-    if reasons := flag_reasons("diagonal", diagonal):
-        raise UnsupportedProblem(reasons)
+    refuse(flag_reasons("diagonal", diagonal))
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     count = round(float(density) * grid[1])
     rng = _generator(seed)
@@ -252,8 +251,7 @@ def longformer(
         (num_global,) = _counts(num_global=num_global)
     with collecting(reasons):
         dilation = whole_number("dilation", dilation, 1)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     if left % dilation or right % dilation:
         raise UnsupportedProblem(
             [f"window must be two multiples of dilation={dilation}; got {describe((left, right))}"]
@@ -386,8 +384,7 @@ def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = N
         (num_sinks,) = _counts(num_sinks=num_sinks)
     with collecting(reasons):
         left, right = _window(window)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     reach = Causal(align) if right == 0 else SlidingWindow(None, right, align)
     return reach & (Lengths(kv=num_sinks) | SlidingWindow(left, right, align))
 
@@ -513,14 +510,12 @@ def _counts(**given: object) -> list[int]:
     for name, value in given.items():
         with collecting(reasons):
             counts.append(whole_number(name, value, 0))
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return counts
 
 
 def _counts_of_blocks(**given: object) -> list[int]:
     """Ints of at least 0 that int64 counts, as the numbers of an array's blocks and heads; all reasons at once."""
     counts = _counts(**given)
-    if reasons := count_reasons(**given):
-        raise UnsupportedProblem(reasons)
+    refuse(count_reasons(**given))
     return counts

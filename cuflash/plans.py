@@ -14,7 +14,7 @@ from .arrays import (
     Array, ShapeDtype, describe, is_array, is_list, is_ragged, namespace, no_array, of_list, times_power_of_two,
 )  # fmt: skip
 from .compiler import nvrtc
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 from .executors import checks, cpu, gpu, sim, without_keys
 from .keywords import explains_keywords, require_own_names
 from .masks.base import Mask
@@ -173,13 +173,30 @@ class Plan:
         if out is None and key is not None and check is None and self.can_bind:
             o, lse = self._cache_bound_call(key, self.bind(given))(*given.values(), numbers=self.numbers)
             return o, lse
+        return self._run_checked(given, check, out_o, out_lse)
+
+    def _run_checked(
+        self, given: dict[str, Array], check: checks.Check | None, out_o: Any = None, out_lse: Any = None
+    ) -> tuple[Array, Array]:
+        """Compute o and lse of arrays that have been checked.
+
+        Parameters
+        ----------
+        given : dict of arrays by name
+            The arrays q, k, v and the operands; scales of 8-bit q, k and v are operands.
+        check : Check, optional
+            Compares what is around the results after the call.
+        out_o, out_lse : array, optional
+            Arrays that are written to instead of new ones.
+        """
         problem, empty = self.plan.problem, _empty(given["q"], check)
         o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
         lse = empty("lse", problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
         if self.plan.is_empty:
             without_keys.forward(self.plan, {**given, "o": o, "lse": lse})
         else:
-            given["q"], given["k"] = self._scaled(given["q"], given["k"])
+            q, k = ("q", "k") if problem.rows_per_scale is None else ("q_scale", "k_scale")
+            given[q], given[k] = self._scaled(given[q], given[k])
             arrays = {**problem.keyed(given), "o": o, "lse": lse}
             EXECUTORS[self.executor].forward(self.plan, arrays, check, self.numbers)
             if self.executor == "gpu":
@@ -308,11 +325,6 @@ class Plan:
 
         return call
 
-    @staticmethod
-    def _names_of_backward(dlse: Array | None, operands: Iterable[str]) -> tuple[str, ...]:
-        """The arrays of a backward pass by name, in the order in which it takes them."""
-        return "do", "q", "k", "v", "o", "lse", *(() if dlse is None else ("dlse",)), *operands
-
     def _arrays_of_backward(
         self, arrays: tuple[Array, ...], dlse: Array | None, operands: Mapping[str, Array]
     ) -> tuple[Hashable, tuple[Array, ...], dict[str, Array]]:
@@ -338,7 +350,7 @@ class Plan:
             arrays = *arrays, *read.values()
         key = layout_key(*arrays)
         if key is None:
-            arrays = tuple(self._taken(dict(zip(self._names_of_backward(dlse, read), arrays))).values())
+            arrays = tuple(self._taken(dict(zip(backward_names(dlse is not None, read), arrays))).values())
             key = layout_key(*arrays)
         return (key and (key, dlse is None, *read) if read else key), arrays, read
 
@@ -428,10 +440,8 @@ class Plan:
         bound_call, problem = self._bound_calls.get(key), self.plan.problem
         if bound_call is not None and not checks.is_on():
             return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
-        given = dict(zip(self._names_of_backward(dlse, operands), arrays))
-        reasons = self._input_reasons(given, self.plan.problem.wrt)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        given = dict(zip(backward_names(dlse is not None, operands), arrays))
+        refuse(self._input_reasons(given, self.plan.problem.wrt))
         self.require_ready()
         given_arrays = problem.keyed(given)
         wanted, made = self.plan.gradients, self.plan.gradients_made
@@ -524,9 +534,7 @@ class Plan:
         if self.executor != "gpu":
             getattr(self.plan.work, "transposed", None)
             return
-        reasons = other_device_reasons(self.plan.device, gpu.current_device())
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        self._require_own_device()
         gpu.make_ready(self.plan)
 
     def check_forward(
@@ -563,8 +571,7 @@ class Plan:
         reasons += self._output_reasons("out[1]", out_lse, problem.lse_shape(), problem.accumulator, given)
         if out_o is not None and out_lse is not None and not reasons and overlap(out_o, out_lse):
             reasons.append("out[0] and out[1] must not overlap in memory: give each its own")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         self.require_ready(machine)
 
     def require_ready(self, machine: gpu.Gpu | None = None) -> None:
@@ -591,13 +598,15 @@ class Plan:
         """
         if self.executor != "gpu":
             return
-        reasons = other_device_reasons(self.plan.device, gpu.current_device())
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        self._require_own_device()
         if self._scales_arrays:
             gpu.refuse_capture("for a scale so far from 1 q and k are copied to memory that a graph would outlive")
         if not self.plan.is_empty:
             gpu.require_capturable(self.plan, machine)
+
+    def _require_own_device(self) -> None:
+        """Refuse a current device that is not like the one of the plan."""
+        refuse(other_device_reasons(self.plan.device, gpu.current_device()))
 
     @property
     def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -651,15 +660,7 @@ class Plan:
                 f"got {kind_of(array)}: copy it with {COPIES[wanted_namespace]}"
             ]
         reasons = [] if self.executor == "cpu" else layout_reasons(name, array)
-        if self.executor == "gpu":
-            _, current = nvrtc.current_device()
-            number = device_number(array)
-            if number != current:
-                reasons.append(
-                    f"{name} must be on the current device, {current}; got device {number}: "
-                    f"call within cupy.cuda.Device({number}), with all arrays there"
-                )
-        return reasons
+        return reasons + (device_reasons(name, array) if self.executor == "gpu" else [])
 
     def _output_reasons(
         self, name: str, array: Any, shape: tuple[int, ...], dtype: Any, inputs: dict[str, Array]
@@ -686,6 +687,22 @@ class Plan:
             if namespace(value) is namespace(array) and overlap(array, value):
                 reasons.append(f"{name} must not overlap {other} in memory: give an array of its own")
         return reasons
+
+
+def device_reasons(name: str, array: Array) -> list[str]:
+    """Why an array on a GPU is not on the current one."""
+    (_, current), number = nvrtc.current_device(), device_number(array)
+    if number == current:
+        return []
+    return [
+        f"{name} must be on the current device, {current}; got device {number}: "
+        f"call within cupy.cuda.Device({number}), with all arrays there"
+    ]
+
+
+def backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of a backward pass's arrays in the order in which it takes them."""
+    return "do", "q", "k", "v", "o", "lse", *(("dlse",) if has_dlse else ()), *operands
 
 
 def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:
@@ -754,8 +771,7 @@ def as_arrays(given: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None,
                 reasons.append(f"{name} must be an array that DLPack gives away; got {kind_of(value)}: {fix}")
         except UnsupportedProblem as error:
             reasons.extend(error.reasons)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     if lists and any(namespace(value).__name__ == "cupy" for value in (like, *arrays.values())):
         arrays |= {name: gpu.namespace().asarray(arrays[name]) for name in lists if is_array(arrays[name])}
     return arrays

@@ -19,7 +19,7 @@ from .calls.listed_plan import without_mask
 from .calls.model_options import model_options
 from .arrays import BFLOAT16, Array, ShapeDtype, describe, is_array, is_integer_dtype
 from .dropout import Dropout
-from .errors import UnsupportedProblem
+from .errors import UnsupportedProblem, refuse
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .keywords import explains_keywords
@@ -31,7 +31,7 @@ from .planning.lookup import Lookup, lookup, remember
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
-from .plans import Plan, layout_key
+from .plans import Plan, backward_names, layout_key
 from .scores import Score
 
 __all__ = ["attention", "transformers_attention"]
@@ -365,16 +365,10 @@ def _require_cotangents(**given: Tensor | None) -> None:
             reasons.append(f"{name} must be one gradient, outside of torch.vmap; got a batch of them: {fix}")
         else:
             reasons += tensor_reasons(name, each)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
 
 
 _Outs = tuple[Any, Any]  # o and lse, each None where the call makes it
-
-
-def _backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
-    """The tensors of a backward pass in the order in which a call takes them."""
-    return ("do", "q", "k", "v", "o", "lse", *(("dlse",) if has_dlse else ()), *operands)
 
 
 class _ByArrays:
@@ -401,7 +395,7 @@ class _ByArrays:
     def backward(self, has_dlse: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         assert self._ready is not None
         with self._within():
-            arrays = dict(zip(_backward_names(has_dlse, self._names[3:]), map(self._array, tensors)))
+            arrays = dict(zip(backward_names(has_dlse, self._names[3:]), map(self._array, tensors)))
             made = self._ready.backward(**arrays)
             return tuple(map(_as_tensor, (*made, *(made[name] for name in self._ready.plan.problem.wrt))))
 
@@ -463,7 +457,7 @@ class _OnGpu:
     def _bound_backward(self, has_dlse: bool, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         plan = self._ready.plan
         assert plan.kernels is not None
-        names = _backward_names(has_dlse, (name for _, name in self._read))
+        names = backward_names(has_dlse, (name for _, name in self._read))
         wanted, made = plan.gradients, plan.gradients_made
         layouts = plan.problem.keyed(dict(zip(names, map(Layout.of, tensors)))) | self._lists
         with torch_gpu.stream():
@@ -539,9 +533,7 @@ def _first(
     wants_lse: bool,
 ) -> _OnGpu | _ByArrays:
     """Check the arguments of a call that is made for the first time, and return the function that runs it."""
-    reasons = _tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, options.executor)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(_tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, options.executor))
     is_on_gpu = tensors["q"].is_cuda
     if not is_on_gpu or checks.is_on():
         return _ByArrays(tensors, options, is_on_gpu)

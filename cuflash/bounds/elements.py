@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import DTYPES, Array, as_dtype, describe, flag_reasons, to_host
 from ..blocks.work_list import requested_mask
 from ..dropout import Dropout
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..fp8 import e4m3, operands as fp8
 from ..fp8.cuts import Cuts
 from ..keywords import explains_keywords
@@ -165,8 +165,7 @@ def error_bound(
     reasons, storage, quantized = flag_reasons("probable", probable), None, (q, k, v)
     if fp8.are_quantized(q, k, v):
         reasons += fp8.bound_reasons(q, k, v, do, precision)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         storage, (q, k, v) = v.source_dtype, (x.scaled(np.float64) for x in (q, k, v))
     q, k, v, do, dlse, sink = host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
     composed = None
@@ -224,8 +223,7 @@ def _bounds_of_plan(
     reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})
     reasons += _cotangent_reasons("do", do, problem.o_shape())
     reasons += _cotangent_reasons("dlse", dlse, problem.lse_shape())
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     allowed = plan.plan.mask.to(to_host).toarray(**problem.mask_shape._asdict())
     model = Rounding.of(problem.dtype, problem.precision, plan.plan.product_dtype, probable)
     captured = dropout = None

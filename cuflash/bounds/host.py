@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, is_array, no_array
-from ..errors import UnsupportedProblem
+from ..errors import refuse
 from ..layouts import kind_of
 from ..plans import as_arrays
 
@@ -23,6 +23,5 @@ def host_arrays(given: dict[str, Any]) -> list[Array]:
         for name, array in arrays.items()
         if is_array(array) and not isinstance(array, np.ndarray)
     ]
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return list(arrays.values())

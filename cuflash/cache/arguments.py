@@ -9,7 +9,8 @@ import numpy as np
 
 from ..api import plan
 from ..arrays import (
-    DTYPES, Array, ShapeDtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array, to_host,
+    DTYPES, Array, ShapeDtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, require_arrays,
+    to_host,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..fp8.e4m3 import E4M3
@@ -134,9 +135,8 @@ def row_reasons(
         One is not an array.
     """
     reasons = []
+    require_arrays(arrays)
     for name, array in arrays.items():
-        if not is_array(array):
-            raise TypeError(no_array(name, array))
         dtypes = dtypes or (like.dtype,)
         shape, expected = tuple(array.shape), wanted[name]
         pairs = zip(shape, expected)
@@ -201,8 +201,7 @@ def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
     reasons: list[str] = []
     with collecting(reasons):
         operands_of({"sink": sink}, (int(q.shape[0]), int(q.shape[1])))
-    if not is_array(sink):  # a shape and a dtype alone
-        raise TypeError(no_array("sink", sink))
+    require_arrays({"sink": sink})  # which may be a shape and a dtype alone
     return reasons + place_reasons("sink", sink, like)
 
 

@@ -11,7 +11,7 @@ from ..arrays import Array, ShapeDtype, is_array
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
 from ..executors import gpu
-from ..layouts import device_number, layout_reasons
+from ..layouts import address, device_number, layout_reasons
 from ..planning.decoding import CacheLayout, DecodePlan, chunk_reasons, decode_plan, decode_reasons
 from ..planning.device import DeviceSpec
 from ..planning.families import SM80
@@ -138,8 +138,7 @@ def has_layout(given: dict[str, Array]) -> bool:
         return False
     for name in ("k", "v"):
         array = given[name]
-        address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-        if chunk_reasons(name, array.strides, array.dtype.itemsize, address):
+        if chunk_reasons(name, array.strides, array.dtype.itemsize, address(array)):
             return False
     places = {device_number(array) for array in given.values()}
     return places == {None} or places == {nvrtc.current_device()[1]}

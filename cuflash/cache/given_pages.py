@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import describe, is_array, is_integer_dtype, to_host
-from ..errors import UnsupportedProblem, collecting
+from ..errors import collecting, refuse
 from ..plans import as_arrays
 from .arguments import dtype_of, numbers, overlap_reasons, page_reasons, row_reasons, size_reasons
 from .paged_rows import PagedRows
@@ -30,8 +30,7 @@ def checked_pages(
     k, v = given.values()
     shape = ("num_pages", "num_kv_heads", "page_size", "head_dim")
     reasons = row_reasons({"k_pages": k}, k, {"k_pages": shape})
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
     with collecting(reasons):
         dtype_of(k.dtype, has_scales=False)
@@ -46,12 +45,9 @@ def checked_pages(
     with collecting(reasons):
         batch = int(table.shape[0]) if is_array(table) and table.ndim else None
         positions = numbers("lengths", to_host(lengths) if is_array(lengths) else lengths, batch)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     tables, max_pages = [_until_negative(row) for row in to_host(table).tolist()], table.shape[1]
-    reasons = _table_reasons(tables, positions, page_size, num_pages)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(_table_reasons(tables, positions, page_size, num_pages))
     return PagedRows(k, v), tables, positions, int(max_pages)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace, to_host
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..executors import checks
 from ..executors.bound_launch import launch_once
 from ..executors.decoding import bound_decode, target_of
@@ -219,8 +219,7 @@ class KVCache:
         """
         arrays, tables, positions, max_pages = checked_pages(k_pages, v_pages, block_table, lengths)
         page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
-        if reasons := part_reasons(part_keys, max_pages * page_size):
-            raise UnsupportedProblem(reasons)
+        refuse(part_reasons(part_keys, max_pages * page_size))
         cache = cls.__new__(cls)
         pages = PagePool(page_size, num_pages, tables, owns_rest=False)
         cache._hold(arrays, pages, positions, max_pages * page_size, None if part_keys is None else int(part_keys))
@@ -352,9 +351,7 @@ class KVCache:
         >>> cache.rows(1)[0].shape
         (1, 2, 4)
         """
-        reasons = sequence_reasons("sequence", sequence, len(self._lengths))
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(sequence_reasons("sequence", sequence, len(self._lengths)))
         length, table = self._lengths_now()[sequence], self._pages.tables[sequence]
         if faults := length_faults(self._pages, sequence, length, self._capacity):
             raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
@@ -496,8 +493,7 @@ class KVCache:
         if any(isinstance(array, np.ndarray) and not array.flags.writeable for array in self._arrays.arrays):
             reasons.append("the cache must have writeable pages to append to; got read-only arrays: give copies")
         reasons += self._count_reasons(counts, k, self._counted)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         return k, v
 
     def count_on_device(self) -> None:
@@ -532,9 +528,7 @@ class KVCache:
         ]
         if isinstance(self._pages, PagePool):
             shortages = self._pages.shortages(to_ends)
-            reasons = [shortage_reason("pages", each, self._pages.num_pages) for each in shortages]
-            if reasons:
-                raise UnsupportedProblem(reasons)
+            refuse([shortage_reason("pages", each, self._pages.num_pages) for each in shortages])
             for growth in to_ends:
                 self._grow(growth)
         self._put()
@@ -575,8 +569,7 @@ class KVCache:
         if self._is_counted_on_device:
             self._put().truncate(kept)
             return
-        if reasons := growth_reasons(kept, self._lengths):
-            raise UnsupportedProblem(reasons)
+        refuse(growth_reasons(kept, self._lengths))
         for sequence, length in enumerate(kept):
             self._pages.shrink(sequence, length)
         self._lengths = kept
@@ -612,8 +605,7 @@ class KVCache:
             raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
         reasons = [reason for row in listed for reason in sequence_reasons("rows", row, batch)]
         reasons += capture_reasons("reset", self._pages) if self._is_counted_on_device else []
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         for row in listed:
             self._pages.shrink(row, 0)
             self._lengths[row] = 0
@@ -659,8 +651,7 @@ class KVCache:
             reasons.append(f"target must be another sequence than source; got {target}")
         if not reasons and not self._lengths[source]:
             reasons.append(f"source must hold rows; got sequence {source}, which is empty: reset empties the target")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         for copy in self._pages.fork(source, target, self._lengths[source]):
             self._arrays.copy(copy)
         self._lengths[target] = self._lengths[source]
@@ -914,8 +905,7 @@ class KVCache:
         news = self._numbers("counts", counts)
         if not isinstance(news, list):
             return news
-        if reasons := excess_reasons(news, num_rows):
-            raise UnsupportedProblem(reasons)
+        refuse(excess_reasons(news, num_rows))
         return news
 
     def _queried(self, counts: Any, num_rows: int) -> Any:
@@ -933,9 +923,7 @@ class KVCache:
         value = as_arrays({name: value})[name]
         if self._device is None or not is_on_device(value):
             return numbers(name, value, len(self._lengths))
-        reasons = device_reasons(name, value, len(self._lengths), self._k)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(device_reasons(name, value, len(self._lengths), self._k))
         self.count_on_device()
         return value
 
@@ -945,8 +933,7 @@ class KVCache:
         reasons = [capacity_reason(name, growth, self._capacity) for growth in wanted if growth.stop > self._capacity]
         if not reasons:
             reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(wanted)]
-        if reasons:
-            raise UnsupportedProblem(reasons)
+            refuse(reasons)
         for growth in wanted:
             self._grow(growth)
 

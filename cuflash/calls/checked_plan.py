@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import ShapeDtype, describe, flag_reasons, is_array, namespace
 from ..blocks.work_list import requested_mask
 from ..compiler import nvrtc
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..executors import gpu
 from ..executors.index_maker import BlockIndex  # plans list the blocks of masks on a device, which its module does
 from ..fp8 import Quantized, operands as fp8
@@ -96,9 +96,7 @@ def planned(
     target = device or _device(where)
     if where != "cpu":
         family = routed(problem, target)[0] if kernel == "auto" else named(kernel, problem)
-        reasons = family.reasons(problem, target)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(family.reasons(problem, target))
     made = plan_for(problem, resolved, target, kernel if where != "cpu" else None, bool(options.deterministic))
     held = {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)}
     return Plan(made, where, held, numbers_of(options.dropout))

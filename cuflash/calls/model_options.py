@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..arrays import describe
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, refuse
 from ..layouts import is_tensor
 from ..masks import Sequences
 
@@ -67,8 +67,7 @@ def model_options(
         mask, causal, window = packed if mask is None else packed & mask, False, None
     elif is_tensor(mask) and mask.is_floating_point():
         mask, bias = None, mask if bias is None else bias + mask
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     if is_tensor(bias):  # another value is refused by the call
         bias = bias.to(query.dtype)
     return {"mask": mask, "causal": causal, "window": window, "bias": bias}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from ..arrays import Array, is_array
+from ..arrays import Array, is_array, namespace
 from ..blocks.work_list import WorkList
-from ..errors import UnsupportedProblem
+from ..errors import refuse
 from ..executors import checks, gpu
 from ..fp8 import Quantized, kernel_calls
 from ..masks.one_array import MaskContents, at_each_call
@@ -35,8 +35,7 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
     options = options._replace(sink=as_arrays({"sink": options.sink})["sink"])
     rows, given = kernel_calls.rows_per_scale(q, k, v), kernel_calls.kernel_arrays(q, k, v)
     given |= {"sink": options.sink} if is_array(options.sink) else {}
-    if reasons := kernel_calls.location_reasons(given):
-        raise UnsupportedProblem(reasons)
+    refuse(kernel_calls.location_reasons(given))
     looked_up = lookup(options, _bound_calls, layout_key)
     is_kept = options.executor == "gpu" and not checks.is_on()
     layouts = layout_key(*given.values()) if is_kept else None
@@ -49,7 +48,10 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
         if isinstance(work, WorkAtCall) and not ready.can_bind:
             ready, work = _ready(q, k, v, options, rows)
         if key is None or not ready.can_bind or isinstance(work, WorkAtCall) != (contents is not None):
-            return kernel_calls.run_once(ready, given)
+            check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
+            o, lse = ready._run_checked(given, check)
+            gpu.pin(ready.plan)
+            return o, lse
         found = _bound(ready, given, contents)
         remember(looked_up.calls, key, found)
     call, lists_of = found
@@ -71,7 +73,7 @@ def _bound(
     """The function of arrays that lie as these, and the one that makes the lists of a call, where calls do."""
     work = ready.plan.work
     if contents is None or not isinstance(work, WorkAtCall):
-        return kernel_calls.bound(ready, given), None
+        return ready.bind(given, pins=True), None
     ready = without_mask(ready)  # what is remembered holds no array of a mask
     lists_of = gpu.lists_of_calls(ready.plan, work)
-    return kernel_calls.bound(ready, {**given, AT_CALL: lists_of(*contents.arrays)}), lists_of
+    return ready.bind({**given, AT_CALL: lists_of(*contents.arrays)}, pins=True), lists_of

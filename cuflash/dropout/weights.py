@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, ShapeDtype, describe, is_array, is_int, is_number, to_host
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
 from ..layouts import is_tracer
 from .philox import philox4x32
@@ -112,8 +112,7 @@ class Dropout:
         reasons += _seed_reasons(self.seed)
         if not (is_int(self.offset) and 0 <= self.offset <= _MASK):
             reasons.append(f"offset must be an int from 0 to 2^32 - 1; got {describe(self.offset)}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         object.__setattr__(self, "p", round(float(self.p) * LEVELS) / LEVELS)
         object.__setattr__(self, "offset", int(self.offset))
         if is_int(self.seed):
@@ -206,8 +205,7 @@ class Dropout:
         ]
         if isinstance(self.seed, ShapeDtype):
             reasons.append("seed must be a number or an array that holds one; got a ShapeDtype")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         i, j = (np.arange(length) if given is None else to_host(given) for given, length in lengths.values())
         seed = self.seed if isinstance(self.seed, int) else seed_of(self.seed)
         found = kept(self.draws, (seed, self.offset), np.arange(math.prod(leading)), i, j)

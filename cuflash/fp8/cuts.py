@@ -62,8 +62,5 @@ class Cuts:
 def _magnitudes(x: Quantized) -> Array:
     numbers = np.abs(e4m3.to_float32(x.data).astype(np.float64))
     floored = np.where(numbers == 0, 0, np.maximum(numbers, _SMALLEST_NORMAL))
-    scale = x.scale.astype(np.float64)
-    if x.per == "block":
-        scale = np.repeat(scale, min(x.block, x.shape[-2]), axis=-1)[..., : x.shape[-2]]
-    made: Array = floored * scale[..., None]
+    made: Array = floored * x._of_rows(x.scale.astype(np.float64))
     return made

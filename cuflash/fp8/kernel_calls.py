@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, ShapeDtype, namespace
-from ..executors import checks, gpu, without_keys
-from ..layouts import address, device_number, kind_of
+from ..layouts import address, kind_of
 from ..planning.scales import RowsPerScale
-from ..plans import EXECUTORS, Plan
+from ..plans import device_reasons
 from .quantize import BLOCK, Quantized
 
 _ONE_SCALE = 1 << 30  # rows, more than any sequence has; a multiple of all blocks
@@ -34,13 +33,7 @@ def location_reasons(given: Mapping[str, Array]) -> list[str]:
     ]
     if xp is np or reasons:
         return reasons
-    current = int(xp.cuda.runtime.getDevice())
-    return [
-        f"{name} must be on the current device, {current}; got device {device_number(array)}: "
-        f"call within cupy.cuda.Device({device_number(array)}), with all arrays there"
-        for name, array in given.items()
-        if device_number(array) != current
-    ]
+    return [reason for name, array in given.items() for reason in device_reasons(name, array)]
 
 
 def rows_per_scale(q: Quantized | Array, k: Quantized | Array, v: Quantized | Array) -> RowsPerScale:
@@ -52,41 +45,6 @@ def shapes(q: Quantized, k: Quantized, v: Quantized) -> tuple[ShapeDtype, ShapeD
     """The operands as a problem sees them: their shapes, and the dtype of o."""
     q_shape, k_shape, v_shape = (ShapeDtype(x.shape, v.source_dtype) for x in (q, k, v))
     return q_shape, k_shape, v_shape
-
-
-def bound(ready: Plan, given: Mapping[str, Array]) -> Callable[..., Sequence[Array]]:
-    """A function of arrays that lie as those given on a GPU, in their order, that returns o and lse."""
-    problem, kernels = ready.plan.problem, ready.plan.kernels
-    assert kernels is not None
-    results = {
-        "o": ShapeDtype(problem.o_shape(), problem.dtype),
-        "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
-    }
-    return gpu.bind(ready.plan, kernels.forward, given, results, pins=True)
-
-
-def run_once(ready: Plan, given: dict[str, Array]) -> tuple[Array, Array]:
-    """o and lse of a call that is not repeated."""
-    xp, problem = namespace(given["q"]), ready.plan.problem
-    check = checks.Check(xp, given) if checks.is_on() else None
-    shapes = {"o": (problem.o_shape(), problem.dtype), "lse": (problem.lse_shape(), problem.accumulator)}
-    made = {
-        name: xp.empty(shape, dtype) if check is None else check.empty(name, shape, dtype)
-        for name, (shape, dtype) in shapes.items()
-    }
-    if ready.plan.is_empty:
-        without_keys.forward(ready.plan, given | made)
-    else:
-        scaling = problem.scaling
-        exponents = {"q_scale": scaling.q_exponent, "k_scale": scaling.k_exponent}
-        given = given | {name: xp.ldexp(given[name], by) for name, by in exponents.items() if by}
-        EXECUTORS[ready.executor].forward(ready.plan, given | made, check)
-        if ready.executor == "gpu":
-            gpu.keep_for_capture(ready.plan, *made.values())
-            gpu.pin(ready.plan)
-    if check is not None:
-        check.after(f"the {ready.executor} executor", made)
-    return made["o"], made["lse"]
 
 
 def _rows_of_one_scale(x: Any) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, no_array
-from ..errors import UnsupportedProblem, collecting
+from ..arrays import Array, describe, require_arrays
+from ..errors import UnsupportedProblem, collecting, refuse
 from .quantize import SOURCES, Quantized, quantize
 from .rotation import Rotation
 
@@ -43,14 +43,6 @@ def operand_reasons(given: Mapping[str, Any]) -> list[str]:
     if len({isinstance(array.data, np.ndarray) for array in found.values()}) > 1:
         reasons.append(f"{', '.join(found)} must be of one kind; got NumPy's and CuPy's arrays: copy them explicitly")
     return reasons
-
-
-def host_reasons(q: Any, k: Any, v: Any) -> list[str]:
-    """Why the error of quantised operands is not bounded where they are."""
-    found = [array for array in (q, k, v) if isinstance(array, Quantized)]
-    if any(not isinstance(array.data, np.ndarray) for array in found):
-        return ["q, k and v must be NumPy's arrays when they are Quantized; got CuPy's: copy data and scale with get()"]
-    return []
 
 
 def executor_of(q: Any, k: Any, v: Any, executor: Any) -> Any:
@@ -91,7 +83,10 @@ def gradient_reasons(*arrays: Any, precision: Any = None) -> list[str]:
 
 def bound_reasons(q: Any, k: Any, v: Any, do: Any, precision: Any) -> list[str]:
     """Why the error of a call of quantised operands is not bounded."""
-    reasons = operand_reasons({"q": q, "k": k, "v": v}) + host_reasons(q, k, v)
+    reasons = operand_reasons({"q": q, "k": k, "v": v})
+    if not all(isinstance(array.data, np.ndarray) for array in (q, k, v) if isinstance(array, Quantized)):
+        fix = "copy data and scale with get()"
+        reasons.append(f"q, k and v must be NumPy's arrays when they are Quantized; got CuPy's: {fix}")
     if do is not None:
         reasons.append("do must be None for Quantized q, k and v, which have no gradients: give dequantized()")
     if precision != "ieee":
@@ -105,9 +100,9 @@ def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantiz
     if are_quantized(q, k, v):
         reasons.append("precision must not be 'fp8' where q, k or v is Quantized already: leave it out")
         raise UnsupportedProblem(reasons + operand_reasons({"q": q, "k": k, "v": v}))
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not is_array(x):
-            raise TypeError(no_array(name, x))
+    given = {"q": q, "k": k, "v": v}
+    require_arrays(given)
+    for name, x in given.items():
         if x.dtype not in SOURCES or x.ndim < 2:
             reasons.append(
                 f"{name} must be of float16, bfloat16 or float32 and have two axes or more with precision='fp8'; "
@@ -116,11 +111,5 @@ def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantiz
     rotation = None
     with collecting(reasons):
         rotation = Rotation(q.shape[-1]) if q.ndim else None
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return quantize(q, rotate=rotation), quantize(k, rotate=rotation), quantize(v)
-
-
-def host_arrays(q: Quantized, k: Quantized, v: Quantized) -> tuple[Array, Array, Array]:
-    """Return the operands of the cpu executor, float32: rotated q and k, and v."""
-    return q.scaled(), k.scaled(), v.scaled()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, no_array, of_list
+from ..arrays import Array, describe, of_list, require_arrays
 from ..blocks.work_list import requested_mask
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
@@ -103,9 +103,7 @@ def quantization_bound(
     (True, True)
     """
     q, k, v = (of_list(name, array, np.float64) for name, array in {"q": q, "k": k, "v": v}.items())
-    for name, array in {"q": q, "k": k, "v": v}.items():
-        if not is_array(array):
-            raise TypeError(no_array(name, array))
+    require_arrays({"q": q, "k": k, "v": v})
     quantised = {"q8": q8, "k8": k8, "v8": v8}
     reasons = [
         f"{name} must be a NumPy array; got {describe(array)} of {type(array).__module__}: copy it with its get()"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import BFLOAT16, Array, as_dtype, describe, is_array, is_int, is_number, namespace, no_array
-from ..errors import UnsupportedProblem, collecting
+from ..arrays import BFLOAT16, Array, as_dtype, describe, is_int, is_number, namespace, require_arrays
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
 from ..plans import as_arrays
@@ -75,9 +75,7 @@ class Quantized:
     _transposed: list[Array] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("data", "scale"):
-            if not is_array(getattr(self, name)):
-                raise TypeError(no_array(name, getattr(self, name)))
+        require_arrays({"data": self.data, "scale": self.scale})
         reasons = self._data_reasons()
         reasons += _option_reasons(self.per, self.block, self.rotation, self.data)
         with collecting(reasons):
@@ -86,8 +84,7 @@ class Quantized:
                 reasons.append(f"source_dtype must be float16, bfloat16 or float32; got {self.source_dtype}")
         if not reasons:
             reasons += self._scale_reasons()
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -284,8 +281,7 @@ def quantize(
     True
     """
     x = as_arrays({"x": x}, {"x": np.float32})["x"]
-    if not is_array(x):
-        raise TypeError(no_array("x", x))
+    require_arrays({"x": x})
     reasons = _option_reasons(per, block, rotate, x)
     with collecting(reasons):
         if as_dtype("dtype", dtype) != e4m3.E4M3:
@@ -297,8 +293,7 @@ def quantize(
     if not is_number(largest) or not _LEAST <= largest <= e4m3.LARGEST:
         rule = f"largest must be a number from 2**-9 to {e4m3.LARGEST:g}"
         reasons.append(f"{rule}; got {describe(largest)}: leave it out for {e4m3.LARGEST:g}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     source = np.dtype(x.dtype)
     if per == "block" and (made := on_device.quantized_blocks(x, rotate, int(block), largest)) is not None:
         return Quantized(

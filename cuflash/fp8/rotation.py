@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, is_int, namespace, no_array, of_list
-from ..errors import UnsupportedProblem
+from ..arrays import Array, describe, is_int, namespace, of_list, require_arrays
+from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
 
@@ -63,8 +63,7 @@ class Rotation:
             )
         if not is_int(self.seed) or self.seed < 0:
             reasons.append(f"seed must be an int of at least 0; got {describe(self.seed)}: 0 is one")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         object.__setattr__(self, "head_dim", int(dim))
         object.__setattr__(self, "seed", int(self.seed))
 
@@ -140,8 +139,7 @@ class Rotation:
 
     def _wide(self, x: Array) -> Array:
         x = of_list("x", x, np.float64)
-        if not is_array(x):
-            raise TypeError(no_array("x", x))
+        require_arrays({"x": x})
         if x.ndim == 0 or x.shape[-1] != self.head_dim:
             raise UnsupportedProblem(
                 [f"x must have rows of {self.head_dim} numbers, as the rotation has; got {describe(x)}: make another"]

@@ -16,7 +16,7 @@ from ..arrays import (
     DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_flag, is_int, is_number, namespace, no_array,
     of_list, whole_number,
 )  # fmt: skip
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..layouts import dtype_of, is_differentiated, is_tensor
 from .score import UNALIGNED, Score
@@ -70,9 +70,7 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
     >>> float(softcap(30.0)(1e6, 0, 0, 0, 0))
     30.0
     """
-    reasons = softcap_reasons(cap) + flag_reasons("fast", fast)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(softcap_reasons(cap) + flag_reasons("fast", fast))
     number, tanh = float(cap), tanh_fast if fast else np.tanh
 
     def softcap(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -144,9 +142,8 @@ def alibi(slopes: Array, *, align: str | None = None) -> Score:
            [-0.25,  0.  , -0.25]])
     """
     slopes = of_list("slopes", slopes, np.float64)
-    _require_axes(slopes=(slopes, 1))
-    if reasons := alignment_reasons(align):
-        raise UnsupportedProblem(reasons)
+    _require_axes("slopes", slopes, 1)
+    refuse(alignment_reasons(align))
     if dtype_of(slopes) not in DTYPES:
         method = "to" if is_tensor(slopes) else "astype"
         told = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.{method}"
@@ -280,15 +277,14 @@ def relative_position(
     array([0., 1., 3., 4., 6., 7.], dtype=float32)
     """
     table = of_list("table", table, np.float64)
-    _require_axes(table=(table, 2))
+    _require_axes("table", table, 2)
     reasons = flag_reasons("bidirectional", bidirectional) + alignment_reasons(align)
     num_buckets, least = int(table.shape[1]), 4 if is_flag(bidirectional) and bidirectional else 2
     with collecting(reasons):
         max_distance = _count("max_distance", max_distance)
     if num_buckets < least:
         reasons.append(f"table must have at least {least} buckets; got shape {tuple(table.shape)}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     bucket = _buckets(num_buckets, max_distance, bidirectional)
     bucket = _beside(table, bucket)
 
@@ -356,7 +352,7 @@ def relative_position_2d(table: Array, width: int) -> Score:
     array([8., 7., 5., 4.], dtype=float32)
     """
     table = of_list("table", table, np.float64)
-    _require_axes(table=(table, 3))
+    _require_axes("table", table, 3)
     width = whole_number("width", width, 1)
     height = (int(table.shape[1]) + 1) // 2
     if tuple(table.shape[1:]) != (2 * height - 1, 2 * width - 1):
@@ -399,7 +395,7 @@ def temperature(per_head: Array) -> Score:
     1.5
     """
     per_head = of_list("per_head", per_head, np.float64)
-    _require_axes(per_head=(per_head, 1))
+    _require_axes("per_head", per_head, 1)
 
     def temperature(s: Any, b: Any, h: Any, i: Any, j: Any, per_head: Any) -> Any:
         return s * per_head[h]
@@ -427,8 +423,7 @@ def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
     if softcap_by is not None:
         with collecting(reasons):
             parts.append(softcap(softcap_by))
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return reduce(matmul, parts) if parts else None
 
 
@@ -457,14 +452,13 @@ _MADE_OF_NUMBERS = {
 }
 
 
-def _require_axes(**arrays: tuple[Any, int]) -> None:
-    """Refuse what is no array of that many axes."""
-    for name, (array, rank) in arrays.items():
-        if is_number(array):
-            number = "num_heads" if name == "slopes" and not is_int(array) else describe(array)
-            made = _MADE_OF_NUMBERS[name].format(number)
-            raise TypeError(f"{name} must be an array with numbers for each head; got {describe(array)}: {made}")
-        if not _has_axes(array):
-            raise TypeError(no_array(name, array))
-        if array.ndim != rank:
-            raise UnsupportedProblem([f"{name} must have {rank} axes; got shape {tuple(array.shape)}"])
+def _require_axes(name: str, array: Any, rank: int) -> None:
+    """Refuse what is not an array of that many axes."""
+    if is_number(array):
+        number = "num_heads" if name == "slopes" and not is_int(array) else describe(array)
+        made = _MADE_OF_NUMBERS[name].format(number)
+        raise TypeError(f"{name} must be an array with numbers for each head; got {describe(array)}: {made}")
+    if not _has_axes(array):
+        raise TypeError(no_array(name, array))
+    if array.ndim != rank:
+        raise UnsupportedProblem([f"{name} must have {rank} axes; got shape {tuple(array.shape)}"])

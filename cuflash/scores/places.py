@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, describe, flag_reasons, is_int, namespace, of_list
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..layouts import is_foreign, is_on_cuda, is_tracer, taken, taken_on_cuda
 from .library import alignment_reasons
@@ -178,8 +178,7 @@ def _starts(name: str, offsets: Any, of_length: str, length: Any, allow_gaps: bo
         reasons.append(f"{name} must be below 2**31; got {least}")
     elif not reasons:
         reasons += end_reasons(name, offsets, of_length, least if length is None else int(length), allow_gaps)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     rows = xp.arange(least if length is None else int(length))
     made = xp.zeros((*offsets.shape[:-1], len(rows)), np.int32)
     for entry in np.ndindex(offsets.shape[:-1]):

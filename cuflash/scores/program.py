@@ -18,7 +18,7 @@ COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
 # These numbers are part of a program; all others are arguments.
 FOLDED_NUMBERS = frozenset((0.0, 1.0, -1.0, 2.0, 0.5, -math.inf))
 
-_FOLDS: dict[str, Callable[..., Any]] = {
+FOLDS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
@@ -344,8 +344,8 @@ class Builder:
 
     def _folded(self, op: str, kind: BlockKind, *args: int) -> int:
         """The operation, or its value where all arguments are part of the program."""
-        if self.instructions[args[0]].op == self.instructions[args[-1]].op == "const" and op in _FOLDS:
-            value = _FOLDS[op](*(self.instructions[n].value for n in args))
+        if self.instructions[args[0]].op == self.instructions[args[-1]].op == "const" and op in FOLDS:
+            value = FOLDS[op](*(self.instructions[n].value for n in args))
             if value == value and (value or math.copysign(1, value) > 0):  # -0.0 would be equal to 0.0
                 return self.const(value)
         return self.put(op, kind, *args)

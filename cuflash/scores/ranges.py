@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .program import Instruction, Program
+from .program import FOLDS, Instruction, Program
 
 LARGEST = 2**31 - 1  # integers of a program are int32 in kernels
 _MOST_EXACT = 2**24  # float32 holds every integer up to it
@@ -46,8 +46,7 @@ def _range_of(
     if op == "number":  # seqlen_kv - seqlen_q
         return Range(-extents["i"], extents["j"])
     if op == "load":
-        info = np.iinfo(program.arrays[instruction.value].dtype)
-        return Range(max(int(info.min), -LARGEST - 1), min(int(info.max), LARGEST))
+        return integer_range(program.arrays[instruction.value].dtype)
     if op == "sign":
         return Range(_sign(given[0].least), _sign(given[0].most))
     if op == "neg":
@@ -61,19 +60,15 @@ def _range_of(
         return Range(a % c, b % c) if is_whole else Range(0, c - 1)
     if op == "where":
         return Range(min(a, c), max(b, d))
-    corners = [_CORNERS[op](x, y) for x, y in product((a, b), (c, d))]
+    # The others are monotone in either argument while the other is held, so that their extremes are at the corners.
+    corners = [FOLDS[op](x, y) for x, y in product((a, b), (c, d))]
     return Range(min(corners), max(corners))
 
 
-# Each is monotone in either argument while the other is held, so that its extremes are at the corners.
-_CORNERS: dict[str, Callable[[int, int], int]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "min": min,
-    "max": max,
-    "floordiv": lambda x, y: x // y,
-}
+def integer_range(dtype: Any) -> Range:
+    """Return the range of integers that are loaded from an array: those of its dtype, clipped to int32."""
+    info = np.iinfo(dtype)
+    return Range(max(int(info.min), -LARGEST - 1), min(int(info.max), LARGEST))
 
 
 def _sign(x: int) -> int:

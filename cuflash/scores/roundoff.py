@@ -134,17 +134,13 @@ def _real_error(
         given = args[0].error + args[1].error
         error = np.where(np.equal(x, 0) & np.equal(given, 0), 0, given + ua * (np.abs(x) + given) + model.wa)
         return np.where(np.isinf(x) & np.isfinite(args[0].error + args[1].error), 0, error)
-    if op == "mul":
-        return _error_of_product(x, args[0], args[1], model)
     if op in ("neg", "abs"):
         return args[0].error
     if op in ("min", "max"):
         return np.maximum(args[0].error, args[1].error)
     if op == "sign":
         return np.where((np.abs(args[0].value) > args[0].error) | np.equal(args[0].error, 0), 0, 2)
-    if op in ("div", "pow"):
-        return _OF_TWO[op](x, *args, model)
-    return _OF_ONE[op](x, *args, model) if op != "sqrt" else _error_of_sqrt(x, args[0], is_positive[0], model)
+    return _ERRORS[op](x, *args, model) if op != "sqrt" else _error_of_sqrt(x, args[0], is_positive[0], model)
 
 
 def _error_of_product(x: Any, a: _Pair, b: _Pair, model: Arithmetic) -> Any:
@@ -201,8 +197,10 @@ def _error_of_tanh(x: Any, a: _Pair, model: Arithmetic, own: float | None = None
 
 
 _LN_2 = float(np.log(2))
-_OF_TWO: dict[str, Callable[..., Any]] = {"div": _error_of_quotient, "pow": _error_of_power}
-_OF_ONE: dict[str, Callable[..., Any]] = {
+_ERRORS: dict[str, Callable[..., Any]] = {
+    "mul": _error_of_product,
+    "div": _error_of_quotient,
+    "pow": _error_of_power,
     "exp": _error_of_exp,
     "exp2": lambda x, a, model: _error_of_exp(x, a, model, _LN_2),
     "log": _error_of_log,

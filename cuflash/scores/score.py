@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import (
-    BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, namespace, no_array, of_list,
+    BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, namespace, of_list, require_arrays,
 )  # fmt: skip
-from ..errors import UnsupportedProblem, without_other_operators
+from ..errors import UnsupportedProblem, refuse, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import (
     dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
 )  # fmt: skip
 from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curvature, derived
-from .ranges import LARGEST
+from .ranges import integer_range
 from .trace import trace
 
 MAX_ARRAYS = 8
@@ -146,8 +146,7 @@ class Score:
                 types[name] = _type_of(name, held[name])
             except UnsupportedProblem as error:
                 reasons += error.reasons
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         self._remake: tuple[Callable[..., Score], tuple[Any, ...], dict[str, Any]] | None = None
         self.function, self.arrays = function, MappingProxyType(held)
         self.program: Program
@@ -224,9 +223,7 @@ class Score:
         >>> [line.strip() for line in text.splitlines() if "tangent" in line]
         ['const T x7 = tangent(x6);']
         """
-        reasons = flag_reasons("backward", backward)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(flag_reasons("backward", backward))
         return Printing.text(derived(self.program) if backward else self.program)
 
     __array_ufunc__ = None  # NumPy's arrays leave operators to scores, which refuse them
@@ -300,8 +297,7 @@ class Score:
         new_names = {old: names.get(old, old) for old in self.arrays}
         if not reasons and len(set(new_names.values())) < len(new_names):
             reasons.append(f"names must differ from array to array; got {', '.join(new_names.values())}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         function = self.function
 
         def renamed(s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
@@ -351,8 +347,7 @@ class Score:
                     f"{kind.name} must be a {kind.dtype} array of shape ({shape}), as when the Score was made; got "
                     f"{describe(array)}: make the Score again after a cast; a module does so in its forward"
                 )
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         return self._over({name: held[name] for name in self.arrays})
 
     def _over(self, arrays: dict[str, Any]) -> Score:
@@ -423,8 +418,7 @@ def _as_array(name: str, array: Any) -> Array:
             came = f"{kind_of(array)} on a CUDA device"
             raise UnsupportedProblem([f"{name} must be a NumPy or CuPy array; got {came}: cupy.from_dlpack makes one"])
         return taken(name, array, np)
-    if not is_array(array):
-        raise TypeError(no_array(name, array))
+    require_arrays({name: array})
     return array
 
 
@@ -446,20 +440,14 @@ def _widened(x: Any) -> Any:
         return x.astype(np.float32)
     if dtype is None or dtype.name not in _INTEGERS:
         return x
-    least, most = (int(min(max(limit, np.iinfo(dtype).min), np.iinfo(dtype).max)) for limit in (-LARGEST - 1, LARGEST))
-    return namespace(x).clip(x, least, most).astype(np.int64)
-
-
-def _kind_of(dtype: np.dtype[Any]) -> BlockKind | None:
-    """Return what a load of an array of this dtype gives; None for a dtype that cannot be captured."""
-    kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
-    return kinds.get(True) if dtype.isnative else None
+    return namespace(x).clip(x, *integer_range(dtype)).astype(np.int64)
 
 
 @lru_cache(maxsize=512)
 def _array_type(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayType | None:
     """Return an array without its data; None for a dtype that cannot be captured."""
-    kind = _kind_of(dtype)
+    kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
+    kind = kinds.get(True) if dtype.isnative else None
     if kind is None:
         return None
     return ArrayType(name, len(shape), dtype.name, kind, tuple(extent == 1 for extent in shape))

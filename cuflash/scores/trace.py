@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ..arrays import describe, is_array, is_flag, is_int, is_number
-from ..errors import UnsupportedProblem
-from .program import COORDINATES, ArrayType, Builder, Program, ProgramError
+from ..errors import UnsupportedProblem, refuse
+from .program import COMPARISONS, COORDINATES, ArrayType, Builder, Program, ProgramError
 
 MAX_OPERATIONS = 256
 MAX_NUMBERS = 24
@@ -101,8 +101,7 @@ def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tupl
         reasons.append(
             f"{name} reads {program.num_numbers} numbers; {MAX_NUMBERS} is the most: give them as an array by name"
         )
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return program, numbers
 
 
@@ -217,60 +216,6 @@ class Symbol:
             x = self.apply("max", x, low)
         return x if high is None else self.apply("min", x, high)
 
-    def __add__(self, other: Any) -> Symbol:
-        return self.apply("add", self, other)
-
-    def __radd__(self, other: Any) -> Symbol:
-        return self.apply("add", other, self)
-
-    def __sub__(self, other: Any) -> Symbol:
-        return self.apply("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Symbol:
-        return self.apply("sub", other, self)
-
-    def __mul__(self, other: Any) -> Symbol:
-        return self.apply("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Symbol:
-        return self.apply("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Symbol:
-        return self.apply("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Symbol:
-        return self.apply("div", other, self)
-
-    def __pow__(self, other: Any) -> Symbol:
-        return self.apply("pow", self, other)
-
-    def __rpow__(self, other: Any) -> Symbol:
-        return self.apply("pow", other, self)
-
-    def __floordiv__(self, other: Any) -> Symbol:
-        return self.apply("floordiv", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Symbol:
-        return self.apply("floordiv", other, self)
-
-    def __mod__(self, other: Any) -> Symbol:
-        return self.apply("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Symbol:
-        return self.apply("mod", other, self)
-
-    def __and__(self, other: Any) -> Symbol:
-        return self.apply("and", self, other)
-
-    def __rand__(self, other: Any) -> Symbol:
-        return self.apply("and", other, self)
-
-    def __or__(self, other: Any) -> Symbol:
-        return self.apply("or", self, other)
-
-    def __ror__(self, other: Any) -> Symbol:
-        return self.apply("or", other, self)
-
     def __invert__(self) -> Symbol:
         return self.apply("not", self)
 
@@ -282,24 +227,6 @@ class Symbol:
 
     def __abs__(self) -> Symbol:
         return self.apply("abs", self)
-
-    def __lt__(self, other: Any) -> Symbol:
-        return self.apply("lt", self, other)
-
-    def __le__(self, other: Any) -> Symbol:
-        return self.apply("le", self, other)
-
-    def __gt__(self, other: Any) -> Symbol:
-        return self.apply("gt", self, other)
-
-    def __ge__(self, other: Any) -> Symbol:
-        return self.apply("ge", self, other)
-
-    def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
-        return self.apply("eq", self, other)
-
-    def __ne__(self, other: Any) -> Symbol:  # type: ignore[override]
-        return self.apply("ne", self, other)
 
     def __bool__(self) -> NoReturn:
         raise ProgramError(
@@ -313,6 +240,17 @@ class Symbol:
 
     __float__ = __int__ = __complex__ = __index__ = __len__ = __iter__ = __getitem__ = __round__ = _no_number
     __trunc__ = __floor__ = __ceil__ = _no_number
+
+
+def _set_operators(name: str, op: str) -> None:
+    """Give symbols a binary operator of Python, and the one for a symbol on the right of a number."""
+    setattr(Symbol, f"__{name}__", lambda self, other: self.apply(op, self, other))
+    setattr(Symbol, f"__r{name}__", lambda self, other: self.apply(op, other, self))
+
+
+for _name in ("add", "sub", "mul", "pow", "floordiv", "mod", "and", "or", *COMPARISONS):
+    _set_operators(_name, _name)
+_set_operators("truediv", "div")
 
 
 class ArraySymbol:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array
 from .program import Instruction, Program
-from .ranges import LARGEST
+from .ranges import integer_range
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
@@ -79,8 +79,7 @@ class Operands(NamedTuple):
             return np.asarray(x).astype(real, copy=False)
         if load.kind == "bool":
             return x
-        least, most = (np.clip(limit, *_limits(x.dtype)) for limit in (-LARGEST - 1, LARGEST))
-        return np.clip(x, least, most).astype(np.int64)
+        return np.clip(x, *integer_range(x.dtype)).astype(np.int64)
 
 
 def values(program: Program, operands: Operands, s: Array, b: Any, h: Any, i: Any, j: Any) -> list[Any]:
@@ -135,8 +134,3 @@ def result(program: Program, operands: Operands, instruction: Instruction, args:
     if op == "load":
         return operands.loaded(instruction, operands.place(program, instruction, b, args), real)
     return OPERATIONS[op](*args)
-
-
-def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
-    info = np.iinfo(dtype)
-    return int(info.min), int(info.max)

@@ -11,8 +11,8 @@ import numpy as np
 from ..arrays import Array, whole_number
 from ..blocks.index import BlockIndex
 from ..dropout.philox import philox4x32
-from ..errors import UnsupportedProblem, collecting
-from ..executors.selecting import drawn
+from ..errors import collecting
+from ..executors.selecting import FixedSelection, drawn
 from ..keywords import explains_keywords
 from ..study.block_mass import block_mass
 from . import bound
@@ -75,17 +75,12 @@ def oracle(
     >>> bool(best.mass.mean() >= near.mass.mean())
     True
     """
-    key = None
-    if mask is None and window is None:
-        key = bound.key_of("oracle", q, k, block, budget, forced, causal, scale, executor)
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    key = bound.key_of("oracle", q, k, block, budget, forced, causal, mask, window, scale, executor)
+    if (index := bound.selected(key, q, k)) is not None:
+        return index
     grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
-    if key is not None and bound.remember(key, bound.of_masses(grid, budget, forced)):
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    if (index := bound.first_selected(key, grid, lambda: bound.of_masses(grid, budget, forced))) is not None:
+        return index
     mass = block_mass(grid.q, grid.k, block=grid.block, mask=grid.mask, scale=grid.scale, executor=executor)
     return grid.index(grid.chosen(mass, mass, budget, forced))
 
@@ -140,23 +135,16 @@ def random(
     [2, 2, 2, 2]
     """
     key = None
-    if mask is None and window is None and type(seed) is int:
-        key = bound.key_of("random", q, k, block, budget, forced, causal, scale, "auto", seed)
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    if type(seed) is int:
+        key = bound.key_of("random", q, k, block, budget, forced, causal, mask, window, scale, "auto", seed)
+    if (index := bound.selected(key, q, k)) is not None:
+        return index
     reasons: list[str] = []
-    grid = None
     with collecting(reasons):
         seed = whole_number("seed", seed, 0)
-    with collecting(reasons):
-        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
-    if reasons or grid is None:
-        raise UnsupportedProblem(reasons)
-    if key is not None and bound.remember(key, bound.of_chance(grid, seed, budget, forced)):
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, reasons)
+    if (index := bound.first_selected(key, grid, lambda: bound.of_chance(grid, seed, budget, forced))) is not None:
+        return index
     shape = (*grid.heads, *grid.size)
     scores = drawn(shape, seed) if grid.xp.__name__ == "cupy" and 0 not in shape else _drawn(grid.xp, shape, seed)
     return grid.index(grid.chosen(scores, None, budget, forced))
@@ -219,20 +207,17 @@ def local(
     ·█▒·
     ··█▒
     """
-    key = None
-    if mask is None and window is None:
-        key = bound.key_of("local", q, k, block, budget, forced, causal, scale, "auto")
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    key = bound.key_of("local", q, k, block, budget, forced, causal, mask, window, scale)
+    if (index := bound.selected(key, q, k)) is not None:
+        return index
     grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
-    if key is not None:
+
+    def of_places() -> FixedSelection | None:
         on_host = replace(grid, q=np.empty(0))  # which blocks are chosen depends on no element of q and k
-        kept = on_host.chosen(_nearness(on_host), None, budget, forced)
-        if bound.remember(key, bound.of_places(grid, kept)):
-            index = bound.selected(key, q, k)
-            if index is not None:
-                return index
+        return bound.of_places(grid, on_host.chosen(_nearness(on_host), None, budget, forced))
+
+    if (index := bound.first_selected(key, grid, of_places)) is not None:
+        return index
     scores = grid.xp.broadcast_to(_nearness(grid), (*grid.heads, *grid.size))
     return grid.index(grid.chosen(scores, None, budget, forced))
 

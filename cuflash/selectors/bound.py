@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from ..planning.selection_kernels import (
 from ..plans import layout_key
 from ..study.block_mass import MAX_DIM, BoundMass, bound_block_mass
 from .budget import Budget, Forced
-from .grid import Grid
+from .grid import Grid, of_strides
 
 _MAX_SELECTIONS = 256
 _MOST_AXES = 6  # that the kernel of means takes
@@ -32,9 +32,12 @@ _selections: dict[Hashable, Selection | FixedSelection] = {}
 
 
 def key_of(
-    name: str, q: Any, k: Any, block: Any, budget: Any, forced: Any, causal: Any, scale: Any, executor: Any, *more: Any
-) -> Hashable:
-    """Key of a call of a selector without a mask of its own; None where kernels alone do not serve it."""
+    name: str, q: Any, k: Any, block: Any, budget: Any, forced: Any, causal: Any, mask: Any, window: Any, scale: Any,
+    executor: Any = "auto", *more: Any,
+) -> Hashable:  # fmt: skip
+    """Return the key of a selector's call; None if it has a mask, or needs more than kernels."""
+    if mask is not None or window is not None:
+        return None
     if not (type(budget) is Budget and type(forced) is Forced and executor in ("auto", "gpu")) or checks.is_on():
         return None
     if isinstance(q, np.ndarray) or budget.threshold is not None:
@@ -50,14 +53,17 @@ def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | None:
     return found(q, k)
 
 
-def remember(key: Hashable, selection: Selection | FixedSelection | None) -> bool:
-    """Keep a selection for calls with the same key, and return whether there is one."""
+def first_selected(
+    key: Hashable, grid: Grid, make: Callable[[], Selection | FixedSelection | None]
+) -> BlockIndex | None:
+    """Return the index of the first call with a key, and keep its selection; None without a key or a selection."""
+    selection = None if key is None else make()
     if selection is None:
-        return False
+        return None
     if len(_selections) >= _MAX_SELECTIONS:
         _selections.clear()
     _selections[key] = selection
-    return True
+    return selected(key, grid.q, grid.k)
 
 
 def of_means(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
@@ -235,17 +241,6 @@ def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selectio
         return ()
 
     return _by_scores(grid, Scoring({"numbers": draw.numbers}, score, has_shares=False), budget, forced)
-
-
-def of_strides(x: Array, stride: int, *, turned: bool) -> Array:
-    """Join each run of `stride` rows of x to one row: [..., n, d] becomes [..., n / stride, stride d].
-
-    `turned` rows are joined from the last of a run to the first, so that the product of a turned row of q and a row of
-    k is the sum of the scores on an antidiagonal.
-    """
-    groups = x.reshape(*x.shape[:-2], -1, stride, x.shape[-1])
-    groups = groups[..., ::-1, :] if turned else groups
-    return groups.reshape(*groups.shape[:-2], stride * x.shape[-1])
 
 
 def _is_empty(grid: Grid) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, describe, is_flag, is_int, is_number, namespace
-from ..errors import UnsupportedProblem
+from ..errors import refuse
 from ..keywords import explains_keywords
 
 # Halves of the keys by which blocks are ordered, and where keys of blocks that are not forced, or not eligible, begin.
@@ -77,8 +77,7 @@ class Budget:
             reasons.append(f"threshold must be a finite number; got {describe(self.threshold)}")
         if not (is_int(self.min_blocks) and self.min_blocks >= 0):
             reasons.append(f"min_blocks must be an int of at least 0; got {describe(self.min_blocks)}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @property
     def part(self) -> float | None:
@@ -154,8 +153,7 @@ class Forced:
         ]
         if not is_flag(self.diagonal):
             reasons.append(f"diagonal must be True or False; got {describe(self.diagonal)}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,12 +75,9 @@ def nsa(
     >>> index.num_heads, bool((index.states()[0, 0] == index.states()[0, 1]).all())
     (4, True)
     """
-    key = None
-    if mask is None and window is None:
-        key = bound.key_of("nsa", q, k, block, budget, forced, causal, scale, executor, compression)
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    key = bound.key_of("nsa", q, k, block, budget, forced, causal, mask, window, scale, executor, compression)
+    if (index := bound.selected(key, q, k)) is not None:
+        return index
     reasons: list[str] = []
     grid = None
     with collecting(reasons):
@@ -97,12 +94,11 @@ def nsa(
     if grid.has_own_mask:
         require_served(grid.q, grid.k, grid.scale, executor)
         return _chosen(grid, masked.mass_of_runs(grid, *compression), budget, forced)
-    if key is not None and bound.remember(key, bound.of_compressed_keys(grid, compression, budget, forced)):
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    index = bound.first_selected(key, grid, lambda: bound.of_compressed_keys(grid, compression, budget, forced))
+    if index is not None:
+        return index
     length, stride = compression
-    xp, num_parts, num_keys = grid.xp, length // stride, grid.shape.seqlen_kv
+    num_parts, num_keys = length // stride, grid.shape.seqlen_kv
     count = (num_keys - length) // stride + 1
     parts = block_means(grid.k[..., : num_keys // stride * stride, :], stride)
     compressed = sum(parts[..., n : n + count, :] for n in range(num_parts)) / num_parts
@@ -110,12 +106,7 @@ def nsa(
         grid.q.astype(parts.dtype), compressed, block=(grid.block[0], 1), scale=grid.scale,
         mask=grid.stairs(1, stride, length), executor=executor,
     )  # fmt: skip
-    # Each of the num_parts parts of a compressed key lies in one block.
-    pieces = xp.zeros((*mass.shape[:-1], grid.size[1] * (grid.block[1] // stride)), dtype=mass.dtype)
-    for n in range(num_parts):
-        pieces[..., n : n + count] += mass
-    scores = pieces.reshape(*mass.shape[:-1], grid.size[1], grid.block[1] // stride).sum(axis=-1)
-    return _chosen(grid, scores, budget, forced)
+    return _chosen(grid, masked.mass_of_blocks(grid, mass, num_parts, stride), budget, forced)
 
 
 def _chosen(grid: Grid, scores: Array, budget: Budget, forced: Forced) -> BlockIndex:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, describe, is_number, namespace, whole_number
+from ..arrays import Array, accumulator_dtype, describe, is_number, whole_number
 from ..blocks.index import BlockIndex
-from ..errors import UnsupportedProblem, collecting
+from ..errors import collecting, refuse
 from ..keywords import explains_keywords
 from ..study.block_mass import block_mass, require_served
 from . import bound, masked
 from .budget import Budget, Forced
-from .grid import Grid, block_means, padded
+from .grid import Grid, block_means, of_strides, padded
 
 _DIAGONAL = Forced()
 
@@ -89,29 +89,23 @@ def pooled(
     [1, 2, 3, 3, 3, 3, 3, 3]
     """
     key = None
-    if mask is None and window is None and pool_queries is True and self_similarity is None:
-        key = bound.key_of("pooled", q, k, block, budget, forced, causal, scale, executor)
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    if pool_queries is True and self_similarity is None:
+        key = bound.key_of("pooled", q, k, block, budget, forced, causal, mask, window, scale, executor)
+    if (index := bound.selected(key, q, k)) is not None:
+        return index
     reasons = _similarity_reasons(self_similarity)
     if not isinstance(pool_queries, (bool, np.bool)):
         reasons.append(f"pool_queries must be True or False; got {describe(pool_queries)}")
-    grid = None
-    with collecting(reasons):
-        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
-    if reasons or grid is None:
-        raise UnsupportedProblem(reasons)
+    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, reasons)
     block_q, block_kv = grid.block
     if grid.is_masked:
         require_served(grid.q, grid.k, grid.scale, executor)
         if not pool_queries:
             return _by_query(grid, None, budget, forced, None, executor, self_similarity)
-        return grid.index(_chosen_of_means(grid, budget, forced, self_similarity))
-    if key is not None and bound.remember(key, bound.of_means(grid, budget, forced)):
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+        mass, unlike = masked.mass_of_means(grid, self_similarity)
+        return grid.index(grid.chosen(mass, mass, budget, forced, unlike))
+    if (index := bound.first_selected(key, grid, lambda: bound.of_means(grid, budget, forced))) is not None:
+        return index
     means, extra, left_out = block_means(grid.k, block_kv), None, None
     if self_similarity is not None:
         of_keys = _self_similarity(grid.k, block_kv) < self_similarity
@@ -189,50 +183,34 @@ def antidiagonal(
     >>> (index.states() > 0).sum(-1)[0, 0].tolist()
     [1, 2, 2, 2]
     """
-    key = None
-    if mask is None and window is None:
-        key = bound.key_of("antidiagonal", q, k, block, budget, forced, causal, scale, executor, stride)
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    key = bound.key_of("antidiagonal", q, k, block, budget, forced, causal, mask, window, scale, executor, stride)
+    if (index := bound.selected(key, q, k)) is not None:
+        return index
     reasons: list[str] = []
-    grid = None
     with collecting(reasons):
         stride = whole_number("stride", stride, 1)
-    with collecting(reasons):
-        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
-    if not reasons and grid is not None:
-        if any(side % stride for side in grid.block):
-            reasons.append(f"block must be multiples of stride={stride}; got {grid.block}")
-        if grid.q.shape[-1] * stride > 4096:
-            reasons.append(f"stride must be at most 4096 / head_dim={4096 // grid.q.shape[-1]}; got {stride}")
-    if reasons or grid is None:
-        raise UnsupportedProblem(reasons)
+    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, reasons)
+    if any(side % stride for side in grid.block):
+        reasons.append(f"block must be multiples of stride={stride}; got {grid.block}")
+    if grid.q.shape[-1] * stride > 4096:
+        reasons.append(f"stride must be at most 4096 / head_dim={4096 // grid.q.shape[-1]}; got {stride}")
+    refuse(reasons)
     if grid.is_masked:
         require_served(grid.q, grid.k, grid.scale, executor)
         mass = masked.mass_of_antidiagonals(grid, stride)
         return grid.index(grid.chosen(mass, mass, budget, forced))
-    if key is not None and bound.remember(key, bound.of_antidiagonals(grid, stride, budget, forced)):
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    index = bound.first_selected(key, grid, lambda: bound.of_antidiagonals(grid, stride, budget, forced))
+    if index is not None:
+        return index
     rows, columns = (
-        padded(x, groups * stride).reshape(*x.shape[:-2], groups, stride, x.shape[-1])
-        for x, groups in ((x, -(-x.shape[-2] // stride)) for x in (grid.q, grid.k))
+        of_strides(padded(x, -(-x.shape[-2] // stride) * stride), stride, turned=turned)
+        for x, turned in ((grid.q, True), (grid.k, False))
     )
-    # A row of q holds the queries of a group in reverse, so that its product with a row of k is an antidiagonal.
-    rows, columns = (x.reshape(*x.shape[:-2], stride * x.shape[-1]) for x in (rows[..., ::-1, :], columns))
     mass = block_mass(
         rows, columns, block=tuple(side // stride for side in grid.block), scale=grid.scale / stride,
         mask=grid.stairs(stride, stride), executor=executor,
     )  # fmt: skip
     return grid.index(grid.chosen(mass, mass, budget, forced))
-
-
-def _chosen_of_means(grid: Grid, budget: Budget, forced: Forced, self_similarity: float | None) -> Array:
-    """The blocks chosen by means of rows that the mask shows."""
-    mass, unlike = masked.mass_of_means(grid, self_similarity)
-    return grid.chosen(mass, mass, budget, forced, unlike)
 
 
 def _by_query(
@@ -266,10 +244,7 @@ def _by_query(
 
 def _self_similarity(x: Array, side: int) -> Array:
     """Mean cosine between the rows of each block, with each row and itself among the pairs, [..., num_blocks]."""
-    xp, wide = namespace(x), accumulator_dtype(x.dtype)
-    rows = x.astype(wide)
-    norms = xp.sqrt((rows * rows).sum(axis=-1))[..., None]
-    means = block_means(rows / xp.where(norms == 0, 1, norms), side)
+    means = block_means(masked.directions_of(x.astype(accumulator_dtype(x.dtype))), side)
     return (means * means).sum(axis=-1)
 
 

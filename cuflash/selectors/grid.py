@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, describe, is_array, namespace, no_array
+from ..arrays import Array, accumulator_dtype, describe, namespace, require_arrays
 from ..blocks.index import BlockIndex
 from ..blocks.work_list import requested_mask
 from ..errors import UnsupportedProblem, collecting
@@ -76,9 +76,9 @@ class Grid:
     @classmethod
     def of(
         cls, q: Array, k: Array, block: Any, budgets: dict[str, Any], forced: Any, causal: Any, mask: Any, window: Any,
-        scale: Any,
+        scale: Any, reasons: Sequence[str] = (),
     ) -> Grid:  # fmt: skip
-        """Check the arguments of a selector.
+        """Check the arguments of a selector, which others of its arguments may break by `reasons`.
 
         Raises
         ------
@@ -87,11 +87,10 @@ class Grid:
         UnsupportedProblem
             An argument breaks its rule; all reasons at once.
         """
-        reasons = [
-            f"{name} must be a Budget; got {describe(budget)}: selectors.Budget(top_k=8) is one"
-            for name, budget in budgets.items()
-            if not isinstance(budget, Budget)
-        ]
+        reasons = list(reasons)
+        for name, budget in budgets.items():
+            if not isinstance(budget, Budget):
+                reasons.append(f"{name} must be a Budget; got {describe(budget)}: selectors.Budget(top_k=8) is one")
         if not isinstance(forced, Forced):
             reasons.append(f"forced must be a Forced; got {describe(forced)}: selectors.Forced(sink=1) is one")
         options = Options(mask, causal, window, scale=scale)
@@ -99,9 +98,7 @@ class Grid:
         if key in _facts:
             return cls(q, k, *_facts[key])
         q, k = as_arrays({"q": q, "k": k}).values()
-        for name, array in (("q", q), ("k", k)):
-            if not is_array(array):
-                raise TypeError(no_array(name, array))
+        require_arrays({"q": q, "k": k})
         if namespace(q) is not namespace(k):
             reasons.append("q and k must be of one kind: copy one of them explicitly")
         sides, resolved = (1, 1), None
@@ -185,10 +182,6 @@ class Grid:
         """
         return Stairs(step_q, step_kv, step_q + self.offset - needed_keys) if self.is_causal else None
 
-    def stairs_from(self, first: int) -> Mask | None:
-        """The causal mask between the queries from one on and the keys; None without one."""
-        return Stairs(1, 1, first + self.offset) if self.is_causal else None
-
     def rule(self, budget: Budget, forced: Forced) -> ChoiceRule:
         """Everything that decides which blocks of a row are kept but their scores and a mask of the caller's."""
         return ChoiceRule(
@@ -253,3 +246,14 @@ def padded(x: Array, length: int) -> Array:
     made = namespace(x).zeros((*x.shape[:-2], length, x.shape[-1]), dtype=x.dtype)
     made[..., : x.shape[-2], :] = x
     return made
+
+
+def of_strides(x: Array, stride: int, *, turned: bool) -> Array:
+    """Join each run of `stride` rows of x to one row: [..., n, d] becomes [..., n / stride, stride d].
+
+    `turned` rows are joined from the last of a run to the first, so that the product of a turned row of q and a row of
+    k is the sum of the scores on an antidiagonal.
+    """
+    groups = x.reshape(*x.shape[:-2], x.shape[-2] // stride, stride, x.shape[-1])
+    groups = groups[..., ::-1, :] if turned else groups
+    return groups.reshape(*groups.shape[:-2], stride * x.shape[-1])

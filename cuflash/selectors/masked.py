@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..masks.coordinates import elements
-from .grid import Grid, block_means, padded
+from .grid import Grid, block_means, of_strides, padded
 
 _MOST_NUMBERS = 1 << 21  # of one step: bounds the memory of estimates
 
@@ -184,7 +184,7 @@ def mass_of_means(grid: Grid, threshold: float | None) -> tuple[Array, Array | N
     mass = softmax(scores * scores.dtype.type(grid.scale), blocks.states != 0)
     if threshold is None or unlike is None:
         return mass, None
-    means = mean_of_blocks(_directions(queries), grid.block[0], counts)
+    means = mean_of_blocks(directions_of(queries), grid.block[0], counts)
     of_rows = (means * means).sum(axis=-1) < threshold
     return grid.xp.where(unlike, 0, mass).astype(mass.dtype), unlike | of_rows[..., None]
 
@@ -230,7 +230,7 @@ def _of_mean_keys(
     scores = xp.broadcast_to(scores, (*grid.heads, num_rows, num_columns)).copy()
     unlike, directions = None, None
     if threshold is not None:
-        directions = _directions(keys)
+        directions = directions_of(keys)
         means = block_means(directions, grid.block[1])
         of_block = (means * means).sum(axis=-1) < threshold
         unlike = xp.broadcast_to(grid.of_query_heads(of_block[..., None])[..., 0][..., None, :], scores.shape).copy()
@@ -248,7 +248,7 @@ def _of_mean_keys(
     return scores, unlike
 
 
-def _directions(x: Array) -> Array:
+def directions_of(x: Array) -> Array:
     """Rows divided by their lengths; rows of zeros stay."""
     xp = namespace(x)
     norms = xp.sqrt((x * x).sum(axis=-1))[..., None]
@@ -297,8 +297,8 @@ def mass_of_runs(grid: Grid, length: int, stride: int) -> Array:
 
     A run is seen if the query attends a key of it and, under `causal`, if it ends by the query.
     """
-    xp, shape, (block_q, block_kv) = grid.xp, grid.shape, grid.block
-    blocks, num_parts, (num_rows, num_columns) = MaskedBlocks(grid, (block_q, stride)), length // stride, grid.size
+    xp, shape, block_q, num_rows = grid.xp, grid.shape, grid.block[0], grid.size[0]
+    blocks, num_parts = MaskedBlocks(grid, (block_q, stride)), length // stride
     count = (shape.seqlen_kv - length) // stride + 1
     ends, made = xp.arange(count) * stride + length - 1, []
     for first, stop in row_steps(grid, num_rows, block_q * blocks.index.num_kv_blocks):
@@ -309,12 +309,17 @@ def mass_of_runs(grid: Grid, length: int, stride: int) -> Array:
             is_seen = is_seen & (ends <= xp.arange(first * block_q, stop * block_q)[:, None] + grid.offset)
         scores = of_runs * of_runs.dtype.type(grid.scale) / xp.maximum(attended, 1).astype(of_runs.dtype)
         mass = _mean_of_queries(softmax(scores, is_seen), is_seen.any(axis=-1), block_q)
-        # Each of the parts of a run lies in one block.
-        pieces = xp.zeros((*mass.shape[:-1], num_columns * (block_kv // stride)), dtype=mass.dtype)
-        for n in range(num_parts):
-            pieces[..., n : n + count] += mass
-        made.append(pieces.reshape(*mass.shape[:-1], num_columns, block_kv // stride).sum(axis=-1))
+        made.append(mass_of_blocks(grid, mass, num_parts, stride))
     return xp.concatenate(made, axis=-2)
+
+
+def mass_of_blocks(grid: Grid, mass: Array, num_parts: int, stride: int) -> Array:
+    """Sum the masses of runs of keys over blocks; each of the parts of a run, `stride` keys, lies in one block."""
+    num_columns, parts_of_block = grid.size[1], grid.block[1] // stride
+    pieces = grid.xp.zeros((*mass.shape[:-1], num_columns * parts_of_block), dtype=mass.dtype)
+    for n in range(num_parts):
+        pieces[..., n : n + mass.shape[-1]] += mass
+    return pieces.reshape(*mass.shape[:-1], num_columns, parts_of_block).sum(axis=-1)
 
 
 def _mean_of_queries(mass: Array, has_key: Array, block_q: int) -> Array:
@@ -334,11 +339,8 @@ def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
     num_cells = cells.index.num_kv_blocks
     queries, keys = cells.queries(), grid.k.astype(accumulator_dtype(grid.k.dtype))
     queries = padded(queries, cells.index.num_q_blocks * stride)
-    # A row holds the queries of a group in reverse, so that its product with a row of keys is an antidiagonal.
-    rows = queries.reshape(*queries.shape[:-2], -1, stride, dim)[..., ::-1, :]
-    rows = rows.reshape(*rows.shape[:-2], stride * dim)
-    columns = padded(keys, num_cells * stride)
-    columns = grid.of_query_heads(columns.reshape(*columns.shape[:-2], num_cells, stride * dim))
+    rows = of_strides(queries, stride, turned=True)
+    columns = grid.of_query_heads(of_strides(padded(keys, num_cells * stride), stride, turned=False))
     of_queries, of_keys, made = Rows(grid, queries), Rows(grid, keys), []
     for first, stop in row_steps(grid, num_rows, per_row * num_cells):
         begin, end = first * per_row, min(stop * per_row, cells.index.num_q_blocks)

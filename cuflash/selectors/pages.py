@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, accumulator_dtype, is_array, is_int, no_array, whole_number
+from ..arrays import DTYPES, Array, accumulator_dtype, is_int, require_arrays, whole_number
 from ..cache import KVCache
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
@@ -122,25 +122,20 @@ def quest(
         return _of_cache(q, k, block, page_size, budget=budget, forced=forced, causal=causal, mask=mask,
                          window=window, scale=scale)  # fmt: skip
     key = None
-    if mask is window is scale is None and isinstance(budget, Budget) and budget.mass is None:
-        key = bound.key_of("quest", q, k, (block, page_size), budget, forced, causal, None, "auto")
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    if scale is None and isinstance(budget, Budget) and budget.mass is None:
+        key = bound.key_of("quest", q, k, (block, page_size), budget, forced, causal, mask, window, None)
+    if (index := bound.selected(key, q, k)) is not None:
+        return index
     reasons: list[str] = []
-    grid, sides = None, (1, 16)
+    sides = 1, 16
     with collecting(reasons):
         sides = _sides(block, page_size)
     if isinstance(budget, Budget) and budget.mass is not None:
         reasons.append("budget must have top_k, density or threshold, since bounds are no shares; got mass")
-    with collecting(reasons):
-        grid = Grid.of(q, k, sides, {"budget": budget}, forced, causal, mask, window, scale)
-    if reasons or grid is None:
-        raise UnsupportedProblem(reasons)
-    if key is not None and not grid.is_masked and bound.remember(key, bound.of_page_bounds(grid, budget, forced)):
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    grid = Grid.of(q, k, sides, {"budget": budget}, forced, causal, mask, window, scale, reasons)
+    key = None if grid.is_masked else key
+    if (index := bound.first_selected(key, grid, lambda: bound.of_page_bounds(grid, budget, forced))) is not None:
+        return index
     if scale is not None:
         grid = replace(grid, q=grid.q.astype(accumulator_dtype(grid.q.dtype)) * grid.scale)
     bounds, allowed = _bounds(grid), None
@@ -177,9 +172,7 @@ def _bounds(grid: Grid) -> Array:
     # A page that the length cuts off is filled with its own last key.
     keys = xp.minimum(xp.arange(num_pages * page), max(length - 1, 0))
     pages = grid.k[..., keys, :].astype(wide).reshape(*grid.k.shape[:-2], num_pages, page, grid.k.shape[-1])
-    least, greatest = pages.min(axis=-2), pages.max(axis=-2)
-    if grid.has_heads and grid.shape.num_heads != grid.k.shape[-3]:
-        least, greatest = (xp.repeat(x, grid.shape.num_heads // grid.k.shape[-3], axis=-3) for x in (least, greatest))
+    least, greatest = map(grid.of_query_heads, (pages.min(axis=-2), pages.max(axis=-2)))
     q = grid.q.astype(wide)[..., :, None, :]
     return xp.maximum(q * least[..., None, :, :], q * greatest[..., None, :, :]).sum(axis=-1)
 
@@ -189,8 +182,7 @@ def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any
     batch = len(cache.lengths)
     of_list = {"q": cache.k.dtype if cache.k.dtype in DTYPES else np.float32}
     q = as_arrays({"q": q}, of_list, like=cache.k)["q"]
-    if not is_array(q):
-        raise TypeError(no_array("q", q))
+    require_arrays({"q": q})
     if q.ndim != 4 or q.shape[0] != batch:
         raise UnsupportedProblem([f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}"])
     if block is None and page_size is None:

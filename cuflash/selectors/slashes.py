@@ -85,24 +85,19 @@ def vertical_slash(
     """
     vertical, slash = _budgets_of(budget, vertical, slash)
     key = None
-    if mask is None and window is None and type(slash) is Budget and slash.threshold is None:
-        more = slash, num_queries
-        key = bound.key_of("vertical_slash", q, k, block, vertical, forced, causal, scale, executor, *more)
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    if type(slash) is Budget and slash.threshold is None:
+        more = mask, window, scale, executor, slash, num_queries
+        key = bound.key_of("vertical_slash", q, k, block, vertical, forced, causal, *more)
+    if (index := bound.selected(key, q, k)) is not None:
+        return index
     reasons: list[str] = []
-    grid = None
     with collecting(reasons):
         num_queries = whole_number("num_queries", num_queries, 1)
-    with collecting(reasons):
-        grid = Grid.of(q, k, block, {"vertical": vertical, "slash": slash}, forced, causal, mask, window, scale)
-    if reasons or grid is None:
-        raise UnsupportedProblem(reasons)
-    if key is not None and bound.remember(key, bound.of_slashes(grid, vertical, slash, num_queries, forced)):
-        index = bound.selected(key, q, k)
-        if index is not None:
-            return index
+    budgets = {"vertical": vertical, "slash": slash}
+    grid = Grid.of(q, k, block, budgets, forced, causal, mask, window, scale, reasons)
+    index = bound.first_selected(key, grid, lambda: bound.of_slashes(grid, vertical, slash, num_queries, forced))
+    if index is not None:
+        return index
     xp, (block_q, block_kv), (num_rows, num_columns) = grid.xp, grid.block, grid.size
     seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
     if not seqlen_kv:
@@ -152,7 +147,7 @@ def _sums(grid: Grid, num_queries: int, executor: str) -> tuple[Array, Array]:
     else:
         first = max(seqlen_q - num_queries, 0)
         positions, last = xp.arange(first, seqlen_q)[:, None], grid.q[..., first:, :]
-        mass = block_mass(last, grid.k, block=1, scale=grid.scale, mask=grid.stairs_from(first), executor=executor)
+        mass = block_mass(last, grid.k, block=1, scale=grid.scale, mask=grid.stairs(1, 1, 1 - first), executor=executor)
     # Distance o of the query at a position is the key in column position + offset - o.
     column = positions + grid.offset - xp.arange(max(seqlen_q + grid.offset, 0))
     exists, column = (column >= 0) & (column < seqlen_kv), xp.clip(column, 0, seqlen_kv - 1)

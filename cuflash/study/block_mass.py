@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..api import planned
-from ..arrays import Array, ShapeDtype, describe, is_array, namespace, no_array
+from ..arrays import Array, ShapeDtype, describe, namespace, require_arrays
 from ..errors import UnsupportedProblem, collecting
 from ..executors import cpu_mass, gpu, sim
 from ..executors.launch import BoundPass
@@ -180,11 +180,7 @@ def _planned(
 ) -> tuple[Plan, tuple[int, int]]:
     """The plan of a call for as many columns as q has, and the block; refuses what cannot be."""
     q, k, lse = given.values()
-    for name, array in (("q", q), ("k", k)):
-        if not is_array(array):
-            raise TypeError(no_array(name, array))
-    if lse is not None and not is_array(lse):
-        raise TypeError(no_array("lse", lse))
+    require_arrays({"q": q, "k": k} if lse is None else given)
     reasons: list[str] = []
     sides = (1, 1)
     with collecting(reasons):

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import Array, as_dtype, describe, is_int, is_integer_dtype, is_number
 from ..cache.arguments import page_size_reasons
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..fp8.e4m3 import E4M3
 from ..fp8.rows import SCALE_BYTES
 from ..keywords import explains_keywords
@@ -177,8 +177,7 @@ def kv_cache_bytes(
     a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
     if not all(is_int(each) and each >= 0 for each in listed):
         reasons.append(f"tokens must be an int of at least 0, or a list or NumPy array of such; got {describe(tokens)}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     page = 1 if page_size is None else int(page_size)
     return a_token * sum(-(-int(each) // page) * page for each in listed)
 
@@ -235,8 +234,7 @@ def largest_length(
     room = available_bytes if is_int(available_bytes) or not is_number(available_bytes) else float(available_bytes)
     if not (is_number(room) and 0 <= room < 1 << _ROOM_BITS):
         reasons.append(f"available_bytes must be a number from 0 to 2**{_ROOM_BITS}; got {describe(available_bytes)}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     page = 1 if page_size is None else int(page_size)
     return int(room) // (int(batch) * page * a_token) * page
 

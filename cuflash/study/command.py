@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ..arrays import BFLOAT16, Array
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from .families import FAMILIES, ORACLE
 from .own_patterns import OwnPattern, is_own, loaded
 from .survey import Case, Measurement, Survey
@@ -171,8 +171,7 @@ def _check(given: argparse.Namespace) -> dict[str, OwnPattern]:
     for option, place in (("--csv", given.csv), ("--plot", given.plot)):
         if place is not None and not Path(place).parent.is_dir():
             reasons.append(f"{option} must be in a folder that exists; got {place}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return own
 
 
@@ -233,8 +232,7 @@ def _usable(arrays: Sequence[Array]) -> list[Array]:
         reasons.append(f"q and k must be of equally many tokens; got {q.shape[-2]} and {k.shape[-2]}")
     elif q.size == 0:
         reasons.append(f"q must hold a query; got shape {q.shape}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return widened
 
 

@@ -96,24 +96,11 @@ def recall(
         )
     # The call with the mask is first: it finds whatever is wrong before anything is computed.
     masked = attention(q, k, v, mask=mask, causal=causal, scale=scale, score=score, return_lse=True)
-    return _compared(attention(q, k, v, causal=causal, scale=scale, score=score, return_lse=True), masked)
+    return compared(attention(q, k, v, causal=causal, scale=scale, score=score, return_lse=True), masked)
 
 
-def kept(
-    dense: tuple[Array, Array],
-    q: AnyArray,
-    k: AnyArray,
-    v: AnyArray,
-    mask: MaskLike,
-    causal: Causality,
-    scale: float | None,
-) -> Recall:
-    """`recall` without a score function, given o and lse of attention without the mask."""
-    return _compared(dense, attention(q, k, v, mask=mask, causal=causal, scale=scale, return_lse=True))
-
-
-def _compared(dense: tuple[Array, Array], masked: tuple[Array, Array]) -> Recall:
-    """The `Recall` of o and lse without the mask, and with it."""
+def compared(dense: tuple[Array, Array], masked: tuple[Array, Array]) -> Recall:
+    """Return the `Recall` of o and lse without the mask, and with it."""
     (o, lse), (kept_o, kept_lse) = dense, masked
     xp = namespace(lse)
     is_empty = lse == -np.inf

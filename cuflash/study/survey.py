@@ -17,7 +17,7 @@ from ..errors import UnsupportedProblem
 from ..masks import BlockPattern
 from .families import FAMILIES, ORACLE, densest, density_of, heaviest, smallest_density
 from .own_patterns import OwnPattern
-from .recall import kept
+from .recall import compared
 
 
 class Case(NamedTuple):
@@ -230,7 +230,8 @@ class Survey:
         return mass
 
     def _measured(self, case: Case, form: _Form) -> Measurement:
-        mass, error = kept(self._dense, *self._arrays, form.mask, self._causal, self._scale)
+        options = {"mask": form.mask, "causal": self._causal, "scale": self._scale}
+        mass, error = compared(self._dense, attention(*self._arrays, **options, return_lse=True))
         of_heads = np.asarray(mass, np.float64).mean(-1)
         return Measurement(*case, form.density, float(of_heads.mean()), float(of_heads.min()), error)
 

@@ -80,7 +80,7 @@ def assert_non_finite(example: Example, **results: Any) -> float:
     assert_not_finite_where_due(example, **results)
     finite, classes = finite_part(example), expected(example)
     compared: dict[str, Any] = {
-        name: np.where(classes[name].may_be_not_finite, getattr(finite.exact, name), _wide(result))
+        name: np.where(classes[name].may_be_not_finite, getattr(finite.exact, name), widest(result))
         for name, result in results.items()
     }
     return assert_within_bounds(finite, **compared)
@@ -93,7 +93,7 @@ def assert_not_finite_where_due(example: Example, **results: Any) -> None:
     classes = expected(example)
     for name, result in results.items():
         must = classes[name]
-        wide = _wide(as_result(name, result, must.is_nan.shape, example))
+        wide = widest(as_result(name, result, must.is_nan.shape, example))
         _assert_all(name, wide, must.is_nan, np.isnan(wide), "NaN", example)
         _assert_all(name, wide, must.is_not_finite, ~np.isfinite(wide), "NaN or infinite", example)
 
@@ -239,5 +239,6 @@ def _meets(pairs: Any, holds: Any) -> Any:
     return pairs.astype(np.float32) @ holds.astype(np.float32) > 0
 
 
-def _wide(x: Any) -> Any:
+def widest(x: Any) -> Any:
+    """Return an array as long doubles."""
     return np.asarray(x).astype(np.longdouble)

@@ -25,7 +25,7 @@ import numpy as np
 from ..bounds import Bounds
 from ..planning.problem import MAX_HEAD_DIM
 from .assertions import Attend, Example, as_pair, as_results, assert_within, on_lattice
-from .non_finite import assert_not_finite_where_due, expected, finite_part
+from .non_finite import assert_not_finite_where_due, expected, finite_part, widest
 
 __all__ = ["FORWARD_PROPERTIES", "GRADIENT_PROPERTIES", "PAIR_PROPERTIES", "Pull"]
 
@@ -92,14 +92,14 @@ def check_a_vector_added_to_every_key_moves_only_lse(attend: Attend, example: Ex
     c = np.arange(example.problem.head_dim) % 3
     moved = plain.but(k=plain.k + c.astype(plain.k.dtype))
     o, lse = _run(attend, plain)
-    shift = plain.problem.softmax_scale * (_wide(plain.q) @ _wide(c))
+    shift = plain.problem.softmax_scale * (widest(plain.q) @ widest(c))
     _same((o, lse + shift), _run(attend, moved), plain, moved)
 
 
 def check_doubling_v_doubles_o(attend: Attend, example: Example) -> None:
     """2 v gives 2 o, bitwise where neither under- nor overflows. (7)"""
     plain = _on_lattice(example)
-    o, doubled = (_wide(_run(attend, each)[0]) for each in (plain, plain.but(v=plain.v + plain.v)))
+    o, doubled = (widest(_run(attend, each)[0]) for each in (plain, plain.but(v=plain.v + plain.v)))
     is_normal = np.abs(o) > float(np.finfo(np.float16).smallest_normal)  # far from underflow in the other dtypes
     _bitwise("o", np.where(is_normal, 2 * o, 0), np.where(is_normal, doubled, 0), example)
 
@@ -110,7 +110,7 @@ def check_a_vector_added_to_every_value_moves_o(attend: Attend, example: Example
     b = np.arange(plain.v.shape[-1]) % 4
     moved = plain.but(v=plain.v + b.astype(plain.v.dtype))
     o, lse = _run(attend, plain)
-    _same((_wide(o) + b * _has_keys(plain)[..., None], lse), _run(attend, moved), plain, moved)
+    _same((widest(o) + b * _has_keys(plain)[..., None], lse), _run(attend, moved), plain, moved)
 
 
 def check_o_is_linear_in_v(attend: Attend, example: Example) -> None:
@@ -118,23 +118,23 @@ def check_o_is_linear_in_v(attend: Attend, example: Example) -> None:
     first = _on_lattice(example)
     second = first.but(v=np.flip(first.v, axis=(-1, -2)))
     both = first.but(v=first.v + second.v)
-    o, other, total = (_wide(_run(attend, each)[0]) for each in (first, second, both))
+    o, other, total = (widest(_run(attend, each)[0]) for each in (first, second, both))
     assert_within("o", total, o + other, sum(_forward_bounds(each).o for each in (first, second, both)), example)
 
 
 def check_o_is_a_mean_of_values(attend: Attend, example: Example) -> None:
     """o lies between the smallest and the largest value that is attended, at any magnitude of the scores. (11)"""
     is_seen, has_keys = example.allowed.any(axis=-2)[..., None], _has_keys(example)[..., None]
-    values = np.broadcast_to(_wide(_repeated(example, example.v)), (*is_seen.shape[:-1], example.v.shape[-1]))
+    values = np.broadcast_to(widest(_repeated(example, example.v)), (*is_seen.shape[:-1], example.v.shape[-1]))
     lowest, highest = (
         reduce(np.where(is_seen, values, start), axis=-2, keepdims=True, initial=start)
         for reduce, start in ((np.min, np.inf), (np.max, -np.inf))
     )
     # Rounding alone is what the bound leaves when all scores are equal and all values the largest.
-    largest = np.full(example.v.shape, np.abs(_wide(example.v)).max(initial=0)).astype(example.v.dtype)
+    largest = np.full(example.v.shape, np.abs(widest(example.v)).max(initial=0)).astype(example.v.dtype)
     rounding = _forward_bounds(example.but(q=np.zeros_like(example.q), v=largest)).o
     for scale in (example.scale, 1e6, 1e9):
-        o = _wide(_run(attend, example.but(scale=scale))[0])
+        o = widest(_run(attend, example.but(scale=scale))[0])
         inside = np.where(has_keys, np.clip(o, lowest, highest), 0)
         assert_within("o", o, inside, rounding, example.but(scale=scale))
 
@@ -231,7 +231,7 @@ def check_equal_keys_give_the_mean(attend: Attend, example: Example) -> None:
     other = example.but(k=np.broadcast_to(example.k[..., :1, :], example.k.shape))
     flat = other.but(q=np.zeros_like(other.q))
     mean, log_count = _run(attend, flat)
-    score = other.problem.softmax_scale * (_wide(other.q) * _wide(_repeated(other, other.k))[..., :1, :]).sum(axis=-1)
+    score = other.problem.softmax_scale * (widest(other.q) * widest(_repeated(other, other.k))[..., :1, :]).sum(axis=-1)
     _same((mean, log_count + score), _run(attend, other), flat, other)
 
 
@@ -295,7 +295,7 @@ def check_gradients_follow_the_order_of_queries(pull: Pull, example: Example) ->
 def check_grouped_gradients_are_summed(pull: Pull, example: Example) -> None:
     """dk and dv of a key/value head are the sums over the query heads that read it. (24)"""
     other = example.but(k=_repeated(example, example.k), v=_repeated(example, example.v))
-    dq, dk, dv = (_wide(x) for x in _pull(pull, other))
+    dq, dk, dv = (widest(x) for x in _pull(pull, other))
     b = other.bounds
     bounds = Bounds(o=b.o, lse=b.lse, dq=b.dq, dk=_group_sum(example, b.dk), dv=_group_sum(example, b.dv))
     _same_gradients((dq, _group_sum(example, dk), _group_sum(example, dv)), _pull(pull, example), bounds, example)
@@ -307,7 +307,7 @@ def check_dk_sums_to_what_dlse_asks(pull: Pull, example: Example) -> None:
         _pull(pull, example)
         return
     dlse = np.zeros(example.problem.lse_shape()) if example.dlse is None else example.dlse
-    rows = np.where(_has_keys(example), dlse, 0)[..., None] * _wide(example.q)
+    rows = np.where(_has_keys(example), dlse, 0)[..., None] * widest(example.q)
     exact = example.problem.softmax_scale * _group_sum(example, rows.sum(axis=-2, keepdims=True))
     dk = _sum(_pull(pull, example)[1], axis=-2, keepdims=True)
     assert_within("sum of dk", dk, exact, example.bounds.dk.sum(axis=-2, keepdims=True), example)
@@ -318,7 +318,7 @@ def check_dv_sums_to_do(pull: Pull, example: Example) -> None:
     if _is_stretched(example):
         _pull(pull, example)
         return
-    rows = np.where(_has_keys(example)[..., None], _wide(_do(example)), 0)
+    rows = np.where(_has_keys(example)[..., None], widest(_do(example)), 0)
     exact = _group_sum(example, rows.sum(axis=-2, keepdims=True))
     dv = _sum(_pull(pull, example)[2], axis=-2, keepdims=True)
     assert_within("sum of dv", dv, exact, example.bounds.dv.sum(axis=-2, keepdims=True), example)
@@ -340,7 +340,7 @@ def check_gradients_are_linear_in_do(pull: Pull, example: Example) -> None:
     results = [_pull(pull, each) for each in (first, second, both)]
     for name, x, y, total in zip(("dq", "dk", "dv"), *results):
         bound = sum(getattr(each.bounds, name) for each in (first, second, both))
-        assert_within(name, total, _sum([_wide(x), _wide(y)], axis=0), bound, example)
+        assert_within(name, total, _sum([widest(x), widest(y)], axis=0), bound, example)
 
 
 def check_no_gradient_in_no_gradient_out(pull: Pull, example: Example) -> None:
@@ -402,7 +402,7 @@ def check_a_unit_do_reads_a_row_of_probabilities(attend: Attend, pull: Pull, exa
     do[..., row, 0] = 1
     other = example.but(do=do, dlse=None)
     lse, dv = _run(attend, other)[1][..., row, None], _pull(pull, other)[2][..., 0]
-    score = other.problem.softmax_scale * (_wide(other.k) * _wide(other.q)[..., row, None, :]).sum(axis=-1)
+    score = other.problem.softmax_scale * (widest(other.k) * widest(other.q)[..., row, None, :]).sum(axis=-1)
     p = np.exp(np.where(other.allowed[..., row, :], score - np.where(np.isneginf(lse), 0, lse), -np.inf))
     assert_within("dv", dv, p, other.bounds.dv[..., 0] + p * np.expm1(other.bounds.lse[..., row, None]), example)
 
@@ -430,7 +430,7 @@ def check_non_finite_values_reach_what_they_should(attend: Attend, pull: Pull, e
     assert_not_finite_where_due(example, **results)
     for name, classes in expected(example).items():
         is_free = classes.may_be_not_finite
-        result, other = (np.where(is_free, 0, _wide(each[name])) for each in (results, others))
+        result, other = (np.where(is_free, 0, widest(each[name])) for each in (results, others))
         assert_within(name, result, other, 2 * getattr(finite.bounds, name), example)
 
 
@@ -515,14 +515,14 @@ def _same(first: tuple[Any, Any], second: tuple[Any, Any], example: Example, oth
     __tracebackhide__ = True
     bounds = _forward_bounds(example), _forward_bounds(other)
     for name, x, y in zip(("o", "lse"), first, second, strict=True):
-        assert_within(name, y, _wide(x), sum(getattr(each, name) for each in bounds), other)
+        assert_within(name, y, widest(x), sum(getattr(each, name) for each in bounds), other)
 
 
 def _same_gradients(first: Sequence[Any], second: Sequence[Any], bounds: Bounds, example: Example) -> None:
     """Gradients of two calls agree within the example's bounds and those given for the other."""
     __tracebackhide__ = True
     for name, x, y in zip(("dq", "dk", "dv"), first, second, strict=True):
-        assert_within(name, y, _wide(x), getattr(bounds, name) + getattr(example.bounds, name), example)
+        assert_within(name, y, widest(x), getattr(bounds, name) + getattr(example.bounds, name), example)
 
 
 def _same_bits(first: Sequence[Any], second: Sequence[Any], example: Example) -> None:
@@ -540,7 +540,7 @@ def _bitwise(name: str, first: Any, second: Any, example: Example) -> None:
 def _check_merge(attend: Attend, example: Example, parts: Sequence[Example]) -> None:
     """The weighted mean of the parts' o, by their lse, is the example's o."""
     __tracebackhide__ = True
-    (o, lse), (other, other_lse) = ((_wide(x) for x in _run(attend, part)) for part in parts)
+    (o, lse), (other, other_lse) = ((widest(x) for x in _run(attend, part)) for part in parts)
     bound, other_bound = (_forward_bounds(part) for part in parts)
     total = np.logaddexp(lse, other_lse)
     shift = np.where(np.isneginf(total), 0, total)
@@ -557,7 +557,7 @@ def _check_merge(attend: Attend, example: Example, parts: Sequence[Example]) -> 
 def _inner(x: Any, bound: Any, y: Any) -> tuple[Any, Any]:
     """<x, y> and its bound; where y is 0, x may be anything."""
     is_zero = y == 0
-    x, y = _wide(x), _wide(y)
+    x, y = widest(x), widest(y)
     return _sum(np.where(is_zero, 0, x) * y), _sum(np.where(is_zero, 0, bound) * np.abs(y))
 
 
@@ -630,8 +630,4 @@ def _shuffled(count: int) -> Any:
 def _sum(x: Any, **options: Any) -> Any:
     """A wide sum; of results that overflowed it is NaN, within a bound that is infinite."""
     with np.errstate(invalid="ignore"):
-        return _wide(x).sum(**options)
-
-
-def _wide(x: Any) -> Any:
-    return np.asarray(x).astype(np.longdouble)
+        return widest(x).sum(**options)

@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
 from ..arrays import DTYPES, accumulator_dtype, describe, flag_reasons, is_int, whole_number
 from ..dropout import Dropout
-from ..errors import UnsupportedProblem, collecting
+from ..errors import collecting, refuse
 from ..keywords import explains_keywords
 from ..masks.arrays import Dense
 from ..masks.base import Mask
@@ -242,7 +241,7 @@ class Structure:
             "do": (*batch, *heads_q, self.seqlen_q, self.value_dim),
             "dlse": (*batch, *heads_q, self.seqlen_q, 1),
         }
-        dtype = _dtype(self.dtype)
+        dtype = np.dtype(self.dtype)
         operands = {}
         for (name, shape), layout in zip(shapes.items(), self.layouts):
             kind = accumulator_dtype(dtype) if name == "dlse" else dtype
@@ -263,7 +262,7 @@ class Structure:
         return Example(
             **{name: operands[name] for name in ("q", "k", "v", "do")},
             dlse=dlse,
-            sink=None if sink is None else np.asarray(sink).astype(_dtype(self.sink_dtype)),
+            sink=None if sink is None else np.asarray(sink).astype(self.sink_dtype),
             mask=self.mask,
             scale=self.scale,
             score=score,
@@ -298,10 +297,6 @@ def _filled(rng: np.random.Generator, name: str, shape: tuple[int, ...], values:
     if values == "rising":
         return drawn * np.linspace(0.1, 8, shape[-2])[:, None] if name == "k" else drawn
     return drawn
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,8 +402,7 @@ def structures(
         has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
         masks=masks, sink_dtypes=sink_dtypes, broadcast_sinks=broadcast_sinks,
     )  # fmt: skip
-    if reasons := limits.reasons():
-        raise UnsupportedProblem(reasons)
+    refuse(limits.reasons())
     return _structures(limits)
 
 

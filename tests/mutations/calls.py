@@ -588,8 +588,8 @@ FAULTS = {
     },
     refuses(lambda library: a_pullback(library, False)(None), "do must be an array; got None"): {
         "do may be left out": Edit(
-            "plans.py", "Plan.backward", "given = dict(zip(self._names_of_backward(dlse, operands), arrays))",
-            "given = {n: x for n, x in zip(self._names_of_backward(dlse, operands), arrays) if x is not None}",
+            "plans.py", "Plan.backward", "given = dict(zip(backward_names(dlse is not None, operands), arrays))",
+            "given = {n: x for n, x in zip(backward_names(dlse is not None, operands), arrays) if x is not None}",
         ),
     },
     refuses(attends(out=(Q, Q, Q)), "or a pair (o, lse)"): {

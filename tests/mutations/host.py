@@ -70,7 +70,7 @@ FAULTS = {
             "planning/problem.py", "Problem.scaling", "exponent - exponent // 2", "exponent // 2"
         ),
         "scaled q and k are not used": Edit(
-            "plans.py", "Plan.forward", 'given["q"], given["k"] = self._scaled(given["q"], given["k"])', "pass"
+            "plans.py", "Plan._run_checked", "given[q], given[k] = self._scaled(given[q], given[k])", "pass"
         ),
         "gradients read q and k as they are": Edit(
             "plans.py", "Plan.backward",

@@ -30,7 +30,7 @@ FAULTS = {
             "next(others, None) if each is None else each for each in reversed(outs)",
         ),
         "operands follow in the place of dlse": Edit(
-            "torch.py", "_backward_names", '*(("dlse",) if has_dlse else ()), *operands',
+            "plans.py", "backward_names", '*(("dlse",) if has_dlse else ()), *operands',
             '*operands, *(("dlse",) if has_dlse else ())',
         ),
     },

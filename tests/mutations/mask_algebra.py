@@ -115,13 +115,13 @@ FAULTS = {
             "study/recall.py", "recall", "attention(q, k, v, mask=mask, causal=causal,", "attention(q, k, v, mask=mask,"
         ),
         "queries without a key lose all": Edit(
-            "study/recall.py", "_compared", "xp.where(is_empty, 1,", "xp.where(is_empty, 0,"
+            "study/recall.py", "compared", "xp.where(is_empty, 1,", "xp.where(is_empty, 0,"
         ),
         "the mass is the inverse": Edit(
-            "study/recall.py", "_compared", "kept_lse - lse, 0", "lse - kept_lse, 0"
+            "study/recall.py", "compared", "kept_lse - lse, 0", "lse - kept_lse, 0"
         ),
         "the error is of the masked output": Edit(
-            "study/recall.py", "_compared", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
+            "study/recall.py", "compared", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
         ),
     },
     recall_has_scores: {

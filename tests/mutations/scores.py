@@ -118,11 +118,11 @@ FAULTS = {
     },
     arrays_are_widened: {
         "integers of arrays wrap around in a call on arrays": Edit(
-            SCORE, "_widened", "namespace(x).clip(x, least, most).astype(np.int64)", "x"
+            SCORE, "_widened", "namespace(x).clip(x, *integer_range(dtype)).astype(np.int64)", "x"
         ),
         "narrow reals stay so in a call on arrays": Edit(SCORE, "_widened", "return x.astype(np.float32)", "return x"),
         "integers beyond int32 stay so in a call on arrays": Edit(
-            SCORE, "_widened", "namespace(x).clip(x, least, most)", "x"
+            SCORE, "_widened", "namespace(x).clip(x, *integer_range(dtype))", "x"
         ),
     },
     powers_by_0_are_constant: {
@@ -186,7 +186,7 @@ FAULTS = {
             PROGRAM, "_only_reals", 'in (*_OF_INTS, "where") and n not in is_wide', 'in (*_OF_INTS, "where")'
         ),
         "integers wrap around at int32": Edit(
-            VALUES, "Operands.loaded", "np.clip(x, least, most).astype(np.int64)", "x.astype(np.int32)"
+            VALUES, "Operands.loaded", "np.clip(x, *integer_range(x.dtype)).astype(np.int64)", "x.astype(np.int32)"
         ),
         "batch axes of length 1 are indexed": Edit(VALUES, "Operands.place", "0 if extent == 1 else entry", "entry"),
         "batch axes are those of the first arrays": Edit(
@@ -195,7 +195,7 @@ FAULTS = {
         "log2 is log": Edit(TRACE, None, 'np.log2: "log2"', 'np.log2: "log"'),
         "remainder is floor division": Edit(TRACE, None, 'np.remainder: "mod"', 'np.remainder: "floordiv"'),
         "swapped operands are not swapped back": Edit(
-            TRACE, "Symbol.__rsub__", 'self.apply("sub", other, self)', 'self.apply("sub", self, other)'
+            TRACE, "_set_operators", "self.apply(op, other, self)", "self.apply(op, self, other)"
         ),
         "a clip has no upper end": Edit(
             TRACE, "Symbol._clipped", 'x if high is None else self.apply("min", x, high)', "x"
@@ -301,7 +301,7 @@ FAULTS = {
         "what nothing needs is kept": Edit(
             PROGRAM, "needed_for", "stack = list(results)", "stack = list(range(len(instructions)))"
         ),
-        "constants do not fold": Edit(PROGRAM, "Builder._folded", "and op in _FOLDS", "and False"),
+        "constants do not fold": Edit(PROGRAM, "Builder._folded", "and op in FOLDS", "and False"),
         "a square is a power": Edit(
             PROGRAM, "Builder.binary", 'if op == "pow" and self._is(b, 2): return self._arithmetic("mul", "real"',
             'if op == "pow" and self._is(b, 3): return self._arithmetic("mul", "real"',
@@ -332,7 +332,6 @@ FAULTS = {
             RANGES, "_range_of", "Range(0, extents[op] - 1)",
             "Range(0, extents[op] - 2)",
         ),
-        "a difference is a sum": Edit(RANGES, None, '"sub": lambda x, y: x - y', '"sub": lambda x, y: x + y'),
         "abs keeps its sign": Edit(
             RANGES, "_range_of", "Range(max(least, -most, 0), max(-least, most))", "Range(least, most)"
         ),
@@ -353,8 +352,7 @@ FAULTS = {
         "more elements than heads are taken": Edit(RANGES, "_index_reasons", "extent != most + 1", "extent <= most"),
         "an index may be -1": Edit(RANGES, "_index_reasons", "least >= 0 and", ""),
         "what an array holds is trusted": Edit(
-            RANGES, "_range_of",
-            "Range(max(int(info.min), -LARGEST - 1), min(int(info.max), LARGEST))", "Range(0, 0)",
+            RANGES, "_range_of", "integer_range(program.arrays[instruction.value].dtype)", "Range(0, 0)"
         ),
         "integers may overflow": Edit(RANGES, "range_reasons", "or known[n].most > LARGEST", ""),
         "leading axes are not looked at": Edit(RANGES, "range_reasons", "_batch_reasons(program, shapes, batch)", "[]"),
@@ -398,7 +396,7 @@ FAULTS = {
             TRACE, "_require_signature", "signature.bind(*symbols, **captured)",
             "pass",
         ),
-        "swapped bytes are taken": Edit(SCORE, "_kind_of", "if dtype.isnative else None", ""),
+        "swapped bytes are taken": Edit(SCORE, "_array_type", "if dtype.isnative else None", ""),
     },
     results_are_right: {
         "the function is applied after the mask": Edit(

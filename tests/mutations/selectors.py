@@ -359,10 +359,11 @@ FAULTS = {
         "an index allows what the mask hides": Edit(
             GRID, "Grid.index", "pattern if self.mask == Band() else pattern & self.mask", "pattern"
         ),
-        "queries of a group are not reversed": Edit(ESTIMATES, "antidiagonal", "rows[..., ::-1, :]", "rows"),
+        "queries of a group are not reversed": Edit(GRID, "of_strides", "groups[..., ::-1, :]", "groups"),
         "sums of scores are not means": Edit(ESTIMATES, "antidiagonal", "grid.scale / stride", "grid.scale"),
         "a compressed key lies in its first block": Edit(
-            NSA, "nsa", "pieces[..., n : n + count] += mass", "pieces[..., :count] += mass"
+            MASKED, "mass_of_blocks", "pieces[..., n : n + mass.shape[-1]] += mass",
+            "pieces[..., : mass.shape[-1]] += mass",
         ),
         "heads of a group choose for themselves": Edit(
             NSA, "_chosen", ".sum(axis=-3)", "[..., 0, :, :]"

@@ -82,7 +82,7 @@ def large_scores_are_finite(library: ModuleType) -> None:
             assert all(np.isfinite(row[3:]).all() for row in rows)
     one, two = (np.ones((1, 2)), np.array([0.0])), (np.ones((1, 2)), np.array([1e4]))
     with np.errstate(all="raise", under="ignore"):  # large log-sum-exps differ by many roundoffs
-        assert part(library, "study.recall")._compared(one, two).mass == 1
+        assert part(library, "study.recall").compared(one, two).mass == 1
 
 
 def own_patterns_are_measured_anew(library: ModuleType) -> None:
@@ -153,7 +153,7 @@ FAULTS = {
             SURVEY, "Survey._mass", "2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)", "1.0, 2.0**exponent"
         ),
         "recall overflows before it is cut": Edit(
-            "study/recall.py", "_compared",
+            "study/recall.py", "compared",
             "xp.exp(xp.minimum(kept_lse - lse, 0))", "xp.minimum(xp.exp(kept_lse - lse), 1)",
         ),
     },

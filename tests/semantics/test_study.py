@@ -71,12 +71,15 @@ def test_the_oracle_keeps_the_blocks_of_most_mass(causal: bool, block: int) -> N
 @pytest.mark.parametrize("name", ["window", "random", "oracle"])
 def test_a_measurement_is_what_recall_says_of_the_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[masks.Mask] = []
-    kept = survey.kept
-    monkeypatch.setattr(survey, "kept", lambda *given: used.append(given[4]) or kept(*given))
+    attention = survey.attention
+    monkeypatch.setattr(
+        survey, "attention", lambda *qkv, mask=None, **given: used.append(mask) or attention(*qkv, mask=mask, **given)
+    )
     for causal, scale in ((False, None), (True, 0.5)):
         used.clear()
         rows = [*survey.Survey(Q, K, V, causal=causal, scale=scale).measurements([16], [name], DENSITIES)]
         measured = {row.density: row for row in reversed(rows) if isinstance(row, survey.Measurement)}
+        assert used.pop(0) is None  # dense attention
         assert len(used) == len(measured) > 1  # a size that is the densest for several limits is measured once
         for row, mask in zip(reversed(measured.values()), used, strict=True):
             expected = cuflash.recall(Q, K, V, mask, causal=causal, scale=scale)
@@ -125,15 +128,15 @@ def test_the_command_prints_tables_and_writes_rows_and_a_picture(archive: Path) 
 def test_an_interrupted_study_goes_on_where_it_was(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = study_report([*WORDS, "--csv", "whole.csv"])
     calls: list[int] = []
-    kept = survey.kept
+    compared = survey.compared
 
     def interrupted(*given: object) -> cuflash.Recall:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return kept(*given)
+        return compared(*given)
 
-    monkeypatch.setattr(survey, "kept", interrupted)
+    monkeypatch.setattr(survey, "compared", interrupted)
     with pytest.raises(SystemExit) as left:
         study_report([*WORDS, "--csv", "parts.csv"])
     assert left.value.code == 130 and len(rows_of("parts.csv")) == 2
