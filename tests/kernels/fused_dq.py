@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from cuflash.calls import checked_plan
 from cuflash.planning import plan_cache
-from cuflash.planning.families import sm90_dq
+from cuflash.planning.families import sm90, sm90_dq
 from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.planning.launches import DqSemaphoreOrder
 
@@ -76,6 +76,15 @@ def of_intervals(use: ArrivalUse) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90_dq, "best_use_of_arrivals", lambda *_: use)
         patch.setattr(sm90_dq, "_is_faster", lambda *_: False)
+        with plans_of_its_own():
+            yield
+
+
+@contextmanager
+def cut_from(keys: float) -> Iterator[None]:
+    """Make plans in which tiles of sequences with so many keys on average end with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90, "LONG_SEQUENCE", keys)
         with plans_of_its_own():
             yield
 
