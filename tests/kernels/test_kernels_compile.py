@@ -172,7 +172,7 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
 
 
 def of_scores(name: str) -> set[KernelSpec]:
-    """Kernels of the sm80 or sm90 family on a known GPU with score functions and dropout.
+    """Kernels of the sm80 or sm90 family on a known GPU with score functions and dropout, and of simt with a cap.
 
     Each function of the library is among them. Their slopes are 1, constant or neither, and their arrays have gradients
     that are summed by tile, by score or by a table.
@@ -196,7 +196,9 @@ def of_scores(name: str) -> set[KernelSpec]:
         ).plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
         specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry == "captured_sums"}
-    return specs | of_scored_caches(name, changes)
+    x = ShapeDtype((heads, 5000, 64), np.dtype(np.float32))
+    capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0).plan.specs
+    return specs | {capped[entry] for entry in ("forward", "backward")} | of_scored_caches(name, changes)
 
 
 def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[KernelSpec]:
