@@ -90,8 +90,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
     assert_exact_probes(run.attend, example)
 
 
-@repeating
-@pytest.mark.parametrize("name", [*STRUCTURES][:: 1 if is_long() else 2])
+@sampled_on_simulator(repeating, "name", STRUCTURES, 4)  # test_sm90 has others, and test_poison all
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, name: str) -> None:
     structure = STRUCTURES[name]
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
