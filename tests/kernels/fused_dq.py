@@ -37,20 +37,6 @@ def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int)
     return found
 
 
-def taken_order(dq_order: DqSemaphoreOrder, num_places: int, num_tiles: int) -> list[KeyTile]:
-    """All tiles in the order in which blocks take them.
-
-    The tiles of heads whose dQ blocks finish come first, then those of the other heads, the longest first under a
-    causal mask.
-    """
-    finished = dq_order.num_fused_heads(num_places)
-    order = finishing_order(dq_order, finished // dq_order.heads_per_group, num_tiles) if finished else []
-    for first in range(finished, num_places, dq_order.heads_per_group):
-        places = range(first, min(first + dq_order.heads_per_group, num_places))
-        order += [KeyTile(place, number) for number in range(num_tiles) for place in places]
-    return order
-
-
 @contextmanager
 def plans_of_its_own() -> Iterator[None]:
     """Empty the cache of plans before and after a `with` block, so that plans made under patches stay inside of it."""

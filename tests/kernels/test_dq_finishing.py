@@ -7,7 +7,6 @@ may finish it.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import (
     HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler, sampled_on_simulator,
 )  # fmt: skip
-from fused_dq import KeyTile, cut_from, finishing_order, of_intervals, of_lists, on_few_processors, taken_order
+from fused_dq import KeyTile, cut_from, finishing_order, of_intervals, of_lists, on_few_processors
 from hypothesis import given
 from hypothesis import strategies as st
 from poison import call
@@ -61,42 +60,6 @@ def test_blocks_take_each_tile_once_and_none_waits_for_one_that_is_taken_later(
         for other in range(num_tiles):
             waits = tile.number == 0 or other > tile.number
             assert not waits or other == tile.number or number[KeyTile(tile.place, other)] < number[tile]
-
-
-def ends_of_blocks(
-    plan: KernelPlan, num_places: int, beside: float = 2, finishing: float = 1.3
-) -> tuple[list[float], float]:
-    """Simulate blocks that take tiles in order; return when each block ends, and the time that all of them waited.
-
-    A step takes a time of 1, and more in tiles that finish dQ.
-    """
-    spec, dq_order, problem = plan.specs["backward"], plan.kernels.order.dq, plan.problem
-    assert dq_order is not None
-    num_tiles, num_steps = (-(-problem.seqlen_kv // spec.block_kv), -(-problem.seqlen_q // spec.block_q))
-    hides, finished = dq_order.last_tile_lead == 0, dq_order.num_fused_heads(num_places)
-    blocks, done, waited = [0.0] * plan.device.num_processors, dict[KeyTile, float](), 0.0
-    for tile in taken_order(dq_order, num_places, num_tiles):
-        start = heapq.heappop(blocks) + beside
-        steps = num_steps - (tile.number * num_steps // num_tiles if hides else 0)
-        is_first = tile.number == 0 and tile.place < finished
-        end = start + steps * (finishing if is_first else 1)
-        if tile.place < finished and (is_first or not hides):  # the diagonal is stored after one step
-            others = range(1, num_tiles) if is_first else [num_tiles - 1] if tile.number < num_tiles - 1 else []
-            late = max([0.0, *(done[KeyTile(tile.place, other)] - (start + 1) for other in others)])
-            waited, end = waited + late, end + late
-        done[tile] = end
-        heapq.heappush(blocks, end)
-    return blocks, waited
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("seqlen", [512, 1024, 2048])
-def test_blocks_that_finish_dq_end_together_and_hardly_wait(seqlen: int, dim: int) -> None:
-    num_places = 2048 // dim * 16384 // seqlen
-    plan = planned(num_places, seqlen, dim, causal=True)
-    ends, waited = ends_of_blocks(plan, num_places)
-    assert max(ends) <= 1.06 * np.mean(ends)
-    assert waited <= 0.02 * np.sum(ends)
 
 
 # Calls whose blocks finish dQ.
