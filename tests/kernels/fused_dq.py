@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from cuflash.calls import checked_plan
 from cuflash.planning import plan_cache
-from cuflash.planning.families import sm90_dq
+from cuflash.planning.families import sm90, sm90_dq
 from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.planning.launches import DqSemaphoreOrder
 
@@ -35,20 +35,6 @@ def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int)
                     KeyTile(first + place, number) for number in numbers for place in range(dq_order.heads_per_group)
                 ]
     return found
-
-
-def taken_order(dq_order: DqSemaphoreOrder, num_places: int, num_tiles: int) -> list[KeyTile]:
-    """All tiles in the order in which blocks take them.
-
-    The tiles of heads whose dQ blocks finish come first, then those of the other heads, the longest first under a
-    causal mask.
-    """
-    finished = dq_order.num_fused_heads(num_places)
-    order = finishing_order(dq_order, finished // dq_order.heads_per_group, num_tiles) if finished else []
-    for first in range(finished, num_places, dq_order.heads_per_group):
-        places = range(first, min(first + dq_order.heads_per_group, num_places))
-        order += [KeyTile(place, number) for number in range(num_tiles) for place in places]
-    return order
 
 
 @contextmanager
@@ -76,6 +62,15 @@ def of_intervals(use: ArrivalUse) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90_dq, "best_use_of_arrivals", lambda *_: use)
         patch.setattr(sm90_dq, "_is_faster", lambda *_: False)
+        with plans_of_its_own():
+            yield
+
+
+@contextmanager
+def cut_from(keys: float) -> Iterator[None]:
+    """Make plans in which tiles of sequences with so many keys on average end with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90, "LONG_SEQUENCE", keys)
         with plans_of_its_own():
             yield
 

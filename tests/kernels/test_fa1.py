@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, masks
-from cuflash.blocks.work_list import IntervalWork, ListedWork
-from cuflash.executors.launch import run as run_pass
 from cuflash.executors.sim import Simulator
 from cuflash.planning.families.fa1 import traffic
-from cuflash.planning.plan import KernelPlan
 from cuflash.sim import Schedule
 from cuflash.testing import FORWARD_PROPERTIES, Example, Structure, assert_within_bounds
 from cuflash.testing.assertions import assert_lse_counts_the_keys, assert_ones_stay_ones, assert_wide_accumulators
-from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler
+from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
 from poison import call
 
 import cuflash
@@ -43,18 +40,8 @@ def test_the_probes_of_sums_are_exact(run: Run, example: Example) -> None:
     assert_wide_accumulators(run.attend, example.q.dtype)
 
 
-# All on a GPU; on the simulator, in a short run, some of them.
-on_properties = pytest.mark.parametrize(
-    ("run", "check"),
-    [
-        pytest.param(*each.values, check, marks=each.marks, id=f"{each.values[0]}-{check.__name__}")
-        for each in on_fa1.args[1]
-        for check in (FORWARD_PROPERTIES if each.values[0].is_on_device or is_long() else FORWARD_PROPERTIES[::6])
-    ],
-)
-
-
-@holds_for_examples(on_properties, most_scores=1 << 12, **DRAWN)
+@pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__)
+@holds_for_examples(on_fa1, most_scores=1 << 12, **DRAWN)
 def test_forward(run: Run, example: Example, check: Any) -> None:
     check(run.attend, example)
 
@@ -97,43 +84,16 @@ def test_all_work_is_within_its_bounds_in_the_midst_of_poison(run: Run, case: st
     assert_within_bounds(example, **call(example, run))
 
 
-def work_of(case: str) -> Any:
-    example = CASES[case].example()
-    return cuflash.plan(example.q, example.k, example.v, mask=example.mask, kernel="fa1", executor="sim").plan.work
-
-
-def test_the_cases_above_are_of_every_kind() -> None:
-    works = {case: work_of(case) for case in CASES}
-    intervals = [work for work in works.values() if isinstance(work, IntervalWork)]
-    assert {work.band is None for work in intervals} == {False, True}
-    assert works["heads see other keys"].lo.shape[1] == 2
-    listed = [work for work in works.values() if isinstance(work, ListedWork)]
-    assert {kind for work in listed for kind in work.index.kinds} == {1, 2, 3}
-
-
-def results_of(plan: KernelPlan, example: Example, machine: Simulator) -> dict[str, Any]:
-    """Run both passes of a plan on a machine, for arrays whose heads do not broadcast."""
-    problem, operands = plan.problem, {name: getattr(example, name) for name in "qkv"}
-    forward = {"o": np.empty(problem.o_shape(), problem.dtype), "lse": np.empty(problem.lse_shape(), np.float32)}
-    run_pass(plan, plan.kernels.forward, machine, operands | forward)
-    backward = {name: np.empty(made.shape, made.dtype) for name, made in plan.gradients.items()}
-    cotangents = {"do": example.do, "dlse": example.dlse}
-    run_pass(plan, plan.kernels.backward, machine, operands | forward | cotangents | backward)
-    return forward | backward
-
-
 @needs_compiler
 @pytest.mark.parametrize("schedule", hostile_schedules("fa1"), ids=str)
 def test_every_schedule_gives_the_same_bits(schedule: Any) -> None:
     """Kernels have two stages, or one on a chip of little shared memory; one case has a list of blocks."""
     for case, chip, num_stages in (("128 columns", "L4", 1), ("blocks under a diagonal", "H100", 2)):
         example = FA1.rounded(CASES[case].example())
-        arrays = example.q, example.k, example.v
-        plan = cuflash.plan(
-            *arrays, mask=example.mask, executor="sim", kernel="fa1", device=DeviceSpec.gpu(chip)
-        ).plan
-        assert plan.specs["backward"].num_stages == num_stages
-        expected, found = (results_of(plan, example, Simulator(each)) for each in (Schedule(), schedule))
+        arrays, options = (example.q, example.k, example.v), {"mask": example.mask, "device": DeviceSpec.gpu(chip)}
+        ready = cuflash.plan(*arrays, **options, executor="sim", kernel="fa1")
+        assert ready.plan.specs["backward"].num_stages == num_stages
+        expected, found = (call(example, FA1, Simulator(each), made=ready) for each in (Schedule(), schedule))
         assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
         assert_within_bounds(example, **found)
 

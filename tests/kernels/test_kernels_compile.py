@@ -172,7 +172,7 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
 
 
 def of_scores(name: str) -> set[KernelSpec]:
-    """Kernels of the sm80 or sm90 family on a known GPU with score functions and dropout.
+    """Kernels of the sm80 or sm90 family on a known GPU with score functions and dropout, and of simt with a cap.
 
     Each function of the library is among them. Their slopes are 1, constant or neither, and their arrays have gradients
     that are summed by tile, by score or by a table.
@@ -196,7 +196,9 @@ def of_scores(name: str) -> set[KernelSpec]:
         ).plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
         specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry == "captured_sums"}
-    return specs | of_scored_caches(name, changes)
+    x = ShapeDtype((heads, 5000, 64), np.dtype(np.float32))
+    capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0).plan.specs
+    return specs | {capped[entry] for entry in ("forward", "backward")} | of_scored_caches(name, changes)
 
 
 def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[KernelSpec]:
@@ -275,28 +277,35 @@ def every_target() -> list[tuple[KernelSpec, str]]:
 def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
     """Return all targets in the long profile, else few that together cover what all of them cover.
 
-    The target that adds the most is always next. Of equal ones it is the one that compiles fastest.
+    The target that adds the most for the time that it takes is always next.
     """
     if is_long():
         return targets
+
+    def gain(number: int) -> float:
+        spec, _ = targets[number]
+        return len(covers(targets[number]) - covered) / effort(spec) ** 0.5
+
     # The gain of a target never grows: one whose gain has not fallen is the best.
-    heap = [(-len(covers(each)), effort(each[0]), number) for number, each in enumerate(targets)]
-    heapq.heapify(heap)
     found, covered = [], set[tuple[str, ...]]()
+    heap = [(-gain(number), number) for number in range(len(targets))]
+    heapq.heapify(heap)
     while heap:
-        before, cost, number = heapq.heappop(heap)
-        adds = covers(targets[number]) - covered
-        if len(adds) == -before:
+        before, number = heapq.heappop(heap)
+        if gain(number) == -before:
             found.append(targets[number])
-            covered |= adds
-        elif adds:
-            heapq.heappush(heap, (-len(adds), cost, number))
+            covered |= covers(targets[number])
+        elif gain(number) > 0:
+            heapq.heappush(heap, (-gain(number), number))
     return sorted(needed(found), key=str)
 
 
-def effort(spec: KernelSpec) -> int:
-    """Estimate how long a kernel compiles, in proportion: that of gradients has twice the products."""
-    return (spec.head_dim + spec.value_dim) * (2 if spec.entry.startswith("backward") else 1)
+def effort(spec: KernelSpec) -> float:
+    """Estimate how long a kernel compiles, in proportion: elements of tiles, gradients and score functions count."""
+    elements = spec.block_q * (spec.block_kv + spec.value_dim) / spec.num_threads
+    operations = 0 if spec.score is None else len(spec.score.instructions)
+    gradients = 2 if spec.entry.startswith("backward") and spec.entry != "backward_statistics" else 1
+    return 50 + gradients * (elements + spec.head_dim + spec.value_dim) * (1 + operations / 5)
 
 
 def needed(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cuflash
@@ -9,46 +10,27 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
-from cuflash.testing import assertions
-from cuflash.testing.assertions import Example
-from cuflash.blocks.work_list import IntervalWork, ListedWork
-from executors import in_turn
+from cuflash.testing import FORWARD_PROPERTIES, GRADIENT_PROPERTIES, Example, Structure, assert_within_bounds
+from executors import SIM, Run, holds_for_examples, in_turn, needs_compiler
+from poison import call
 
+pytestmark = needs_compiler
+NAIVE = replace(SIM, kernel="naive")
+DTYPES = ("float16", "float32")
+on_naive = pytest.mark.parametrize("run", [NAIVE], ids=str)
 RNG = np.random.default_rng(0)
 
-
-def drawn(*shape: int, dtype: Any = np.float32) -> Any:
-    return RNG.standard_normal(shape).astype(dtype)
-
-
-def example(q: Any, k: Any, v: Any, mask: Any = None, scale: float | None = None) -> Example:
-    """Make an example of these operands with drawn cotangents."""
-    ready = cuflash.plan(q, k, v)
-    o_shape, lse_shape = ready.plan.problem.o_shape(), ready.plan.problem.lse_shape()
-    return Example(q=q, k=k, v=v, do=drawn(*o_shape, dtype=q.dtype), dlse=drawn(*lse_shape), mask=mask, scale=scale)
-
-
-def run(example: Example) -> dict[str, Any]:
-    """Return o, lse, dq, dk and dv of the naive kernels."""
-    (o, lse), vjp = cuflash.attention_vjp(
-        example.q, example.k, example.v, mask=example.mask, scale=example.scale, kernel="naive", executor="sim",
-        return_lse=True,
-    )  # fmt: skip
-    dq, dk, dv = vjp(example.do, example.dlse)
-    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-
-
-def work_of(mask: Any, q: Any, k: Any, v: Any) -> Any:
-    return cuflash.plan(q, k, v, mask=mask, kernel="naive", executor="sim").plan.work
-
-
 # 70 queries and 90 keys: neither is a multiple of a tile, nor of any block below.
-LENGTHS = np.array([70, 0]), np.array([90, 33])
+SHAPE = Structure(
+    q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=70, seqlen_kv=90, head_dim=40,
+    value_dim=24,
+)  # fmt: skip
+LENGTHS = masks.Lengths(q=np.array([70, 0]), kv=np.array([90, 33]))
 MASKS = {
     "none": None,
     "causal": masks.Causal("bottom_right"),
     "band that leaves rows without a key": masks.Band(30, 60),
-    "lengths": masks.Lengths(q=LENGTHS[0], kv=LENGTHS[1]),
+    "lengths": LENGTHS,
     "documents": masks.Documents(np.arange(70) // 20, np.arange(90) // 25),
     "blocks of 16": masks.BlockPattern(RNG.random((2, 4, 5, 6)) < 0.4, 16),
     "blocks of 64": masks.BlockPattern(RNG.random((2, 2)) < 0.7, 64),
@@ -57,122 +39,61 @@ MASKS = {
     "blocks under a diagonal": masks.BlockPattern(RNG.random((3, 3)) < 0.7, 32) & masks.Causal("bottom_right"),
     "bits": masks.FromFunction(lambda b, h, i, j: (i + 2 * j + h) % 5 < 2),
     "bits that leave rows without a key": masks.FromFunction(lambda b, h, i, j: (i * j) % 3 == 1),
-    "bits within lengths": masks.Lengths(q=LENGTHS[0], kv=LENGTHS[1])
-    & masks.FromFunction(lambda b, h, i, j: (i + j) % 5 != 0),
+    "bits within lengths": LENGTHS & masks.FromFunction(lambda b, h, i, j: (i + j) % 5 != 0),
 }
+CASES = {name: replace(SHAPE, mask=mask) for name, mask in MASKS.items()} | {
+    "1 and 256 columns": Structure(num_heads=2, seqlen_q=3, seqlen_kv=33, head_dim=1, value_dim=256),
+    "256 columns and 1": Structure(num_heads=2, seqlen_q=33, seqlen_kv=1, head_dim=256, value_dim=1),
+    "four leading axes that do not fold": Structure(
+        q_batch=(2, 1, 2, 1), k_batch=(1, 2, 1, 2), v_batch=(1,), num_heads=1, seqlen_q=9, seqlen_kv=11
+    ),
+    "any strides": replace(
+        SHAPE, mask=masks.BlockPattern(np.eye(5, 6, dtype=bool), 16),
+        layouts=("padded", "transposed", "stepped", "negative", "odd_strides"),
+    ),
+    "no heads": Structure(has_heads=False, seqlen_q=40, seqlen_kv=35, value_dim=3),
+    "no query": Structure(num_heads=2, seqlen_q=0, seqlen_kv=5),
+    "no key": Structure(num_heads=2, seqlen_q=5, seqlen_kv=0),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(MASKS, [np.float16, np.float32]))
-def test_results_and_gradients_are_within_their_bounds(name: str, dtype: Any) -> None:
-    q, k, v = drawn(2, 4, 70, 40, dtype=dtype), drawn(2, 2, 90, 40, dtype=dtype), drawn(2, 2, 90, 24, dtype=dtype)
-    one = example(q, k, v, MASKS[name])
-    assertions.assert_within_bounds(one, **run(one))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(CASES, DTYPES))
+def test_results_and_gradients_are_within_their_bounds(name: str, dtype: str) -> None:
+    example = NAIVE.rounded(replace(CASES[name], dtype=dtype).example())
+    is_empty = not example.q.size or not example.k.size
+    assert_within_bounds(example, **(NAIVE.everything(example) if is_empty else call(example, NAIVE)))
 
 
-def test_the_masks_above_are_of_every_kind() -> None:
-    q, k, v = drawn(2, 4, 70, 8), drawn(2, 2, 90, 8), drawn(2, 2, 90, 8)
-    works = {name: work_of(mask, q, k, v) for name, mask in MASKS.items()}
-    intervals = [work for work in works.values() if isinstance(work, IntervalWork)]
-    assert {work.band is None for work in intervals} == {False, True}
-    listed = [work for work in works.values() if isinstance(work, ListedWork)]
-    assert set(np.concatenate([work.index.kinds for work in listed])) == {1, 2, 3}
-    assert {(work.block_q, work.block_kv) for work in listed} >= {(16, 16), (64, 64), (16, 64), (24, 24), (32, 32)}
+@pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__)
+@holds_for_examples(on_naive, dtypes=DTYPES)
+def test_forward(run: Run, example: Example, check: Any) -> None:
+    check(run.attend, example)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "value_dim", "seqlen_q", "seqlen_kv"), [(1, 256, 3, 33), (256, 1, 33, 1), (33, 96, 32, 64)]
-)
-def test_all_dims_and_lengths_are_served(head_dim: int, value_dim: int, seqlen_q: int, seqlen_kv: int) -> None:
-    one = example(drawn(2, seqlen_q, head_dim), drawn(2, seqlen_kv, head_dim), drawn(2, seqlen_kv, value_dim))
-    assertions.assert_within_bounds(one, **run(one))
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_leading_axes_broadcast(dtype: Any) -> None:
-    q, k, v = drawn(2, 1, 2, 20, 8, dtype=dtype), drawn(3, 2, 40, 8, dtype=dtype), drawn(2, 3, 2, 40, 8, dtype=dtype)
-    one = example(q, k, v, masks.Causal("bottom_right"))
-    assertions.assert_within_bounds(one, **run(one))
-
-
-def test_four_leading_axes_that_do_not_fold_are_served() -> None:
-    q, k, v = drawn(2, 1, 2, 1, 1, 9, 8), drawn(1, 2, 1, 2, 1, 11, 8), drawn(1, 1, 11, 8)
-    one = example(q, k, v)
-    assertions.assert_within_bounds(one, **run(one))
-
-
-def test_any_strides_are_served() -> None:
-    q, k, v = drawn(2, 40, 4, 12).swapaxes(1, 2), drawn(2, 2, 9, 50).swapaxes(2, 3), drawn(2, 2, 100, 14)[:, :, ::-2]
-    one = example(q[..., 3:], k, v[..., ::2], masks.BlockPattern(np.eye(3, 4, dtype=bool), 16))
-    assertions.assert_within_bounds(one, **run(one))
-
-
-def test_arguments_without_heads_are_served() -> None:
-    one = example(drawn(40, 8), drawn(35, 8), drawn(35, 3))
-    results = run(one)
-    assert results["o"].shape == (40, 3) and results["lse"].shape == (40,)
-    assertions.assert_within_bounds(one, **results)
+@pytest.mark.parametrize("check", GRADIENT_PROPERTIES, ids=lambda check: check.__name__)
+@holds_for_examples(on_naive, dtypes=DTYPES)
+def test_gradients(run: Run, example: Example, check: Any) -> None:
+    check(run.pull, example)
 
 
 def test_logits_of_any_size_give_convex_combinations() -> None:
-    q, k, v = drawn(20, 8), drawn(40, 8), drawn(40, 8)
+    q, k, v = (RNG.standard_normal((rows, 8)).astype(np.float32) for rows in (20, 40, 40))
     for scale in (1e6, 1e12):
-        results = run(example(q, k, v, scale=scale))
+        results = NAIVE.everything(Example(q=q, k=k, v=v, do=q, scale=scale))
         assert (results["o"] <= v.max(0)).all() and (results["o"] >= v.min(0)).all()
         assert all(np.isfinite(array).all() for array in results.values())
 
 
-@pytest.mark.parametrize("name", ["lengths", "bits within lengths"])
-def test_what_stands_past_a_length_never_matters(name: str) -> None:
-    one = example(drawn(2, 2, 70, 8), drawn(2, 1, 90, 8), drawn(2, 1, 90, 8), MASKS[name])
-    expected = run(one)
-    q_lengths, kv_lengths = LENGTHS
-    operands = {"q": q_lengths, "do": q_lengths, "k": kv_lengths, "v": kv_lengths}
-    dirty = {field: getattr(one, field).copy() for field in operands}
-    for field, lengths in operands.items():
-        for b, length in enumerate(lengths):
-            dirty[field][b, :, length:] = np.nan
-    again = run(one.but(**dirty))
-    assert all((again[name] == expected[name]).all() for name in expected)
-
-
-def test_absent_blocks_never_matter() -> None:
-    keep = np.tri(4, dtype=bool)
-    one = example(drawn(64, 8), drawn(64, 8), drawn(64, 8), masks.BlockPattern(keep, 16))
-    expected = run(one)["o"][:16]
-    k, v = one.k.copy(), one.v.copy()
-    k[16:], v[16:] = np.nan, np.inf
-    assert (run(one.but(k=k, v=v))["o"][:16] == expected).all()
-
-
-def test_a_row_without_a_key_is_zero_and_has_no_gradient_whatever_do_holds() -> None:
-    allowed = RNG.random((40, 50)) < 0.5
-    allowed[7] = False
-    one = example(drawn(40, 8), drawn(50, 8), drawn(50, 8), allowed)
-    do = one.do.copy()
-    do[7] = np.nan
-    results, expected = run(one.but(do=do)), run(one)
-    assert (results["o"][7] == 0).all() and results["lse"][7] == -np.inf and (results["dq"][7] == 0).all()
-    assert all((results[name] == expected[name]).all() for name in expected)
-
-
-def test_nan_at_an_allowed_key_goes_where_arithmetic_takes_it() -> None:
-    one = example(drawn(4, 8), drawn(4, 8), drawn(4, 8), masks.Causal())
-    v = one.v.copy()
-    v[3] = np.nan
-    assert np.isnan(run(one.but(v=v))["o"][3]).all()
-
-
-@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])
-def test_empty_problems_have_shaped_results(lengths: tuple[int, int]) -> None:
-    results = run(example(drawn(2, lengths[0], 8), drawn(2, lengths[1], 8), drawn(2, lengths[1], 8)))
-    assert results["o"].shape == (2, lengths[0], 8) and (results["lse"] == -np.inf).all()
-    assert all((results[name] == 0).all() for name in ("o", "dq", "dk", "dv"))
-
-
-def test_calls_repeat_bit_for_bit() -> None:
-    one = example(drawn(4, 70, 16), drawn(2, 70, 16), drawn(2, 70, 16), masks.Causal())
-    first, second = run(one), run(one)
-    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+def test_what_stands_past_a_length_never_matters() -> None:
+    for name in ("lengths", "bits within lengths"):
+        example = CASES[name].example()
+        expected = NAIVE.everything(example)
+        dirty = {each: getattr(example, each).copy() for each in ("q", "do", "k", "v")}
+        for each, array in dirty.items():
+            for b, length in enumerate((70, 0) if each in ("q", "do") else (90, 33)):
+                array[b, :, length:] = np.nan
+        again = NAIVE.everything(example.but(**dirty))
+        assert all((again[each] == expected[each]).all() for each in expected)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float64])

@@ -8,10 +8,7 @@ NumPy computes with integers.
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +16,7 @@ import numpy as np
 import pytest
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example, assert_within_bounds
-from executors import GPU, SIM, Run, in_turn, is_long, needs_compiler
+from executors import GPU, SIM, Run, in_turn, needs_compiler
 
 import cuflash
 from cuflash import DeviceSpec, Score, masks, scores, sim
@@ -181,14 +178,6 @@ def test_the_host_gives_the_same() -> None:
         made.check(made.found(Run("cpu")))
 
 
-@pytest.mark.parametrize("kernel", ["simt", "sm80", "sm90"])
-@pytest.mark.parametrize("run", [SIM, pytest.param(GPU, marks=pytest.mark.gpu)], ids=str)
-def test_gradients_that_repeat_are_added_once(run: Run, kernel: str) -> None:
-    """If dQ has a kernel of its own, either of the two may add to captured gradients, but not both."""
-    made = Probe("float32" if kernel == "simt" else "float16", MASKS["causal"])
-    made.check(made.found(replace(run, kernel=kernel, deterministic=True), ("at",)))
-
-
 @pytest.mark.parametrize(("kernel", "dtype"), [("simt", "float32"), ("sm80", "float16"), ("sm90", "float16")])
 def test_listed_blocks_have_the_positions_of_their_keys(kernel: str, dtype: str) -> None:
     mask = masks.BlockPattern(np.random.default_rng(1).random((4, 2)) < 0.6, 32) & masks.Dilated(2, align="top_left")
@@ -262,34 +251,6 @@ def test_any_number_of_leading_axes_has_its_batch_entries(batch: tuple[int, ...]
     made.check(made.found(SIM))
 
 
-COMPILED = """
-import sys, numpy as np, cuflash
-from cuflash.compiler import nvrtc
-kernel, dtype, chip, entry, dim = sys.argv[1:]
-q, device = cuflash.ShapeDtype((2, 1000, int(dim)), np.dtype(dtype)), cuflash.DeviceSpec.gpu(chip)
-spec = cuflash.plan(q, q, q, softcap=30.0, kernel=kernel, executor="gpu", device=device).plan.specs[entry]
-made = nvrtc.cubin(spec, nvrtc.architecture(spec, device.compute_capability))
-print(made.resources.spill_bytes, made.resources.stack_bytes, made.advisories)
-"""
-
-
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "chip", "entry", "dim"),
-    [
-        ("simt", "float32", "A100", "backward", 64),
-        ("sm80", "float16", "A100", "forward", 128),
-        ("sm90", "float16", "H100", "forward", 128),
-    ][:: 1 if is_long() else 3],
-)
-def test_kernels_with_a_cap_do_not_spill(nvrtc: Any, kernel: str, dtype: str, chip: str, entry: str, dim: int) -> None:
-    """Kernels are compiled in a process of their own, since other tests change tiles and sources of this one."""
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILED, kernel, dtype, chip, entry, str(dim)], cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert (run.returncode, run.stdout) == (0, "0 0 ()\n"), run.stdout + run.stderr
-
-
 def check_shown_text(kernel: str, library: ModuleType = cuflash) -> None:
     """`Score.cuda` is what the kernels of a plan are compiled with, and a backward pass has the slope."""
     q = np.ones((2, 16, 8), np.float16 if kernel == "sm80" else np.float32)
@@ -323,6 +284,7 @@ def test_another_number_compiles_nothing() -> None:
 @on_every_family
 @pytest.mark.parametrize("mask", ["nothing", "causal"])
 def test_repeatable_gradients_are_those_of_every_array(run: Run, dtype: str, mask: str) -> None:
+    """If dQ has a kernel of its own, either of the two may add to captured gradients, but not both."""
     made = Probe(dtype, MASKS[mask])
     made.check(made.found(replace(run, deterministic=True)))
 

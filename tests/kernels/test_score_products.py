@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-import pytest
 from cuflash.planning.spec import KernelSpec
 from cuflash.scores.products import of_products
 from cuflash.scores.roundoff import Arithmetic, score_errors
 from cuflash.scores.values import Operands
 from cuflash.testing import Structure, assert_within, assert_within_bounds
-from executors import GPU, SIM, Run, is_long, needs_compiler
+from executors import Run, is_long
 from test_scores import everything
+from test_sm90 import on_sm90
 
 import cuflash
 from cuflash import Score, masks, scores
@@ -127,12 +126,6 @@ def test_a_score_costs_one_factor() -> None:
         assert made.is_unscaled == (name == "alibi")
 
 
-ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
-on_hopper = pytest.mark.parametrize(
-    "run", [pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler), ON_GPU], ids=str
-)  # fmt: skip
-
-
 def check_results(run: Run, names: tuple[str, ...], scales: tuple[float | None, ...] = (None,)) -> None:
     """Results within their bounds, under a mask whose steps lie on both sides of the diagonal."""
     structure = Structure(
@@ -145,12 +138,12 @@ def check_results(run: Run, names: tuple[str, ...], scales: tuple[float | None, 
             assert_within_bounds(example, **everything(run, example))
 
 
-@on_hopper
+@on_sm90
 def test_functions_of_products_are_within_their_bounds(run: Run) -> None:
     check_results(run, tuple(FUNCTIONS) if is_long() or run.executor == "gpu" else ("alibi", "queries"))
 
 
-@on_hopper
+@on_sm90
 def test_other_scales_are_within_their_bounds(run: Run) -> None:
     """Scales that are joined, and one that is not."""
     check_results(run, ("alibi",), (0.5, -0.25) if run.executor == "gpu" or is_long() else (0.5,))

@@ -101,15 +101,10 @@ def test_sequences_without_a_diagonal_are_cut_at_multiples_and_where_they_start(
 
 
 @needs_compiler
-def test_a_window_has_the_tiles_of_a_single_sequence() -> None:
-    mask = masks.Sequences(np.array([0, 300]), causal=True, window=(50, None))
-    assert tiles_of(mask, 300, 300) == alone([0, 300])
-
-
-@needs_compiler
-def test_short_sequences_share_a_tile() -> None:
-    offsets = np.arange(0, 161, 10)
-    assert tiles_of(masks.Sequences(offsets, causal=True), 160, 160) == alone([0, 160])
+@pytest.mark.parametrize(("offsets", "window"), [([0, 300], (50, None)), ([*range(0, 161, 10)], None)])
+def test_windows_and_short_sequences_have_the_tiles_of_a_single_sequence(offsets: list[int], window: Any) -> None:
+    mask = masks.Sequences(np.array(offsets), causal=True, window=window)
+    assert tiles_of(mask, offsets[-1], offsets[-1]) == alone([0, offsets[-1]])
 
 
 @needs_compiler

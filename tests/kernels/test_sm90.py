@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -379,19 +378,24 @@ def test_whichever_block_works_on_a_tile_all_but_dq_is_the_same(
         assert all(found[each].tobytes() == expected[each].tobytes() for each in ("o", "lse", "dk", "dv"))
 
 
+def past_lengths(structure: Structure, dtype: str = "float16") -> tuple[Example, Example]:
+    """Return an example with 290 queries and 190 keys, and the same one with NaN past them."""
+    lengths = masks.Lengths(q=290, kv=190)
+    example = half(replace(structure, mask=lengths if structure.mask is None else structure.mask & lengths), dtype)
+    poisoned = {x: getattr(example, x).copy() for x in ("q", "k", "v", "do")}
+    for x, end in (("q", 290), ("k", 190), ("v", 190), ("do", 290)):
+        poisoned[x][..., end:, :] = np.nan
+    return example, example.but(**poisoned)
+
+
 @on_sm90
 @pytest.mark.parametrize(("name", "dims"), in_turn(["dense", "not aligned", "causal"], NARROW_AND_WIDE))
 def test_what_lies_past_a_length_never_matters_to_gradients(
     run: Run, name: str, dims: tuple[int, int] | None
 ) -> None:
-    structure = of_dims(TILES[name], dims)
-    lengths = masks.Lengths(q=290, kv=190)
-    example = half(replace(structure, mask=lengths if structure.mask is None else structure.mask & lengths))
+    example, poisoned = past_lengths(of_dims(TILES[name], dims))
     assert has_own_backward(plan_of(example, run))
-    poisoned = {x: getattr(example, x).copy() for x in ("q", "k", "v", "do")}
-    for x, end in (("q", 290), ("k", 190), ("v", 190), ("do", 290)):
-        poisoned[x][..., end:, :] = np.nan
-    assert_within_bounds(example, **call(example.but(**poisoned), run, margin=ALIGNED))
+    assert_within_bounds(example, **call(poisoned, run, margin=ALIGNED))
 
 
 @dataclass(frozen=True, eq=False)
@@ -448,18 +452,6 @@ def heads_of_one_step(dims: tuple[int, int] | None) -> Structure:
     return of_dims(Structure(**shape, mask=ends), dims)
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    ("order", "dims"), in_turn(["first_warp", "last_warp", "random", "priorities"], NARROW_AND_WIDE)
-)
-def test_no_helper_is_a_head_ahead_of_another(order: Any, dims: tuple[int, int] | None) -> None:
-    example = half(heads_of_one_step(dims))
-    assert has_own_backward(plan_of(example))
-    for seed in range(6 if is_long() else 2):
-        schedule = sim.Schedule(seed=seed, order=order, copies="random")
-        assert_within_bounds(example, **call(example, SIM90, Simulator(schedule), margin=ALIGNED))
-
-
 @on_sm90
 @narrow_and_wide
 def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run, dims: tuple[int, int] | None) -> None:
@@ -471,19 +463,24 @@ def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run, dims: tuple[
     assert_within_bounds(clean, **call(clean.but(do=do), run, margin=ALIGNED))
 
 
+def heads_without_a_step(dims: tuple[int, int] | None) -> Structure:
+    """A structure of whole tiles, whose second head has no step for the second tile of keys."""
+    ends = Ends(np.array([256, 70, 256, 256]))
+    shape = {"num_heads": 4, "num_kv_heads": 1, "seqlen_q": 256, "seqlen_kv": 256, "head_dim": 64, "value_dim": 40}
+    return of_dims(Structure(**shape, mask=ends), dims)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("order", "dims"), in_turn(["first_warp", "last_warp", "random", "priorities"], NARROW_AND_WIDE)
 )
-def test_heads_without_a_step_leave_the_last_one_alone(order: Any, dims: tuple[int, int] | None) -> None:
-    """Lengths are multiples of tiles, and the second head has no step for the second tile of keys."""
-    ends = Ends(np.array([256, 70, 256, 256]))
-    structure = Structure(
-        num_heads=4, num_kv_heads=1, seqlen_q=256, seqlen_kv=256, head_dim=64, value_dim=40, mask=ends
-    )  # fmt: skip
-    example = half(of_dims(structure, dims))
+@pytest.mark.parametrize(("made", "num_seeds"), [(heads_of_one_step, 2), (heads_without_a_step, 1)])
+def test_no_helper_is_a_head_ahead_of_another(
+    made: Any, num_seeds: int, order: Any, dims: tuple[int, int] | None
+) -> None:
+    example = half(made(dims))
     assert has_own_backward(plan_of(example))
-    for seed in range(4 if is_long() else 1):
+    for seed in range(6 if is_long() else num_seeds):
         schedule = sim.Schedule(seed=seed, order=order, copies="random")
         assert_within_bounds(example, **call(example, SIM90, Simulator(schedule), margin=ALIGNED))
 
@@ -511,13 +508,8 @@ def test_watched_kernels_count_every_lane_that_arrives(name: str, dims: tuple[in
     ("name", "dtype"), in_turn(["dense", "not aligned", "causal", "blocks of 100 x 88"], HALVES)
 )
 def test_what_lies_past_a_length_never_matters(run: Run, name: str, dtype: str) -> None:
-    structure = TILES[name]
-    lengths = masks.Lengths(q=290, kv=190)
-    example = half(replace(structure, mask=lengths if structure.mask is None else structure.mask & lengths), dtype)
-    poisoned = {x: getattr(example, x).copy() for x in ("q", "k", "v")}
-    for x, end in (("q", 290), ("k", 190), ("v", 190)):
-        poisoned[x][..., end:, :] = np.nan
-    clean, other = (forward(plan_of(example, run), each, run=run) for each in (example, example.but(**poisoned)))
+    example, poisoned = past_lengths(TILES[name], dtype)
+    clean, other = (forward(plan_of(example, run), each, run=run) for each in (example, poisoned))
     assert_within_bounds(example, **clean)
     assert all(clean[x].tobytes() == other[x].tobytes() for x in clean)
 
@@ -559,29 +551,6 @@ def planned(*shape: int, dtype: str = "float16", kernel: Any = "sm90", **options
     return cuflash.plan(x, x, x, kernel=kernel, device=DeviceSpec.gpu("H100"), **options).plan
 
 
-def test_blocks_go_on_to_further_tiles() -> None:
-    lists = masks.BlockPattern(np.eye(32, dtype=bool), 128)
-    of_lengths, of_list = {"mask": masks.Lengths(kv=4000)}, {"mask": lists}
-    options = {"full": {}, "causal": {"causal": True}, "lengths": of_lengths, "list": of_list}
-    for dim, chosen in itertools.product((64, 128, 256), options.values()):
-        plan = planned(16, 4096, dim, **chosen)
-        assert plan.kernels.forward.launches["forward"].grid(1) == 132
-    older = planned(16, 4096, 64, kernel="sm80")
-    assert older.kernels.forward.launches["forward"].max_blocks is None
-
-
-@pytest.mark.parametrize(("num_heads", "seqlen", "tile"), [
-    (264, 256, (256, 64)), (263, 256, (128, 128)), (66, 1024, (256, 64)), (65, 1024, (192, 128)),
-    (264, 2048, (192, 128)), (264, 190, (192, 128)), (264, 120, (128, 128)), (264, 60, (64, 128)),
-])  # fmt: skip
-def test_four_warpgroups_share_a_tile_where_queries_see_few_keys_and_tiles_are_many(
-    num_heads: int, seqlen: int, tile: tuple[int, int]
-) -> None:
-    with with_fewest_tiles(2):
-        spec = planned(num_heads, seqlen, 64).specs["forward"]
-    assert (spec.block_q, spec.block_kv) == tile
-
-
 def steps_taken(num_heads: int, heads_per_group: int, steps: list[int], num_blocks: int) -> np.ndarray:
     """Return how many steps each thread block takes if it takes the next tile, longest first, whenever it ends one.
 
@@ -609,28 +578,6 @@ def test_blocks_of_a_causal_call_end_together(dim: int, seqlen: int, num_heads: 
     assert planned(num_heads, seqlen, dim).kernels.order.heads_per_group == 1  # tiles are alike
 
 
-def test_auto_takes_hopper_s_kernels_where_they_are_faster() -> None:
-    def family(num_heads: int, seqlen: int, dim: int, **options: Any) -> str | None:
-        return planned(num_heads, seqlen, dim, kernel="auto", **options).family.name
-
-    assert family(16, 4096, 128) == family(16, 4096, 64) == family(256, 1024, 64) == "sm90"
-    assert family(16, 512, 128) == "sm80"
-    for block, expected in ((128, "sm90"), (256, "sm90"), (64, "sm90"), (192, "sm90"), (32, "sm80"), (96, "sm80")):
-        blocks = np.eye(-(-4096 // block), dtype=bool)
-        assert family(16, 4096, 128, mask=masks.BlockPattern(blocks, block)) == expected
-
-
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
-def test_backward_kernels_are_its_own(dim: int) -> None:
-    plan = planned(2, 300, dim)
-    name = "sm90_backward" if dim <= 128 else "sm90_backward_wide"
-    assert {spec.name for spec in plan.specs.values()} == {
-        "sm90_forward", "sm90_backward_statistics", name, "sm90_convert_dq",
-    }  # fmt: skip
-    backward = [plan.specs[entry] for entry in ("backward_statistics", "backward", "convert_dq")]
-    assert len({(spec.block_q, spec.head_dim) for spec in backward}) == 1
-
-
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (256, 192), (192, 192), (192, 128), (64, 256)])
 @pytest.mark.parametrize("block", [64, 80, 96, 128, 160, 192, 256, 512, None])
 def test_tiles_of_keys_are_even_parts_of_a_list_s_blocks(head_dim: int, value_dim: int, block: int | None) -> None:
@@ -640,19 +587,6 @@ def test_tiles_of_keys_are_even_parts_of_a_list_s_blocks(head_dim: int, value_di
     assert block_kv in ((64,) if block is not None and block % 80 and block % 96 else (64, 80, 96))
     assert block is None or block_kv == 64 or block % block_kv == 0
     assert shared_bytes(specs["backward"]) <= DeviceSpec.gpu("H100").tile_memory_bytes
-
-
-@pytest.mark.parametrize(
-    ("dim", "options"),
-    [
-        (256, {"deterministic": True}), (192, {"deterministic": True}),
-        *((dim, {"mask": masks.BlockPattern(np.eye(10) > 0, 32)}) for dim in (64, 128, 256)),
-        (64, {"mask": masks.BlockPattern(np.eye(10) > 0, 32), "deterministic": True}),
-    ],
-)  # fmt: skip
-def test_other_backward_kernels_are_those_of_sm80(dim: int, options: dict[str, Any]) -> None:
-    plan = planned(2, 320, dim, **options)
-    assert {spec.family for entry, spec in plan.specs.items() if entry != "forward"} == {"sm80"}
 
 
 @pytest.mark.parametrize("chip", ["A100", "B200"])

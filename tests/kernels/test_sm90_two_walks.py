@@ -90,8 +90,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
     assert_exact_probes(run.attend, example)
 
 
-@repeating
-@pytest.mark.parametrize("name", [*STRUCTURES][:: 1 if is_long() else 2])
+@sampled_on_simulator(repeating, "name", STRUCTURES, 4)  # test_sm90 has others, and test_poison all
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, name: str) -> None:
     structure = STRUCTURES[name]
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
@@ -227,38 +226,14 @@ def test_a_thousand_calls_give_the_same_bits(name: str) -> None:
         assert all(again[each].tobytes() == first[each].tobytes() for each in first)
 
 
-# Calls that take two walks.
-
-KERNELS = {"sm90_forward", "sm90_backward_statistics", "sm90_backward", "sm90_backward_rows"}
-
-
-def blocks_of(block: Any) -> masks.Mask:
-    block_q, block_kv = np.broadcast_to(block, 2)
-    return masks.BlockPattern(np.ones((384 // block_q, 384 // block_kv)) > 0, (int(block_q), int(block_kv)))
-
-
-_REPEATS = {"deterministic": True}
-TWICE: dict[str, dict[str, Any]] = {
-    "bits that repeat": _REPEATS,
-    "and large blocks": {"mask": blocks_of(128), **_REPEATS},
-    "small blocks": {"mask": blocks_of(64)},
-    "of keys": {"mask": blocks_of((128, 64))},
-    "of queries": {"mask": blocks_of((64, 192))},
-}
-
-
-@pytest.mark.parametrize("dim", [32, 64, 96, 128])
-@pytest.mark.parametrize("name", TWICE)
-def test_two_walks_are_taken_for_bits_that_repeat_and_for_small_blocks(name: str, dim: int) -> None:
-    plan = planned(2, 384, dim, **TWICE[name])
-    assert {spec.name for spec in plan.specs.values()} == KERNELS
-    assert plan.kernels.is_repeatable
-    assert all(plan.kernels.backward.launches[entry].max_blocks for entry in ("backward", "backward_rows"))
+# Plans.
 
 
 @pytest.mark.parametrize("block", [128, 192, (128, 384)])
 def test_large_blocks_are_walked_once(block: Any) -> None:
-    assert "backward_rows" not in planned(2, 384, 128, mask=blocks_of(block)).specs
+    block_q, block_kv = np.broadcast_to(block, 2)
+    mask = masks.BlockPattern(np.ones((384 // block_q, 384 // block_kv)) > 0, (int(block_q), int(block_kv)))
+    assert "backward_rows" not in planned(2, 384, 128, mask=mask).specs
 
 
 def test_the_memory_beside_the_arrays_has_no_sums_of_dq() -> None:

@@ -10,17 +10,17 @@ from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
-import pytest
 from cuflash.planning.launches import Feature
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.staged_array import STAGED_BOX, STAGED_MAP
 from cuflash.testing import Example, Structure, assert_within_bounds
 from cuflash.executors.sim import Simulator
 from cuflash.sim import Schedule
-from executors import GPU, SIM, Run, hostile_schedules, is_long, needs_compiler
+from executors import SIM, Run, hostile_schedules, is_long, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scores import everything
+from test_sm90 import on_sm90
 
 import cuflash
 from cuflash import Score, masks, scores
@@ -107,10 +107,6 @@ LAYOUTS = {
     "padded": lambda x: np.concatenate([x, x[..., :8]], -1)[..., : x.shape[-1]],
     "padded on both sides": lambda x: np.concatenate([x[..., :1], x, x[..., :7]], -1)[..., 1:-7],
 }
-ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
-on_hopper = pytest.mark.parametrize(
-    "run", [pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler), ON_GPU], ids=str
-)  # fmt: skip
 
 
 def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136) -> Example:
@@ -135,7 +131,7 @@ def check_masks(run: Run, names: tuple[str, ...]) -> None:
         assert_within_bounds(example, **everything(run, example))
 
 
-@on_hopper
+@on_sm90
 def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
     everywhere = ("nothing", "causal", "window", "lengths", "lower")
     check_masks(run, everywhere if is_long() or run.executor == "gpu" else ("causal", "window"))
@@ -148,7 +144,7 @@ def check_unaligned(run: Run) -> None:
         assert_within_bounds(example, **everything(run, example))
 
 
-@on_hopper
+@on_sm90
 def test_steps_may_start_between_multiples_of_16_bytes(run: Run) -> None:
     check_unaligned(run)
 
@@ -212,7 +208,7 @@ def test_arrays_that_tma_can_copy_have_a_map() -> None:
     check_maps(cuflash)
 
 
-@on_hopper
+@on_sm90
 def test_the_layout_of_a_bias_changes_no_bit(run: Run) -> None:
     check_layouts(run)
 
@@ -225,12 +221,12 @@ def check_hidden(run: Run) -> None:
     assert gradient.any()
 
 
-@on_hopper
+@on_sm90
 def test_hidden_elements_have_no_gradient(run: Run) -> None:
     check_hidden(run)
 
 
-@on_hopper
+@on_sm90
 def test_wide_steps_of_narrow_heads_have_their_own_elements(run: Run) -> None:
     """Up to 64 columns a step has 128 keys, and kernels have two or three consumer warpgroups."""
     for mask in (None, masks.Causal("top_left")):

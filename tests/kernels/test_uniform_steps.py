@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,11 @@ from cuflash.scores.uniform import uniform
 from cuflash.scores.values import Operands, run as evaluated
 from cuflash.testing import Structure, assert_within_bounds
 from cuflash.testing.formulas import formulas
-from executors import GPU, SIM, Run, is_long, needs_compiler
+from executors import Run, is_long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scores import everything
+from test_sm90 import on_sm90
 
 import cuflash
 from cuflash import Score, masks, scores
@@ -109,12 +109,6 @@ def test_gradients_of_short_tables_have_bins() -> None:
     check_bins(cuflash)
 
 
-ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
-on_hopper = pytest.mark.parametrize(
-    "run", [pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler), ON_GPU], ids=str
-)  # fmt: skip
-
-
 def check_clipped(run: Run, dim: int = 72) -> None:
     """Most steps are far from the diagonal. One function has a term beside the table, with a slope other than 1."""
     structure = Structure(
@@ -132,12 +126,12 @@ def check_clipped(run: Run, dim: int = 72) -> None:
         assert_within_bounds(example, **everything(run, example))
 
 
-@on_hopper
+@on_sm90
 def test_clipped_tables_are_within_their_bounds(run: Run) -> None:
     check_clipped(run)
 
 
-@on_hopper
+@on_sm90
 def test_a_clipped_table_is_a_bias(run: Run) -> None:
     """A table gives the results of a bias with its elements. The bias's gradient is then summed by element."""
     if run.executor == "sim" and not is_long():

@@ -6,7 +6,7 @@ that it cannot show that a block does not wait for others: the block that comes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -15,16 +15,12 @@ from typing import Any
 
 import numpy as np
 from cuflash.executors.sim import Simulator
-from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.testing import Example, Structure, assert_within_bounds
-from fused_dq import of_intervals, of_lists, on_few_processors
+from fused_dq import cut_from, of_lists
 from poison import MARGIN, call
-from test_dq_of_intervals import STRUCTURES as OF_INTERVALS
-from test_dq_of_intervals import assert_all_right as assert_intervals_right
-from test_dq_of_intervals import cut_from, outside_poisoned
-from test_dq_of_lists import STRUCTURES as OF_LISTS
-from test_dq_of_lists import assert_all_right
-from test_dq_semaphore import STRUCTURES as FINISHED
+from test_dq_finishing import BANDS as FINISHED
+from test_dq_finishing import INTERVALS, WAYS, assert_all_right, outside_poisoned
+from test_dq_finishing import LISTS as OF_LISTS
 from test_sm90 import (
     ALIGNED, SIM90, TILES, Ends, FewBlocks, on_two_blocks, assert_alike_keys_weigh_alike, forward, half, plan_of,
     with_fewest_tiles,
@@ -239,41 +235,33 @@ def wide_gradients_are_right() -> None:
             assert_within_bounds(clean, **call(clean.but(**changed), SIM90, machine, margin=margin))
 
 
-def finished_structures() -> list[Structure]:
-    names = ("dense", "causal, 128 columns", "more keys", "a launch for each of two", "grouped heads, dense")
-    return [FINISHED[name] for name in names]
-
-
-def finished_gradients_are_right() -> None:
-    with on_few_processors():
-        for number, structure in enumerate(finished_structures()):
-            example = half(structure)
-            for seed, order in enumerate(("random", "last_warp", "first_warp")):
-                schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
-                machine = FewBlocks(schedule, most=1 + (seed + number) % 3)
-                assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
-
-
-@with_fewest_tiles(0)
-def gradients_of_lists_are_right() -> None:
-    for number, structure in enumerate(OF_LISTS.values()):
+def _all_are_right(way: str, structures: Iterable[Structure]) -> None:
+    """Results of calls in a way to share or finish dQ are right out of order, by few thread blocks."""
+    for number, structure in enumerate(structures):
         example = half(structure)
         for seed, order in enumerate(("random", "last_warp", "first_warp")):
             schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
-            machine = FewBlocks(schedule, most=1 + (seed + number) % 3)
-            assert_all_right(example, SIM90, machine, ALIGNED)
+            assert_all_right(way, example, SIM90, FewBlocks(schedule, most=1 + (seed + number) % 3))
 
 
-@with_fewest_tiles(0)
+def finished_gradients_are_right() -> None:
+    names = ("dense", "causal, 128 columns", "more keys", "a launch for each of two", "grouped heads, dense")
+    _all_are_right("order", [FINISHED[name] for name in names])
+
+
+def gradients_of_lists_are_right() -> None:
+    _all_are_right("lists", OF_LISTS.values())
+
+
 def gradients_of_intervals_are_right() -> None:
-    names = ("queries past all sequences", "a window of tiles", "sequences", "a sequence that ends in a tile")
-    for number, name in enumerate(names):
-        use = (ArrivalUse.FINISH, ArrivalUse.STORE)[number // 2]
-        with cut_from(0 if number == 3 else inf):
-            assert_intervals_right(half(OF_INTERVALS[name]), SIM90, use, FewBlocks(sim.Schedule(seed=number), most=2))
+    cases = {
+        "queries past all sequences": "finish, whole", "a window of tiles": "finish, whole",
+        "sequences": "store, whole", "a sequence that ends in a tile": "store, cut",
+    }  # fmt: skip
+    for number, (name, way) in enumerate(cases.items()):
+        assert_all_right(way, half(INTERVALS[name]), SIM90, FewBlocks(sim.Schedule(seed=number), most=2))
 
 
-@with_fewest_tiles(0)
 def gradients_of_cut_sequences_are_right() -> None:
     """NaN lies outside all sequences."""
     names = (
@@ -281,10 +269,10 @@ def gradients_of_cut_sequences_are_right() -> None:
         "queries past all sequences", "chunks of keys", "chunks of heads that share keys",
         "a long sequence after 50 short ones",
     )  # fmt: skip
-    for (number, name), use in product(enumerate(names), (ArrivalUse.FINISH, ArrivalUse.STORE)):
-        clean = half(OF_INTERVALS[name])
+    for (number, name), way in product(enumerate(names), ("finish, cut", "store, cut")):
+        clean = half(INTERVALS[name])
         example = outside_poisoned(clean) if number < 2 else clean
-        with of_intervals(use):
+        with WAYS[way].plans():
             found = call(example, SIM90, FewBlocks(sim.Schedule(seed=number), most=2), margin=ALIGNED)
         assert_within_bounds(clean, **found)
 

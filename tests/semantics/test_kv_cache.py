@@ -9,11 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_machine import CAPACITY, HEADS, KINDS, PAGE, CacheMachine, walk
+from cache_machine import CAPACITY, HEADS, KINDS, PAGE, walk
 from executors import on_every_executor
 from foreign import Foreign
+from hypothesis import given as drawn_by
 from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash import KVCache, UnsupportedProblem, masks
@@ -29,18 +30,16 @@ def normal(*shape: int, dtype: Any = np.float32) -> Any:
     return RNG.standard_normal(shape).astype(dtype)
 
 
-def test_operations_in_any_order_hold_what_arrays_hold() -> None:
-    """With CUFLASH_PROFILE=long there are 10,000 steps."""
-    is_long = settings.default.max_examples > 100
-    examples, steps = (250, 40) if is_long else (12, 20)
-    run_state_machine_as_test(
-        CacheMachine, settings=settings(settings.default, max_examples=examples, stateful_step_count=steps)
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_operations_at_random_hold_what_arrays_hold(kind: str) -> None:
-    walk(cuflash, kind, seed=3, steps=25)
+def test_operations_in_any_order_hold_what_arrays_hold(kind: str) -> None:
+    """With CUFLASH_PROFILE=long there are 10,000 steps."""
+
+    @settings(max_examples=36 if settings.default.max_examples > 100 else 2)
+    @drawn_by(st.integers(0, 2**16), st.sampled_from([20, 40]))
+    def check(seed: int, most_rows: int) -> None:
+        walk(cuflash, kind, seed, steps=40 if settings.default.max_examples > 100 else 20, most_rows=most_rows)
+
+    check()
 
 
 # Attention

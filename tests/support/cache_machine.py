@@ -1,4 +1,4 @@
-"""Operations of a KV cache in any order, compared with a list of arrays: drawn by Hypothesis, or from a seed.
+"""Operations of a KV cache in any order, drawn from a seed, compared with a list of arrays.
 
 Checks take the library as an argument, so that they guard copies of it with planted faults as well.
 """
@@ -10,10 +10,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-
-import cuflash
 from cuflash.planning.decoding import MOST_ROWS
 from cuflash.testing import Example, assert_within_bounds
 
@@ -257,57 +253,3 @@ def walk(library: Any, kind: str, seed: int, steps: int, xp: Any = np, most_rows
             source = int(rng.integers(0, BATCH))
             checked.fork(source, (source + 1 + int(rng.integers(0, BATCH - 1))) % BATCH)
         checked.assert_holds()
-
-
-SIDES = st.none() | st.integers(0, 40)
-SEQUENCES = st.integers(0, BATCH - 1)
-
-
-@st.composite
-def counts_of(draw: st.DrawFn, most: int) -> tuple[int, list[int] | None]:
-    """Draw a number of rows, and how many of them belong to each sequence."""
-    num_rows = draw(st.integers(0, most))
-    each = st.lists(st.integers(0, num_rows), min_size=BATCH, max_size=BATCH)
-    return num_rows, draw(st.none() | each)
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """A cache's content and its attention equal those of plain arrays, bit for bit."""
-
-    checked: CheckedCache | None = None
-
-    @initialize(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**16))
-    def start(self, kind: str, seed: int) -> None:
-        self.checked = CheckedCache(cuflash, kind, seed)
-
-    @rule(rows=counts_of(40), is_strided=st.booleans())
-    def append(self, rows: tuple[int, list[int] | None], is_strided: bool) -> None:
-        self.checked.append(*rows, is_strided)
-
-    @rule(stops=st.lists(st.integers(0, 75), min_size=BATCH, max_size=BATCH))
-    def reserve(self, stops: list[int]) -> None:
-        self.checked.reserve(stops)
-
-    @rule(shares=st.lists(st.floats(0, 1), min_size=BATCH, max_size=BATCH))
-    def truncate(self, shares: list[float]) -> None:
-        self.checked.truncate([int(share * length) for share, length in zip(shares, self.checked.lengths())])
-
-    @rule(rows=st.none() | st.lists(SEQUENCES, max_size=2))
-    def reset(self, rows: list[int] | None) -> None:
-        self.checked.reset(rows)
-
-    @rule(source=SEQUENCES, step=st.integers(1, BATCH - 1))
-    def fork(self, source: int, step: int) -> None:
-        self.checked.fork(source, (source + step) % BATCH)
-
-    @rule(
-        rows=counts_of(20), causal=st.booleans(), window=st.none() | st.tuples(SIDES, SIDES),
-        sink_shape=st.sampled_from(SINKS),
-    )  # fmt: skip
-    def attend(self, rows: tuple[int, list[int] | None], causal: bool, window: Any, sink_shape: Any) -> None:
-        self.checked.attend(*rows, causal, window, sink_shape)
-
-    @invariant()
-    def holds_what_was_put_there(self) -> None:
-        if self.checked is not None:
-            self.checked.assert_holds()

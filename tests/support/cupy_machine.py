@@ -27,6 +27,9 @@ H100 = {
 }  # fmt: skip
 
 
+_IN_CAPTURES = {"ascontiguousarray", "broadcast_to", "isfinite", "ldexp"}  # functions that captures may hold
+
+
 class OutOfMemoryError(MemoryError):
     pass
 
@@ -286,11 +289,8 @@ class Cupy(cupy_double.Double):
         self.log.append(("copy", self.stream.ptr))
         return made
 
-    def ldexp(self, array: Ndarray, exponent: int) -> Ndarray:
-        return Ndarray(np.ldexp(array.host, exponent), array.data.device_id)
-
     def __getattr__(self, name: str) -> Any:
-        """Another function of arrays: NumPy's, of their memory. It is done at once, which a capture does not allow."""
+        """Another function of arrays: NumPy's, of their memory, at once: within a capture, few are allowed."""
         if name.startswith("_") or not hasattr(np, name):
             raise AttributeError(name)
         function = getattr(np, name)
@@ -298,7 +298,8 @@ class Cupy(cupy_double.Double):
             return function
 
         def applied(*args: Any, **options: Any) -> Any:
-            self.waits(name)
+            if name not in _IN_CAPTURES:
+                self.waits(name)
             made = function(*map(_hosts, args), **{key: _hosts(value) for key, value in options.items()})
             return Ndarray(np.asarray(made), self.device) if isinstance(made, (np.ndarray, np.generic)) else made
 
@@ -313,15 +314,6 @@ class Cupy(cupy_double.Double):
 
         self.stream.do(work)
         return out
-
-    def broadcast_to(self, array: Ndarray, shape: tuple[int, ...]) -> Ndarray:
-        return Ndarray(np.broadcast_to(array.host, shape), array.data.device_id)
-
-    def isfinite(self, array: Ndarray) -> Ndarray:
-        return Ndarray(np.isfinite(array.host), array.data.device_id)
-
-    def ascontiguousarray(self, array: Any, dtype: Any = None) -> Any:
-        return Ndarray(np.ascontiguousarray(array.host, dtype), array.data.device_id)
 
     def from_dlpack(self, array: Any) -> Ndarray:
         return Ndarray(np.from_dlpack(array.host), int(array.__dlpack_device__()[1]))

@@ -65,33 +65,23 @@ SYNCHRONISES = {
     "int": lambda x: int(x.sum()),
     "float": lambda x: float(x.sum()),
     "item": lambda x: x.sum().item(),
-    "tolist": lambda x: x.tolist(),
     "iteration": lambda x: list(x),
-    "max": lambda x: max(x.ravel()),
     "range": lambda x: range(x[0, 0]),
     "in": lambda x: 3 in x,
     "get": lambda x: x.get(),
     "__array__": lambda x: np.asarray(x),
-    "np.array": lambda x: np.array(x, np.float32),
     "a numpy dtype": lambda x: np.float32(x.sum()),
-    "nonzero": lambda x: xp.nonzero(x),
-    ".nonzero": lambda x: x.nonzero(),
+    "a function whose result has a size that depends on data": lambda x: xp.nonzero(x),
+    "such a method": lambda x: x.nonzero(),
     "where with one argument": lambda x: xp.where(x > 0),
-    "unique": lambda x: xp.unique(x),
     "a boolean index": lambda x: x[x > 2],
     "an array where a boolean array says": lambda x: _assigned(x, x > 2, x[1]),
-    "flatnonzero": lambda x: xp.flatnonzero(x),
-    "bincount": lambda x: xp.bincount(x.ravel(), minlength=9),
-    "unravel_index": lambda x: xp.unravel_index(x, (9, 9)),
     "a slice": lambda x: x.ravel()[: x[0, 2]],
-    "arange": lambda x: xp.arange(x[0, 1]),
-    "zeros": lambda x: xp.zeros((2, x[0, 1])),
-    "full by keyword": lambda x: xp.full(shape=(x[0, 1],), fill_value=2),
-    "repeat": lambda x: xp.repeat(x, x[0], axis=1),
-    ".repeat": lambda x: x.repeat(x[0, 1]),
+    "a size": lambda x: xp.zeros((2, x[0, 1])),
+    "a size by keyword": lambda x: xp.full(shape=(x[0, 1],), fill_value=2),
+    "a size of a method": lambda x: x.repeat(x[0, 1]),
     ".reshape": lambda x: x.reshape(x[1, 2] - 2, 2),
-    "quantile": lambda x: xp.quantile(x, 0.5),
-    "array_equal": lambda x: xp.array_equal(x, x),
+    "a number of the host": lambda x: xp.array_equal(x, x),
 }
 
 
@@ -105,16 +95,13 @@ def test_what_waits_for_the_device_raises_unless_allowed(x: DeviceArray, name: s
 
 LEAVES = {
     "a host ufunc": lambda x: np.add(x, 1),
-    "a host function": lambda x: np.sum(x),
     "a host function of a list": lambda x: np.stack([x, x]),
     "a host array on the right": lambda x: x + HOST,
-    "a host array on the left": lambda x: HOST + x,
-    "a host array compared": lambda x: HOST == x,
+    "a host array on the left": lambda x: HOST == x,
     "a host array as an argument": lambda x: xp.where(x > 0, HOST, 0),
     "a host array sent to the device": lambda x: xp.asarray(HOST),
     "a host array as an index": lambda x: x[np.arange(2)],
-    "an enumeration": lambda x: x == Colour.RED,
-    "an enumeration as an argument": lambda x: xp.where(x > 0, Colour.RED, 0),
+    "an enumeration": lambda x: xp.where(x > 0, Colour.RED, 0),
     "a host array assigned": lambda x: operator.setitem(x, slice(None), HOST),
 }
 
@@ -125,23 +112,18 @@ def test_host_functions_and_host_arrays_are_refused(x: DeviceArray, name: str) -
         LEAVES[name](x)
 
 
-@pytest.mark.parametrize("name", ["matmul", "random", "linalg", "errstate", "block", "no_such_function"])
-def test_what_cupy_or_a_minimal_install_lacks_is_absent(name: str) -> None:
-    with pytest.raises(AttributeError):
-        getattr(xp, name)
-
-
 LACKING = {
+    "a function of a CUDA library": lambda x: xp.matmul(x, x),
+    "a function that CuPy lacks": lambda x: xp.block(x),
     "packbits along an axis": lambda x: xp.packbits(x > 2, axis=-1),
     "a running maximum": lambda x: xp.maximum.accumulate(x, axis=1),
-    "max with a start": lambda x: xp.max(x, initial=0),
-    ".max with a start": lambda x: x.max(initial=0),
+    "max with a start": lambda x: x.max(initial=0),
 }
 
 
 @pytest.mark.parametrize("name", LACKING)
-def test_arguments_that_cupy_lacks_are_refused(x: DeviceArray, name: str) -> None:
-    with pytest.raises((NotImplementedError, TypeError)):
+def test_what_cupy_or_a_minimal_install_lacks_is_refused(x: DeviceArray, name: str) -> None:
+    with pytest.raises((AttributeError, NotImplementedError, TypeError)):
         LACKING[name](x)
 
 
@@ -151,12 +133,9 @@ def test_operations_are_counted(x: DeviceArray) -> None:
     assert operations() == 3
 
 
-def test_facts_need_no_transfer(x: DeviceArray) -> None:
+def test_facts_need_no_transfer_and_hide_no_host_array(x: DeviceArray) -> None:
     assert (len(x), x.shape, x.ndim, x.dtype, xp.result_type(x, np.int8)) == (2, (2, 3), 2, np.int64, np.int64)
     assert "DeviceArray(shape=(2, 3)" in repr(x)
-
-
-def test_no_host_array_in_disguise(x: DeviceArray) -> None:
     assert not isinstance(x, np.ndarray) and isinstance(x, x.__array_namespace__().ndarray)
 
 
