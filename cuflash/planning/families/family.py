@@ -164,14 +164,8 @@ class Family(ABC):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
         """The launches of both passes over a work list.
-
-        Parameters
-        ----------
-        specs : dict of KernelSpec by entry, optional
-            Kernels that replace those of the same entries that the family would choose: for tile sweeps.
 
         Raises
         ------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from ...blocks.work_list import ListedWork, WorkList
@@ -71,9 +69,8 @@ class Naive(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
-        chosen = self.specs(problem, device, list_block_of(work)) | dict(specs or {})
+        chosen = self.specs(problem, device, list_block_of(work))
         launches = {entry: self._launch(spec, problem, work) for entry, spec in chosen.items()}
         matrix = Workspace((*problem.lse_shape(), problem.seqlen_kv), problem.accumulator)
         num_heads = problem.num_batch_heads if isinstance(work, ListedWork) else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -113,9 +112,8 @@ class Simt(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
-        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic) | dict(specs or {})
+        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         is_one_walk = "backward" in chosen
         backward_entries = ("backward_statistics", "backward") if is_one_walk else ("backward_rows", "backward_columns")
         launches = {entry: self._launch(chosen[entry], problem, work) for entry in ("forward", *backward_entries)}

@@ -161,11 +161,10 @@ class Sm80(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
         num_splits: int | None = None,
     ) -> Kernels:
         """The launches; as many thread blocks share each tile's keys as `num_splits` says, or else as many as pay."""
-        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic) | dict(specs or {})
+        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
             forward=sink_forward(forward, problem, "combine" if "combine" in forward.launches else "forward"),

@@ -149,12 +149,11 @@ class Sm90(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
-        chosen = _ordered(problem, chosen, work) | dict(specs or {})
+        chosen = _ordered(problem, chosen, work)
         forward, backward = chosen["forward"], chosen["backward"]
         tiles = problem.num_heads * query_tiles(problem, work, forward.block_q)
         counter = self._counter(problem)
