@@ -23,9 +23,8 @@ from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import checks
 from .arguments import KernelArguments
-from ..planning.interval_kernels import IntervalSource
-from ..planning.list_kernels import LIST_SPECS, ListSource, WorkAtCall
-from .launch import BoundPass, Lists, run
+from ..planning.list_kernels import WorkAtCall
+from .launch import BoundPass, HostLists, Lists, run
 from .list_maker import ListMaker
 from .params import View
 from .tensor_map import Template, BoxedArray, encoded, template
@@ -108,16 +107,7 @@ class _DeviceLists:
         return True
 
 
-class _NoLists:
-    """The lists of work that has none."""
-
-    arrays: Mapping[str, Array] = MappingProxyType({})
-
-    def use(self, stream: Any) -> None:
-        """Nothing has to be there."""
-
-
-_NO_LISTS = _NoLists()
+_NO_LISTS = HostLists(MappingProxyType({}))
 
 
 class Gpu:
@@ -455,17 +445,6 @@ def bound_pass(
     return BoundPass(plan, kernels, views, machine or _GPU, besides)
 
 
-def compile_list_kernels(machine: Gpu) -> None:
-    """Compile and load the kernels that make lists.
-
-    Raises
-    ------
-    RuntimeError
-        The stream is captured, and one of them is not loaded yet.
-    """
-    compile_kernels(LIST_SPECS.values(), machine)
-
-
 def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
     """Compile and load kernels without shared memory of a size that is asked for.
 
@@ -482,10 +461,8 @@ def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
     nvrtc.precompile(not_loaded, _capability())
 
 
-def list_maker(
-    plan: KernelPlan, source: ListSource | IntervalSource, machine: Gpu | None = None
-) -> Callable[..., Array]:
-    """A function that makes what calls of a plan read of masks of one layout, from their arrays, on the current stream.
+def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = None) -> Callable[..., Array]:
+    """A function that gives calls of a plan what they read of a mask, from its arrays, or what an index carries.
 
     Raises
     ------
@@ -493,44 +470,24 @@ def list_maker(
         The stream is captured, and the kernels that make lists are not compiled yet.
     """
     machine = machine or _GPU
-    compile_kernels((spec for spec, _, _ in source.launches()), machine)
-    make, current_stream, address = ListMaker(source, machine), machine.stream, machine.mask_address
-    keep_captured = machine.keep_captured
+    current_stream, address, keep_captured = machine.stream, machine.mask_address, machine.keep_captured
+    make: ListMaker | None = None
+    if work.carried is not work.source:
+        compile_kernels((spec for spec, _, _ in work.source.launches()), machine)
+        make = ListMaker(work.source, machine)
+    sent = None if work.carried is None else machine.sent
 
     def call(*arrays: Array) -> Array:
         stream = current_stream()
-        lists = make(list(map(address, arrays)), stream)
+        read = list(arrays if sent is None else map(sent, arrays))
+        lists = read[0] if make is None else make(list(map(address, read)), stream)
         if stream.is_capturing():
-            keep_captured(plan, [lists], True)
-            hold(make)
+            keep_captured(plan, [lists] if sent is None else [*read, lists], True)
+            if make is not None:
+                hold(make)
         return lists
 
     return call
-
-
-def carried_lists(plan: KernelPlan, machine: Gpu | None = None) -> Callable[[Array], Array]:
-    """A function that puts the lists that a block index carries where calls of a plan read them: they lie there."""
-    machine = machine or _GPU
-    current_stream, keep_captured, sent = machine.stream, machine.keep_captured, machine.sent
-
-    def call(lists: Array) -> Array:
-        lists = sent(lists)
-        if current_stream().is_capturing():
-            keep_captured(plan, [lists], True)
-        return lists
-
-    return call
-
-
-def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = None) -> Callable[..., Array]:
-    """A function that gives calls of a plan what they read of a mask, from its arrays, or what an index carries."""
-    if work.carried is work.source:
-        return carried_lists(plan, machine)
-    make = list_maker(plan, work.source, machine)
-    if work.carried is None:
-        return make
-    carried = carried_lists(plan, machine)
-    return lambda lists: make(carried(lists))
 
 
 def run_pass(

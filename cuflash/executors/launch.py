@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -31,6 +32,16 @@ class Lists(Protocol):
 
     def use(self, stream: Any) -> None:
         """Prepare the arrays for kernels that are launched on a stream."""
+
+
+@dataclass(frozen=True)
+class HostLists:
+    """Lists that are ready at any time: those that the simulator reads on the host, or none."""
+
+    arrays: Mapping[str, Array]
+
+    def use(self, stream: Any) -> None:
+        """Nothing has to be waited for."""
 
 
 class WorkspaceMemory(Protocol):

@@ -18,19 +18,9 @@ from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from .arguments import KernelArguments
 from .checks import Check
-from .launch import run
+from .launch import HostLists, run
 from .tensor_map import Template, BoxedArray, simulated, template
 from .workspaces import SeparateWorkspaces
-
-
-@dataclass(frozen=True)
-class HostLists:
-    """The arrays of a work list on the host, where the simulator reads them."""
-
-    arrays: Mapping[str, Array]
-
-    def use(self, stream: Any) -> None:
-        """The arrays are ready at any time."""
 
 
 @dataclass(frozen=True)
