@@ -25,7 +25,7 @@ from ..compiler.params_layout import (
     NAIVE_ARRAYS,
 )
 from ..layouts import dense_strides
-from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, DqSemaphoreOrder, Feature, Workspace
+from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, DqSemaphoreOrder, Feature, Workspace, record_of
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
@@ -204,9 +204,7 @@ def _dq_numbers(order: DqSemaphoreOrder | None, num_kv_heads: int) -> tuple[int,
 
 def feature_record(feature: Feature, views: Iterable[View]) -> Any:
     """A feature's record with its numbers and its tables' strides, and without addresses."""
-    record = np.zeros((), feature.dtype)
-    for name, value in feature.values.items():
-        record[name] = value
+    record = record_of(feature.dtype, feature.values)
     for view in views:
         if view.name in feature.tables and f"{view.name}_strides" in (feature.dtype.names or ()):
             steps = zip(view.shape, view.strides)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..compiler.params_layout import PARAMS, SHAPE, TENSOR_MAP_ARRAYS, TENSOR_MAPS
-from ..planning.launches import BATCH_AXES, TENSOR_MAP_PARAM
+from ..planning.launches import BATCH_AXES, TENSOR_MAP_PARAM, record_of
 from ..planning.prefill import PAGES, QUERY_INTERVALS, PrefillPlan
 from .bound_launch import BoundLaunch
 from .decoding import fill_matrices, offset_of, score_records, sink_record
@@ -63,9 +63,7 @@ def _intervals_records(
     plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget
 ) -> tuple[list[Any], dict[str, _Places]]:
     """The record of the kernel that makes intervals, and where it holds the addresses of arrays."""
-    record = np.zeros((), QUERY_INTERVALS)
-    for name, number in plan.numbers.items():
-        record[name] = number
+    record = record_of(QUERY_INTERVALS, plan.numbers)
     fill_matrices(record, {name: arrays[name] for name in ("o", "lse")}, target)
     record["pages"] = _pages(plan, arrays, target)
     for name in plan.workspaces:
@@ -125,21 +123,18 @@ def _sink_records(
 
 def _shape(plan: PrefillPlan) -> Any:
     """The SHAPE of the call: no mask depends on the batch, and blocks do not share tiles."""
-    problem, shape = plan.problem, np.zeros((), SHAPE)
-    shape["batch"] = (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch)
-    for name in ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim"):
-        shape[name] = getattr(problem, name)
-    for name in ("heads_per_l2_group", "kv_heads_per_l2_group", "num_splits"):
-        shape[name] = 1
-    shape["softmax_scale"] = softmax_scale(problem)
-    return shape
+    problem = plan.problem
+    sizes = ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim")
+    return record_of(SHAPE, {
+        "batch": (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch), "softmax_scale": softmax_scale(problem),
+        **{name: getattr(problem, name) for name in sizes},
+        **dict.fromkeys(("heads_per_l2_group", "kv_heads_per_l2_group", "num_splits"), 1),
+    })  # fmt: skip
 
 
 def _pages(plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> Any:
     """The record PAGES of a call."""
-    record = np.zeros((), PAGES)
-    for name, number in plan.pages.items():
-        record[name] = number
+    record = record_of(PAGES, plan.pages)
     for name in _TABLES:
         record[name] = _address(arrays[name], target)
     return record
