@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import Array, DTYPES
 from ..planning.cache_scales import CACHE_SCALES
 from ..planning.decoding import DECODE, DecodePlan
-from ..planning.launches import BATCH_AXES, Feature
+from ..planning.launches import BATCH_AXES, Feature, record_of
 from ..planning.sinks import SINK
 from . import gpu, sim
 from .bound_launch import BoundLaunch
@@ -45,13 +45,10 @@ def bound_decode(
     target : LaunchTarget
         Where the arrays are.
     """
-    record = np.zeros((), DECODE)
-    for name, number in plan.numbers.items():
-        if name != "cache":
-            record[name] = number
+    record = record_of(DECODE, plan.numbers)
     record["softmax_scale"] = softmax_scale(plan.problem)
     fill_matrices(record, {name: arrays[name] for name in ("q", "o", "lse")}, target)
-    fill_cache(record["cache"], plan.numbers["cache"], arrays, target)
+    fill_cache(record["cache"], arrays, target)
     for name in plan.workspaces:
         record[name] = 0 if arrays[name] is None else target.address(arrays[name])
     records = [record, *scale_records(arrays, target)]
@@ -103,12 +100,8 @@ def offset_of(dtype: np.dtype[Any], name: str) -> int:
     return int(start) + offset_of(kind, name)
 
 
-def fill_cache(
-    record: Any, numbers: Mapping[str, int], arrays: Mapping[str, Array | None], target: LaunchTarget
-) -> None:
-    """Fill a CACHE_PAGES record: its numbers, the pages k and v, and the tables, of which some may be None."""
-    for name, number in numbers.items():
-        record[name] = number
+def fill_cache(record: Any, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
+    """Fill the addresses of a CACHE_PAGES record: the pages k and v, and the tables, of which some may be None."""
     fill_matrices(record, {name: arrays[name] for name in ("k", "v")}, target)
     for name in _TABLES:
         table = arrays[name]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,17 +13,13 @@ from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
 from ..planning.launches import Launch, Workspace
 from ..planning.selection_kernels import (
-    CHOICE, CHOICES, DRAW, POOLING, ChoiceRule, Rows, crossing_launch, drawing_launch, means_shape, num_words,
+    CHOICE, CHOICES, POOLING, ChoiceRule, Rows, crossing_launch, drawing_launch, means_shape, num_words,
     pooling_launch, wide_choosing_launch,
 )  # fmt: skip
 from . import gpu
 from .bound_launch import BoundLaunch
 from .decoding import offset_of
 from .index_maker import IndexMaker
-
-_MAX_CHOOSERS = 256
-
-_choosers: dict[Hashable, Chooser] = {}
 
 
 class Chooser:
@@ -140,12 +137,7 @@ def chosen(
     if 0 in scores.shape:
         return xp.zeros(scores.shape, bool)
     target = gpu.current_target()
-    key = nvrtc.current_device()[1], rule, scores.shape, scores.dtype
-    chooser = _choosers.get(key)
-    if chooser is None:
-        if len(_choosers) >= _MAX_CHOOSERS:
-            _choosers.clear()
-        chooser = _choosers[key] = Chooser(rule, scores.shape, scores.dtype, target)
+    chooser = _chooser(nvrtc.current_device()[1], rule, scores.shape, scores.dtype)
     given = [xp.ascontiguousarray(scores), None if shares is None else xp.ascontiguousarray(shares)]
     for each in (allowed, forced):
         given.append(None if each is None else xp.ascontiguousarray(xp.broadcast_to(each, scores.shape)))
@@ -153,6 +145,12 @@ def chosen(
     kept = xp.empty(scores.shape, bool)
     chooser(target.address(kept), of_scores, of_shares, target.stream(), of_allowed, of_forced)
     return kept
+
+
+@lru_cache(maxsize=256)
+def _chooser(device: int, rule: ChoiceRule, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Chooser:
+    """The kernel that chooses blocks on a device, which is current."""
+    return Chooser(rule, shape, dtype, gpu.current_target())
 
 
 class Pooler:
@@ -199,33 +197,11 @@ def bound_kernel(made: tuple[Launch, int, Any], target: gpu.Gpu) -> BoundLaunch:
     return BoundLaunch(launch, grid, [record], places, target)
 
 
-class Drawer:
-    """The kernel that draws scores for the blocks of a grid of one shape, by a seed.
-
-    Parameters
-    ----------
-    shape : tuple of int
-    seed : int
-    target : Gpu
-        The device; the kernel is compiled now.
-    """
-
-    def __init__(self, shape: tuple[int, ...], seed: int, target: gpu.Gpu) -> None:
-        launch, grid, record = drawing_launch(shape, seed)
-        gpu.compile_kernels([launch.spec], target)
-        self._launch = BoundLaunch(launch, grid, [record], [(0, offset_of(DRAW, "numbers"))], target)
-        self.numbers = Workspace(shape, np.dtype(np.float32))
-
-    def __call__(self, numbers: int, stream: Any) -> None:
-        """Write the numbers, in [0, 1), to an address."""
-        self._launch((numbers,), stream)
-
-
 def drawn(shape: tuple[int, ...], seed: int) -> Array:
     """Draw scores for the blocks of a grid by the kernel, on the current device."""
     target = gpu.current_target()
     numbers = gpu.namespace().empty(shape, np.float32)
-    Drawer(shape, seed, target)(target.address(numbers), target.stream())
+    bound_kernel(drawing_launch(shape, seed), target)((target.address(numbers),), target.stream())
     return numbers
 
 
