@@ -40,7 +40,8 @@ def staged_array(program: Program | None) -> ArrayType | None:
     """The array to stage, or None if there is no score function or none of its arrays can be staged."""
     if program is None or (load := staged_load(program)) is None:
         return None
-    return program.arrays[program.instructions[load].value]
+    array: ArrayType = program.arrays[program.instructions[load].value]
+    return array
 
 
 def can_stage(problem: Problem) -> bool:
