@@ -25,6 +25,7 @@ from ..compiler.params_layout import (
     NAIVE_ARRAYS,
 )
 from ..layouts import dense_strides
+from ..planning.interval_kernels import leading_strides
 from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, DqSemaphoreOrder, Feature, Workspace, record_of
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.plan import KernelPlan
@@ -329,20 +330,12 @@ def _work(work: WorkList) -> tuple[Any, ...]:
         shared = (num_heads if batch > 1 else 0, 1 if num_heads > 1 else 0)  # of the orders
         block = (work.block_q, work.block_kv)
         tiles = work.num_sequence_tiles
-        return (*_band(lower, upper), 0, 0, *_leading_strides(work.lo), *lists, *shared, *block, *tiles)
+        return (*_band(lower, upper), 0, 0, *leading_strides(work.lo), *lists, *shared, *block, *tiles)
     index = work.index
     shared = (index.num_heads if index.batch > 1 else 0, 1 if index.num_heads > 1 else 0)
     grid = (index.num_q_blocks, index.num_kv_blocks)
-    return (*_band(None, None), 0, 0, *_leading_strides(index.lo), *lists, *shared, *index.block, *grid)
+    return (*_band(None, None), 0, 0, *leading_strides(index.lo), *lists, *shared, *index.block, *grid)
 
 
 def _band(lower: int | None, upper: int | None) -> tuple[int, int]:
     return -UNLIMITED if lower is None else lower, UNLIMITED if upper is None else upper
-
-
-def _leading_strides(side: Array | None) -> tuple[int, int]:
-    """Strides in elements of the first two axes of lo and hi, 0 where their extent is 1."""
-    if side is None:
-        return 0, 0
-    batch, heads, rows = side.shape
-    return heads * rows if batch > 1 else 0, rows if heads > 1 else 0
