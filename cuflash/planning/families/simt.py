@@ -17,7 +17,6 @@ from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
-from ..tile_order import heads_per_wave
 from . import SIMT
 from .family import (
     BACKWARD_INPUTS,
@@ -152,10 +151,7 @@ class Simt(Family):
         if isinstance(work, ListedWork):
             num_heads = problem.num_batch_heads
             return TileOrder(num_heads, num_heads)
-        return TileOrder(
-            heads_per_wave(work, self.resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
-            heads_per_wave(work, self.resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
-        )
+        return self.order_of_waves(problem, device, work, forward, backward)
 
     def _largest_fitting(
         self, smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int]
