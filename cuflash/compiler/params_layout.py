@@ -13,8 +13,7 @@ import numpy as np
 from ..planning.appending import APPEND
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
-from ..planning.cache_scales import CACHE_SCALES
-from ..planning.decoding import CACHE_PAGES, DECODE
+from ..planning.decoding import CACHE_PAGES, CACHE_SCALES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.families.fa1 import RUNNING
 from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, DTYPES
-from ..planning.cache_scales import CACHE_SCALES
-from ..planning.decoding import DECODE, DecodePlan
+from ..planning.decoding import CACHE_SCALES, DECODE, DecodePlan
 from ..planning.launches import BATCH_AXES, Feature, record_of
 from ..planning.sinks import SINK
 from . import gpu, sim

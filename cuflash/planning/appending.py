@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .cache_scales import CACHE_SCALES
-from .decoding import CACHE_PAGES, CacheLayout
+from .decoding import CACHE_PAGES, CACHE_SCALES, CacheLayout
 from .launches import MATRICES, Launch, Workspace
 from .spec import KernelSpec
 

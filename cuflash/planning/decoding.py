@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cache_scales import CACHE_SCALES
 from .device import DeviceSpec
 from .families import SM80
 from .families.family import FORWARD_INPUTS
@@ -30,6 +29,7 @@ CACHE_PAGES = np.dtype(
     ],
     align=True,
 )
+CACHE_SCALES = np.dtype([(name, MATRICES) for name in ("k_scale", "v_scale")], align=True)  # of 8-bit numbers
 DECODE = np.dtype(
     [
         *((name, MATRICES) for name in ("q", "o", "lse")),
