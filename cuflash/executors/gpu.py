@@ -345,11 +345,13 @@ def require_compiled(launches: Iterable[Launch], fix: str) -> None:
     RuntimeError
         One is not.
     """
-    not_compiled = _not_compiled(launches)
-    if not_compiled:
-        raise RuntimeError(
-            f"{not_compiled[0].name} is not compiled yet, which a stream capture cannot wait for: {fix}"
-        )
+    _refuse_to_compile(_not_compiled(launches), fix)
+
+
+def _refuse_to_compile(specs: list[KernelSpec], fix: str) -> None:
+    """RuntimeError unless there are no specifications."""
+    if specs:
+        raise RuntimeError(f"{specs[0].name} is not compiled yet, which a stream capture cannot wait for: {fix}")
 
 
 def refuse_capture(reason: str) -> None:
@@ -455,9 +457,7 @@ def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
     """
     not_loaded = [spec for spec in specs if not nvrtc.is_loaded(spec, _capability())]
     if not_loaded and machine.stream().is_capturing():
-        raise RuntimeError(
-            f"{not_loaded[0].name} is not compiled yet, which a stream capture cannot wait for: {_COMPILE_FIRST}"
-        )
+        _refuse_to_compile(not_loaded, _COMPILE_FIRST)
     nvrtc.precompile(not_loaded, _capability())
 
 
