@@ -121,7 +121,7 @@ class ParamsTemplate:
             if not boxed.reasons(address=0):
                 boxed_map = tensor_map(boxed)
                 maps[view.name] = boxed_map.words, 1
-                start = TENSOR_MAP_ARRAYS.index(view.name) * TENSOR_MAP_PARAM.itemsize // 8
+                start = _WORDS + TENSOR_MAP_ARRAYS.index(view.name) * TENSOR_MAP_PARAM.itemsize // 8
                 map_offsets[view.name] = start + boxed_map.offset
         record = np.zeros((), PARAMS)
         record["work"] = _work(plan.work)
@@ -186,7 +186,7 @@ class ParamsTemplate:
             places = [Place(offset, start, number) for number, (offset, start) in enumerate(zip(offsets, starts))]
             for name, offset in self.map_offsets.items():
                 number = names.index(name)
-                places.append(Place(_WORDS + offset, starts[number], number))
+                places.append(Place(offset, starts[number], number))
             places += (Place(offset, start, names.index(AT_CALL)) for offset, start in at_call)
             for name, (_, *others) in of_features.items():  # arrays that several features take
                 places += (Place(offset, 0, names.index(name)) for offset in others)
@@ -217,10 +217,9 @@ def _map_features(
     features: tuple[Feature, ...], parts: Mapping[str, Any], views: Mapping[str, View],
     tensor_map: Callable[[BoxedArray], Template],
 ) -> dict[str, int]:  # fmt: skip
-    """Fill the tensor maps in records of features; return the words of their addresses by array, after Params."""
+    """Fill the tensor maps in records of features; return the words of their addresses by array."""
     offsets = {}
-    start = TENSOR_MAPS.itemsize // 8
-    for feature in features:
+    for feature, start in _starts(features):
         for name, (table, box) in feature.boxes.items():
             view = views[table]
             leading = [(1, 0)] * (5 - len(view.shape)) + list(zip(view.shape[:-2], view.strides[:-2]))
@@ -235,8 +234,12 @@ def _map_features(
                 parts[feature.name][name] = made.words, 1
                 assert feature.dtype.fields is not None
                 offsets[table] = start + feature.dtype.fields[name][1] // 8 + made.offset
-        start += feature.dtype.itemsize // 8
     return offsets
+
+
+def _starts(features: tuple[Feature, ...]) -> Iterable[tuple[Feature, int]]:
+    """The features, each with the word at which its record starts, after Params and the tensor maps."""
+    return zip(features, accumulate((feature.dtype.itemsize // 8 for feature in features), initial=_ALL_WORDS))
 
 
 def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, list[int]]:
@@ -245,26 +248,23 @@ def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, list[int]]:
     Several features may take the address of one table.
     """
     found: dict[str, list[int]] = {}
-    start = _ALL_WORDS
-    for feature in features:
+    for feature, start in _starts(features):
         assert feature.dtype.fields is not None and feature.dtype.itemsize % 8 == 0
         for name, (kind, offset, *_) in feature.dtype.fields.items():
             if kind == MATRICES or name in feature.tables:
                 found.setdefault(name, []).append(start + offset // 8)
-        start += feature.dtype.itemsize // 8
     return found
 
 
 def _number_offsets(features: tuple[Feature, ...]) -> list[int]:
     """The words of the numbers that a call gives in the records of features."""
-    found, start = [], _ALL_WORDS
-    for feature in features:
+    found = []
+    for feature, start in _starts(features):
         assert feature.dtype.fields is not None
         for name in feature.numbers:
             first = feature.dtype.fields[name][1]
             assert first % 8 == 0, f"{name} is the second half of a word, to which its number cannot be added"
             found.append(start + first // 8)
-        start += feature.dtype.itemsize // 8
     return found
 
 
