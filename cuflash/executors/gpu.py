@@ -24,7 +24,7 @@ from ..planning.spec import KernelSpec
 from . import checks
 from .arguments import KernelArguments
 from ..planning.list_kernels import WorkAtCall
-from .launch import BoundPass, HostLists, Lists, run
+from .launch import BoundPass, Lists, run
 from .list_maker import ListMaker
 from .params import View
 from .tensor_map import Template, BoxedArray, encoded, template
@@ -58,7 +58,7 @@ def _device_spec(number: int) -> DeviceSpec:
     )
 
 
-class _DeviceLists:
+class _DeviceLists(Lists):
     """The arrays of a work list on one device, and the streams that must not be overtaken when they go.
 
     CuPy's pool hands freed memory to the next array of the stream that it was made on. So another stream that still
@@ -66,7 +66,8 @@ class _DeviceLists:
     """
 
     def __init__(self, cupy: Any, arrays: dict[str, Array]) -> None:
-        self.arrays, self._cupy = arrays, cupy
+        super().__init__(arrays)
+        self._cupy = cupy
         self._stream = cupy.cuda.get_current_stream()
         self._copied = self._stream.record(cupy.cuda.Event(disable_timing=True))
         self._is_copied = False  # seen by the host, so that no stream has to wait
@@ -107,7 +108,7 @@ class _DeviceLists:
         return True
 
 
-_NO_LISTS = HostLists(MappingProxyType({}))
+_NO_LISTS = Lists(MappingProxyType({}))
 
 
 class Gpu:

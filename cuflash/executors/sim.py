@@ -18,7 +18,7 @@ from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from .arguments import KernelArguments
 from .checks import Check
-from .launch import HostLists, run
+from .launch import Lists, run
 from .tensor_map import Template, BoxedArray, simulated, template
 from .workspaces import SeparateWorkspaces
 
@@ -57,8 +57,8 @@ class Simulator:
         """Every bit is set where a kernel must write before another reads: NaN, if it is a float."""
         return lambda stream: [_workspace(each) for each in workspaces.values()]
 
-    def lists(self, work: WorkList) -> HostLists:
-        return HostLists(work.lists)
+    def lists(self, work: WorkList) -> Lists:
+        return Lists(work.lists)
 
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(simulated, tiles)
