@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from ..arrays import Array
 from ..planning.appending import APPEND, AppendPlan
-from ..planning.launches import record_of
+from ..planning.launches import offset_of, record_of
 from .bound_launch import BoundLaunch
-from .decoding import fill_cache, fill_matrices, offset_of, scale_records
+from .decoding import fill_cache, fill_matrices, scale_records
 from .launch import LaunchTarget
 
 

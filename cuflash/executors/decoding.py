@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array, DTYPES
 from ..planning.decoding import CACHE_SCALES, DECODE, DecodePlan
-from ..planning.launches import BATCH_AXES, Feature, record_of
+from ..planning.launches import BATCH_AXES, Feature, offset_of, record_of
 from ..planning.sinks import SINK
 from . import gpu, sim
 from .bound_launch import BoundLaunch
@@ -88,15 +88,6 @@ def sink_record(sink: Array, target: LaunchTarget) -> Any:
     record["sink"] = (target.address(sink), (0,) * BATCH_AXES, head_stride, 0, 0, 0)
     record["dtype"] = DTYPES.index(sink.dtype)
     return record
-
-
-def offset_of(dtype: np.dtype[Any], name: str) -> int:
-    """The offset in bytes of an array's address in a record, or in the record of the cache that it holds."""
-    assert dtype.fields is not None
-    if name in dtype.fields:
-        return int(dtype.fields[name][1])
-    kind, start = dtype.fields["cache"][:2]
-    return int(start) + offset_of(kind, name)
 
 
 def fill_cache(record: Any, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:

@@ -26,7 +26,9 @@ from ..compiler.params_layout import (
 )
 from ..layouts import dense_strides
 from ..planning.interval_kernels import leading_strides
-from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, DqSemaphoreOrder, Feature, Workspace, record_of
+from ..planning.launches import (
+    BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, DqSemaphoreOrder, Feature, Workspace, offset_of, record_of,
+)  # fmt: skip
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
@@ -41,12 +43,9 @@ _NESTED_RECORDS = {"naive": NAIVE_ARRAYS, "parts": PART_ARRAYS}  # arrays that h
 
 def _word_offsets() -> dict[str, int]:
     """Return the position of each address in a record, in words of 8 bytes."""
-    assert PARAMS.fields is not None
-    bytes_before = {name: PARAMS.fields[name][1] for name in ARRAYS}
+    bytes_before = {name: offset_of(PARAMS, name) for name in ARRAYS}
     for record, names in {"work": ("lo", "hi", *LISTS), **_NESTED_RECORDS}.items():
-        kind, start, *_ = PARAMS.fields[record]
-        assert kind.fields is not None
-        bytes_before |= {name: start + kind.fields[name][1] for name in names}
+        bytes_before |= {name: offset_of(PARAMS, record) + offset_of(PARAMS[record], name) for name in names}
     return {name: number // 8 for name, number in bytes_before.items()}
 
 
@@ -232,8 +231,7 @@ def _map_features(
             if not boxed.reasons(address=0):
                 made = tensor_map(boxed)
                 parts[feature.name][name] = made.words, 1
-                assert feature.dtype.fields is not None
-                offsets[table] = start + feature.dtype.fields[name][1] // 8 + made.offset
+                offsets[table] = start + offset_of(feature.dtype, name) // 8 + made.offset
     return offsets
 
 
@@ -260,9 +258,8 @@ def _number_offsets(features: tuple[Feature, ...]) -> list[int]:
     """The words of the numbers that a call gives in the records of features."""
     found = []
     for feature, start in _starts(features):
-        assert feature.dtype.fields is not None
         for name in feature.numbers:
-            first = feature.dtype.fields[name][1]
+            first = offset_of(feature.dtype, name)
             assert first % 8 == 0, f"{name} is the second half of a word, to which its number cannot be added"
             found.append(start + first // 8)
     return found

@@ -9,10 +9,10 @@ import numpy as np
 
 from ..arrays import Array
 from ..compiler.params_layout import PARAMS, SHAPE, TENSOR_MAP_ARRAYS, TENSOR_MAPS
-from ..planning.launches import BATCH_AXES, TENSOR_MAP_PARAM, record_of
+from ..planning.launches import BATCH_AXES, TENSOR_MAP_PARAM, offset_of, record_of
 from ..planning.prefill import PAGES, QUERY_INTERVALS, PrefillPlan
 from .bound_launch import BoundLaunch
-from .decoding import fill_matrices, offset_of, score_records, sink_record
+from .decoding import fill_matrices, score_records, sink_record
 from .launch import LaunchTarget
 from .params import UNLIMITED, softmax_scale
 from .tensor_map import BoxedArray
@@ -69,8 +69,7 @@ def _intervals_records(
     for name in plan.workspaces:
         record[name] = _address(arrays[name], target)
     places = {name: [(0, offset_of(QUERY_INTERVALS, name))] for name in ("o", "lse", *plan.workspaces)}
-    assert QUERY_INTERVALS.fields is not None
-    start = int(QUERY_INTERVALS.fields["pages"][1])
+    start = offset_of(QUERY_INTERVALS, "pages")
     places |= {name: [(0, start + offset_of(PAGES, name))] for name in _TABLES}
     return [record, *_sink_records(plan, arrays, target, places, 1)], places
 
@@ -92,9 +91,7 @@ def _forward_records(
     work["interval_batch_stride"] = plan.problem.seqlen_q
     work["block_q"], work["block_kv"] = tile
     places = {name: [(0, offset_of(PARAMS, name))] for name in _OF_PARAMS}
-    assert PARAMS.fields is not None
-    kind, start = PARAMS.fields["work"][:2]
-    places |= {name: [(0, int(start) + offset_of(kind, name))] for name in ("lo", "hi")}
+    places |= {name: [(0, offset_of(PARAMS, "work") + offset_of(PARAMS["work"], name))] for name in ("lo", "hi")}
     records = [record]
     if "tile_counter" in plan.workspaces:
         record["tile_counter"]["data"] = _address(arrays["tile_counter"], target)

@@ -11,14 +11,13 @@ import numpy as np
 from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
-from ..planning.launches import Launch, Workspace
+from ..planning.launches import Launch, Workspace, offset_of
 from ..planning.selection_kernels import (
     CHOICE, CHOICES, POOLING, ChoiceRule, Rows, crossing_launch, drawing_launch, means_shape, num_words,
     pooling_launch, wide_choosing_launch,
 )  # fmt: skip
 from . import gpu
 from .bound_launch import BoundLaunch
-from .decoding import offset_of
 from .index_maker import IndexMaker
 
 
