@@ -153,15 +153,11 @@ class Gpu:
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array of zeros on the current device."""
-        import cupy
-
-        return cupy.zeros(shape, dtype)
+        return namespace().zeros(shape, dtype)
 
     def sent(self, array: Array) -> Array:
         """An array of a work list on the current device."""
-        import cupy
-
-        return cupy.asarray(array)
+        return namespace().asarray(array)
 
     def layout(self, array: Array) -> Array:
         """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
@@ -218,9 +214,7 @@ class Gpu:
 
     def guarded(self, owner: Any, arrays: dict[str, Array]) -> _DeviceLists:
         """Arrays that the current stream has made, which stay until no stream reads them once `owner` is gone."""
-        import cupy
-
-        made = _DeviceLists(cupy, arrays)
+        made = _DeviceLists(namespace(), arrays)
         finalize(owner, self._retire, made).atexit = False
         return made
 
@@ -238,9 +232,8 @@ class Gpu:
 
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
         """A function (arguments, stream) that launches a kernel, compiled and loaded now."""
-        import cupy
-
-        function, launch, threads = _function(spec, shared_bytes), cupy.cuda.driver.launchKernel, spec.num_threads
+        function, threads = _function(spec, shared_bytes), spec.num_threads
+        launch = namespace().cuda.driver.launchKernel
 
         def start(arguments: KernelArguments, stream: Any) -> None:
             launch(function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, stream.ptr, arguments.table, 0)
@@ -329,10 +322,9 @@ def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
     RuntimeError
         Something is not, or CUFLASH_CHECK asks for waits.
     """
-    cupy, _ = nvrtc.current_device()
     if checks.is_on():
         refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
-    if not cupy.cuda.get_current_stream().is_capturing():
+    if not namespace().cuda.get_current_stream().is_capturing():
         return
     require_compiled(_launches(plan), _COMPILE_FIRST)
     (machine or _GPU).device_lists(plan.work)
@@ -522,9 +514,7 @@ _pinned: set[Any] = set()
 
 def keep_for_capture(plan: KernelPlan, *arrays: Array) -> None:
     """Hold what was allocated inside a stream capture as long as the plan: its graph writes there at each replay."""
-    import cupy
-
-    if cupy.cuda.get_current_stream().is_capturing():
+    if namespace().cuda.get_current_stream().is_capturing():
         _captured.setdefault(plan, []).extend(arrays)
 
 
