@@ -36,11 +36,9 @@ class Chooser:
     """
 
     def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], dtype: np.dtype[Any], target: gpu.Gpu) -> None:
-        launch, grid, record = rule.launch(shape, dtype, gpu.current_device().tile_memory_bytes)
-        gpu.compile_kernels([launch.spec], target)
-        names = ("scores", "shares", "allowed", "forced", "kept")
-        places = [(0, offset_of(CHOICE, name)) for name in names]
-        self._launch = BoundLaunch(launch, grid, [record], places, target)
+        made = rule.launch(shape, dtype, gpu.current_device().tile_memory_bytes)
+        offsets = [offset_of(CHOICE, name) for name in ("scores", "shares", "allowed", "forced", "kept")]
+        self._launch = bound_kernel(made, target, offsets)
         self.kept = Workspace(shape, np.dtype(bool))
 
     def __call__(self, kept: int, scores: int, shares: int, stream: Any, allowed: int = 0, forced: int = 0) -> None:
@@ -70,13 +68,10 @@ class PositionChooser:
         dtype: np.dtype[Any], target: gpu.Gpu, has_shares: tuple[bool, ...] = (True, True),
     ) -> None:  # fmt: skip
         self._has_shares = has_shares
-        launch, grid, record = wide_choosing_launch(
-            rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True
-        )
-        gpu.compile_kernels([launch.spec], target)
+        made = wide_choosing_launch(rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True)
         starts = [offset_of(CHOICES, part) for part in ("first", "second")]
-        places = [(0, at + offset_of(CHOICE, name)) for at in starts for name in ("scores", "shares", "kept")]
-        self._launch = BoundLaunch(launch, grid, [record], places, target)
+        offsets = [at + offset_of(CHOICE, name) for at in starts for name in ("scores", "shares", "kept")]
+        self._launch = bound_kernel(made, target, offsets)
         self._start_of_distances = 4 * num_words(shapes[0])
         self.chosen = Workspace((sum(map(num_words, shapes)),), np.dtype(np.uint32))
 
@@ -166,12 +161,9 @@ class Pooler:
     """
 
     def __init__(self, q: Array | Rows, k: Array | Rows, block: tuple[int, int], target: gpu.Gpu) -> None:
-        launch, grid, record = pooling_launch((q, k), block)
-        gpu.compile_kernels([launch.spec], target)
-        start = [offset_of(POOLING, name) for name in "qk"]
         of_means = offset_of(POOLING["q"], "means")
-        places = [(0, at + inner) for at in start for inner in (0, of_means)]
-        self._launch = BoundLaunch(launch, grid, [record], places, target)
+        offsets = [offset_of(POOLING, name) + inner for name in "qk" for inner in (0, of_means)]
+        self._launch = bound_kernel(pooling_launch((q, k), block), target, offsets)
         dtype = accumulator_dtype(q.dtype)
         self.means = tuple(Workspace(means_shape(x.shape, side), dtype) for x, side in zip((q, k), block))
 
@@ -180,7 +172,9 @@ class Pooler:
         self._launch((q, means_of_q, k, means_of_k), stream)
 
 
-def bound_kernel(made: tuple[Launch, int, Any], target: gpu.Gpu) -> BoundLaunch:
+def bound_kernel(
+    made: tuple[Launch, int, Any], target: gpu.Gpu, offsets: Sequence[int] | None = None
+) -> BoundLaunch:
     """A kernel, compiled now, that takes the addresses of what it reads and then of what it writes.
 
     Parameters
@@ -189,11 +183,13 @@ def bound_kernel(made: tuple[Launch, int, Any], target: gpu.Gpu) -> BoundLaunch:
         The launch, its thread blocks, and its record. Its fields have the names of the arrays, and hold an address or,
         first of all, begin with one.
     target : Gpu
+    offsets : sequence of int, optional
+        The offsets in bytes of the addresses that the kernel takes instead.
     """
     launch, grid, record = made
     gpu.compile_kernels([launch.spec], target)
-    places = [(0, offset_of(record.dtype, name)) for name in (*launch.reads, *launch.writes)]
-    return BoundLaunch(launch, grid, [record], places, target)
+    offsets = offsets or [offset_of(record.dtype, name) for name in (*launch.reads, *launch.writes)]
+    return BoundLaunch(launch, grid, [record], [(0, offset) for offset in offsets], target)
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Array:
