@@ -16,7 +16,7 @@ from .bound_launch import BoundLaunch
 from .launch import LaunchTarget
 from .params import View, feature_record, softmax_scale
 
-_TABLES = ("table", "lengths", "counts", "num_faults")
+TABLES = ("table", "lengths", "counts", "num_faults")
 
 
 def target_of(executor: str) -> LaunchTarget:
@@ -49,7 +49,7 @@ def bound_decode(
     fill_matrices(record, {name: arrays[name] for name in ("q", "o", "lse")}, target)
     fill_cache(record["cache"], arrays, target)
     for name in plan.workspaces:
-        record[name] = 0 if arrays[name] is None else target.address(arrays[name])
+        record[name] = address_or_0(arrays[name], target)
     records = [record, *scale_records(arrays, target)]
     sink = arrays.get("sink")
     if sink is not None:
@@ -93,9 +93,13 @@ def sink_record(sink: Array, target: LaunchTarget) -> Any:
 def fill_cache(record: Any, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
     """Fill the addresses of a CACHE_PAGES record: the pages k and v, and the tables, of which some may be None."""
     fill_matrices(record, {name: arrays[name] for name in ("k", "v")}, target)
-    for name in _TABLES:
-        table = arrays[name]
-        record[name] = 0 if table is None else target.address(table)
+    for name in TABLES:
+        record[name] = address_or_0(arrays[name], target)
+
+
+def address_or_0(array: Array | None, target: LaunchTarget) -> int:
+    """The address of an array; 0 where there is none."""
+    return 0 if array is None else target.address(array)
 
 
 def scale_records(arrays: Mapping[str, Array | None], target: LaunchTarget) -> list[Any]:
