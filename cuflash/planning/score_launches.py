@@ -17,7 +17,6 @@ from .staged_array import STAGED_BOX, STAGED_MAP, staged_array
 
 NAME = "score"  # the feature's name
 MAP_NAME = "staged_map"  # the feature of the tensor map of a staged array
-_PREFIX, _GRADIENT_PREFIX = "score.", "dscore."
 # Kernels that make scores, and of those that make their gradients the one that adds up those of captured arrays.
 _FORWARD = ("scores", "forward", "block_mass")
 _BACKWARD = ("scores", "gradient_scores", "backward", "backward_rows", "backward_columns")
@@ -26,12 +25,12 @@ _ADDING = ("gradient_scores", "backward", "backward_columns")
 
 def array_name(name: str) -> str:
     """Name a captured array among the arrays of a pass, which have names such as "delta" too."""
-    return _PREFIX + name
+    return f"score.{name}"
 
 
 def gradient_name(name: str) -> str:
     """Name the gradient of a captured array, which kernels add to: it is zero before the first of them."""
-    return _GRADIENT_PREFIX + name
+    return f"d{array_name(name)}"
 
 
 def num_leading(program: Program) -> int:
