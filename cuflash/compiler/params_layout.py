@@ -6,23 +6,20 @@ the text of every kernel that takes it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import numpy as np
 
 from ..planning.appending import APPEND
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
-from ..planning.cache_scales import CACHE_SCALES
-from ..planning.decoding import CACHE_PAGES, DECODE
+from ..planning.decoding import CACHE_PAGES, CACHE_SCALES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.families.fa1 import RUNNING
 from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
 from ..planning.prefill import PAGES, QUERY_INTERVALS
-from ..planning.quantizing import QUANTIZE, TRANSPOSE
 from ..planning.scales import SCALES, SCALE_ARRAYS
 from ..planning.selection_kernels import (
     CHOICE, CHOICES, CROSSINGS, DRAW, KEY_SCORES, PAGE_BOUNDS, POOLED_ROWS, POOLING, SLASH_SUMS, SPREAD, STRIDED_ROWS,
@@ -81,64 +78,45 @@ TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
 TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
 ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter", *SCALE_ARRAYS)  # one number a row
 HEAD_VECTORS = ("sink", "dsink")  # one number a head
+# Records by their namespace, and by the header that declares them or the field of a specification that adds them.
 _RECORDS = {
-    "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "NaiveMatrices": NAIVE_MATRICES, "Parts": PARTS,
-    "Params": PARAMS,
+    "lists": {
+        "lists/params.cuh": {"Params": LIST_PARAMS},
+        "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
+        "lists/selection.cuh": {
+            "Choice": CHOICE, "Choices": CHOICES, "PooledRows": POOLED_ROWS, "Pooling": POOLING, "Draw": DRAW,
+            "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
+            "StridedRows": STRIDED_ROWS, "PageBounds": PAGE_BOUNDS,
+        },
+    },
+    "attention": {
+        "attention/params.cuh": {
+            "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "NaiveMatrices": NAIVE_MATRICES, "Parts": PARTS,
+            "Params": PARAMS,
+        },
+        "sm90/tensor_maps.cuh": {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS},
+        "has_sink": {"Sink": SINK},
+        "has_dropout": {"Dropout": DROPOUT},
+        "is_quantized": {"Scales": SCALES},
+        "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
+        "attention/append_params.cuh": {"Append": APPEND},
+        "attention/cache_scales.cuh": {"CacheScales": CACHE_SCALES},
+        "attention/mass_grid.cuh": {"MassGrid": MASS_GRID},
+        "attention/captured_sums.cuh": {"CapturedSums": CAPTURED_SUMS},
+        "fa1/running.cuh": {"Running": RUNNING},
+        "attention/page_table.cuh": {"Pages": PAGES},
+        "attention/query_intervals.cuh": {"QueryIntervals": QUERY_INTERVALS},
+    },
 }  # fmt: skip
 
 
-_MAP_RECORDS = {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS}
-# Records that kernels have beside those of params.cuh, by the header that declares them or the field that adds them.
-_FURTHER_RECORDS = {
-    "sm90/tensor_maps.cuh": _MAP_RECORDS,
-    "has_sink": {"Sink": SINK},
-    "has_dropout": {"Dropout": DROPOUT},
-    "is_quantized": {"Scales": SCALES},
-    "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
-    "attention/append_params.cuh": {"Append": APPEND},
-    "attention/cache_scales.cuh": {"CacheScales": CACHE_SCALES},
-    "attention/mass_grid.cuh": {"MassGrid": MASS_GRID},
-    "attention/captured_sums.cuh": {"CapturedSums": CAPTURED_SUMS},
-    "attention/quantize_params.cuh": {"Quantize": QUANTIZE, "Transpose": TRANSPOSE},
-    "fa1/running.cuh": {"Running": RUNNING},
-    "attention/page_table.cuh": {"Pages": PAGES},
-    "attention/query_intervals.cuh": {"QueryIntervals": QUERY_INTERVALS},
-}
-
-
-def assertions(parts: Collection[str] = (), *, host: bool = False) -> str:
+def assertions(room: str, parts: Collection[str], *, host: bool = False) -> str:
     """C++ that stops NVRTC, or the host's compiler, where a record is not laid out as its NumPy twin.
 
-    The records are those of params.cuh and of `parts`: the headers that a kernel includes, and the fields that its
-    specification has.
+    The records are those of the namespace `room` and of `parts`: the headers that a kernel includes, and the fields
+    that its specification has.
     """
-    records = dict(_RECORDS)
-    for part, further in _FURTHER_RECORDS.items():
-        records |= further if part in parts else {}
-    return _assertions(records, "attention", host)
-
-
-_LIST_RECORDS = {
-    "lists/params.cuh": {"Params": LIST_PARAMS},
-    "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
-    "lists/selection.cuh": {
-        "Choice": CHOICE, "Choices": CHOICES, "PooledRows": POOLED_ROWS, "Pooling": POOLING, "Draw": DRAW,
-        "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
-        "StridedRows": STRIDED_ROWS, "PageBounds": PAGE_BOUNDS,
-    },
-}
-
-
-def list_assertions(parts: Collection[str], *, host: bool = False) -> str:
-    """C++ that stops a compiler where a record of the kernels of lists is not laid out as its NumPy twin.
-
-    The records are those of the headers among `parts`.
-    """
-    records = {name: dtype for part, made in _LIST_RECORDS.items() if part in parts for name, dtype in made.items()}
-    return _assertions(records, "lists", host) if records else ""
-
-
-def _assertions(records: Mapping[str, np.dtype[Any]], room: str, host: bool) -> str:
+    records = {name: dtype for part, own in _RECORDS[room].items() if part in parts for name, dtype in own.items()}
     # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
     offset_of = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
@@ -149,4 +127,6 @@ def _assertions(records: Mapping[str, np.dtype[Any]], room: str, host: bool) -> 
             rule = f"{offset_of.format(record, member)} == {offset} && sizeof({record}::{member}) == {field.itemsize}"
             lines.append(f'static_assert({rule}, "{record}.{name}");')
         lines.append(f'static_assert(sizeof({record}) == {dtype.itemsize}, "{record}");')
+    if not lines:
+        return ""
     return "\n".join([f"namespace cuflash::{room} {{", *lines, f"}}  // namespace cuflash::{room}", ""])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -72,12 +71,11 @@ def text(
     takes_products : bool
         Kernels give the function q . k and the softmax scale, as `scores.products` has it.
     """
+    facts = {"kTakesProducts": takes_products, "kIsUnscaled": False}
     staged = staged_load(program) if is_staged else None
     if takes_products:
-        program, is_unscaled = of_products(program)
-        facts = {"kTakesProducts": True, "kIsUnscaled": is_unscaled}
-        return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins, facts).text()
-    return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins).text()
+        program, facts["kIsUnscaled"] = of_products(program)
+    return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins, facts).text()
 
 
 Printing.text = text
@@ -92,8 +90,8 @@ class Printer:
         sums: tuple[str, ...],
         staged: int | None,
         is_stored: bool,
-        num_bins: int = 0,
-        facts: Mapping[str, bool] = MappingProxyType({"kTakesProducts": False, "kIsUnscaled": False}),
+        num_bins: int,
+        facts: Mapping[str, bool],
     ) -> None:
         self.num_bins, self._of_products = num_bins, facts
         self.program, self.wrt, self.sums = program, wrt, sums
@@ -336,12 +334,8 @@ class Printer:
     def _indices(self, loads: Sequence[int]) -> list[str]:
         """The operations of the level of scores that the indices of these loads are made of."""
         needed = needed_for(self.program.instructions, [a for n in loads for a in self.program.instructions[n].args])
-        lines = []
-        for n in needed:
-            instruction = self.program.instructions[n]
-            if self.levels[n] == "score" and instruction.op != "const":
-                lines.append(self.assignment(n, "score"))
-        return lines
+        is_own = (self.levels[n] == "score" and self.program.instructions[n].op != "const" for n in needed)
+        return [self.assignment(n, "score") for n, own in zip(needed, is_own) if own]
 
     def _flushes(self) -> list[str]:
         given = {"tile": "const Tile& tile", "query": "const Tile& tile, const Query& query",
@@ -444,10 +438,10 @@ class Printer:
     def _expression(self, instruction: Instruction, level: str) -> str:
         op = instruction.op
         args = [self._named(n, level) for n in instruction.args]
-        if op in ("s", "b", "h", "i", "j"):
+        if op in ("s", "b", "h", "i", "j", "scale"):
             return op
-        if op in ("scale", "inverse_scale"):
-            return {"scale": "scale", "inverse_scale": "ptx::reciprocal_approx(scale)"}[op]
+        if op == "inverse_scale":
+            return "ptx::reciprocal_approx(scale)"
         if op == "number":
             return f"numbers[{instruction.value}]"
         if op == "load":

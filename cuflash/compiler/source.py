@@ -14,7 +14,7 @@ from ..arrays import BFLOAT16
 from ..planning.routing import shared_bytes
 from ..planning.spec import KernelSpec
 from . import score_text
-from .params_layout import assertions, list_assertions
+from .params_layout import assertions
 
 _INSTALLED = Path(__file__).parents[1] / "kernels_cu"
 KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"  # at the top of a checkout
@@ -67,10 +67,10 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
-    layout = list_assertions(included, host=host)
+    layout = assertions("lists", included, host=host)
     if "attention/params.cuh" in included:
         features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
-        made = assertions({*included, *features}, host=host)
+        made = assertions("attention", {*included, *features}, host=host)
         layout += f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{made}'
     if _SHARED_BYTES.search(entry):  # the kernel's own count
         layout += f'#line 1 "cuflash/planning/families: shared_bytes()"\n{_shared_assertion(shared_bytes(spec))}'

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from ..arrays import Array
 from ..planning.appending import APPEND, AppendPlan
+from ..planning.launches import offset_of, record_of
 from .bound_launch import BoundLaunch
-from .decoding import fill_cache, fill_matrices, offset_of, scale_records
+from .decoding import fill_cache, fill_matrices, scale_records
 from .launch import LaunchTarget
 
 
@@ -32,12 +31,10 @@ def bound_append(
     target : LaunchTarget
         Where the arrays are.
     """
-    record = np.zeros((), APPEND)
+    record = record_of(APPEND, plan.numbers)
     fill_matrices(record, {name: arrays[name] for name in ("k", "v")}, target)
     pages = {name: arrays[f"cache_{name}"] for name in ("k", "v")}
-    fill_cache(record["cache"], plan.numbers["cache"], {**arrays, **pages}, target)
-    for name in ("num_rows", "blocks_per_sequence"):
-        record[name] = plan.numbers[name]
+    fill_cache(record["cache"], {**arrays, **pages}, target)
     record["arrivals"] = target.address(arrays["arrivals"])
     places = [(0, offset_of(APPEND, name)) for name in names]
     return BoundLaunch(plan.launch, plan.grid, [record, *scale_records(arrays, target)], places, target)

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, DTYPES
-from ..planning.cache_scales import CACHE_SCALES
-from ..planning.decoding import DECODE, DecodePlan
-from ..planning.launches import BATCH_AXES, Feature
+from ..planning.decoding import CACHE_SCALES, DECODE, DecodePlan
+from ..planning.launches import BATCH_AXES, Feature, offset_of, record_of
 from ..planning.sinks import SINK
 from . import gpu, sim
 from .bound_launch import BoundLaunch
 from .launch import LaunchTarget
 from .params import View, feature_record, softmax_scale
 
-_TABLES = ("table", "lengths", "counts", "num_faults")
+TABLES = ("table", "lengths", "counts", "num_faults")
 
 
 def target_of(executor: str) -> LaunchTarget:
@@ -45,15 +44,12 @@ def bound_decode(
     target : LaunchTarget
         Where the arrays are.
     """
-    record = np.zeros((), DECODE)
-    for name, number in plan.numbers.items():
-        if name != "cache":
-            record[name] = number
+    record = record_of(DECODE, plan.numbers)
     record["softmax_scale"] = softmax_scale(plan.problem)
     fill_matrices(record, {name: arrays[name] for name in ("q", "o", "lse")}, target)
-    fill_cache(record["cache"], plan.numbers["cache"], arrays, target)
+    fill_cache(record["cache"], arrays, target)
     for name in plan.workspaces:
-        record[name] = 0 if arrays[name] is None else target.address(arrays[name])
+        record[name] = address_or_0(arrays[name], target)
     records = [record, *scale_records(arrays, target)]
     sink = arrays.get("sink")
     if sink is not None:
@@ -94,25 +90,16 @@ def sink_record(sink: Array, target: LaunchTarget) -> Any:
     return record
 
 
-def offset_of(dtype: np.dtype[Any], name: str) -> int:
-    """The offset in bytes of an array's address in a record, or in the record of the cache that it holds."""
-    assert dtype.fields is not None
-    if name in dtype.fields:
-        return int(dtype.fields[name][1])
-    kind, start = dtype.fields["cache"][:2]
-    return int(start) + offset_of(kind, name)
-
-
-def fill_cache(
-    record: Any, numbers: Mapping[str, int], arrays: Mapping[str, Array | None], target: LaunchTarget
-) -> None:
-    """Fill a CACHE_PAGES record: its numbers, the pages k and v, and the tables, of which some may be None."""
-    for name, number in numbers.items():
-        record[name] = number
+def fill_cache(record: Any, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
+    """Fill the addresses of a CACHE_PAGES record: the pages k and v, and the tables, of which some may be None."""
     fill_matrices(record, {name: arrays[name] for name in ("k", "v")}, target)
-    for name in _TABLES:
-        table = arrays[name]
-        record[name] = 0 if table is None else target.address(table)
+    for name in TABLES:
+        record[name] = address_or_0(arrays[name], target)
+
+
+def address_or_0(array: Array | None, target: LaunchTarget) -> int:
+    """The address of an array; 0 where there is none."""
+    return 0 if array is None else target.address(array)
 
 
 def scale_records(arrays: Mapping[str, Array | None], target: LaunchTarget) -> list[Any]:

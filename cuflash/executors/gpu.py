@@ -23,8 +23,7 @@ from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import checks
 from .arguments import KernelArguments
-from ..planning.interval_kernels import IntervalSource
-from ..planning.list_kernels import LIST_SPECS, ListSource, WorkAtCall
+from ..planning.list_kernels import WorkAtCall
 from .launch import BoundPass, Lists, run
 from .list_maker import ListMaker
 from .params import View
@@ -59,7 +58,7 @@ def _device_spec(number: int) -> DeviceSpec:
     )
 
 
-class _DeviceLists:
+class _DeviceLists(Lists):
     """The arrays of a work list on one device, and the streams that must not be overtaken when they go.
 
     CuPy's pool hands freed memory to the next array of the stream that it was made on. So another stream that still
@@ -67,7 +66,8 @@ class _DeviceLists:
     """
 
     def __init__(self, cupy: Any, arrays: dict[str, Array]) -> None:
-        self.arrays, self._cupy = arrays, cupy
+        super().__init__(arrays)
+        self._cupy = cupy
         self._stream = cupy.cuda.get_current_stream()
         self._copied = self._stream.record(cupy.cuda.Event(disable_timing=True))
         self._is_copied = False  # seen by the host, so that no stream has to wait
@@ -108,16 +108,7 @@ class _DeviceLists:
         return True
 
 
-class _NoLists:
-    """The lists of work that has none."""
-
-    arrays: Mapping[str, Array] = MappingProxyType({})
-
-    def use(self, stream: Any) -> None:
-        """Nothing has to be there."""
-
-
-_NO_LISTS = _NoLists()
+_NO_LISTS = Lists(MappingProxyType({}))
 
 
 class Gpu:
@@ -162,15 +153,11 @@ class Gpu:
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array of zeros on the current device."""
-        import cupy
-
-        return cupy.zeros(shape, dtype)
+        return namespace().zeros(shape, dtype)
 
     def sent(self, array: Array) -> Array:
         """An array of a work list on the current device."""
-        import cupy
-
-        return cupy.asarray(array)
+        return namespace().asarray(array)
 
     def layout(self, array: Array) -> Array:
         """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
@@ -227,9 +214,7 @@ class Gpu:
 
     def guarded(self, owner: Any, arrays: dict[str, Array]) -> _DeviceLists:
         """Arrays that the current stream has made, which stay until no stream reads them once `owner` is gone."""
-        import cupy
-
-        made = _DeviceLists(cupy, arrays)
+        made = _DeviceLists(namespace(), arrays)
         finalize(owner, self._retire, made).atexit = False
         return made
 
@@ -247,9 +232,8 @@ class Gpu:
 
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
         """A function (arguments, stream) that launches a kernel, compiled and loaded now."""
-        import cupy
-
-        function, launch, threads = _function(spec, shared_bytes), cupy.cuda.driver.launchKernel, spec.num_threads
+        function, threads = _function(spec, shared_bytes), spec.num_threads
+        launch = namespace().cuda.driver.launchKernel
 
         def start(arguments: KernelArguments, stream: Any) -> None:
             launch(function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, stream.ptr, arguments.table, 0)
@@ -338,10 +322,9 @@ def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
     RuntimeError
         Something is not, or CUFLASH_CHECK asks for waits.
     """
-    cupy, _ = nvrtc.current_device()
     if checks.is_on():
         refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
-    if not cupy.cuda.get_current_stream().is_capturing():
+    if not namespace().cuda.get_current_stream().is_capturing():
         return
     require_compiled(_launches(plan), _COMPILE_FIRST)
     (machine or _GPU).device_lists(plan.work)
@@ -355,11 +338,13 @@ def require_compiled(launches: Iterable[Launch], fix: str) -> None:
     RuntimeError
         One is not.
     """
-    not_compiled = _not_compiled(launches)
-    if not_compiled:
-        raise RuntimeError(
-            f"{not_compiled[0].name} is not compiled yet, which a stream capture cannot wait for: {fix}"
-        )
+    _refuse_to_compile(_not_compiled(launches), fix)
+
+
+def _refuse_to_compile(specs: list[KernelSpec], fix: str) -> None:
+    """RuntimeError unless there are no specifications."""
+    if specs:
+        raise RuntimeError(f"{specs[0].name} is not compiled yet, which a stream capture cannot wait for: {fix}")
 
 
 def refuse_capture(reason: str) -> None:
@@ -455,17 +440,6 @@ def bound_pass(
     return BoundPass(plan, kernels, views, machine or _GPU, besides)
 
 
-def compile_list_kernels(machine: Gpu) -> None:
-    """Compile and load the kernels that make lists.
-
-    Raises
-    ------
-    RuntimeError
-        The stream is captured, and one of them is not loaded yet.
-    """
-    compile_kernels(LIST_SPECS.values(), machine)
-
-
 def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
     """Compile and load kernels without shared memory of a size that is asked for.
 
@@ -476,16 +450,12 @@ def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
     """
     not_loaded = [spec for spec in specs if not nvrtc.is_loaded(spec, _capability())]
     if not_loaded and machine.stream().is_capturing():
-        raise RuntimeError(
-            f"{not_loaded[0].name} is not compiled yet, which a stream capture cannot wait for: {_COMPILE_FIRST}"
-        )
+        _refuse_to_compile(not_loaded, _COMPILE_FIRST)
     nvrtc.precompile(not_loaded, _capability())
 
 
-def list_maker(
-    plan: KernelPlan, source: ListSource | IntervalSource, machine: Gpu | None = None
-) -> Callable[..., Array]:
-    """A function that makes what calls of a plan read of masks of one layout, from their arrays, on the current stream.
+def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = None) -> Callable[..., Array]:
+    """A function that gives calls of a plan what they read of a mask, from its arrays, or what an index carries.
 
     Raises
     ------
@@ -493,44 +463,24 @@ def list_maker(
         The stream is captured, and the kernels that make lists are not compiled yet.
     """
     machine = machine or _GPU
-    compile_kernels((spec for spec, _, _ in source.launches()), machine)
-    make, current_stream, address = ListMaker(source, machine), machine.stream, machine.mask_address
-    keep_captured = machine.keep_captured
+    current_stream, address, keep_captured = machine.stream, machine.mask_address, machine.keep_captured
+    make: ListMaker | None = None
+    if work.carried is not work.source:
+        compile_kernels((spec for spec, _, _ in work.source.launches()), machine)
+        make = ListMaker(work.source, machine)
+    sent = None if work.carried is None else machine.sent
 
     def call(*arrays: Array) -> Array:
         stream = current_stream()
-        lists = make(list(map(address, arrays)), stream)
+        read = list(arrays if sent is None else map(sent, arrays))
+        lists = read[0] if make is None else make(list(map(address, read)), stream)
         if stream.is_capturing():
-            keep_captured(plan, [lists], True)
-            hold(make)
+            keep_captured(plan, [lists] if sent is None else [*read, lists], True)
+            if make is not None:
+                hold(make)
         return lists
 
     return call
-
-
-def carried_lists(plan: KernelPlan, machine: Gpu | None = None) -> Callable[[Array], Array]:
-    """A function that puts the lists that a block index carries where calls of a plan read them: they lie there."""
-    machine = machine or _GPU
-    current_stream, keep_captured, sent = machine.stream, machine.keep_captured, machine.sent
-
-    def call(lists: Array) -> Array:
-        lists = sent(lists)
-        if current_stream().is_capturing():
-            keep_captured(plan, [lists], True)
-        return lists
-
-    return call
-
-
-def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = None) -> Callable[..., Array]:
-    """A function that gives calls of a plan what they read of a mask, from its arrays, or what an index carries."""
-    if work.carried is work.source:
-        return carried_lists(plan, machine)
-    make = list_maker(plan, work.source, machine)
-    if work.carried is None:
-        return make
-    carried = carried_lists(plan, machine)
-    return lambda lists: make(carried(lists))
 
 
 def run_pass(
@@ -564,9 +514,7 @@ _pinned: set[Any] = set()
 
 def keep_for_capture(plan: KernelPlan, *arrays: Array) -> None:
     """Hold what was allocated inside a stream capture as long as the plan: its graph writes there at each replay."""
-    import cupy
-
-    if cupy.cuda.get_current_stream().is_capturing():
+    if namespace().cuda.get_current_stream().is_capturing():
         _captured.setdefault(plan, []).extend(arrays)
 
 

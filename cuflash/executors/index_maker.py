@@ -14,7 +14,7 @@ from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import content, mask_namespace
 from ..masks.shape import MaskShape
-from ..planning.list_kernels import ListSource
+from ..planning.list_kernels import LIST_SPECS, ListSource
 from . import gpu
 from .evaluation import evaluated_source
 from .launch import LaunchTarget
@@ -74,7 +74,7 @@ def index_of(kept: Array | None, mask: Mask, shape: MaskShape, block: tuple[int,
         The stream is captured, and the kernels are not compiled yet.
     """
     if kept is None:
-        gpu.compile_list_kernels(gpu.current_target())
+        gpu.compile_kernels(LIST_SPECS.values(), gpu.current_target())
         return index_of_mask(mask, shape, block, gpu.current_target())
     maker = maker_of(kept, mask, shape, block)
     if maker is None:
@@ -130,7 +130,7 @@ def maker_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) 
     found = ListSource.of(_whole(kept, mask, block).resolve(shape), shape, block)
     maker = None
     if found is not None:
-        gpu.compile_list_kernels(gpu.current_target())
+        gpu.compile_kernels(LIST_SPECS.values(), gpu.current_target())
         maker = IndexMaker(found[0], gpu.current_target())
     if len(_makers) >= _MAX_MAKERS:
         _makers.clear()

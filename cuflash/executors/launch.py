@@ -16,31 +16,20 @@ from .arguments import KernelArguments
 from .checks import Check, check_lists
 from .params import ParamsTemplate, View
 from .tensor_map import Template, BoxedArray
-from .workspaces import Taken
+from .workspaces import SeparateWorkspaces, Taken, Workspaces
 
 
 PACKET_BYTES = 16  # of a store of neighbouring elements
 
 
-class Lists(Protocol):
-    """The arrays of a work list where kernels read them."""
+class Lists:
+    """The arrays of a work list where kernels read them, by name; here they are ready at any time."""
 
-    @property
-    def arrays(self) -> Mapping[str, Array]:
-        """The arrays by name."""
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = arrays
 
     def use(self, stream: Any) -> None:
         """Prepare the arrays for kernels that are launched on a stream."""
-
-
-class WorkspaceMemory(Protocol):
-    """The memory of the workspaces of a pass."""
-
-    def take(self, stream: Any) -> Taken:
-        """The workspaces of a call on a stream."""
-
-    def give_back(self, stream: Any, taken: Taken) -> None:
-        """Let later calls on the stream have the memory of a call that has launched its kernels."""
 
 
 class LaunchTarget(Protocol):
@@ -55,7 +44,7 @@ class LaunchTarget(Protocol):
     def stream(self) -> Any:
         """The current stream, on which arrays are allocated."""
 
-    def workspaces(self, needs: Mapping[str, Workspace]) -> WorkspaceMemory:
+    def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces | Workspaces:
         """The memory of the workspaces of a pass."""
 
     def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..planning.interval_kernels import IntervalSource
-from ..planning.launches import Workspace
+from ..planning.launches import Workspace, offset_of
 from ..planning.list_kernels import ListSource
 from .arguments import Arguments, Place
 from .launch import LaunchTarget
@@ -31,8 +31,7 @@ class ListMaker:
         if self._rows is not None:
             for name, array in self._rows.arrays.items():
                 record[source.row_names[name]] = target.address(array)
-        assert record.dtype.fields is not None
-        word_of = {name: place[1] // 8 for name, place in record.dtype.fields.items()}
+        word_of = {name: offset_of(record.dtype, name) // 8 for name in (*source.array_names, *source.written)}
         words = record.reshape(1).view(np.uint64).copy()
         places = [Place(word_of[name], 0, number) for number, name in enumerate(source.array_names)]
         places += (Place(word_of[name], start, len(source.array_names)) for name, start in source.written.items())

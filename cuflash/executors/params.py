@@ -25,7 +25,10 @@ from ..compiler.params_layout import (
     NAIVE_ARRAYS,
 )
 from ..layouts import dense_strides
-from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, DqSemaphoreOrder, Feature, Workspace
+from ..planning.interval_kernels import leading_strides
+from ..planning.launches import (
+    BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, DqSemaphoreOrder, Feature, Workspace, offset_of, record_of,
+)  # fmt: skip
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
@@ -40,12 +43,9 @@ _NESTED_RECORDS = {"naive": NAIVE_ARRAYS, "parts": PART_ARRAYS}  # arrays that h
 
 def _word_offsets() -> dict[str, int]:
     """Return the position of each address in a record, in words of 8 bytes."""
-    assert PARAMS.fields is not None
-    bytes_before = {name: PARAMS.fields[name][1] for name in ARRAYS}
+    bytes_before = {name: offset_of(PARAMS, name) for name in ARRAYS}
     for record, names in {"work": ("lo", "hi", *LISTS), **_NESTED_RECORDS}.items():
-        kind, start, *_ = PARAMS.fields[record]
-        assert kind.fields is not None
-        bytes_before |= {name: start + kind.fields[name][1] for name in names}
+        bytes_before |= {name: offset_of(PARAMS, record) + offset_of(PARAMS[record], name) for name in names}
     return {name: number // 8 for name, number in bytes_before.items()}
 
 
@@ -120,7 +120,7 @@ class ParamsTemplate:
             if not boxed.reasons(address=0):
                 boxed_map = tensor_map(boxed)
                 maps[view.name] = boxed_map.words, 1
-                start = TENSOR_MAP_ARRAYS.index(view.name) * TENSOR_MAP_PARAM.itemsize // 8
+                start = _WORDS + TENSOR_MAP_ARRAYS.index(view.name) * TENSOR_MAP_PARAM.itemsize // 8
                 map_offsets[view.name] = start + boxed_map.offset
         record = np.zeros((), PARAMS)
         record["work"] = _work(plan.work)
@@ -185,7 +185,7 @@ class ParamsTemplate:
             places = [Place(offset, start, number) for number, (offset, start) in enumerate(zip(offsets, starts))]
             for name, offset in self.map_offsets.items():
                 number = names.index(name)
-                places.append(Place(_WORDS + offset, starts[number], number))
+                places.append(Place(offset, starts[number], number))
             places += (Place(offset, start, names.index(AT_CALL)) for offset, start in at_call)
             for name, (_, *others) in of_features.items():  # arrays that several features take
                 places += (Place(offset, 0, names.index(name)) for offset in others)
@@ -204,9 +204,7 @@ def _dq_numbers(order: DqSemaphoreOrder | None, num_kv_heads: int) -> tuple[int,
 
 def feature_record(feature: Feature, views: Iterable[View]) -> Any:
     """A feature's record with its numbers and its tables' strides, and without addresses."""
-    record = np.zeros((), feature.dtype)
-    for name, value in feature.values.items():
-        record[name] = value
+    record = record_of(feature.dtype, feature.values)
     for view in views:
         if view.name in feature.tables and f"{view.name}_strides" in (feature.dtype.names or ()):
             steps = zip(view.shape, view.strides)
@@ -218,10 +216,9 @@ def _map_features(
     features: tuple[Feature, ...], parts: Mapping[str, Any], views: Mapping[str, View],
     tensor_map: Callable[[BoxedArray], Template],
 ) -> dict[str, int]:  # fmt: skip
-    """Fill the tensor maps in records of features; return the words of their addresses by array, after Params."""
+    """Fill the tensor maps in records of features; return the words of their addresses by array."""
     offsets = {}
-    start = TENSOR_MAPS.itemsize // 8
-    for feature in features:
+    for feature, start in _starts(features):
         for name, (table, box) in feature.boxes.items():
             view = views[table]
             leading = [(1, 0)] * (5 - len(view.shape)) + list(zip(view.shape[:-2], view.strides[:-2]))
@@ -234,10 +231,13 @@ def _map_features(
             if not boxed.reasons(address=0):
                 made = tensor_map(boxed)
                 parts[feature.name][name] = made.words, 1
-                assert feature.dtype.fields is not None
-                offsets[table] = start + feature.dtype.fields[name][1] // 8 + made.offset
-        start += feature.dtype.itemsize // 8
+                offsets[table] = start + offset_of(feature.dtype, name) // 8 + made.offset
     return offsets
+
+
+def _starts(features: tuple[Feature, ...]) -> Iterable[tuple[Feature, int]]:
+    """The features, each with the word at which its record starts, after Params and the tensor maps."""
+    return zip(features, accumulate((feature.dtype.itemsize // 8 for feature in features), initial=_ALL_WORDS))
 
 
 def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, list[int]]:
@@ -246,26 +246,22 @@ def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, list[int]]:
     Several features may take the address of one table.
     """
     found: dict[str, list[int]] = {}
-    start = _ALL_WORDS
-    for feature in features:
+    for feature, start in _starts(features):
         assert feature.dtype.fields is not None and feature.dtype.itemsize % 8 == 0
         for name, (kind, offset, *_) in feature.dtype.fields.items():
             if kind == MATRICES or name in feature.tables:
                 found.setdefault(name, []).append(start + offset // 8)
-        start += feature.dtype.itemsize // 8
     return found
 
 
 def _number_offsets(features: tuple[Feature, ...]) -> list[int]:
     """The words of the numbers that a call gives in the records of features."""
-    found, start = [], _ALL_WORDS
-    for feature in features:
-        assert feature.dtype.fields is not None
+    found = []
+    for feature, start in _starts(features):
         for name in feature.numbers:
-            first = feature.dtype.fields[name][1]
+            first = offset_of(feature.dtype, name)
             assert first % 8 == 0, f"{name} is the second half of a word, to which its number cannot be added"
             found.append(start + first // 8)
-        start += feature.dtype.itemsize // 8
     return found
 
 
@@ -331,20 +327,12 @@ def _work(work: WorkList) -> tuple[Any, ...]:
         shared = (num_heads if batch > 1 else 0, 1 if num_heads > 1 else 0)  # of the orders
         block = (work.block_q, work.block_kv)
         tiles = work.num_sequence_tiles
-        return (*_band(lower, upper), 0, 0, *_leading_strides(work.lo), *lists, *shared, *block, *tiles)
+        return (*_band(lower, upper), 0, 0, *leading_strides(work.lo), *lists, *shared, *block, *tiles)
     index = work.index
     shared = (index.num_heads if index.batch > 1 else 0, 1 if index.num_heads > 1 else 0)
     grid = (index.num_q_blocks, index.num_kv_blocks)
-    return (*_band(None, None), 0, 0, *_leading_strides(index.lo), *lists, *shared, *index.block, *grid)
+    return (*_band(None, None), 0, 0, *leading_strides(index.lo), *lists, *shared, *index.block, *grid)
 
 
 def _band(lower: int | None, upper: int | None) -> tuple[int, int]:
     return -UNLIMITED if lower is None else lower, UNLIMITED if upper is None else upper
-
-
-def _leading_strides(side: Array | None) -> tuple[int, int]:
-    """Strides in elements of the first two axes of lo and hi, 0 where their extent is 1."""
-    if side is None:
-        return 0, 0
-    batch, heads, rows = side.shape
-    return heads * rows if batch > 1 else 0, rows if heads > 1 else 0

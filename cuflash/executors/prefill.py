@@ -9,15 +9,14 @@ import numpy as np
 
 from ..arrays import Array
 from ..compiler.params_layout import PARAMS, SHAPE, TENSOR_MAP_ARRAYS, TENSOR_MAPS
-from ..planning.launches import BATCH_AXES, TENSOR_MAP_PARAM
+from ..planning.launches import BATCH_AXES, TENSOR_MAP_PARAM, offset_of, record_of
 from ..planning.prefill import PAGES, QUERY_INTERVALS, PrefillPlan
 from .bound_launch import BoundLaunch
-from .decoding import fill_matrices, offset_of, score_records, sink_record
+from .decoding import TABLES, address_or_0, fill_matrices, score_records, sink_record
 from .launch import LaunchTarget
 from .params import UNLIMITED, softmax_scale
 from .tensor_map import BoxedArray
 
-_TABLES = ("table", "lengths", "counts", "num_faults")
 _OF_PARAMS = ("q", "k", "v", "o", "lse", "tile_counter")  # arrays whose addresses Params holds, beside lo and hi
 _Places = list[tuple[int, int]]
 
@@ -63,17 +62,14 @@ def _intervals_records(
     plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget
 ) -> tuple[list[Any], dict[str, _Places]]:
     """The record of the kernel that makes intervals, and where it holds the addresses of arrays."""
-    record = np.zeros((), QUERY_INTERVALS)
-    for name, number in plan.numbers.items():
-        record[name] = number
+    record = record_of(QUERY_INTERVALS, plan.numbers)
     fill_matrices(record, {name: arrays[name] for name in ("o", "lse")}, target)
     record["pages"] = _pages(plan, arrays, target)
     for name in plan.workspaces:
-        record[name] = _address(arrays[name], target)
+        record[name] = address_or_0(arrays[name], target)
     places = {name: [(0, offset_of(QUERY_INTERVALS, name))] for name in ("o", "lse", *plan.workspaces)}
-    assert QUERY_INTERVALS.fields is not None
-    start = int(QUERY_INTERVALS.fields["pages"][1])
-    places |= {name: [(0, start + offset_of(PAGES, name))] for name in _TABLES}
+    start = offset_of(QUERY_INTERVALS, "pages")
+    places |= {name: [(0, start + offset_of(PAGES, name))] for name in TABLES}
     return [record, *_sink_records(plan, arrays, target, places, 1)], places
 
 
@@ -87,19 +83,17 @@ def _forward_records(
         record[name]["batch_strides"] = record[name]["batch_strides"][::-1]
     record["lse"]["is_accumulator"] = 1
     record["shape"] = _shape(plan)
-    lo, hi = (_address(arrays[name], target) for name in ("lo", "hi"))
+    lo, hi = (address_or_0(arrays[name], target) for name in ("lo", "hi"))
     tile = plan.launch.spec.block_q, plan.launch.spec.block_kv
     work = record["work"]
     work["lower"], work["upper"], work["lo"], work["hi"] = -UNLIMITED, UNLIMITED, lo, hi
     work["interval_batch_stride"] = plan.problem.seqlen_q
     work["block_q"], work["block_kv"] = tile
     places = {name: [(0, offset_of(PARAMS, name))] for name in _OF_PARAMS}
-    assert PARAMS.fields is not None
-    kind, start = PARAMS.fields["work"][:2]
-    places |= {name: [(0, int(start) + offset_of(kind, name))] for name in ("lo", "hi")}
+    places |= {name: [(0, offset_of(PARAMS, "work") + offset_of(PARAMS["work"], name))] for name in ("lo", "hi")}
     records = [record]
     if "tile_counter" in plan.workspaces:
-        record["tile_counter"]["data"] = _address(arrays["tile_counter"], target)
+        record["tile_counter"]["data"] = address_or_0(arrays["tile_counter"], target)
         records.append(_maps(plan, arrays, target, places))
     else:
         del places["tile_counter"]
@@ -108,7 +102,7 @@ def _forward_records(
         score = plan.score
         places |= {name: [(len(records), offset_of(score.dtype, name))] for name in score.tables}
     records += score_records(plan.score, arrays, target)
-    places |= {name: [(len(records), offset_of(PAGES, name))] for name in _TABLES}
+    places |= {name: [(len(records), offset_of(PAGES, name))] for name in TABLES}
     return [*records, _pages(plan, arrays, target)], places
 
 
@@ -125,23 +119,20 @@ def _sink_records(
 
 def _shape(plan: PrefillPlan) -> Any:
     """The SHAPE of the call: no mask depends on the batch, and blocks do not share tiles."""
-    problem, shape = plan.problem, np.zeros((), SHAPE)
-    shape["batch"] = (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch)
-    for name in ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim"):
-        shape[name] = getattr(problem, name)
-    for name in ("heads_per_l2_group", "kv_heads_per_l2_group", "num_splits"):
-        shape[name] = 1
-    shape["softmax_scale"] = softmax_scale(problem)
-    return shape
+    problem = plan.problem
+    sizes = ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim")
+    return record_of(SHAPE, {
+        "batch": (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch), "softmax_scale": softmax_scale(problem),
+        **{name: getattr(problem, name) for name in sizes},
+        **dict.fromkeys(("heads_per_l2_group", "kv_heads_per_l2_group", "num_splits"), 1),
+    })  # fmt: skip
 
 
 def _pages(plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> Any:
     """The record PAGES of a call."""
-    record = np.zeros((), PAGES)
-    for name, number in plan.pages.items():
-        record[name] = number
-    for name in _TABLES:
-        record[name] = _address(arrays[name], target)
+    record = record_of(PAGES, plan.pages)
+    for name in TABLES:
+        record[name] = address_or_0(arrays[name], target)
     return record
 
 
@@ -157,7 +148,7 @@ def _maps(
             continue
         made = target.tensor_map(boxed)
         words = np.array(made.words, np.uint64)
-        words[made.offset] = _address(array, target)
+        words[made.offset] = address_or_0(array, target)
         record[name] = words, 1
         start = TENSOR_MAP_ARRAYS.index(name) * TENSOR_MAP_PARAM.itemsize
         places[name] = [*places[name], (1, start + 8 * made.offset)]
@@ -170,7 +161,3 @@ def boxed_array(array: Any, box: tuple[int, int]) -> BoxedArray:
     return BoxedArray(
         array.dtype, shape, (0, *array.strides), (1, 1, 1, *box), swizzle_bytes=box[1] * array.dtype.itemsize
     )
-
-
-def _address(array: Array | None, target: LaunchTarget) -> int:
-    return 0 if array is None else target.address(array)

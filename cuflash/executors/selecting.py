@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,19 +11,14 @@ import numpy as np
 from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
-from ..planning.launches import Launch, Workspace
+from ..planning.launches import Launch, Workspace, offset_of
 from ..planning.selection_kernels import (
-    CHOICE, CHOICES, DRAW, POOLING, ChoiceRule, Rows, crossing_launch, drawing_launch, means_shape, num_words,
+    CHOICE, CHOICES, POOLING, ChoiceRule, Rows, crossing_launch, drawing_launch, means_shape, num_words,
     pooling_launch, wide_choosing_launch,
 )  # fmt: skip
 from . import gpu
 from .bound_launch import BoundLaunch
-from .decoding import offset_of
 from .index_maker import IndexMaker
-
-_MAX_CHOOSERS = 256
-
-_choosers: dict[Hashable, Chooser] = {}
 
 
 class Chooser:
@@ -40,11 +36,9 @@ class Chooser:
     """
 
     def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], dtype: np.dtype[Any], target: gpu.Gpu) -> None:
-        launch, grid, record = rule.launch(shape, dtype, gpu.current_device().tile_memory_bytes)
-        gpu.compile_kernels([launch.spec], target)
-        names = ("scores", "shares", "allowed", "forced", "kept")
-        places = [(0, offset_of(CHOICE, name)) for name in names]
-        self._launch = BoundLaunch(launch, grid, [record], places, target)
+        made = rule.launch(shape, dtype, gpu.current_device().tile_memory_bytes)
+        offsets = [offset_of(CHOICE, name) for name in ("scores", "shares", "allowed", "forced", "kept")]
+        self._launch = bound_kernel(made, target, offsets)
         self.kept = Workspace(shape, np.dtype(bool))
 
     def __call__(self, kept: int, scores: int, shares: int, stream: Any, allowed: int = 0, forced: int = 0) -> None:
@@ -74,13 +68,10 @@ class PositionChooser:
         dtype: np.dtype[Any], target: gpu.Gpu, has_shares: tuple[bool, ...] = (True, True),
     ) -> None:  # fmt: skip
         self._has_shares = has_shares
-        launch, grid, record = wide_choosing_launch(
-            rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True
-        )
-        gpu.compile_kernels([launch.spec], target)
+        made = wide_choosing_launch(rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True)
         starts = [offset_of(CHOICES, part) for part in ("first", "second")]
-        places = [(0, at + offset_of(CHOICE, name)) for at in starts for name in ("scores", "shares", "kept")]
-        self._launch = BoundLaunch(launch, grid, [record], places, target)
+        offsets = [at + offset_of(CHOICE, name) for at in starts for name in ("scores", "shares", "kept")]
+        self._launch = bound_kernel(made, target, offsets)
         self._start_of_distances = 4 * num_words(shapes[0])
         self.chosen = Workspace((sum(map(num_words, shapes)),), np.dtype(np.uint32))
 
@@ -140,12 +131,7 @@ def chosen(
     if 0 in scores.shape:
         return xp.zeros(scores.shape, bool)
     target = gpu.current_target()
-    key = nvrtc.current_device()[1], rule, scores.shape, scores.dtype
-    chooser = _choosers.get(key)
-    if chooser is None:
-        if len(_choosers) >= _MAX_CHOOSERS:
-            _choosers.clear()
-        chooser = _choosers[key] = Chooser(rule, scores.shape, scores.dtype, target)
+    chooser = _chooser(nvrtc.current_device()[1], rule, scores.shape, scores.dtype)
     given = [xp.ascontiguousarray(scores), None if shares is None else xp.ascontiguousarray(shares)]
     for each in (allowed, forced):
         given.append(None if each is None else xp.ascontiguousarray(xp.broadcast_to(each, scores.shape)))
@@ -153,6 +139,12 @@ def chosen(
     kept = xp.empty(scores.shape, bool)
     chooser(target.address(kept), of_scores, of_shares, target.stream(), of_allowed, of_forced)
     return kept
+
+
+@lru_cache(maxsize=256)
+def _chooser(device: int, rule: ChoiceRule, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Chooser:
+    """The kernel that chooses blocks on a device, which is current."""
+    return Chooser(rule, shape, dtype, gpu.current_target())
 
 
 class Pooler:
@@ -169,12 +161,9 @@ class Pooler:
     """
 
     def __init__(self, q: Array | Rows, k: Array | Rows, block: tuple[int, int], target: gpu.Gpu) -> None:
-        launch, grid, record = pooling_launch((q, k), block)
-        gpu.compile_kernels([launch.spec], target)
-        start = [offset_of(POOLING, name) for name in "qk"]
         of_means = offset_of(POOLING["q"], "means")
-        places = [(0, at + inner) for at in start for inner in (0, of_means)]
-        self._launch = BoundLaunch(launch, grid, [record], places, target)
+        offsets = [offset_of(POOLING, name) + inner for name in "qk" for inner in (0, of_means)]
+        self._launch = bound_kernel(pooling_launch((q, k), block), target, offsets)
         dtype = accumulator_dtype(q.dtype)
         self.means = tuple(Workspace(means_shape(x.shape, side), dtype) for x, side in zip((q, k), block))
 
@@ -183,7 +172,9 @@ class Pooler:
         self._launch((q, means_of_q, k, means_of_k), stream)
 
 
-def bound_kernel(made: tuple[Launch, int, Any], target: gpu.Gpu) -> BoundLaunch:
+def bound_kernel(
+    made: tuple[Launch, int, Any], target: gpu.Gpu, offsets: Sequence[int] | None = None
+) -> BoundLaunch:
     """A kernel, compiled now, that takes the addresses of what it reads and then of what it writes.
 
     Parameters
@@ -192,40 +183,20 @@ def bound_kernel(made: tuple[Launch, int, Any], target: gpu.Gpu) -> BoundLaunch:
         The launch, its thread blocks, and its record. Its fields have the names of the arrays, and hold an address or,
         first of all, begin with one.
     target : Gpu
+    offsets : sequence of int, optional
+        The offsets in bytes of the addresses that the kernel takes instead.
     """
     launch, grid, record = made
     gpu.compile_kernels([launch.spec], target)
-    places = [(0, offset_of(record.dtype, name)) for name in (*launch.reads, *launch.writes)]
-    return BoundLaunch(launch, grid, [record], places, target)
-
-
-class Drawer:
-    """The kernel that draws scores for the blocks of a grid of one shape, by a seed.
-
-    Parameters
-    ----------
-    shape : tuple of int
-    seed : int
-    target : Gpu
-        The device; the kernel is compiled now.
-    """
-
-    def __init__(self, shape: tuple[int, ...], seed: int, target: gpu.Gpu) -> None:
-        launch, grid, record = drawing_launch(shape, seed)
-        gpu.compile_kernels([launch.spec], target)
-        self._launch = BoundLaunch(launch, grid, [record], [(0, offset_of(DRAW, "numbers"))], target)
-        self.numbers = Workspace(shape, np.dtype(np.float32))
-
-    def __call__(self, numbers: int, stream: Any) -> None:
-        """Write the numbers, in [0, 1), to an address."""
-        self._launch((numbers,), stream)
+    offsets = offsets or [offset_of(record.dtype, name) for name in (*launch.reads, *launch.writes)]
+    return BoundLaunch(launch, grid, [record], [(0, offset) for offset in offsets], target)
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Array:
     """Draw scores for the blocks of a grid by the kernel, on the current device."""
     target = gpu.current_target()
     numbers = gpu.namespace().empty(shape, np.float32)
-    Drawer(shape, seed, target)(target.address(numbers), target.stream())
+    bound_kernel(drawing_launch(shape, seed), target)((target.address(numbers),), target.stream())
     return numbers
 
 

@@ -18,19 +18,9 @@ from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from .arguments import KernelArguments
 from .checks import Check
-from .launch import run
+from .launch import Lists, run
 from .tensor_map import Template, BoxedArray, simulated, template
 from .workspaces import SeparateWorkspaces
-
-
-@dataclass(frozen=True)
-class HostLists:
-    """The arrays of a work list on the host, where the simulator reads them."""
-
-    arrays: Mapping[str, Array]
-
-    def use(self, stream: Any) -> None:
-        """The arrays are ready at any time."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +57,8 @@ class Simulator:
         """Every bit is set where a kernel must write before another reads: NaN, if it is a float."""
         return lambda stream: [_workspace(each) for each in workspaces.values()]
 
-    def lists(self, work: WorkList) -> HostLists:
-        return HostLists(work.lists)
+    def lists(self, work: WorkList) -> Lists:
+        return Lists(work.lists)
 
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(simulated, tiles)

@@ -89,7 +89,6 @@ class BoxedArray(NamedTuple):
         return reasons
 
 
-@lru_cache(maxsize=4096)
 def simulated(boxed: BoxedArray, address: int) -> Any:
     """The tensor map of an array for a simulated kernel, as a NumPy scalar of 128 bytes.
 
@@ -110,7 +109,6 @@ def simulated(boxed: BoxedArray, address: int) -> Any:
     return encoded_map.view(f"V{BYTES}")[0]
 
 
-@lru_cache(maxsize=4096)
 def encoded(boxed: BoxedArray, address: int) -> Any:
     """Make the tensor map of an array on a GPU, by the CUDA driver.
 

@@ -13,7 +13,6 @@ import torch
 
 from ..arrays import BFLOAT16, Array, Namespace, ShapeDtype
 from ..blocks.work_list import WorkList
-from ..compiler import nvrtc
 from ..layouts import dense_strides, dtype_of
 from ..planning.launches import Pass
 from ..planning.plan import KernelPlan
@@ -69,7 +68,7 @@ class Layout(NamedTuple):
         return len(self.shape)
 
     def __array_namespace__(self) -> Namespace:
-        return nvrtc.current_device()[0]
+        return gpu.namespace()
 
 
 def layout_key(*tensors: Any) -> Hashable:
@@ -100,7 +99,10 @@ class TorchGpu(gpu.Gpu):
         device = torch._C._cuda_getDevice()
         key = device, torch._C._cuda_getCurrentRawStream(device)  # as PyTorch's compiled code asks for it
         found = self._streams.get(key)
-        return found if found is not None else self._streams.setdefault(key, _as_cupy_stream())
+        if found is None:
+            found = gpu.namespace().cuda.Stream.from_external(torch.cuda.current_stream())
+            found = self._streams.setdefault(key, found)
+        return found
 
     @property
     def current_stream(self) -> Callable[[], Any]:
@@ -139,11 +141,6 @@ class TorchGpu(gpu.Gpu):
         """Hold the plan and with it its work list; a graph of PyTorch owns the memory that its capture allocated."""
         if pins and plan.work.nbytes:
             gpu.hold(plan)
-
-
-def _as_cupy_stream() -> Any:
-    cupy, _ = nvrtc.current_device()
-    return cupy.cuda.Stream.from_external(torch.cuda.current_stream())
 
 
 def _as_tensor_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:

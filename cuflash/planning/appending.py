@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .cache_scales import CACHE_SCALES
-from .decoding import CACHE_PAGES, CacheLayout
+from .decoding import CACHE_PAGES, CACHE_SCALES, CacheLayout
 from .launches import MATRICES, Launch, Workspace
 from .spec import KernelSpec
 
@@ -41,7 +40,7 @@ class AppendPlan:
         Thread blocks.
     workspaces : dict of Workspace by name
     numbers : dict by name
-        Fields of the kernel's record; those of the cache are in ``cache``.
+        Fields of the kernel's record.
     """
 
     launch: Launch
@@ -74,10 +73,6 @@ def append_plan(
     if is_quantized:
         work, of_block = 2 * rows * heads, _WARPS_OF_ROWS * _ROWS_OF_A_WARP
     blocks = max(1, min(_MOST_BLOCKS, work // of_block))
-    cache = {
-        "batch": batch, "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,
-        "capacity": layout.capacity, "num_kv_heads": heads, "head_dim": head_dim, "value_dim": value_dim,
-    }  # fmt: skip
     workspaces = {"arrivals": Workspace((batch,), np.dtype(np.int32), is_zeroed=True)}
     scales = CACHE_SCALES.names if is_quantized else ()
     assert scales is not None
@@ -86,6 +81,7 @@ def append_plan(
         reads=("k", "v", "table", "counts", "lengths"),
         writes=("cache_k", "cache_v", *scales, "lengths", "num_faults", *workspaces),
     )  # fmt: skip
+    cache = layout.record(batch, heads, (head_dim, value_dim))
     numbers = {"cache": cache, "num_rows": rows, "blocks_per_sequence": blocks}
     return AppendPlan(launch=launch, grid=batch * blocks, workspaces=workspaces, numbers=numbers)
 

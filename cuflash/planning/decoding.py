@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cache_scales import CACHE_SCALES
 from .device import DeviceSpec
 from .families import SM80
 from .families.family import FORWARD_INPUTS
 from .families.sm80 import MOST_PARTS
-from .launches import MATRICES, Feature, Launch, Workspace
+from .launches import MATRICES, Feature, Launch, Workspace, record_of
 from .problem import Problem
 from .routing import FAMILIES, shared_bytes
 from .score_launches import with_score_argument
@@ -30,6 +29,7 @@ CACHE_PAGES = np.dtype(
     ],
     align=True,
 )
+CACHE_SCALES = np.dtype([(name, MATRICES) for name in ("k_scale", "v_scale")], align=True)  # of 8-bit numbers
 DECODE = np.dtype(
     [
         *((name, MATRICES) for name in ("q", "o", "lse")),
@@ -64,6 +64,14 @@ class CacheLayout(NamedTuple):
     num_pages: int
     max_pages: int
 
+    def record(self, batch: int, num_kv_heads: int, dims: tuple[int, int]) -> Any:
+        """The record CACHE_PAGES of a cache of rows of these dimensions, without addresses."""
+        head_dim, value_dim = dims
+        return record_of(CACHE_PAGES, {
+            **self._asdict(), "batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
+            "value_dim": value_dim,
+        })  # fmt: skip
+
 
 class _Tile(NamedTuple):
     block_kv: int
@@ -93,7 +101,7 @@ class DecodePlan:
     launch : Launch
     workspaces : dict of Workspace by name
     numbers : dict by name
-        Fields of the kernel's record; those of the cache are in ``cache``.
+        Fields of the kernel's record.
     score : Feature, optional
         The record of the score function.
     """
@@ -198,13 +206,9 @@ def decode_plan(
         writes=("o", "lse", "num_faults", *workspaces),
     )  # fmt: skip
     launch, score = with_score_argument(launch, problem)
-    cache = {
-        "batch": shape.num_batch, "num_pages": layout.num_pages, "max_pages": layout.max_pages,
-        "page_size": layout.page_size, "capacity": layout.capacity, "num_kv_heads": problem.num_kv_heads,
-        "head_dim": problem.head_dim, "value_dim": problem.value_dim,
-    }  # fmt: skip
     numbers = {
-        "cache": cache, "group_size": problem.group_size, "num_queries": problem.seqlen_q, "max_parts": max_parts,
+        "cache": layout.record(*heads, (problem.head_dim, problem.value_dim)), "group_size": problem.group_size,
+        "num_queries": problem.seqlen_q, "max_parts": max_parts,
         "left": layout.capacity if left is None else min(left, layout.capacity),
         "right": layout.capacity - 1 if right is None else min(right, layout.capacity - 1),
     }  # fmt: skip

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -115,16 +115,12 @@ class IntervalSource:
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
         """The sources of a resolved mask of sequences and closed forms without arrays; None of any other mask."""
-        factors = mask.operands if type(mask) is And else (mask,)
-        found = [factor for factor in factors if isinstance(factor, ResolvedSequences)]
-        closed = tuple(factor for factor in factors if not isinstance(factor, ResolvedSequences))
-        if len(found) != 1 or not all(factor.has_intervals for factor in closed):
+        parts = kept_and_closed(mask, lambda factor: isinstance(factor, ResolvedSequences))
+        if parts is None or not are_served(shape):
             return None
-        if any(True for factor in closed for _ in held_arrays(factor)) or len(shape.batch) > BATCH_AXES:
-            return None
-        if 0 in (shape.num_batch, *shape[1:]):
-            return None
-        sequences, over, rows = found[0].source, (1, 1), None
+        kept, closed = parts
+        assert isinstance(kept, ResolvedSequences)
+        sequences, over, rows = kept.source, (1, 1), None
         if any(extent != 1 for array in sequences.arrays for extent in array.shape[:-1]):
             over = shape.num_batch, 1
         if closed:
@@ -187,13 +183,12 @@ class IntervalSource:
     @cached_property
     def written(self) -> dict[str, int]:
         """Return the offset of each result in the array of bytes that holds all of them."""
-        ends = accumulate((_room(shape) for shape in self.shapes.values()), initial=0)
-        return dict(zip(self.shapes, ends))
+        return offsets_of({name: 4 * prod(shape) for name, shape in self.shapes.items()})
 
     @property
     def nbytes(self) -> int:
         """Bytes of the array that holds all results."""
-        return sum(map(_room, self.shapes.values()))
+        return sum(room(4 * prod(shape)) for shape in self.shapes.values())
 
     def views(self, found: Array) -> dict[str, Array]:
         """Results by name, as views of the array of bytes that holds them."""
@@ -211,11 +206,8 @@ class IntervalSource:
             record[f"{side}_batch_strides"] = offsets.batch_strides
             record[f"{side}_stride"], record[f"{side}_itemsize"] = offsets.stride, offsets.itemsize
             record[f"is_{side}_signed"] = offsets.is_signed
-        if self.rows is not None:
-            assert self.rows.lo is not None
-            over_batch, over_heads, length = self.rows.lo.shape
-            record["rows_batch_stride"] = over_heads * length if over_batch > 1 else 0
-            record["rows_head_stride"] = length if over_heads > 1 else 0
+        of_rows = leading_strides(None if self.rows is None else self.rows.lo)
+        record["rows_batch_stride"], record["rows_head_stride"] = of_rows
         record["left"], record["right"], record["is_bottom_right"] = self.left, self.right, self.is_bottom_right
         record["batch"] = [1] * missing + list(batch)
         record["num_matrices"], record["num_heads"] = self.batch * self.num_heads, self.num_heads
@@ -237,9 +229,38 @@ class IntervalSource:
         return [(spec, -(-number // spec.num_threads), 0) for spec, number in specs]
 
 
-def _room(shape: tuple[int, ...]) -> int:
-    """Bytes of a result."""
-    return -(-4 * prod(shape) // _ALIGNMENT) * _ALIGNMENT
+def kept_and_closed(mask: Mask, is_kept: Callable[[Mask], bool]) -> tuple[Mask, tuple[Mask, ...]] | None:
+    """The one factor of a mask that `is_kept`, and the others, which must be row intervals without arrays; or None."""
+    factors = mask.operands if type(mask) is And else (mask,)
+    kept, closed = list[Mask](), list[Mask]()
+    for factor in factors:
+        (kept if is_kept(factor) else closed).append(factor)
+    if len(kept) != 1 or not all(each.has_intervals and next(held_arrays(each), None) is None for each in closed):
+        return None
+    return kept[0], tuple(closed)
+
+
+def are_served(shape: MaskShape) -> bool:
+    """Return whether kernels make lists or row intervals of a shape: it has elements, and few leading axes."""
+    return len(shape.batch) <= BATCH_AXES and 0 not in (shape.num_batch, *shape[1:])
+
+
+def leading_strides(side: Array | None) -> tuple[int, int]:
+    """Strides in elements of the first two axes of lo or hi, 0 where their extent is 1."""
+    if side is None:
+        return 0, 0
+    batch, heads, rows = side.shape
+    return heads * rows if batch > 1 else 0, rows if heads > 1 else 0
+
+
+def room(nbytes: int) -> int:
+    """Bytes that a result takes in the array that holds all of them."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def offsets_of(nbytes: Mapping[str, int]) -> dict[str, int]:
+    """The offset of each result, of so many bytes, in the array that holds all of them."""
+    return dict(zip(nbytes, accumulate(map(room, nbytes.values()), initial=0)))
 
 
 def _closed_form(sequences: Sequences) -> dict[str, Any]:

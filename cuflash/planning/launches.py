@@ -31,6 +31,23 @@ TENSOR_MAP_PARAM = np.dtype(
 )  # how the tensor memory accelerator copies boxes of an array; is_valid is 0 if it cannot
 
 
+def record_of(dtype: np.dtype[Any], numbers: Mapping[str, Any]) -> Any:
+    """A record with these numbers in its fields, and zeros in all others."""
+    record = np.zeros((), dtype)
+    for name, number in numbers.items():
+        record[name] = number
+    return record
+
+
+def offset_of(dtype: np.dtype[Any], name: str) -> int:
+    """The offset in bytes of a field in a record, or in the record of the cache that it holds."""
+    assert dtype.fields is not None
+    if name in dtype.fields:
+        return int(dtype.fields[name][1])
+    kind, start = dtype.fields["cache"][:2]
+    return int(start) + offset_of(kind, name)
+
+
 class Workspace(NamedTuple):
     """An array in C order that one kernel of a pass writes and a later one reads.
 

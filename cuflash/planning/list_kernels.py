@@ -22,10 +22,9 @@ from ..blocks.index_mask import IndexMask
 from ..blocks.work_list import IntervalWork, ListedWork, WorkList, listed_block, work_list
 from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
-from ..masks.content import held_arrays
 from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
-from .interval_kernels import IntervalsAtCall, IntervalSource
+from .interval_kernels import IntervalsAtCall, IntervalSource, are_served, kept_and_closed, offsets_of, room
 from .launches import BATCH_AXES
 from .spec import KernelSpec
 
@@ -57,7 +56,6 @@ LIST_PARAMS = np.dtype(
     ],
     align=True,
 )
-_ALIGNMENT = 256  # bytes; of each list in the array that holds all of them
 _SHARED_BYTES = {"pointers": 4, "entries": 4}  # of a thread
 # Fields of a block index, and the results of the kernels that they are.
 _FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
@@ -107,13 +105,11 @@ class ListSource:
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tuple[ListSource, Array] | None:
         """Return the sources of a mask's lists, and its array; None for a mask that the kernels do not serve."""
-        parts = _kept_and_closed(mask)
+        parts = kept_and_closed(mask, _has_no_intervals)
         if parts is None:
             return None
         kept, closed = parts
-        if not isinstance(kept, BlockGrid) or len(shape.batch) > BATCH_AXES:
-            return None
-        if 0 in (shape.num_batch, *shape[1:]):
+        if not isinstance(kept, BlockGrid) or not are_served(shape):
             return None
         array, element = kept.blocks.array, kept.block
         batch = shape.num_batch if any(extent != 1 for extent in array.shape[:-3]) else 1
@@ -190,17 +186,13 @@ class ListSource:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Return the offset of each result in the array of bytes that holds all of them."""
-        found, end = {}, 0
-        for name, shape in self.shapes.items():
-            found[name] = end
-            end += -(-prod(shape) * self.dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
-        return found
+        return offsets_of({name: prod(shape) * self.dtype(name).itemsize for name, shape in self.shapes.items()})
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the array that holds all results."""
         last = _RESULTS[-1]
-        return self.offsets[last] + -(-prod(self.shapes[last]) * 4 // _ALIGNMENT) * _ALIGNMENT
+        return self.offsets[last] + room(prod(self.shapes[last]) * 4)
 
     def lists_of(self, lists: Array) -> dict[str, Array]:
         """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
@@ -315,6 +307,10 @@ class ListedAtCall(ListedWork):
 WorkAtCall = ListedAtCall | IntervalsAtCall  # whose arrays a call makes, and hands to its kernels as `AT_CALL`
 
 
+def _has_no_intervals(mask: Mask) -> bool:
+    return not mask.has_intervals
+
+
 def work_of_kernels(
     mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False
 ) -> WorkList:
@@ -334,19 +330,9 @@ def work_of_kernels(
     return work_list(mask, shape, tile, is_ordered=is_ordered) if found is None else ListedAtCall.of(found[0])
 
 
-def _kept_and_closed(mask: Mask) -> tuple[Mask, tuple[Mask, ...]] | None:
-    """The one factor of a mask that has no row intervals, and the others, which must hold no arrays; None otherwise."""
-    factors = mask.operands if type(mask) is And else (mask,)
-    closed = tuple(factor for factor in factors if factor.has_intervals)
-    others = [factor for factor in factors if not factor.has_intervals]
-    if len(others) != 1 or any(True for factor in closed for _ in held_arrays(factor)):
-        return None
-    return others[0], closed
-
-
 def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
     """The work of a block index that carries lists, perhaps intersected with closed forms; None of any other mask."""
-    parts = _kept_and_closed(mask)
+    parts = kept_and_closed(mask, _has_no_intervals)
     if parts is None:
         return None
     grid, closed = parts

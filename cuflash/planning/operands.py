@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import DTYPES, ShapeDtype, describe, is_array, is_number
 from ..errors import UnsupportedProblem
+from ..masks.shape import broadcasts_to
 
 
 class Operand(NamedTuple):
@@ -66,20 +67,13 @@ def _no_operand(name: str, value: Any, heads_shape: tuple[int, ...]) -> str:
 
 def _sink_reasons(name: str, array: Any, heads_shape: tuple[int, ...]) -> list[str]:
     reasons, shape = [], tuple(array.shape)
-    if not _broadcasts(shape, heads_shape):
+    if not broadcasts_to(shape, heads_shape):
         leading = f" or one that broadcasts to (*batch, num_heads) = {heads_shape}" if len(heads_shape) > 1 else ""
         reasons.append(f"{name} must have shape (num_heads,) = ({heads_shape[-1]},){leading}; got {shape}")
     if array.dtype not in DTYPES:
         known = ", ".join(map(str, DTYPES))
         reasons.append(f"{name} must be {known}; got {array.dtype}: write {name}.astype(np.float32)")
     return reasons
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    try:
-        return np.broadcast_shapes(shape, to) == to
-    except ValueError:
-        return False
 
 
 def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tuple[str, ...]:

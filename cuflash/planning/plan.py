@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -79,14 +78,6 @@ class KernelPlan:
     def specs(self) -> dict[str, KernelSpec]:
         """The specifications of all kernels, by entry in the order of their launches; none on the host."""
         return {} if self.kernels is None else self.kernels.forward.specs | self.kernels.backward.specs
-
-    def with_specs(self, specs: Mapping[str, KernelSpec]) -> KernelPlan:
-        """The plan with other kernels in place of those of the same entries: for tile sweeps."""
-        assert self.family is not None and self.kernels is not None
-        made = self.family.launches(
-            self.problem, self.device, self.work, deterministic=self.kernels.is_repeatable, specs=specs
-        )
-        return replace(self, kernels=made)
 
     @property
     def list_bytes(self) -> int:

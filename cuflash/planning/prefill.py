@@ -137,16 +137,19 @@ def prefill_plan(
     intervals = Launch(
         spec=first, tiles=blocks, shared_bytes=0, reads=of_cache, writes=("o", "lse", "num_faults", *workspaces)
     )
+    # Rows of a box, which lies within one page: steps of keys start at multiples of their width. One page of all
+    # positions has boxes of as many rows as are soon copied one by one, where a sequence ends.
+    box_rows = gcd(spec.block_kv, _ROWS_OF_ONE_PAGE if layout.max_pages == 1 else layout.page_size)
     launch = Launch(
         spec=spec, tiles=problem.num_heads * -(-rows // spec.block_q), shared_bytes=owner.shared_bytes(spec),
         reads=(*FORWARD_INPUTS, "table", *of_cache, *workspaces),
         writes=("o", "lse", "num_faults"), features=("pages",), max_blocks=max_blocks,
-        boxes=_page_boxes(owner.boxes(spec), _box_rows(spec, layout)),
+        boxes={name: (box_rows if name in ("k", "v") else box[0], box[1]) for name, box in owner.boxes(spec).items()},
     )  # fmt: skip
     launch, score = with_score_argument(launch, problem)
     pages = {
         "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,
-        "capacity": layout.capacity, "num_queries": rows, "box_rows": _box_rows(spec, layout),
+        "capacity": layout.capacity, "num_queries": rows, "box_rows": box_rows,
     }  # fmt: skip
     numbers = {
         "num_heads": problem.num_heads, "value_dim": problem.value_dim, "blocks_per_sequence": blocks,
@@ -157,16 +160,3 @@ def prefill_plan(
         problem=problem, intervals=intervals, launch=launch, grids=(intervals.grid(batch), launch.grid(batch)),
         workspaces=workspaces, pages=pages, numbers=numbers, score=score,
     )  # fmt: skip
-
-
-def _box_rows(spec: KernelSpec, layout: CacheLayout) -> int:
-    """Rows of a box, which lies within one page: steps of keys start at multiples of their width.
-
-    One page of all positions has boxes of as many rows as are soon copied one by one, where a sequence ends.
-    """
-    return gcd(spec.block_kv, _ROWS_OF_ONE_PAGE if layout.max_pages == 1 else layout.page_size)
-
-
-def _page_boxes(boxes: Mapping[str, tuple[int, int]], rows: int) -> dict[str, tuple[int, int]]:
-    """The boxes of tensor maps, but those of keys and values with so many rows."""
-    return {name: (rows if name in ("k", "v") else box[0], box[1]) for name, box in boxes.items()}

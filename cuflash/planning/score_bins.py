@@ -6,12 +6,8 @@ other. A table has bins if its last index alone depends on query and key, so tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..scores.program import depends, derived, gradient_loads
-
-if TYPE_CHECKING:
-    from .problem import Problem
+from .problem import Problem
 
 MAX_BINS = 32  # elements of a row: 32 kB of shared memory for eight warps
 WARP_LANES = 32

@@ -13,11 +13,10 @@ from .captured_sums import OWN, address_rank, kinds_of_sums, sums_name, with_cap
 from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
 from .spec import KernelSpec
-from .staged_array import STAGED_BOX, STAGED_MAP, staged_load
+from .staged_array import STAGED_BOX, STAGED_MAP, staged_array
 
 NAME = "score"  # the feature's name
 MAP_NAME = "staged_map"  # the feature of the tensor map of a staged array
-_PREFIX, _GRADIENT_PREFIX = "score.", "dscore."
 # Kernels that make scores, and of those that make their gradients the one that adds up those of captured arrays.
 _FORWARD = ("scores", "forward", "block_mass")
 _BACKWARD = ("scores", "gradient_scores", "backward", "backward_rows", "backward_columns")
@@ -26,12 +25,12 @@ _ADDING = ("gradient_scores", "backward", "backward_columns")
 
 def array_name(name: str) -> str:
     """Name a captured array among the arrays of a pass, which have names such as "delta" too."""
-    return _PREFIX + name
+    return f"score.{name}"
 
 
 def gradient_name(name: str) -> str:
     """Name the gradient of a captured array, which kernels add to: it is zero before the first of them."""
-    return _GRADIENT_PREFIX + name
+    return f"d{array_name(name)}"
 
 
 def num_leading(program: Program) -> int:
@@ -129,12 +128,8 @@ def with_score(
 def stored_gradient(backward: Pass) -> str | None:
     """The gradient of a captured array that a kernel stores in the array's dtype, among the arrays of the pass."""
     for launch in backward.launches.values():
-        if launch.spec.score_is_stored:
-            program = launch.spec.score
-            assert program is not None
-            load = staged_load(program)
-            assert load is not None
-            return gradient_name(program.arrays[program.instructions[load].value].name)
+        if launch.spec.score_is_stored and (array := staged_array(launch.spec.score)) is not None:
+            return gradient_name(array.name)
     return None
 
 
@@ -170,12 +165,9 @@ def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pa
 
 def _map_feature(spec: KernelSpec) -> Feature:
     """Return the tensor map of the array that a kernel stages: each copy is a panel of a warpgroup's queries."""
-    program = spec.score
-    assert program is not None
-    load = staged_load(program)
-    assert load is not None
-    name = array_name(program.arrays[program.instructions[load].value].name)
-    return Feature(MAP_NAME, STAGED_MAP, boxes={"array": (name, STAGED_BOX)})
+    array = staged_array(spec.score)
+    assert array is not None
+    return Feature(MAP_NAME, STAGED_MAP, boxes={"array": (array_name(array.name), STAGED_BOX)})
 
 
 def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tuple[str, ...]) -> Feature:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import accumulator_dtype
-from .launches import BATCH_AXES, Launch
+from .launches import BATCH_AXES, Launch, record_of
 from .spec import KernelSpec
 
 # Mirror `kernels_cu/lists/selection.cuh`.
@@ -181,8 +181,7 @@ class ChoiceRule:
 
     def _record(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> Any:
         *_, num_q_blocks, num_kv_blocks = shape
-        record = np.zeros((), CHOICE)
-        numbers = {
+        return record_of(CHOICE, {
             "mass": self.mass, "threshold": self.threshold or 0.0, "offset": self.offset,
             "num_rows": prod(shape[:-1]), "num_q_blocks": num_q_blocks, "num_kv_blocks": num_kv_blocks,
             "seqlen_q": self.lengths[0], "block_q": self.block[0], "block_kv": self.block[1],
@@ -190,10 +189,7 @@ class ChoiceRule:
             "is_causal": self.is_causal, "num_sinks": min(self.num_sinks, num_kv_blocks),
             "num_local": min(self.num_local, num_kv_blocks), "has_diagonal": self.has_diagonal,
             "keeps_places": keeps_places, "keeps_bits": keeps_bits,
-        }  # fmt: skip
-        for name, number in numbers.items():
-            record[name] = number
-        return record
+        })  # fmt: skip
 
 
 def wide_choosing_launch(
@@ -322,14 +318,11 @@ def key_scoring_launch(
     first_diagonal_key : int or None
         The last key, which need not exist, that the first query sees under a causal mask; None without one.
     """
-    num_matrices, record = _of_rows(KEY_SCORES, q, k, batch)
     num_rows, num_keys = q.shape[-2], k.shape[-2]
-    numbers = {
+    num_matrices, record = _of_rows(KEY_SCORES, q, k, batch, {
         "scale_log2": scale * log2(e), "first_diagonal_key": first_diagonal_key or 0, "num_rows": num_rows,
         "num_keys": num_keys, "is_causal": first_diagonal_key is not None,
-    }  # fmt: skip
-    for name, number in numbers.items():
-        record[name] = number
+    })  # fmt: skip
     spec = selection_spec("key_scores", q.dtype)
     pitch = spec.head_dim + 16 // spec.accumulator.itemsize  # a row of a tile has 16 bytes of padding
     launch = Launch(
@@ -361,13 +354,11 @@ def slash_summing_launch(
         Of scores and sums.
     """
     *heads, num_rows, num_keys = score_shape
-    record, spec = np.zeros((), SLASH_SUMS), selection_spec("slash_sums", dtype)
-    numbers = {
+    spec = selection_spec("slash_sums", dtype)
+    record = record_of(SLASH_SUMS, {
         "first_diagonal_key": first_diagonal_key, "num_matrices": prod(heads), "num_rows": num_rows,
         "num_keys": num_keys, "num_distances": num_distances, "num_runs": num_key_runs(num_keys),
-    }  # fmt: skip
-    for name, number in numbers.items():
-        record[name] = number
+    })  # fmt: skip
     launch = Launch(
         spec=spec, tiles=0, shared_bytes=2 * spec.block_q * dtype.itemsize, reads=("scores", "runs"),
         writes=("of_keys", "of_distances"),
@@ -405,23 +396,21 @@ def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int)
     page_size : int
         Keys of a page.
     """
-    num_matrices, record = _of_rows(PAGE_BOUNDS, q, k, batch)
     num_pages = -(-k.shape[-2] // page_size)
-    num_bounds = num_matrices * q.shape[-2] * num_pages
-    numbers = {
-        "num_bounds": num_bounds, "num_queries": q.shape[-2], "num_keys": k.shape[-2], "num_pages": num_pages,
-        "page_size": page_size,
-    }  # fmt: skip
-    for name, number in numbers.items():
-        record[name] = number
+    num_matrices, record = _of_rows(PAGE_BOUNDS, q, k, batch, {
+        "num_queries": q.shape[-2], "num_keys": k.shape[-2], "num_pages": num_pages, "page_size": page_size,
+    })  # fmt: skip
+    record["num_bounds"] = num_bounds = num_matrices * q.shape[-2] * num_pages
     spec = selection_spec("page_bounds", q.dtype)
     launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("bounds",))
     return launch, -(-num_bounds // _WARPS), record
 
 
-def _of_rows(layout: np.dtype[Any], q: Any, k: Any, batch: tuple[int, ...]) -> tuple[int, Any]:
-    """The number of batch entries and heads, and a record that tells how rows of q and of k lie."""
-    record = np.zeros((), layout)
+def _of_rows(
+    layout: np.dtype[Any], q: Any, k: Any, batch: tuple[int, ...], numbers: dict[str, Any]
+) -> tuple[int, Any]:
+    """The number of batch entries and heads, and a record of numbers and of how rows of q and of k lie."""
+    record = record_of(layout, numbers)
     sizes = (1,) * (BATCH_AXES - len(batch)) + batch
     for name, array in (("q", q), ("k", k)):
         missing = (0,) * (BATCH_AXES + 3 - array.ndim)
@@ -451,21 +440,15 @@ def _launch_of_threads(
     writes: tuple[str, ...],
 ) -> tuple[Launch, int, Any]:
     """Return a launch of so many threads, its thread blocks, and its record without an address."""
-    record = np.zeros((), layout)
-    for name, number in numbers.items():
-        record[name] = number
     spec = selection_spec(entry, dtype)
     launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=reads, writes=writes)
-    return launch, -(-num_threads // spec.num_threads), record
+    return launch, -(-num_threads // spec.num_threads), record_of(layout, numbers)
 
 
 def drawing_launch(shape: tuple[int, ...], seed: int) -> tuple[Launch, int, Any]:
     """Return the launch that draws a number for each cell, its thread blocks, and its record without an address."""
-    record = np.zeros((), DRAW)
-    record["num_cells"], record["seed"] = prod(shape), seed % (1 << 64)
-    spec = selection_spec("draw", np.dtype(np.float32))
-    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=(), writes=("numbers",))
-    return launch, -(-prod(shape) // spec.num_threads), record
+    dtype, numbers = np.dtype(np.float32), {"num_cells": prod(shape), "seed": seed % (1 << 64)}
+    return _launch_of_threads("draw", dtype, DRAW, numbers, prod(shape), reads=(), writes=("numbers",))
 
 
 def means_shape(shape: tuple[int, ...], side: int) -> tuple[int, ...]:

@@ -6,16 +6,12 @@ scores. Its elements of a step come like the step's keys, by TMA, and not one by
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..scores.program import Program, derived
+from ..scores.program import ArrayType, Program, derived
 from .captured_sums import OWN, axes_of_parts, kinds_of_sums
 from .launches import TENSOR_MAP_PARAM
-
-if TYPE_CHECKING:
-    from .problem import Problem
+from .problem import Problem
 
 # The record StagedMap of sm90/staged_array.cuh, and queries and keys of a box that it copies.
 STAGED_MAP = np.dtype([("array", TENSOR_MAP_PARAM)])
@@ -40,25 +36,26 @@ def staged_load(program: Program) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
+def staged_array(program: Program | None) -> ArrayType | None:
+    """The array to stage, or None if there is no score function or none of its arrays can be staged."""
+    if program is None or (load := staged_load(program)) is None:
+        return None
+    array: ArrayType = program.arrays[program.instructions[load].value]
+    return array
+
+
 def can_stage(problem: Problem) -> bool:
     """Return whether the problem's score function reads an array that can be staged: rows are whole packets."""
-    if problem.score is None or (load := staged_load(problem.score)) is None:
-        return False
-    array = problem.score.arrays[problem.score.instructions[load].value]
-    operand = problem.operand(array.name)
-    assert operand is not None
-    return operand.shape[-1] % _PACKET == 0
+    array = staged_array(problem.score)
+    operand = None if array is None else problem.operand(array.name)
+    return operand is not None and operand.shape[-1] % _PACKET == 0
 
 
 def gradient_in_parts(problem: Problem) -> str | None:
     """The array whose gradient kernels may round for each batch entry or head before they add these up, if any."""
-    program = problem.score
-    if program is None or can_store_gradient(problem) or not can_store_gradient(problem, in_parts=True):
-        return None
-    load = staged_load(program)
-    assert load is not None
-    name: str = program.arrays[program.instructions[load].value].name
-    return name
+    array = staged_array(problem.score)
+    is_in_parts = not can_store_gradient(problem) and can_store_gradient(problem, in_parts=True)
+    return array.name if array is not None and is_in_parts else None
 
 
 def can_store_gradient(problem: Problem, *, in_parts: bool = False) -> bool:
@@ -67,14 +64,10 @@ def can_store_gradient(problem: Problem, *, in_parts: bool = False) -> bool:
     It is where each element is read for one score, or with `in_parts` for one of each batch entry or head, the slope of
     the array is that of the score, and the array has the dtype of the products.
     """
-    program = problem.score
-    if program is None or not can_stage(problem):
+    program, array = problem.score, staged_array(problem.score)
+    if program is None or array is None or not can_stage(problem):
         return False
-    load = staged_load(program)
-    assert load is not None
-    number = program.instructions[load].value
-    array = program.arrays[number]
-    is_read = [each.op == "load" and each.value == number for each in program.instructions]
+    is_read = [each.op == "load" and program.arrays[each.value] == array for each in program.instructions]
     if array.name not in problem.wrt or array.dtype != problem.dtype.name or sum(is_read) != 1:
         return False
     _, slope, slope_of_array = derived(program, (array.name,)).results

@@ -12,12 +12,12 @@ from ..blocks.index import BlockIndex
 from ..executors import checks, gpu
 from ..executors.index_maker import IndexMaker, maker_of
 from ..executors.selecting import (
-    Chooser, Crosser, Drawer, FixedSelection, Pooler, PositionChooser, Scoring, Selection, bound_kernel,
+    Chooser, Crosser, FixedSelection, Pooler, PositionChooser, Scoring, Selection, bound_kernel,
 )  # fmt: skip
 from ..planning.launches import Workspace
 from ..planning.options import Options
 from ..planning.selection_kernels import (
-    ChoiceRule, key_scoring_launch, num_distances, num_key_runs, page_bounding_launch, runs_of_rows,
+    ChoiceRule, drawing_launch, key_scoring_launch, num_distances, num_key_runs, page_bounding_launch, runs_of_rows,
     slash_summing_launch, spreading_launch,
 )  # fmt: skip
 from ..plans import layout_key
@@ -234,13 +234,15 @@ def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selectio
     """The selection by numbers that the kernel draws; None where the kernels do not serve it."""
     if _is_empty(grid):
         return None
-    draw = Drawer((*grid.heads, *grid.size), seed, gpu.current_target())
+    shape = (*grid.heads, *grid.size)
+    draw = bound_kernel(drawing_launch(shape, seed), gpu.current_target())
 
     def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
-        draw(room[0], stream)
+        draw((room[0],), stream)
         return ()
 
-    return _by_scores(grid, Scoring({"numbers": draw.numbers}, score, has_shares=False), budget, forced)
+    numbers = Workspace(shape, np.dtype(np.float32))
+    return _by_scores(grid, Scoring({"numbers": numbers}, score, has_shares=False), budget, forced)
 
 
 def _is_empty(grid: Grid) -> bool:

@@ -146,18 +146,14 @@ def cache_directory() -> Path:
     """Return the folder of compiled kernels: the one that is kept, or one of this process if that cannot serve."""
     folder = host_cache.folder()
     fault = host_cache.made(folder)
-    return _temporary_directory(fault) if fault else folder
+    return Path(_temporary_directory(fault).name) if fault else folder
 
 
 @functools.lru_cache(maxsize=None)
-def _temporary_directory(reason: str) -> Path:
+def _temporary_directory(reason: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder that is removed when the process ends."""
     warnings.warn(f"kernels for the host are compiled anew in every process: {reason}", RuntimeWarning, stacklevel=2)
-    folder = tempfile.TemporaryDirectory(prefix="cuflash-sim-")
-    _kept.append(folder)
-    return Path(folder.name)
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
+    return tempfile.TemporaryDirectory(prefix="cuflash-sim-")
 
 
 def _compiler() -> str:

@@ -276,6 +276,15 @@ def kernel_of(plan: KernelPlan, entry: str) -> KernelSpec:
     return plan.specs.get(entry) or replace(plan.specs["forward"], entry=entry)
 
 
+def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
+    """The plan with other kernels in place of those of the same entries."""
+    assert plan.family is not None and plan.kernels is not None
+    choose, family = plan.family.specs, type(plan.family)()
+    setattr(family, "specs", lambda *args, **options: choose(*args, **options) | specs)
+    kernels = family.launches(plan.problem, plan.device, plan.work, deterministic=plan.kernels.is_repeatable)
+    return replace(plan, kernels=kernels)
+
+
 def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
     """The plan with a kernel at another tile, and kernels beside it that must cut alike."""
     specs = {spec.entry: spec}
@@ -286,7 +295,7 @@ def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
         specs |= {entry: replace(plan.specs[entry], **tile) for entry in ("backward_statistics", "convert_dq")}
     elif spec.name == "simt_backward":  # which plans of few columns do without
         specs["backward_statistics"] = replace(spec, entry="backward_statistics", block_q=64, block_kv=8)
-    return plan.with_specs(specs)
+    return with_specs(plan, specs)
 
 
 def base_plan(q: Any, k: Any, v: Any, family: str, entry: str, mask: str, **options: Any) -> KernelPlan:

@@ -12,7 +12,7 @@ from cuflash import masks, selectors
 from cuflash.arrays import DTYPES, accumulator_dtype
 from cuflash.executors import gpu, index_maker, selecting
 from cuflash.executors.bound_launch import BoundLaunch
-from cuflash.executors.decoding import offset_of
+from cuflash.planning.launches import offset_of
 from cuflash.executors.sim import Simulator
 from cuflash.planning import selection_kernels
 from cuflash.planning.selection_kernels import (

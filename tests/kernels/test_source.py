@@ -180,16 +180,18 @@ def test_nvrtc_names_our_file_and_line(nvrtc: Any, kernels: Path, spec: Make, pl
 
 # The record.
 
+PARAMS = ["attention/params.cuh"]
+
 
 @pytest.mark.parametrize("standard", ["c++17", "c++20"])
 def test_the_records_are_laid_out_as_their_twins(standard: str) -> None:
     text = room.flatten("attention/params.cuh")
-    assert _host_compiler(text + records.assertions(host=True), standard) == ""
+    assert _host_compiler(text + records.assertions("attention", PARAMS, host=True), standard) == ""
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["offset", "size"])
 def test_each_wrong_number_stops_the_compiler(which: int) -> None:
-    lines = records.assertions(host=True).splitlines()
+    lines = records.assertions("attention", PARAMS, host=True).splitlines()
     members = [re.findall('"(.*)"', line)[0] for line in lines if "static_assert" in line]
     for number, line in enumerate(lines):
         equals = re.findall(r"== \d+", line)
@@ -204,7 +206,8 @@ def test_nvrtc_and_gcc_are_asked_the_same() -> None:
     def facts(text: str) -> list[tuple[str, ...]]:
         return re.findall(r'== (\d+)(?: && sizeof\((.*)\) == (\d+))?, "(.*)"', text)
 
-    assert facts(records.assertions()) == facts(records.assertions(host=True)) != []
+    of_nvrtc, of_host = (records.assertions("attention", PARAMS, host=host) for host in (False, True))
+    assert facts(of_nvrtc) == facts(of_host) != []
 
 
 # Shared memory.

@@ -180,7 +180,7 @@ FAULTS = {
             LAUNCH, "BoundLaunch.__init__", "ends[number] + offset // 8", "offset // 8"
         ),
         "counts are written before the record of the cache": Edit(
-            "executors/decoding.py", "offset_of", "int(start) + offset_of(kind, name)", "offset_of(kind, name)"
+            "planning/launches.py", "offset_of", "int(start) + offset_of(kind, name)", "offset_of(kind, name)"
         ),
         "an lse that is wanted is not written": Edit(
             FILE, "DecodeStep.run", "addresses[0] = lse", "pass"

@@ -17,6 +17,7 @@ import cuflash
 import cupy_machine
 import numpy as np
 import pytest
+from cuflash.executors import selecting
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
@@ -185,7 +186,7 @@ def test_the_proof_s_selectors_launch_every_kernel_of_selectors(load, tmp_path, 
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
         machine.runs_kernels = False
         monkeypatch.setattr("cuflash.executors.index_maker._makers", {})
-        monkeypatch.setattr("cuflash.executors.selecting._choosers", {})
+        monkeypatch.setattr(selecting, "_chooser", selecting._chooser.__wrapped__)
         monkeypatch.setattr("cuflash.selectors.bound._selections", {})
         monkeypatch.setattr("cuflash.selectors.grid._facts", {})
         assert proof.run_selectors() == 18

@@ -15,6 +15,7 @@ from cuflash.planning.captured_sums import EXACT_WORDS
 from cuflash.planning.launches import DqSemaphoreOrder
 from cuflash.executors.params import ParamsTemplate, View
 from cuflash.planning.plan import KernelPlan
+from cuflash.planning.spec import KernelSpec
 from cuflash.compiler.source import flatten_text
 from cuflash.executors.tensor_map import BoxedArray, encoded, simulated
 from cuflash.testing import Structure
@@ -875,13 +876,22 @@ class Walk(NamedTuple):
     launch: Launch
 
 
+def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
+    """The plan with other kernels in place of those of the same entries."""
+    assert plan.family is not None and plan.kernels is not None
+    choose, family = plan.family.specs, type(plan.family)()
+    setattr(family, "specs", lambda *args, **options: choose(*args, **options) | specs)
+    kernels = family.launches(plan.problem, plan.device, plan.work, deterministic=plan.kernels.is_repeatable)
+    return replace(plan, kernels=kernels)
+
+
 def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
     """Make a probe of all steps: query tiles that step over keys by `key_tile`, and the other way round."""
     example = structure.example()
     plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim", deterministic=True).plan
     entries = ("forward", "backward_columns")
     num_batch, tile = plan.problem.mask_shape.num_batch, {"block_q": query_tile, "block_kv": key_tile}
-    cut = plan.with_specs({entry: replace(plan.specs[entry], **tile) for entry in entries}).kernels
+    cut = with_specs(plan, {entry: replace(plan.specs[entry], **tile) for entry in entries}).kernels
     launches = cut.forward.launches | cut.backward.launches
     grids = [launches[entry].grid(num_batch) for entry in entries]
     shape = (plan.problem.mask_shape.num_batch, *plan.problem.mask_shape[1:])

@@ -6,7 +6,6 @@ in device memory between two iterations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -99,9 +98,8 @@ class FlashAttention1(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
-        chosen = self.specs(problem, device, list_block_of(work)) | dict(specs or {})
+        chosen = self.specs(problem, device, list_block_of(work))
         forward, backward = chosen["forward"], chosen["backward"]
         lse_shape, accumulator = problem.lse_shape(), problem.accumulator
 

@@ -12,9 +12,10 @@ from ...arrays import BFLOAT16
 from ...blocks.work_list import ListedWork, WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
-from ..launches import Kernels
+from ..launches import Kernels, TileOrder
 from ..problem import Problem
 from ..spec import KernelSpec
+from ..tile_order import heads_per_wave
 
 # A kernel is compiled for the smallest of these dimensions that holds the problem's.
 DIMS = (32, 64, 96, 128, 192, 256)
@@ -164,14 +165,8 @@ class Family(ABC):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
         """The launches of both passes over a work list.
-
-        Parameters
-        ----------
-        specs : dict of KernelSpec by entry, optional
-            Kernels that replace those of the same entries that the family would choose: for tile sweeps.
 
         Raises
         ------
@@ -204,6 +199,15 @@ class Family(ABC):
         """
         fitting = (device.tile_memory_bytes + 1024) // (self.shared_bytes(spec) + 1024)
         return device.num_processors * max(1, min(spec.min_blocks, fitting))
+
+    def order_of_waves(
+        self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
+    ) -> TileOrder:
+        """Heads that alternate under a band: those of one wave of the thread blocks of either kernel."""
+        return TileOrder(
+            heads_per_wave(work, self.resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
+            heads_per_wave(work, self.resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
+        )
 
 
 def rounded_dims(problem: Problem) -> tuple[int, int]:

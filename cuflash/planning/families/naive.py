@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from ...blocks.work_list import ListedWork, WorkList
@@ -18,21 +16,13 @@ from .family import Family, key_tiles, list_block_of, query_tiles
 _SIDE = 32  # rows and columns of a tile, which multiplies as many columns at a time
 _FORWARD = ("scores", "softmax", "output")
 _BACKWARD = ("scores", "gradient_scores", "gradient_queries", "gradient_keys")
-_READS = {
-    "scores": ("q", "k"),
-    "softmax": ("scores",),
-    "output": ("scores", "v"),
-    "gradient_scores": ("scores", "v", "o", "lse", "do", "dlse"),
-    "gradient_queries": ("score_gradients", "k"),
-    "gradient_keys": ("scores", "score_gradients", "q", "lse", "do"),
-}
-_WRITES = {
-    "scores": ("scores",),
-    "softmax": ("scores", "lse"),
-    "output": ("o",),
-    "gradient_scores": ("scores", "score_gradients"),
-    "gradient_queries": ("dq",),
-    "gradient_keys": ("dk", "dv"),
+_ARRAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # that kernels read and write
+    "scores": (("q", "k"), ("scores",)),
+    "softmax": (("scores",), ("scores", "lse")),
+    "output": (("scores", "v"), ("o",)),
+    "gradient_scores": (("scores", "v", "o", "lse", "do", "dlse"), ("scores", "score_gradients")),
+    "gradient_queries": (("score_gradients", "k"), ("dq",)),
+    "gradient_keys": (("scores", "score_gradients", "q", "lse", "do"), ("dk", "dv")),
 }
 
 
@@ -71,9 +61,8 @@ class Naive(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
-        chosen = self.specs(problem, device, list_block_of(work)) | dict(specs or {})
+        chosen = self.specs(problem, device, list_block_of(work))
         launches = {entry: self._launch(spec, problem, work) for entry, spec in chosen.items()}
         matrix = Workspace((*problem.lse_shape(), problem.seqlen_kv), problem.accumulator)
         num_heads = problem.num_batch_heads if isinstance(work, ListedWork) else 1
@@ -96,10 +85,9 @@ class Naive(Family):
             "gradient_queries": problem.num_heads * rows * head_tiles,
             "gradient_keys": problem.num_kv_heads * columns * (head_tiles + value_tiles),
         }
-        return Launch(
-            spec=spec, tiles=tiles[spec.entry], shared_bytes=self.shared_bytes(spec), reads=_READS[spec.entry],
-            writes=_WRITES[spec.entry],
-        )  # fmt: skip
+        reads, writes = _ARRAYS[spec.entry]
+        shared_bytes = self.shared_bytes(spec)
+        return Launch(spec=spec, tiles=tiles[spec.entry], shared_bytes=shared_bytes, reads=reads, writes=writes)
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Two padded tiles, and an int for each row of the second that says whether it is multiplied."""

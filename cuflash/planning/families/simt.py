@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -18,7 +17,6 @@ from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
-from ..tile_order import heads_per_wave
 from . import SIMT
 from .family import (
     BACKWARD_INPUTS,
@@ -113,9 +111,8 @@ class Simt(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
-        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic) | dict(specs or {})
+        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         is_one_walk = "backward" in chosen
         backward_entries = ("backward_statistics", "backward") if is_one_walk else ("backward_rows", "backward_columns")
         launches = {entry: self._launch(chosen[entry], problem, work) for entry in ("forward", *backward_entries)}
@@ -154,10 +151,7 @@ class Simt(Family):
         if isinstance(work, ListedWork):
             num_heads = problem.num_batch_heads
             return TileOrder(num_heads, num_heads)
-        return TileOrder(
-            heads_per_wave(work, self.resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
-            heads_per_wave(work, self.resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
-        )
+        return self.order_of_waves(problem, device, work, forward, backward)
 
     def _largest_fitting(
         self, smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int]

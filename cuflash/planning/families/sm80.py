@@ -21,7 +21,7 @@ from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..split_kv import num_splits as best_num_splits
-from ..tile_order import heads_per_wave, listed_heads, listed_kv_heads
+from ..tile_order import listed_heads, listed_kv_heads
 from . import SM80
 from .family import (
     BACKWARD_INPUTS,
@@ -161,11 +161,10 @@ class Sm80(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
         num_splits: int | None = None,
     ) -> Kernels:
         """The launches; as many thread blocks share each tile's keys as `num_splits` says, or else as many as pay."""
-        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic) | dict(specs or {})
+        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
             forward=sink_forward(forward, problem, "combine" if "combine" in forward.launches else "forward"),
@@ -210,9 +209,6 @@ class Sm80(Family):
 
     def backward(self, problem: Problem, work: WorkList, specs: Mapping[str, KernelSpec]) -> Pass:
         """The backward pass with these kernels; the sm90 family takes it too where its own kernels do not serve."""
-        return sink_backward(self._backward(problem, work, specs), problem)
-
-    def _backward(self, problem: Problem, work: WorkList, specs: Mapping[str, KernelSpec]) -> Pass:
         backward = specs["backward"]
         rows = query_tiles(problem, work, backward.block_q)
         query_tile_count = problem.num_heads * rows
@@ -227,7 +223,7 @@ class Sm80(Family):
                 "backward": self._launch(backward, key_tile_count, (*BACKWARD_INPUTS, "delta"), ("dk", "dv")),
                 "backward_rows": self._launch(rows_spec, rows_tiles, (*BACKWARD_INPUTS, "delta"), ("dq",)),
             }
-            return Pass(launches, workspaces)
+            return sink_backward(Pass(launches, workspaces), problem)
         *leading, _ = problem.lse_shape()
         sums = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
         inputs = (*BACKWARD_INPUTS, "delta", "dq_sum")
@@ -236,7 +232,7 @@ class Sm80(Family):
             "backward": self._launch(backward, key_tile_count, inputs, ("dq_sum", "dk", "dv")),
             "convert_dq": self._launch(specs["convert_dq"], query_tile_count, ("dq_sum",), ("dq",)),
         }
-        return Pass(launches, {"dq_sum": sums, **workspaces})
+        return sink_backward(Pass(launches, {"dq_sum": sums, **workspaces}), problem)
 
     def order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
@@ -244,10 +240,7 @@ class Sm80(Family):
         """Heads that alternate: those that fit the cache with a list, those of one wave of blocks under a band."""
         if isinstance(work, ListedWork):
             return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
-        return TileOrder(
-            heads_per_wave(work, self.resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
-            heads_per_wave(work, self.resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
-        )
+        return self.order_of_waves(problem, device, work, forward, backward)
 
     def _launch(self, spec: KernelSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
         return Launch(spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes)
@@ -342,7 +335,7 @@ def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any])
     """
     if num_queries > tile.block_q // 2:
         return tile
-    block_q = max(_MMA_SIDE, _power_of_two(2 * num_queries - 1))
+    block_q = max(_MMA_SIDE, power_of_two(2 * num_queries - 1))
     if widest > 128:
         tile = tile._replace(block_kv=min(tile.block_kv, 64))
     threads_per_processor = 384 if widest <= 128 and dtype.itemsize == 2 else 256
@@ -366,7 +359,7 @@ def _candidates(
 @lru_cache(maxsize=1024)
 def _fitted(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], max_accumulators: int | None) -> _Tile:
     """A tile no larger than `largest`, of as many warps as can share what it is then."""
-    block_q, block_kv = (_power_of_two(min(pair)) for pair in zip(tile[:2], largest))
+    block_q, block_kv = (power_of_two(min(pair)) for pair in zip(tile[:2], largest))
     if max_accumulators is None:
         num_warps = block_q // min(tile.block_q // tile.num_warps, block_q)
         return tile._replace(block_q=block_q, block_kv=block_kv, num_warps=num_warps)
@@ -405,7 +398,8 @@ def can_partition(rows: int, columns: int, num_warps: int) -> bool:
     )
 
 
-def _power_of_two(largest: int) -> int:
+def power_of_two(largest: int) -> int:
+    """The greatest power of two that is no larger."""
     return 1 << largest.bit_length() - 1
 
 

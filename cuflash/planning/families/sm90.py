@@ -37,7 +37,7 @@ from .family import (
     query_tiles,
     rounded_dims,
 )
-from .sm80 import Sm80
+from .sm80 import Sm80, power_of_two
 from .sm90_dq import adding_in_order, dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted_arrivals
 from .sm90_storage import NO_PRODUCTS, ROWS, boxes, query_stats_words, shared_bytes
 
@@ -149,12 +149,11 @@ class Sm90(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
-        chosen = _ordered(problem, chosen, work) | dict(specs or {})
+        chosen = _ordered(problem, chosen, work)
         forward, backward = chosen["forward"], chosen["backward"]
         tiles = problem.num_heads * query_tiles(problem, work, forward.block_q)
         counter = self._counter(problem)
@@ -424,7 +423,7 @@ def forward_spec(
         if block_q == ROWS:
             block_kv = min(block_kv, ROWS)  # so that several blocks fit
         if largest[1] % block_kv:
-            block_kv = max(_MMA_COLUMNS, _power_of_two(min(largest[1], block_kv)))
+            block_kv = max(_MMA_COLUMNS, power_of_two(min(largest[1], block_kv)))
     is_staged = largest is None and block_q > ROWS and width <= 128 and can_stage(problem)
     if is_staged:
         block_q, block_kv = 2 * ROWS, _STAGED_KEYS
@@ -512,7 +511,3 @@ def _backward_in_two_kernels(
         rows, entry="backward_statistics", num_warps=_STATISTICS_WARPS, min_blocks=1, num_stages=1
     )  # fmt: skip
     return {"backward_statistics": statistics, "backward": replace(rows, entry="backward"), "backward_rows": rows}
-
-
-def _power_of_two(largest: int) -> int:
-    return 1 << largest.bit_length() - 1

@@ -120,11 +120,10 @@ class Sm90Fp8(Family):
         work: WorkList,
         *,
         deterministic: bool = False,
-        specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
         rows = problem.rows_per_scale
         assert rows is not None
-        spec = (self.specs(problem, device, list_block_of(work)) | dict(specs or {}))["forward"]
+        spec = self.specs(problem, device, list_block_of(work))["forward"]
         launch = Launch(
             spec=spec, tiles=problem.num_heads * query_tiles(problem, work, spec.block_q),
             shared_bytes=self.shared_bytes(spec), reads=(*FORWARD_INPUTS, *SCALE_ARRAYS),
