@@ -933,7 +933,7 @@ class KVCache:
         reasons = [capacity_reason(name, growth, self._capacity) for growth in wanted if growth.stop > self._capacity]
         if not reasons:
             reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(wanted)]
-            refuse(reasons)
+        refuse(reasons)
         for growth in wanted:
             self._grow(growth)
 
