@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from contextlib import suppress
 from types import ModuleType
 
 import numpy as np
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
-from mutations.python_guards import part
 
 SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 MODEL = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": np.float16}
@@ -32,15 +28,6 @@ def memory_is_right(library: ModuleType) -> None:
     assert told.inputs == told.gradients == 2 * (2 * 4 * 30 * 8 + 2 * 2 * 50 * 8)
     assert told.results == 2 * 2 * 4 * 30 * 8 + 4 * 2 * 4 * 30
     assert told.forward == told.inputs + told.results + told.workspace
-
-
-def the_command_names_flags(library: ModuleType) -> None:
-    wrong = {"--layers": "0", "--page-size": "7", "--available": "-1"}
-    words = ["--kv-heads", "1", "--head-dim", "1", "--tokens", "1"]
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), suppress(SystemExit, library.UnsupportedProblem):
-        part(library, "study.calculators").memory_report([*words, *(word for each in wrong.items() for word in each)])
-    assert all(f"{flag} must" in said.getvalue() for flag in wrong)
 
 
 FILE = "study/calculators.py"
@@ -74,16 +61,6 @@ FAULTS = {
     },
     refuses(lambda library: library.kv_cache_bytes(**MODEL | {"head_dim": 0}, tokens=3), "head_dim must be an int"): {
         "extents may be 0": Edit(FILE, "_count_reasons", "and count >= 1)", "and count >= 0)"),
-    },
-    the_command_names_flags: {
-        "pages have the name of an argument": Edit(
-            FILE, "_flag_reasons", 'page_size_reasons(given.page_size, "--page-size")',
-            "page_size_reasons(given.page_size)",
-        ),
-        "the command takes any number of layers": Edit(FILE, "_flag_reasons", "if count < 1]", "if count < 0]"),
-        "the command takes any room": Edit(
-            FILE, "_flag_reasons", "not 0 <= given.available <", "not -9 <= given.available <"
-        ),
     },
     takes(lambda library: library.memory(library.plan(*[np.ones((3, 4))] * 3).plan).inputs == 3 * 3 * 4 * 8): {
         "plans of kernels are none": Edit(

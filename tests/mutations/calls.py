@@ -12,14 +12,12 @@ import subprocess
 import sys
 import tempfile
 from collections import namedtuple
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import scipy.sparse
-from hypothesis import HealthCheck, Phase, given, settings
 from mutations.planting import Edit
 from mutations.python_guards import part
 from foreign import Foreign
@@ -41,13 +39,6 @@ class Tracer(Traced):
     """Stands for the tracer that JAX's transformations pass."""
 
 
-def attends_to_a_tracer(library):
-    """Call attention with a tracer as k, and a stand-in for JAX."""
-    stand_in = SimpleNamespace(core=SimpleNamespace(Tracer=Tracer))
-    with mock.patch.dict(sys.modules, {"jax": stand_in}):
-        return attends(k=Tracer())(library)
-
-
 def refuses(call, *words):
     """Return a probe: the library's call raises one of its two errors, whose message has these words."""
 
@@ -64,17 +55,6 @@ def refuses(call, *words):
     return probe
 
 
-def compiles_for_the_shapes_of_host_arrays(library):
-    """Probe: without CuPy, the GPU is all that precompile misses, and not arrays on it."""
-    with mock.patch.dict(sys.modules, cupy=None):
-        try:
-            library.precompile(Q, Q, Q)
-        except RuntimeError as error:
-            assert "CuPy is missing" in str(error), f"says {error}"
-        except Exception as error:
-            raise AssertionError(f"raises {error!r}") from error
-
-
 def takes(call):
     """Return a probe: the library's call raises nothing and returns a true value."""
 
@@ -87,32 +67,12 @@ def takes(call):
     return probe
 
 
-def refuses_without(word, call):
-    """Return a probe: the library's call raises one of its two errors, whose message lacks the word."""
-
-    def probe(library):
-        try:
-            call(library)
-        except (TypeError, part(library, "errors").UnsupportedProblem) as error:
-            assert word not in str(error), f"says {error}"
-        else:
-            raise AssertionError("is taken")
-
-    return probe
-
-
 class KVCache:
     """Stand-in with the methods by which messages recognize a cache."""
 
 
 def attends(**options):
     return lambda library: library.attention(**{"q": Q, "k": Q, "v": Q, **options})
-
-
-def attends_of(q, k, **options):
-    """Return a call with q and k, which is v too, of these shapes."""
-    q, k = (np.zeros(shape, np.float32) for shape in (q, k))
-    return attends(q=q, k=k, v=k, **options)
 
 
 def twice(first, second):
@@ -200,18 +160,6 @@ def kept(library):
         with compiler._opened(target) or contextlib.nullcontext() as is_whole:
             target.write_bytes(target.read_bytes()[:-3])
             return is_whole and compiler._opened(target) is None
-
-
-def build_error(command, *words):
-    def call(library):
-        compiler = part(library, "sim.compiler")
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                compiler._publish([command], Path(folder) / "kernel.so", "a kernel")
-            except compiler.BuildError as error:
-                return all(word in str(error) for word in words)
-
-    return takes(call)
 
 
 def without_libraries(library):
@@ -312,86 +260,15 @@ def imported_late(library):
     return run.stdout == "[]\n['numpy']\n"
 
 
-def sources_make_masks(library):
-    """Source of a mask, evaluated, is a mask with the same elements."""
-    masks, source_text = part(library, "masks"), part(library, "testing.source_text").source_text
-    rng = np.random.default_rng(0)
-    trees = [
-        masks.Causal() ^ ~masks.Dense(rng.random((9, 9)) < 0.5),
-        (masks.Causal() | masks.SlidingWindow(2, 2)) & masks.Documents(np.arange(9, dtype=np.uint8) // 2),
-    ]
-    given = [(tree, 9) for tree in trees] + [
-        (masks.Documents(rng.integers(0, 9, 70, np.int16)), 70), (masks.Causal().on_blocks((4, 4)), 8),
-        (masks.Dense(np.ones((0, 0), bool)), 0),
-    ]  # fmt: skip
-    return all((eval(source_text(mask), {"masks": masks, "np": np}) ^ mask).toarray(n).sum() == 0 for mask, n in given)
-
-
-def restricted_draws(library):
-    """Structures have nothing that they were asked to leave out."""
-    drawn = []
-    limits = {"batch": [(2,)], "grouped_heads": False, "layouts": ["negative"], "empty_rows": False}
-
-    @settings(
-        max_examples=120, database=None, phases=[Phase.generate], derandomize=True, deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(part(library, "testing.strategies").structures(**limits, most_scores=1 << 12))
-    def collect(structure):
-        drawn.append(structure)
-
-    collect()
-    return all(
-        each.q_batch == each.k_batch == each.v_batch == (2,)
-        and each.num_heads == each.num_kv_heads
-        and set(each.layouts) == {"negative"}
-        and each.example().allowed.any(axis=-1).all()
-        for each in drawn
-    )
-
-
 FAULTS = {
     takes(imported_late): {
         "the package imports all of its modules": Edit(
             "__init__.py", None, "_one_import = RLock()", "_one_import = RLock()\nfrom .api import attention"
         ),
-        "masks import SciPy": Edit(
-            "masks/arrays.py", None, "import numpy as np", "import numpy as np\nimport scipy.sparse"
-        ),
         "any mask imports SciPy": Edit("arrays.py", "is_sparse", 'if "scipy.sparse" not in sys.modules:', "if False:"),
     },
     takes(lambda library: library.masks.Sparse(scipy.sparse.eye_array(3)).own_lengths == (3, 3)): {
         "sparse arrays are not known": Edit("arrays.py", "is_sparse", "return bool(issparse(value))", "return False"),
-    },
-    takes(sources_make_masks): {
-        "one or the other is written as any": Edit(
-            "testing/source_text.py", None, '_OPERATORS: dict[type[Mask], str] = {And: " & ", Or: " | ", Xor: " ^ "}',
-            '_OPERATORS: dict[type[Mask], str] = {And: " & ", Or: " | ", Xor: " | "}',
-        ),
-        "what binds weaker stands without brackets": Edit(
-            "testing/source_text.py", "source_text",
-            'f"({_OPERATORS[type(value)].join(map(source_text, value.operands))})"',
-            "_OPERATORS[type(value)].join(map(source_text, value.operands))",
-        ),
-        "long arrays lose their dtype": Edit(
-            "testing/source_text.py", "_array_text",
-            """f"np.frombuffer(bytes.fromhex('{array.tobytes().hex()}'), {dtype!r}).reshape({array.shape})\"""",
-            """f"np.frombuffer(bytes.fromhex('{array.tobytes().hex()}'), '|i1').reshape({array.shape})\"""",
-        ),
-    },
-    takes(restricted_draws): {
-        "key/value heads are shared all the same": Edit(
-            "testing/strategies.py", "_axes", "GROUPS if limits.grouped_heads else (1,)", "GROUPS"
-        ),
-        "empty rows stay": Edit(
-            "testing/strategies.py", "_masks", "mask | Dense(is_empty[..., None]) if is_empty.any() else mask", "mask"
-        ),
-        "there may be no key": Edit(
-            "testing/strategies.py", "_structures", "seqlen_kv if limits.empty_rows else max(1, seqlen_kv)", "seqlen_kv"
-        ),
-        "all may be contiguous": Edit(
-            "testing/strategies.py", "_layouts", 'if "contiguous" in names else []', "if True else []"
-        ),
     },
     pickled_after_use(a_plan): {
         "a plan takes its calls along": Edit(
@@ -444,23 +321,6 @@ FAULTS = {
             "sim/compiler.py", "_publish", "file.write(_seal(result.read_bytes()))", "pass"
         ),
     },
-    build_error(["sh", "-c", "exit 3"], "exit status 3", "sh -c 'exit 3'"): {
-        "a compiler that dies says nothing": Edit(
-            "sim/compiler.py", "_publish",
-            'f"{_COMPILER} does not compile {what}:\\n{run.stderr.strip() or _end(run)}{where}"',
-            'f"{_COMPILER} does not compile {what}:\\n{run.stderr.strip()}{where}"',
-        ),
-    },
-    build_error(["sh", "-c", "printf 'caf\\351' >&2; exit 1"], r"caf\xe9"): {
-        "words are decoded or not at all": Edit(
-            "sim/compiler.py", "_run", 'encoding="utf-8", errors="backslashreplace",', 'encoding="utf-8",'
-        ),
-    },
-    build_error(["/nowhere/g++"], "/nowhere/g++ does not start", "install g++"): {
-        "a compiler that does not start is Python's error": Edit(
-            "sim/compiler.py", "_run", "except OSError as error:", "except KeyError as error:"
-        ),
-    },
     takes(without_libraries): {
         "libraries are kept where none is loaded": Edit(
             "compiler/host_cache.py", "fault", 'if os.statvfs(place).f_flag & getattr(os, "ST_NOEXEC", 0):', "if False:"
@@ -475,10 +335,6 @@ FAULTS = {
         "the chosen folder is not used": Edit(
             "compiler/host_cache.py", "folder", "Path(chosen) if chosen else", "Path(chosen) if False else"
         ),
-        "preludes stay": Edit(
-            "compiler/host_cache.py", "_files", "entry.iterdir() if entry.is_dir() else (entry,)", "(entry,)"
-        ),
-        "folders of preludes stay": Edit("compiler/host_cache.py", "_remove", "file.parent.rmdir()", "pass"),
         "files of others are removed": Edit(
             "compiler/host_cache.py", "_files", "if _KEPT.fullmatch(entry.name):", "if entry.name:"
         ),
@@ -547,12 +403,6 @@ FAULTS = {
     refuses(lambda library: library.ShapeDtype((2, 3), None), "dtype must be a NumPy dtype or its name; got None"): {
         "None is a dtype": Edit("arrays.py", "as_dtype", "if dtype is not None:", "if True:"),
     },
-    refuses(attends(causal=10**5000), "causal must be", "an int of 16610 bits"): {
-        "numbers are written in full": Edit("arrays.py", "describe", "value.bit_length() > 64", "False"),
-    },
-    refuses(attends(kernel="x" * 99), "'xxxx", "..."): {
-        "words are written in full": Edit("arrays.py", "describe", "if len(written) <= _LONGEST", "if True"),
-    },
     refuses(lambda library: library.ShapeDtype((2.5, 3), "f4"), "shape must be a tuple of ints"): {
         "shapes are truncated": Edit(
             "arrays.py", "ShapeDtype.__post_init__",
@@ -570,15 +420,6 @@ FAULTS = {
             "layouts.py", "is_on_cuda", "except Exception as error:", "except BufferError as error:"
         ),
     },
-    refuses(attends(k=Foreign(Q, fault=ValueError())), "(ValueError)"): {
-        "a silent error says nothing": Edit("layouts.py", "_said", "or type(error).__name__", ""),
-    },
-    refuses(attends_to_a_tracer, "traced, or call cuflash.jax.attention"): {
-        "a tracer is sent nowhere": Edit(
-            "plans.py", "as_arrays",
-            'if name in ("q", "k", "v") and is_tracer(value):', "if False:",
-        ),
-    },
     refuses(attends(k=Traced()), "k must be an array that DLPack gives away"): {
         "what is traced is taken": Edit(
             "plans.py", "as_arrays",
@@ -590,13 +431,6 @@ FAULTS = {
         "do may be left out": Edit(
             "plans.py", "Plan.backward", "given = dict(zip(backward_names(dlse is not None, operands), arrays))",
             "given = {n: x for n, x in zip(backward_names(dlse is not None, operands), arrays) if x is not None}",
-        ),
-    },
-    refuses(attends(out=(Q, Q, Q)), "or a pair (o, lse)"): {
-        "a pair is not offered": Edit(
-            "plans.py", "Plan._output_reasons",
-            'pair = ", or a pair (o, lse) of arrays" if name == "out" else ""',
-            'pair = ""',
         ),
     },
     takes(lambda library: library.masks.Dense(Foreign(np.tri(10, dtype=bool))).allowed.shape == (10, 10)): {
@@ -638,11 +472,6 @@ FAULTS = {
     refuses(attends(scale=10**400), "scale must be a finite number or None; got an int of 1329 bits"): {
         "scales are huge": Edit("planning/problem.py", "_scale_reasons", "suppress(OverflowError)", "suppress()"),
     },
-    refuses(attends(scale=Fraction(1, 2)), "scale must be a finite number", "got Fraction: pass float(scale)"): {
-        "a scale of another kind has no fix": Edit(
-            "planning/problem.py", "_scale_reasons", '": pass float(scale)"', '""'
-        ),
-    },
     takes(lambda library: (attends(scale=np.array(0.5))(library) == attends(scale=0.5)(library)).all()): {
         "a 0-d array is no scale": Edit("arrays.py", "as_number", "value.ndim == 0", "False"),
     },
@@ -679,11 +508,6 @@ FAULTS = {
             "if not is_pair:",
         ),
     },
-    refuses(attends(window=(-1, 0)), "window's left must be"): {
-        "sides of a window go by their own names": Edit(
-            "blocks/work_list.py", "_window", "f\"window's {reason}\" for reason", "reason for reason"
-        ),
-    },
     refuses(attends(executor=["cpu"]), "executor must be 'auto'"): {
         "executors are unhashable": Edit(
             "calls/checked_plan.py", "_option_reasons",
@@ -704,34 +528,10 @@ FAULTS = {
             'kernel != "auto"',
         ),
     },
-    refuses(attends(dropout=0.0), "got 0.0: leave dropout out for none"): {
-        "no dropout is one": Edit("planning/dropout_launches.py", "_no_dropout", "and value == 0", "and value == 1"),
-    },
-    refuses(
-        lambda library: library.Dropout(0.1, np.random.default_rng(0)), "got Generator: seed=int(rng.integers(2**63))"
-    ): {
-        "a generator of seeds has no fix": Edit(
-            "dropout/weights.py", "_seed_reasons", '": seed=int(rng.integers(2**63))"', '""'
-        ),
-    },
-    takes(lambda library: library.DeviceSpec.gpu("rtx 4090").name == "RTX 4090"): {
-        "names of devices are spelled in capitals": Edit(
-            "planning/device.py", "DeviceSpec.gpu", "name.upper() if", "name if"
-        ),
-    },
-    refuses(attends(window=(-1, 0), causal=True), "got -1: write None, which is what -1 means"): {
-        "-1 has no fix": Edit("masks/fields.py", "converted_side", "side == -1", "side == -2"),
-    },
     refuses(lambda library: library.plan(Q, Q, Q, device="H100"), "device must be a DeviceSpec", "DeviceSpec.gpu"): {
         "devices are names": Edit(
             "calls/checked_plan.py", "planned",
             "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
-        ),
-    },
-    compiles_for_the_shapes_of_host_arrays: {
-        "kernels are compiled for arrays on the GPU alone": Edit(
-            "api.py", "precompile",
-            "q, k, v = (ShapeDtype(x.shape, x.dtype) if type(x) is np.ndarray else x for x in (q, k, v))", "pass",
         ),
     },
     takes(lambda library: (library.attention(Q, Q.tolist(), Q.tolist()) == library.attention(Q, Q, Q)).all()): {
@@ -778,51 +578,6 @@ FAULTS = {
     refuses(attends(k=["a"]), "k must be an array; got ['a']: lists may hold numbers alone"): {
         "strings are numbers": Edit("arrays.py", "of_list", 'array.dtype.kind in "OSU"', 'array.dtype.kind in "O"'),
     },
-    refuses(attends_of((3, 2, 10, 8), (3, 2, 10, 8), mask=np.ones((3, 10), bool)), "write mask[:, None, None, :]"): {
-        "padding has no advice": Edit(
-            "masks/shape.py", "missing_axes", "padding = (*given[:-1], 1, 1, given[-1])", "padding = given"
-        ),
-        "no way to write an array fits": Edit(
-            "masks/shape.py", "missing_axes", "if broadcasts_to(shape, scores)", "if shape == scores"
-        ),
-    },
-    refuses(attends_of((2, 10, 4, 8), (2, 10, 2, 8), causal=True), "(batch, seqlen, heads, dim), pass x.swapaxes"): {
-        "tokens before heads have no advice": Edit(
-            "calls/checked_plan.py", "_with_turn", "if not still < set(reasons):", "if True:"
-        ),
-    },
-    refuses_without("swapaxes", attends_of((2, 2, 10, 8), (2, 2, 5, 8), causal=True)): {
-        "many heads are tokens": Edit(
-            "calls/checked_plan.py", "_with_turn", "len(shape) < 3 or shape[-3] < shape[-2]", "len(shape) < 3"
-        ),
-    },
-    refuses(attends_of((2, 10, 4, 8), (2, 10, 2, 8), causal=True, scale="1"), "None; got '1'\n- causal=True"): {
-        "other axes help against every reason": Edit(
-            "calls/checked_plan.py", "_with_turn", "reason if reason in still else reason + fix", "reason + fix"
-        ),
-    },
-    refuses_without("swapaxes", attends_of((2, 10, 4, 8), (2, 10, 4, 8), mask=np.ones((7, 7), bool))): {
-        "axes are exchanged for nothing": Edit(
-            "calls/checked_plan.py", "_with_turn", "if not still < set(reasons):", "if False:"
-        ),
-    },
-    refuses(attends(q=Q.astype(">f8")), "got >f8: write q.astype(np.float64)"): {
-        "foreign byte order is float32": Edit(
-            "planning/problem.py", "_nearest", 'native.name if native in DTYPES else "float32"', '"float32"'
-        ),
-    },
-    refuses(attends(mask=np.ones((10, 10))), "additive numbers go to bias="): {
-        "floats in a mask are 0 and 1": Edit("arrays.py", "fix_of_numbers", 'if name == "mask" and', "if False and"),
-    },
-    refuses_without("asarray", attends(q="abc")): {
-        "numpy makes an array of anything": Edit("arrays.py", "no_array", 'hasattr(value, "__array__") or', "True or"),
-    },
-    refuses(attends(k=KVCache()), "k must be an array; got a KVCache: call cache.attention(q)"): {
-        "a cache has no advice": Edit("arrays.py", "no_array", 'if type(value).__name__ == "KVCache":', "if False:"),
-    },
-    refuses(lambda library: library.plan((2, 10, 8), Q, Q), "cuflash.ShapeDtype((2, 10, 8), dtype)"): {
-        "a shape has no advice": Edit("arrays.py", "no_array", "elif is_shape(value):", "elif False:"),
-    },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
         "a flag is whatever is true": Edit(
             "calls/checked_plan.py", "planned", 'reasons += flag_reasons("deterministic", options.deterministic)', ""
@@ -851,11 +606,6 @@ FAULTS = {
     takes(lambda library: library.merge([Foreign(Q)], [Foreign(Q[..., 0])])[0].shape == Q.shape): {
         "merge takes no arrays of another library": Edit(
             "merging.py", "_as_known_array", "return as_arrays({name: value}, {name: np.float64})[name]", "return value"
-        ),
-    },
-    refuses(lambda library: library.merge((Q, Q[..., 0]), (Q, Q[..., 0])), "write merge(*zip(left, right))"): {
-        "pairs are no parts": Edit(
-            "merging.py", "_check", "outs[1].shape == outs[0].shape[:-1] == lses[1].shape", "False"
         ),
     },
     refuses(lambda library: library.merge(None, None), "outs must be a sequence of arrays"): {
@@ -996,66 +746,6 @@ FAULTS = {
     ): {
         "a block is longer than any number": Edit(
             "masks/shape.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
-        ),
-    },
-    refuses(
-        lambda library: library.attention(Q, Q, Q, is_causal=True, casual=True),
-        "has no is_causal: use causal=True", "has no casual: did you mean causal=?",
-    ): {
-        "the sentence for another call comes first": Edit(
-            "keywords/elsewhere.py", None, "_CAUSAL, _CAUSAL_ARRAY", "_CAUSAL_ARRAY, _CAUSAL"
-        ),
-        "no name is close": Edit("keywords/answers.py", "_answer", "if close:", "if False:"),
-        "one of two keywords is answered": Edit(
-            "keywords/answers.py", "_answers", "for each in unknown", "for each in unknown[:1]"
-        ),
-        "errors of binding stay Python's": Edit(
-            "keywords/answers.py", "_explained", "error.__traceback__.tb_next is None", "False"
-        ),
-    },
-    refuses(
-        lambda library: library.merge([Q], [Q], softmax_scale=1),
-        "it takes outs, lses; in cuflash.attention, use scale=",
-    ): {
-        "an answer names what the call lacks": Edit(
-            "keywords/answers.py", "_answer", "if asked <= set(names):", "if asked:"
-        ),
-    },
-    refuses(
-        lambda library: library.BlockIndex.from_mask(library.masks.Causal(), Q_LEN=4),
-        "BlockIndex.from_mask() has no Q_LEN: use seqlen_q=",
-    ): {
-        "class methods are left out": Edit(
-            "keywords/answers.py", "explains_keywords", "isinstance(member, (classmethod, staticmethod))", "False"
-        ),
-    },
-    refuses(
-        lambda library: library.KVCache.attention(None, Q, cache_seqlens=4),
-        "KVCache.attention() has no cache_seqlens: call append",
-    ): {
-        "methods are left out": Edit(
-            "keywords/answers.py", "explains_keywords",
-            'not name.startswith("_") and not any(hasattr(base, name) for base in call.__bases__)', "False",
-        ),
-    },
-    refuses(lambda library: library.masks.Lengths(kv_lengths=4), "Lengths() has no kv_lengths: use kv="): {
-        "constructors are left out": Edit(
-            "keywords/answers.py", None, '_CONSTRUCTORS = ("__init__", "__new__")', '_CONSTRUCTORS = ("__new__",)'
-        ),
-    },
-    refuses(lambda library: library.plan(Q, Q, Q).forward(Q, Q, Q, sm_scale=Q), "in cuflash.plan, use scale="): {
-        "plans take names of options for arrays": Edit(
-            "plans.py", "Plan.forward",
-            'require_own_names("Plan.forward", operands, (each.name for each in self.plan.problem.operands))', "pass",
-        ),
-    },
-    refuses(
-        lambda library: library.plan(Q, Q, Q).backward(Q, Q, Q, Q, Q, Q[..., 0], sm_scale=Q),
-        "in cuflash.plan, use scale=",
-    ): {
-        "backward passes take names of options for arrays": Edit(
-            "plans.py", "Plan._arrays_of_backward",
-            'require_own_names("Plan.backward", operands, (each.name for each in self.plan.problem.operands))', "pass",
         ),
     },
 }  # fmt: skip

@@ -103,15 +103,9 @@ FAULTS = {
         "a fake tensor is read at an address": Edit(
             "layouts.py", "tensor_reasons", "not _is_fake(value) if not is_plain else", "not is_plain or"
         ),
-        "all tracers are those of torch.compile": Edit(
-            "layouts.py", "_fix_of_tracer", "if is_batched(tensor):", "if False:"
-        ),
         "a negated view holds its values": Edit("layouts.py", "tensor_reasons", "if value.is_neg():", "if False:"),
         "calls for NumPy lose gradients": Edit(
             "layouts.py", "is_on_cuda", "and value.requires_grad", "and False"
-        ),
-        "a mask with gradients is sent to the call that refused it": Edit(
-            "layouts.py", "is_on_cuda", 'if name == "mask":', "if False:"
         ),
         "an output may require gradients": Edit(
             "torch.py", "_kind_reasons", 'name.startswith("out") and not is_captured and tensor.requires_grad', "False"

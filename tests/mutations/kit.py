@@ -102,7 +102,6 @@ FAULTS = {
         "a narrow dtype passes": Edit(
             ASSERTIONS, "as_result", "limits(array.dtype).eps <= limits(least).eps", "True"
         ),
-        "a share just above 1 is written as 1": Edit(ASSERTIONS, "_times", "if float(text) > 1", ""),
     },
     functions_return_what_they_must: {
         "an array is unpacked": Edit(

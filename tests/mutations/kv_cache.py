@@ -49,15 +49,6 @@ def filled(library: ModuleType, **pages: int) -> Any:
     return cache
 
 
-class Unknown:
-    """Stands for a dtype of PyTorch's."""
-
-    __module__ = "torch"
-
-    def __repr__(self) -> str:
-        return "torch.half"
-
-
 def pages_are_used_sparingly(library: ModuleType) -> None:
     """Forks share pages, the last owner writes in place, and pages that are given back are free."""
     cache = a_cache(library, page_size=16, num_pages=3)
@@ -265,12 +256,6 @@ FAULTS = {
             ARGUMENTS, "require_appended", "if num_rows <= min(lengths):", "if has_counts:"
         ),
     },
-    refuses(
-        lambda library: library.KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=4, dtype=Unknown()),
-        'got torch.half: write dtype="half"',
-    ): {
-        "a dtype of another library has no name": Edit("arrays.py", "as_dtype", '"torch."', '"tensor."'),
-    },
     refuses(lambda library: filled(library).attention(K, sink=ODD_SINK), "(*batch, num_heads) = (2, 1)"): {
         "sinks are taken as they are": Edit(FILE, "KVCache._query_reasons", "sink_reasons(sink, q, self._k)", "[]"),
     },
@@ -361,11 +346,6 @@ FAULTS = {
             FILE, "KVCache.reset", 'as_arrays({"rows": rows})["rows"]', "rows"
         ),
     },
-    refuses(lambda library: filled(library).append(K, K, counts=np.array([1, -2])), "got [1, -2]"): {
-        "an array's numbers are not told": Edit(
-            "cache/arguments.py", "numbers", "value if listed is None else listed", "value"
-        ),
-    },
     refuses(lambda library: filled(library).truncate([4, 0]), "which has 3"): {
         "truncating makes a sequence longer": Edit(ARGUMENTS, "growth_reasons", "if new > length", "if False"),
     },
@@ -382,11 +362,6 @@ FAULTS = {
     refuses(lambda library: filled(library).append(K[:1], K, counts=[9]), "counts must be"): {
         "rows hide counts": Edit(
             FILE, "KVCache._checked_rows", "+= self._count_reasons(counts, k, self._counted)", "+= []"
-        ),
-    },
-    refuses(lambda library: filled(library).attention(K[:1], scale="x"), "2 reasons"): {
-        "queries hide options": Edit(
-            FILE, "KVCache.attention", "reasons + option_reasons(like, scale, kernel, executor, precision)", "reasons"
         ),
     },
     refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {
@@ -418,11 +393,6 @@ FAULTS = {
     takes(lambda library: copy.copy(made := filled(library)).k is not made.k): {
         "a copy writes over the rows of its original": Edit(
             FILE, "KVCache.__copy__", "return deepcopy(self)", "return self"
-        ),
-    },
-    takes(lambda library: "page_size=16, num_pages=2" in repr(a_cache(library, page_size=16, num_pages=2))): {
-        "pages are not told": Edit(
-            FILE, "KVCache.__repr__", "if isinstance(self._pages, PagePool) else", "if False else"
         ),
     },
 }  # fmt: skip

@@ -7,7 +7,6 @@ from mutations.mask_algebra_guards import (
     coarsening_is_right,
     index_operators_are_right,
     operators_are_right,
-    pictures_are_right,
     recall_has_scores,
     recall_is_right,
     scipy_is_read,
@@ -96,19 +95,6 @@ FAULTS = {
         "patterns on blocks are listed in other blocks": Edit(
             "masks/base.py", "OnBlocks.natural_block", "return block_q, block_kv", "return block_kv, block_q + 1"
         ),
-    },
-    pictures_are_right: {
-        "corners decide what is alike at all four": Edit(
-            "masks/pictures.py", "states_of", "undecided = (states == 2) & (some == every)", "undecided = some != some"
-        ),
-        "columns of a row run together": Edit(
-            "masks/pictures.py", "states_of", "+ side, length)", "+ side + 1, length)"
-        ),
-        "groups are full where any block is": Edit(
-            "masks/pictures.py", "coarser",
-            "np.logical_and, states == 1", "np.logical_or, states == 1",
-        ),
-        "a coarser picture is not": Edit("masks/pictures.py", "shown_states", "ceil(max(cols, rows))", "0"),
     },
     recall_is_right: {
         "the mask's causal part is not all keys'": Edit(

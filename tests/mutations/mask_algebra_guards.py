@@ -16,7 +16,6 @@ from test_mask_algebra import (
     operations,
     tables,
 )
-from test_pictures import check_pictures
 from test_recall import check_recall, check_scored, problems
 
 # Exceptions by which guards see a fault.
@@ -37,13 +36,6 @@ def closed_forms_are_right(library: ModuleType) -> None:
 
 def coarsening_is_right(library: ModuleType) -> None:
     hunt(tables(), seeds=1)(lambda drawn: check_coarsening(library, drawn))
-
-
-def pictures_are_right(library: ModuleType) -> None:
-    def check(drawn):
-        check_pictures(library, drawn, 1, 1)
-
-    hunt(drawn_for(library), seeds=2)(check)
 
 
 def recall_is_right(library: ModuleType) -> None:

@@ -16,15 +16,12 @@ from test_mask_inputs import (
     check_classes,
     check_coordinates,
     check_documents,
-    check_errors,
     check_indices,
     check_limits,
     check_numbers,
     check_shapes,
     check_tree,
     check_types,
-    check_written,
-    TEXTS,
     deep,
     documents,
     wide,
@@ -55,14 +52,6 @@ def numbers_are_right(library: ModuleType) -> None:
         check_numbers(library, each, "cpu")
 
 
-def masks_print_as_they_are_written(library: ModuleType) -> None:
-    """Masks print as the calls that make them, and long arrays in a few words."""
-    for text, make in TEXTS.items():
-        mask = make(library)
-        assert repr(mask) == text, f"is {mask!r}, not {text}"
-        check_written(library, mask)
-
-
 def ids_are_right(library: ModuleType) -> None:
     """Ids of documents of every integer type are compared as integers."""
     hunt(documents(), seeds=2)(lambda drawn: check_documents(library, drawn))
@@ -84,10 +73,6 @@ def indices_are_counted(library: ModuleType) -> None:
 
 def limits_are_kept(library: ModuleType) -> None:
     check_limits(library)
-
-
-def errors_come_alone(library: ModuleType) -> None:
-    check_errors(library)
 
 
 def answers_are_checked(library: ModuleType) -> None:

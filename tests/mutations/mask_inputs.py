@@ -11,11 +11,9 @@ from mutations.mask_input_guards import (
     classes_are_told_apart,
     coordinates_are_right,
     deep_trees_are_right,
-    errors_come_alone,
     ids_are_right,
     indices_are_counted,
     limits_are_kept,
-    masks_print_as_they_are_written,
     numbers_are_right,
     shapes_are_right,
     types_are_told_apart,
@@ -28,13 +26,6 @@ from mutations.python_guards import work_is_right
 def has_an_empty_intersection(library: ModuleType) -> bool:
     both = library.masks.Band(5, 9) & library.masks.Band(-3, 0)
     return not library.attention(*3 * [np.ones((12, 2), np.float32)], mask=both).any()
-
-
-TABLE = np.ones(2)
-
-
-def reads_an_array_from_outside(library: ModuleType) -> None:
-    library.Score(lambda s, b, h, i, j: s + TABLE[h])
 
 
 FAULTS = {
@@ -64,28 +55,9 @@ FAULTS = {
             "masks/base.py", "intersection", "Band(UNBOUNDED, None) if is_empty else", ""
         ),
     },
-    refuses(lambda library: library.BlockIndex(), "from_blocks"): {
-        "an index is made of nothing": Edit(
-            "keywords/answers.py", "_explained", "or advice\nif answers", "or ''\nif answers"
-        ),
-    },
     refuses(lambda library: library.masks.Causal() + 1, "masks have no +: combine them with &"): {
         "masks leave other operators to Python": Edit(
             "masks/arrays.py", None, 'without_other_operators(Mask, "masks", COMBINED)', ""
-        ),
-    },
-    refuses(lambda library: -library.BlockIndex.from_blocks(np.ones((1, 1), bool), 4, 4, 4), "have no unary -"): {
-        "indices leave other operators to Python": Edit(
-            "blocks/index.py", None, 'without_other_operators(BlockIndex, "block indices", COMBINED)', ""
-        ),
-        "operators of one are left to Python": Edit(
-            "errors.py", "without_other_operators", "for name, sign in _SIGNS.items()} | _SIGNS_OF_ONE",
-            "for name, sign in _SIGNS.items()}",
-        ),
-    },
-    refuses(lambda library: 1 + library.masks.Causal(), "masks have no +"): {
-        "operators of other objects are left to Python": Edit(
-            "errors.py", "without_other_operators", '{f"r{name}": sign for name, sign in _SIGNS.items()}', "{}"
         ),
     },
     refuses(lambda library: library.scores.softcap(3.0) | library.scores.softcap(3.0), "scores have no |"): {
@@ -103,51 +75,9 @@ FAULTS = {
     refuses(lambda library: np.ones((2, 2)) @ library.scores.softcap(3.0), "scores have no @"): {
         "arrays take scores for numbers": Edit("scores/score.py", "Score", "__array_ufunc__ = None", "pass"),
     },
-    refuses(lambda library: library.scores.softcap(3.0) @ np.tanh, "composes two scores"): {
-        "composition with a function is left to Python": Edit(
-            "scores/score.py", "Score.__matmul__",
-            'raise TypeError(f"@ composes two scores; got {describe(other)}: Score(f) makes one of a function")',
-            "return NotImplemented",
-        ),
-    },
-    refuses(lambda library: library.scores.alibi(8), "scores.alibi_slopes(8)"): {
-        "a number of heads is told to be made an array": Edit(
-            "scores/library.py", "_require_axes", "if is_number(array):", "if False:"
-        ),
-    },
-    refuses(reads_an_array_from_outside, "so TABLE[...] of an array", "Score(f, TABLE=TABLE)"): {
-        "an array from outside has no name": Edit(
-            "scores/trace.py", "_told", 'refusal == _NO_NUMBER and (f"{table}[" in text or not text)', "False"
-        ),
-    },
-    refuses(lambda library: library.masks.BlockPattern(np.eye(2), 4), "blocks != 0"): {
-        "numbers for blocks have no fix": Edit(
-            "masks/block_pattern.py", "BlockPattern.__post_init__", "if is_numbers else", "if False else"
-        ),
-    },
     takes(lambda library: library.BlockIndex.from_blocks(np.ones((2, 3), bool), block=4).shape[2:] == (8, 12)): {
         "lengths of whole blocks are those of blocks": Edit(
             "blocks/index.py", "BlockIndex.from_blocks", "own if n is None else n", "1 if n is None else n"
-        ),
-    },
-    masks_print_as_they_are_written: {
-        "defaults are written": Edit(
-            "masks/written.py", "written", "elif not _is_default(value, field.default):", "else:"
-        ),
-        "values without a name are written for others": Edit(
-            "masks/written.py", "written", 'f"{field.name}={_value(value)}"', "_value(value)"
-        ),
-        "long arrays are written out": Edit("masks/written.py", "_value", "value.size <= _MOST_LISTED", "True"),
-        "operands of operands have no brackets": Edit(
-            "masks/base.py", "_in_brackets.shown", """f"({f' {signs[_kind(node)]} '.join(parts)})\"""",
-            """f" {f' {signs[_kind(node)]} '.join(parts)} \"""",
-        ),
-        "a mask in blocks has no brackets": Edit(
-            "masks/base.py", "OnBlocks.__repr__", "_in_brackets(self.mask)", "repr(self.mask)"
-        ),
-        "blocks of an index are written out": Edit(
-            "blocks/index_mask.py", "IndexMask.__repr__",
-            "return f\"{' '.join(repr(self.index).split())}.as_mask()\"", "return str(vars(self))"
         ),
     },
     shapes_are_right: {
@@ -247,30 +177,6 @@ FAULTS = {
             "planning/problem.py", "_shape_reasons",
             "reasons += length_reasons(MaskShape((), 1, q.shape[-2], k.shape[-2]))",
             "",
-        ),
-    },
-    errors_come_alone: {
-        "a mask is planned while another error is handled": Edit(
-            "planning/plan_cache.py", "plan_for",
-            """    with suppress(TypeError):
-        mask_key = _MaskKey(mask, content(mask))
-""",
-            """    try:
-        mask_key = _MaskKey(mask, content(mask))
-    except TypeError:
-        return _new_plan(problem, mask, device, kernel, deterministic)
-""",
-        ),
-        "a function's error has no note": Edit(
-            "masks/arrays.py", "FromFunction.__call__",
-            'note_call(error, f"the mask function {name}", b, h, i, j)', "pass",
-        ),
-        "a class's error has no note": Edit(
-            "masks/coordinates.py", "elements",
-            'note_call(error, f"the __call__ of the mask {type(mask).__name__}", b, h, i, j)', "pass",
-        ),
-        "each rule around another adds a note": Edit(
-            "masks/coordinates.py", "note_call", 'and not getattr(error, "__notes__", ())', ""
         ),
     },
     answers_are_checked: {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from types import ModuleType
 
 import numpy as np
@@ -61,21 +60,6 @@ def arguments_serve_one_call_at_a_time(library: ModuleType) -> None:
     assert found.take([5, 6]) is first
 
 
-def checks_follow_the_environment(library: ModuleType) -> None:
-    """CUFLASH_CHECK is read at each call; it is off where it is not set, empty or 0."""
-    checks, before = part(library, "executors.checks"), os.environ.get("CUFLASH_CHECK")
-    try:
-        for value, is_on in ((None, False), ("1", True), ("0", False), ("", False), ("yes", True)):
-            os.environ.pop("CUFLASH_CHECK", None)
-            if value is not None:
-                os.environ["CUFLASH_CHECK"] = value
-            assert checks.is_on() == is_on
-    finally:
-        os.environ.pop("CUFLASH_CHECK", None)
-        if before is not None:
-            os.environ["CUFLASH_CHECK"] = before
-
-
 WORKSPACES, ARGUMENTS = "executors/workspaces.py", "executors/arguments.py"
 FAULTS = {
     workspaces_serve_one_call_at_a_time: {
@@ -111,8 +95,5 @@ FAULTS = {
         "arguments start at the first record": Edit(
             ARGUMENTS, "Buffer.__init__", "[base + 8 * part.start for part in slices]", "[base for part in slices]"
         ),
-    },
-    checks_follow_the_environment: {
-        "an empty value asks for checks": Edit("executors/checks.py", "is_on", "not in _OFF", "not in (None, b'0')"),
     },
 }

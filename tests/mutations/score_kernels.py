@@ -6,8 +6,7 @@ from mutations.planting import Edit
 from mutations.score_kernel_guards import (
     exact_sums_are_right, hopper_gradients_are_exact, naive_is_exact, nothing_past_the_end_matters,
     packed_heads_are_exact, printed_functions_are_exact, repeatable_sums_are_planned, repeatable_sums_are_right,
-    shown_functions_are_those_of_kernels, simt_is_exact, simt_waits_for_its_warps, sm80_is_exact, sm90_is_exact,
-    warps_that_share_elements_are_exact,
+    simt_is_exact, simt_waits_for_its_warps, sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
 )  # fmt: skip
 
 FAULTS = {
@@ -214,11 +213,6 @@ FAULTS = {
         "both kernels of two walks add gradients": Edit(
             "planning/score_launches.py", None, '_ADDING = ("gradient_scores", "backward", "backward_columns")',
             '_ADDING = ("gradient_scores", "backward_columns")',
-        ),
-    },
-    shown_functions_are_those_of_kernels: {
-        "what is shown of a backward pass has no slope": Edit(
-            "scores/score.py", "Score.cuda", "derived(self.program) if backward else self.program", "self.program"
         ),
     },
     exact_sums_are_right: {

@@ -364,16 +364,6 @@ FAULTS = {
         ),
     },
     refusals_are_told: {
-        "the line is the next one": Edit(TRACE, "_told", "found = frame, line", "found = frame, line + 1"),
-        "the place is the library's": Edit(TRACE, "_told", "not in (__name__, Builder.__module__)", "is not None"),
-        "the place is NumPy's": Edit(TRACE, "_told", 'module.partition(".")[0] != "numpy"', "True"),
-        "what an array raises hides why": Edit(
-            TRACE, "trace", "builder.refusal or _refusal_of_others(error)", "_refusal_of_others(error)"
-        ),
-        "what other libraries raise is passed on": Edit(
-            TRACE, "trace", "builder.refusal or _refusal_of_others(error)", "builder.refusal"
-        ),
-        "a function's error has no note": Edit(TRACE, "trace", "error.add_note(", "str("),
         "a real index is taken": Edit(PROGRAM, "Builder.load", 'any([self.kind(n) != "int" for n in args])', "False"),
         "an index is left out": Edit(
             TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank",

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import chdir, redirect_stderr
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import numpy as np
 from mutations.planting import Edit
 from mutations.python_guards import part
-from pytest import MonkeyPatch
 from test_recall import EXACT, tolerance
 
 SIGNS = (AssertionError, ArithmeticError, ValueError, SystemExit)  # exceptions by which guards see a fault
@@ -47,31 +42,6 @@ def measurements_are_right(library: ModuleType) -> None:
             np.testing.assert_allclose(surveyed(library, name, causal=causal), expected, rtol=relative)
 
 
-def studies_go_on(library: ModuleType) -> None:
-    """A study whose file ends within a line continues behind the last whole line, and not with other arrays."""
-    report = part(library, "study.command").study_report
-    words = "my.npz --patterns window --blocks 4 --densities 0.7 0.5 1 --csv rows.csv".split()
-    with TemporaryDirectory() as folder, chdir(folder), redirect_stderr(io.StringIO()) as told:
-        np.savez("my.npz", q=Q, k=K, v=V)
-        printed, file = report(words), Path("rows.csv")
-        whole = file.read_text()
-        file.write_text("".join(whole.splitlines(keepends=True)[:2]) + "torn")
-        told.truncate(0)
-        assert report(words) == printed and file.read_text() == whole and told.getvalue().count("known") == 1
-        for change in ({"v": 2 * V}, {"q": Q[:, ::-1]}):
-            np.savez("my.npz", **{"q": Q, "k": K, "v": V} | change)
-            before = file.read_text()
-            report(words)
-            assert file.read_text().startswith(before) and file.read_text() != before
-        file.write_text("notes of my own")
-        try:
-            report(words)
-        except SystemExit:
-            assert file.read_text() == "notes of my own"
-        else:
-            raise AssertionError("a file of other contents is taken")
-
-
 def large_scores_are_finite(library: ModuleType) -> None:
     """Finite q and k of any size have finite rows, and nothing overflows on the way."""
     survey = part(library, "study.survey")
@@ -85,42 +55,7 @@ def large_scores_are_finite(library: ModuleType) -> None:
         assert part(library, "study.recall").compared(one, two).mass == 1
 
 
-def own_patterns_are_measured_anew(library: ModuleType) -> None:
-    """Another mask of the same name is measured, a mask above the limit is not, and a row that is there stays alone."""
-    command, own = part(library, "study.command"), {}
-    patterns = part(library, "masks")
-
-    def window(q: object, k: object, *, block: int, density: float, causal: bool) -> object:
-        return patterns.SlidingWindow(own["side"], own["side"])
-
-    words = "my.npz --patterns mine:window --blocks 4 --densities 0.2 0.8 --csv rows.csv".split()
-    with TemporaryDirectory() as folder, chdir(folder), redirect_stderr(io.StringIO()), MonkeyPatch.context() as patch:
-        patch.setattr(command, "loaded", lambda text: window)
-        np.savez("my.npz", q=Q, k=K, v=V)
-        numbers = []
-        for own["side"] in (3, 3, 7):
-            command.study_report(words)
-            numbers.append(len(Path("rows.csv").read_text().splitlines()) - 1)
-        assert numbers == [1, 1, 2]
-
-
-def files_and_shapes_are_told(library: ModuleType) -> None:
-    """A picture is not overwritten by rows, and arrays that nothing fits end with another status than 0."""
-    report = part(library, "study.command").study_report
-    with TemporaryDirectory() as folder, chdir(folder), redirect_stderr(io.StringIO()):
-        np.savez("my.npz", q=Q.swapaxes(0, 1), k=K.swapaxes(0, 1), v=V.swapaxes(0, 1))
-        np.savez("right.npz", q=Q, k=K, v=V)
-        for words, status in (("my.npz --blocks 64 --densities 0.5".split(), 1), (["right.npz", "--csv", "x.png"], 2)):
-            try:
-                report(words)
-            except SystemExit as left:
-                assert left.code == status
-            else:
-                raise AssertionError("the command ends well")
-        assert not Path("x.png").exists()
-
-
-FAMILIES, SURVEY, COMMAND = "study/families.py", "study/survey.py", "study/command.py"
+FAMILIES, SURVEY = "study/families.py", "study/survey.py"
 FAULTS = {
     measurements_are_right: {
         "blocks that nothing visits count": Edit(
@@ -134,17 +69,6 @@ FAULTS = {
         "masses have a scale of their own": Edit(SURVEY, "Survey._mass", "if self._scale is None", "if True"),
         "the lowest head is the highest": Edit(SURVEY, "Survey._measured", "of_heads.min()", "of_heads.max()"),
     },
-    studies_go_on: {
-        "a torn line stays": Edit(COMMAND, "_recovered", "if whole != text:", "if False:"),
-        "studies have one identity": Edit(SURVEY, "Survey.identity", "digest.update(array.tobytes())", "pass"),
-        "every file is a study": Edit(
-            COMMAND, "_recovered", "if not (text.startswith(header) or header.startswith(text)):", "if False:"
-        ),
-        "what is known is measured again": Edit(
-            SURVEY, "Survey.measurements", "name in self._own or case not in known", "True"
-        ),
-        "rows of other arrays are taken": Edit(COMMAND, "_recovered", "if study == identity", ""),
-    },
     large_scores_are_finite: {
         "scores are those of float32": Edit(
             SURVEY, "_wide_enough", "if largest < float(np.finfo(np.float32).max) / 16:", "if True:"
@@ -156,20 +80,5 @@ FAULTS = {
             "study/recall.py", "compared",
             "xp.exp(xp.minimum(kept_lse - lse, 0))", "xp.minimum(xp.exp(kept_lse - lse), 1)",
         ),
-    },
-    own_patterns_are_measured_anew: {
-        "a pattern of one's own is known": Edit(
-            SURVEY, "Survey.measurements", "name in self._own or case not in known", "case not in known"
-        ),
-        "equal rows are written again": Edit(COMMAND, "_surveyed", "if known.get(found.case) != found:", "if True:"),
-        "a mask above the limit is measured": Edit(
-            SURVEY, "Survey._own_forms", "if form.density <= limit:\n    forms[limit] = form", "forms[limit] = form"
-        ),
-    },
-    files_and_shapes_are_told: {
-        "a picture is overwritten": Edit(
-            COMMAND, "_check", 'Path(given.csv).suffix.lower() != ".csv"', "False"
-        ),
-        "nothing fits and all is well": Edit(COMMAND, "study_report", "if not rows:", "if False:"),
     },
 }  # fmt: skip
