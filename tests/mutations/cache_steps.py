@@ -201,8 +201,6 @@ FAULTS = {
     },
     tensors_that_must_be_taken_have_no_layout: {
         "a tensor with a tangent is read": Edit("layouts.py", "tensors_layout", "or has_dual_level()", ""),
-        "a negated view is read as it lies": Edit("layouts.py", "tensors_layout", "or each.is_neg()", ""),
-        "a tensor with gradients is read": Edit("layouts.py", "tensors_layout", "or each.requires_grad", ""),
         "a tensor that another stream writes is read": Edit(
             "layouts.py", "tensors_layout", "if _is_on_stream_of(tensors[0], cupy) else None", ""
         ),

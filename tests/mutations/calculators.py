@@ -49,12 +49,8 @@ FAULTS = {
     },
     memory_is_right: {
         "lse is forgotten": Edit(FILE, "memory", "problem.dtype.itemsize + lse", "problem.dtype.itemsize"),
-        "lse is of q's dtype": Edit(FILE, "memory", "problem.accumulator.itemsize", "problem.dtype.itemsize"),
         "gradients are results": Edit(FILE, "memory", "gradients=inputs", "gradients=lse"),
         "a forward pass takes nothing beside": Edit(FILE, "Memory.forward", "+ self.workspace", ""),
-    },
-    refuses(lambda library: library.kv_cache_bytes(**MODEL, tokens=[3, -1]), "tokens must be an int of at least 0"): {
-        "tokens may be negative": Edit(FILE, "kv_cache_bytes", "is_int(each) and each >= 0", "is_int(each)"),
     },
     refuses(lambda library: library.largest_length(float("nan"), **MODEL), "available_bytes must be a number"): {
         "room is anything": Edit(FILE, "largest_length", "if not (is_number(room) and", "if not (True or"),

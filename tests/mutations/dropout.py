@@ -48,13 +48,9 @@ FAULTS = {
         ),
     },
     wrong_numbers_are_refused: {
-        "p may be negative": Edit(
-            "dropout/weights.py", "Dropout.__post_init__", "0 <= self.p < 1", "self.p < 1"
-        ),
         "an offset may have 33 bits": Edit(
             "dropout/weights.py", "Dropout.__post_init__", "0 <= self.offset <= _MASK", "0 <= self.offset <= 2 * _MASK"
         ),
-        "rows before the first one are taken": Edit("dropout/weights.py", "_is_places", "(value >= 0) &", ""),
         "the row after the last one is taken": Edit("dropout/weights.py", "_is_places", "< length", "<= length"),
         "the backward pass alone needs the seed": Edit(
             "planning/dropout_launches.py", "dropout_of", "return dropout.draws, (Operand(SEED, (), dtype),)",
@@ -67,9 +63,6 @@ FAULTS = {
         ),
         "a repeated call draws by the first one's seed and offset": Edit(
             "api.py", "run", "if options.dropout is not None:", "if False:"
-        ),
-        "a planned call has no seed": Edit(
-            "planning/dropout_launches.py", "numbers_of", "return dropout.numbers if", "return (0, 0) if"
         ),
     },
     calls_hand_over_their_numbers: {

@@ -67,9 +67,6 @@ FAULTS = {
     },
     the_plan_is_right: {
         "O, m and l are counted once an iteration": Edit(PLAN, "traffic", "(q + 2 * running)", "(q + running)"),
-        "dQ is counted once an iteration": Edit(
-            PLAN, "traffic", "(q + v + 2 * dq + statistics)", "(q + v + dq + statistics)"
-        ),
         "keys are counted for each query head": Edit(PLAN, "traffic", "keys // problem.group_size", "keys"),
         "heads of 128 are refused": Edit(PLAN, "FlashAttention1.reasons", "if dim > _WIDEST", "if dim >= _WIDEST"),
         "a score is not refused": Edit(PLAN, "FlashAttention1.reasons", "problem.score is not None", "False"),

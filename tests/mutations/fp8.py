@@ -151,11 +151,9 @@ FAULTS = {
         "the largest numbers of a row become infinite": Edit(
             "fp8/rows.py", "quantized_rows", "exponent == _LAST_EXPONENT", "exponent > _LAST_EXPONENT"
         ),
-        "sums are out of range": Edit(ROTATION, "Rotation._hadamard", "y = x / units", "y = x * units / units"),
         "rotated rows are out of range": Edit(
             QUANTIZE, "_parts_and_scale", "rotation.apply(parts / units)", "rotation.apply(parts)"
         ),
-        "scales are in units": Edit(QUANTIZE, "quantize", "(scale * units).reshape(shape)", "scale.reshape(shape)"),
         "scales are infinite": Edit(QUANTIZE, "_parts_and_scale", "xp.where(is_too_large,", "xp.where(False,"),
         "the scale of what is not finite is finite": Edit(
             QUANTIZE, "_parts_and_scale", "(scale > _LARGEST_SCALE / units) & xp.isfinite(found)",
@@ -188,21 +186,14 @@ FAULTS = {
     },
     mixtures_are_refused: {
         "rotations may differ": Edit(OPERAND, "operand_reasons", "q.rotation != k.rotation", "False"),
-        "values may be rotated": Edit(OPERAND, "operand_reasons", "v.rotation is not None", "False"),
         "calls are looked at no further once operands are refused": Edit(
             "calls/checked_plan.py", "further_reasons", "isinstance(x, Quantized) or is_array(x)",
             "isinstance(x, Quantized)",
-        ),
-        "a GPU that may not be there is asked": Edit(
-            "calls/checked_plan.py", "further_reasons", 'options.executor == "gpu" and', "False and"
         ),
         "other executors are ignored": Edit(
             OPERAND, "place_reasons", 'are_on_host == {executor != "gpu"}', "are_on_host"
         ),
         "gradients ignore the precision": Edit(OPERAND, "is_asked_for", "precision == PRECISION", "False"),
         "scales may be negative": Edit(QUANTIZE, "Quantized._scale_reasons", "(self.scale > 0) & ", ""),
-        "scales may be infinite": Edit(
-            QUANTIZE, "Quantized._scale_reasons", "& np.isfinite(self.scale)", ""
-        ),
     },
 }

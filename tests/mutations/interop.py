@@ -91,24 +91,14 @@ FAULTS = {
         "a meta tensor holds data": Edit(
             "layouts.py", "tensor_reasons", 'if value.device.type == "meta":', "if False:"
         ),
-        "a nested tensor is dense": Edit("layouts.py", "tensor_reasons", "if value.is_nested:", "if False:"),
-        "a quantised tensor is one of numbers": Edit(
-            "layouts.py", "tensor_reasons", "if value.is_quantized:", "if False:"
-        ),
         "a sparse tensor is dense": Edit(
             "layouts.py", "tensor_reasons", "if value.layout != torch.strided:", "if False:"
         ),
         "a tracer has memory": Edit("layouts.py", "tensor_reasons", "if not has_memory:", "if False:"),
         "operations of a subclass are lost": Edit("layouts.py", "tensor_reasons", "if not is_plain:", "if False:"),
-        "a fake tensor is read at an address": Edit(
-            "layouts.py", "tensor_reasons", "not _is_fake(value) if not is_plain else", "not is_plain or"
-        ),
         "a negated view holds its values": Edit("layouts.py", "tensor_reasons", "if value.is_neg():", "if False:"),
         "calls for NumPy lose gradients": Edit(
             "layouts.py", "is_on_cuda", "and value.requires_grad", "and False"
-        ),
-        "an output may require gradients": Edit(
-            "torch.py", "_kind_reasons", 'name.startswith("out") and not is_captured and tensor.requires_grad', "False"
         ),
     },
     copies_of_scores_are_whole: {
@@ -132,9 +122,6 @@ FAULTS = {
         "integers of the library are no tensors": Edit(
             "torch.py", "_own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
         ),
-        "any array of NumPy is a tensor": Edit(
-            "torch.py", "_own_integers", "if not is_integer_dtype(array.dtype):", "if False:"
-        ),
         "a bias of integers is the library's own": Edit(
             "torch.py", "_own_integers", 'name in ("bias", "sink") or', ""
         ),
@@ -143,21 +130,14 @@ FAULTS = {
         "a prompt meets the last keys of a static cache": Edit(
             "calls/model_options.py", "model_options", '"top_left" if', '"bottom_right" if'
         ),
-        "a call without is_causal is not causal": Edit(
-            "calls/model_options.py", "model_options", 'getattr(module, "is_causal", True)', "False"
-        ),
         "is_causal of a call is ignored": Edit(
             "calls/model_options.py", "model_options", "if is_causal is None:", "if True:"
         ),
         "a mask is causal beside": Edit(
             "calls/model_options.py", "model_options", "if is_causal and mask is None and", "if is_causal and"
         ),
-        "a single query is the first": Edit("calls/model_options.py", "model_options", "and num_queries > 1", ""),
         "a bias of positions is ignored": Edit(
             "calls/model_options.py", "model_options", "bias = bias.to(query.dtype)", "bias = None"
-        ),
-        "a mask of floats takes the place of the bias": Edit(
-            "calls/model_options.py", "model_options", "mask if bias is None else bias + mask", "mask"
         ),
         "a window without a mask is ignored": Edit(
             "calls/model_options.py", "model_options",
@@ -170,20 +150,10 @@ FAULTS = {
             "calls/model_options.py", "model_options", "if cu_seq_lens_q is not None or cu_seq_lens_k is not None:",
             "if False:",
         ),
-        "packed sequences have no mask beside": Edit(
-            "calls/model_options.py", "model_options", "packed if mask is None else packed & mask", "packed"
-        ),
-        "an unknown option is ignored": Edit(
-            "calls/model_options.py", "_unknown_reasons",
-            "if value is None or value is False or name in _WITHOUT_EFFECT:", "if True:",
-        ),
     },
     arrays_of_numpy_are_taken_by_jax: {
         "an array of NumPy is none for JAX": Edit(
             "jax.py", "_of_jax", "jax.numpy.array(value) if is_numpy or isinstance(value, list) else value", "value"
-        ),
-        "captured arrays of NumPy are none for JAX": Edit(
-            "jax.py", "_with_arrays_of_jax", "if not isinstance(score, Score) or", "if True or"
         ),
         "captured arrays have dtypes that JAX lacks": Edit(
             "jax.py", "_with_arrays_of_jax",
@@ -204,15 +174,8 @@ FAULTS = {
     },
     traced_options_are_named: {
         "a traced mask is an array": Edit("jax.py", "_traced_reasons", "if is_tracer(mask) or", "if"),
-        "a traced part of a mask is an array": Edit(
-            "jax.py", "_traced_reasons", "isinstance(mask, Mask) and any(map(is_tracer, held_arrays(mask)))", "False"
-        ),
         "a traced scale is a number": Edit("jax.py", "_traced_reasons", "if is_tracer(options.scale):", "if False:"),
-        "other traced options are values": Edit(
-            "jax.py", "_traced_reasons", "if any(map(is_tracer, values)):", "if False:"
-        ),
         "a traced seed is an array": Edit("dropout/weights.py", "_seed_reasons", "if is_tracer(seed):", "if False:"),
-        "traced offsets are arrays": Edit("scores/places.py", "_taken_array", "if is_tracer(offsets):", "if False:"),
         "second derivatives are those of a callback": Edit(
             "jax.py", "_refused", "raise TypeError(", "raise RuntimeError("
         ),

@@ -195,7 +195,6 @@ FAULTS = {
     sequences_have_kernels_by_their_length: {
         "all sequences are long": Edit(CHOICE, "_forward_of_sequences", "keys >= LONG_SEQUENCE", "True"),
         "none is": Edit(CHOICE, "_forward_of_sequences", "keys >= LONG_SEQUENCE", "False"),
-        "none is short": Edit(CHOICE, "_forward_of_sequences", "keys > SHORT_SEQUENCES.get(width, 0)", "True"),
         "wide rows have small tiles": Edit(CHOICE, "_forward_of_sequences", "SHORT_SEQUENCES.get(width, 0)", "256"),
         "tiles of wide rows end with sequences": Edit(
             CHOICE, "_forward_of_sequences", "forward.is_ordered and width in CUT_WIDTHS", "forward.is_ordered"
@@ -207,15 +206,11 @@ FAULTS = {
         "windows are as long as their sequences": Edit(
             CHOICE, "_keys_of_sequence", "min(keys, (work.hi - work.lo).max(initial=0))", "keys"
         ),
-        "the host counts one sequence too few": Edit(CHOICE, "_keys_of_sequence", "(1 + (np.diff", "((np.diff"),
         "keys of a sequence are further ones": Edit(
             CHOICE, "_keys_of_sequence", "np.diff(work.lo, axis=-1) > 1", "np.diff(work.lo, axis=-1) > 2000"
         ),
         "no work has backward tiles": Edit(
             CHOICE, "Sm90.with_sequence_tiles", "else work.with_sequence_tiles(_SEQUENCE_TILE)", "else work"
-        ),
-        "short sequences have backward tiles": Edit(
-            CHOICE, "Sm90.with_sequence_tiles", "keys is None or keys < LONG_SEQUENCE", "keys is None"
         ),
         "all kernels cut sequences": Edit(
             CHOICE, "_with_cut_sequences", "or work.sequence_tile != (backward.block_q, backward.block_kv)",
@@ -224,8 +219,6 @@ FAULTS = {
         "kernels that add in order cut sequences": Edit(
             CHOICE, "_with_cut_sequences", "and not backward.adds_dq_in_order", ""
         ),
-        "a staged array starts anywhere": Edit(CHOICE, "_with_cut_sequences", "or backward.score_is_staged", ""),
-        "bins have too little memory": Edit(CHOICE, "_with_cut_sequences", "or backward.score_bins", ""),
         "a sink's gradient reads statistics elsewhere": Edit(
             CHOICE, "_with_cut_sequences", 'or "sink" in problem.wrt', ""
         ),
@@ -254,7 +247,6 @@ FAULTS = {
         "each query of a window starts a sequence": Edit(
             PARTS, "sequence_bounds", "np.diff(of_matrix) > 1", "np.diff(of_matrix) > 0"
         ),
-        "sequences start a query early": Edit(PARTS, "sequence_bounds", "> 1) + 1", "> 1)"),
         "keys start where queries do": Edit(PARTS, "sequence_bounds", "padded(of_lo[of_matrix],", "padded(of_matrix,"),
         "queries are counted in tiles of keys": Edit(
             "blocks/work_list.py", "IntervalWork.sequence_tiles", "self.sequence_tile[0]", "self.sequence_tile[1]"
@@ -267,9 +259,6 @@ FAULTS = {
     calls_read_offsets_anew: {
         "windows do not count": Edit(
             "masks/one_array.py", "_arrays_of", "(part.causal, part.window)", "(part.causal,)"
-        ),
-        "alignments do not count": Edit(
-            "masks/one_array.py", "_arrays_of", "(part.causal, part.window)", "(part.window,)"
         ),
         "keys have no offsets": Edit(
             "masks/one_array.py", "_arrays_of", "return part.arrays, ", "return part.arrays[:1], "

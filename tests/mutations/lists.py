@@ -29,9 +29,6 @@ FAULTS = {
             "mask.works.setdefault(block, ListedWork(index=index))", "ListedWork(index=index)",
         ),
         "arrays can be written to": Edit("blocks/index.py", "_read_only", "view.flags.writeable = False", ""),
-        "arrays of a copy can be written to": Edit(
-            "blocks/index.py", "BlockIndex.__setstate__", "self.__post_init__()", ""
-        ),
     },
     indices_are_those_of_their_blocks: {
         "an index has no intervals": Edit(
@@ -39,8 +36,6 @@ FAULTS = {
         ),
         "batch entries are one": Edit(INDEX, "IndexMaker.__init__", '"batch": source.batch', '"batch": 1'),
         "one index serves all masks": Edit(INDEX, "index_key", "content(mask), shape", "shape"),
-        "one index serves all orders of axes": Edit(INDEX, "index_key", "tuple(kept.strides), ", ""),
-        "one index serves all devices": Edit(INDEX, "index_key", "return device, ", "return "),
     },
     calls_read_masks_anew: {
         "blocks of any size are alike": Edit(CONTENTS, "_arrays_of", '(getattr(part, "block", None),)', "()"),

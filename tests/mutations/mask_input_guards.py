@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from test_mask_inputs import (
     check_types,
     deep,
     documents,
-    wide,
 )
 
 # Each fault of numbers_are_right shows in one of these masks. Tests of test_mask_inputs.py draw others.
@@ -101,9 +99,3 @@ def usual_stack() -> Iterator[None]:
 def deep_trees_are_right(library: ModuleType) -> None:
     with usual_stack():
         check_tree(library, *deep(library, 400))
-
-
-def wide_trees_are_right(library: ModuleType) -> None:
-    at = np.arange(8) - np.arange(8)[:, None]
-    with usual_stack():
-        check_tree(library, wide(library, operator.and_, 1200), at == 0)

@@ -23,11 +23,6 @@ FAULTS = {
             "np.copyto(x[number, :, here], 0, where",
             "np.copyto(x[number, :, here], 0 * x[number, :, here] if x is weights[0] else 0, where",
         ),
-        "dS of a NaN row is NaN where it is masked, for its keys": Edit(
-            "executors/cpu.py", "_HostCall._mask_queries",
-            "np.copyto(x[number, :, here], 0, where",
-            "np.copyto(x[number, :, here], 0 * x[number, :, here] if x is weights[1] else 0, where",
-        ),
         "dS is NaN where it is masked, for its query": Edit(
             "executors/cpu.py", "_HostCall._mask_keys",
             "np.copyto(x[number, here], value, where",

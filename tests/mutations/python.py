@@ -32,18 +32,12 @@ FAULTS = {
         "the first key of an interval is lost": Edit(
             "executors/cpu.py", "_masked_elements", "(j[:, None] < lo)", "(j[:, None] <= lo)"
         ),
-        "the key past an interval is seen": Edit(
-            "executors/cpu.py", "_masked_elements", "(j[:, None] >= hi)", "(j[:, None] > hi)"
-        ),
         "a bit tile starts at its first key": Edit(
             "executors/cpu.py", "_masked_elements", "keys.start % work.block_kv", "0"
         ),
         "a bit tile is read inverted": Edit("executors/cpu.py", "_masked_elements", "return ~tile.T", "return tile.T"),
         "a key is lost where a run is cut": Edit(
             "executors/cpu.py", "_groups", "start=segment.start + remaining)", "start=segment.start + remaining + 1)"
-        ),
-        "a key is seen twice where a run is cut": Edit(
-            "executors/cpu.py", "_groups", "start=segment.start + remaining)", "start=segment.start + remaining - 1)"
         ),
         "heads are grouped by remainder": Edit(
             "executors/cpu.py", "_HostCall._rows_of",
@@ -94,11 +88,6 @@ FAULTS = {
         "tiles of unlike visits are batched": Edit(
             "executors/cpu.py", "_batches", "key = height, *visited", "key = (height,)"
         ),
-        "a batch writes what belongs to its first tile": Edit(
-            "executors/cpu.py", "_HostCall.write",
-            "self.arrays[name][row_index] = values",
-            "self.arrays[name][row_index] = values[:1] if np.ndim(values) else values",
-        ),
         "the masks of a batch all fall on its first tile": Edit(
             "executors/cpu.py", "_HostCall._mask_keys", "np.copyto(x[number, here]", "np.copyto(x[0, here]"
         ),
@@ -114,11 +103,6 @@ FAULTS = {
         ),
     },
     work_is_right: {
-        "a band ends one query late for its keys": Edit(
-            "blocks/work_list.py", "IntervalWork._rows_ending_by",
-            "max(key - self.band.upper, 0)",
-            "max(key - self.band.upper + 1, 0)",
-        ),
         "a band starts one query late for its keys": Edit(
             "blocks/work_list.py", "IntervalWork._rows_starting_by",
             "max(key - self.band.lower + 1, 0)",
@@ -147,9 +131,6 @@ FAULTS = {
             "blocks/work_list.py", "_longest_first", 'kind="stable")[:, ::-1]', 'kind="stable")'
         ),
         "one list serves all heads": Edit("blocks/work_list.py", "_owner", "(h if extents[1] > 1 else 0)", "0"),
-        "intervals of the first entry serve all": Edit(
-            "blocks/work_list.py", "_owner", "b if extents[0] > 1 else 0", "0"
-        ),
     },
     indices_are_right: {
         "a block is full if its first element is": Edit(

@@ -72,7 +72,6 @@ FAULTS = {
         "cudaStreamPerThread is taken for one stream": Edit(
             WORKSPACES, "Workspaces.take", "number == _PER_THREAD or", ""
         ),
-        "workspaces lie in one place": Edit(WORKSPACES, "Workspaces.take", "base + start for", "base for"),
         "workspaces are not aligned": Edit(
             WORKSPACES, "Workspaces.__init__", "-(-size // _ALIGNMENT) * _ALIGNMENT for", "size for"
         ),

@@ -45,9 +45,6 @@ FAULTS = {
         "a value that others need loses its factors": Edit(
             PRODUCTS, "_times", 'new.put("mul", "real", self.value(n), self._product(factors))', "self.value(n)"
         ),
-        "sums are scaled twice": Edit(
-            PRODUCTS, "unscaled", "(self.unscaled(a) for a in args)", "(self.value(a) for a in args)"
-        ),
         "tanh loses its factors": Edit(
             PRODUCTS, "_times", "one = self._product(factors) if factors else new.const(1.0)", "one = new.const(1.0)"
         ),

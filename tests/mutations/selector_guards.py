@@ -8,7 +8,6 @@ from typing import Any
 import device_double
 import numpy as np
 from executors import CPU, SIM, Run
-from foreign import Foreign
 from mutations.python_guards import part
 from test_block_mass import summed
 from test_masked_selectors import (
@@ -286,15 +285,6 @@ def selectors_take_caches(library: ModuleType) -> None:
         cache.append(rows, rows)
         (index,) = of.quest(np.ones((1, 2, 1, 8), np.float16), cache, budget=of.Budget(top_k=1))
         assert index.block == (1, side)
-
-
-def quest_takes_foreign(library: ModuleType) -> bool:
-    """Choose pages of a cache for queries of another library."""
-    rows = np.ones((1, 1, 40, 8), np.float32)
-    cache = library.KVCache(batch=1, num_kv_heads=1, head_dim=8, capacity=64, dtype=np.float32)
-    cache.append(rows, rows)
-    budget = library.selectors.Budget(top_k=1)
-    return len(library.selectors.quest(Foreign(rows[:, :, :1]), cache, budget=budget)) == 1
 
 
 def budgets_are_split(library: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mutations.calls import takes
 from mutations.mass_guards import groups_of_columns_are_turned, tensor_cores_sum_masses
 from mutations.planting import Edit
 from mutations.selector_guards import (
@@ -11,7 +10,6 @@ from mutations.selector_guards import (
     budgets_are_split,
     fixed_blocks_stay,
     masked_selections_are_right,
-    quest_takes_foreign,
     rooflines_are_right,
     selections_are_right,
     selections_share_memory,
@@ -296,7 +294,6 @@ FAULTS = {
         "a stream does not wait for the copy": Edit(
             SELECTING, "FixedSelection.__call__", "self._lists.use(stream)", "pass"
         ),
-        "a graph's blocks are forgotten": Edit(SELECTING, "FixedSelection.__call__", "gpu.hold(self)", "pass"),
     },
     the_kernel_draws: {
         "numbers have 32 bits": Edit("lists/draw.cu", "lists_draw", "words[0].at[0] >> 8", "words[0].at[0]"),
@@ -314,7 +311,6 @@ FAULTS = {
         "an intersection has the closed form's keys": Edit(
             AT_CALL, "_rows_within", "if self.rows is not None:", "if False:"
         ),
-        "an intersection ends with the later interval": Edit(AT_CALL, "_rows_within", "np.minimum(hi", "np.maximum(hi"),
         "the array of an index has the axes of another": Edit(AT_CALL, "in_blocks", "axes[axis + 1 :]", "axes[axis:]"),
         "elements are taken for blocks": Edit(AT_CALL, "in_blocks", "element=self.block", "element=(1, 1)"),
         "larger blocks are taken for whole ones": Edit(
@@ -329,7 +325,6 @@ FAULTS = {
             BUDGET, "_keys", "np.float32(0) - xp.fmax(scores, -np.inf)", "-xp.fmax(scores, -np.inf)"
         ),
         "NaN comes first": Edit(BUDGET, "_keys", "xp.fmax(scores, -np.inf)", "scores"),
-        "scores above 0 are in reverse": Edit(BUDGET, "_keys", "bits ^ ((bits >> 31) & _MAGNITUDE)", "bits"),
         "forced blocks are taken by their scores": Edit(
             BUDGET, "_keys", "xp.where(forced, _FORCED, places)", "places"
         ),
@@ -343,9 +338,6 @@ FAULTS = {
         ),
         "blocks that are not eligible hold mass": Edit(
             BUDGET, "choose", "shares if eligible is None else shares * eligible", "shares"
-        ),
-        "shares are summed in the order of the blocks": Edit(
-            BUDGET, "_last_needed", "(in_order & _BLOCK) + starts", "xp.arange(num_blocks) + starts"
         ),
         "the last block does not count": Edit(BUDGET, "_last_needed", "~(before >= ", "~(sums >= "),
         "few blocks are enough": Edit(
@@ -370,28 +362,16 @@ FAULTS = {
         ),
         "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
         "bounds are of the greatest key alone": Edit(PAGES, "_bounds", "q * least[", "q * greatest["),
-        "the last page holds zeros": Edit(
-            PAGES, "_bounds", "xp.minimum(xp.arange(num_pages * page), max(length - 1, 0))",
-            "xp.arange(num_pages * page) % length",
-        ),
     },
     slashes_are_right: {
-        "distances run one too far": Edit(SLASHES, "vertical_slash", "- stop_kv + 1", "- stop_kv"),
         "no column is kept": Edit(SLASHES, "vertical_slash", "start_kv, stop_kv)", "start_kv, start_kv)"),
     },
     masked_selections_are_right: {
-        "keys that no query of the row attends are in the mean": Edit(
-            MASKED, "_of_mean_keys", "attended = cut.allowed.any(axis=-2)[..., None]",
-            "attended = cut.allowed.any(axis=-2)[..., None] | True",
-        ),
         "a mean is over all keys of a block": Edit(
             MASKED, "_of_mean_keys", "number = xp.maximum(attended.sum(axis=-2), 1)", "number = grid.block[1]"
         ),
         "queries without a key are in the mean": Edit(
             MASKED, "MaskedBlocks.queries", "self.has_key[..., None], wide, wide.dtype.type(0)", "True, wide, wide"
-        ),
-        "queries without a key count": Edit(
-            MASKED, "count_of_blocks", "padded(has_key[..., None]", "padded(has_key[..., None] | True"
         ),
         "hidden blocks take part in the softmax": Edit(
             MASKED, "mass_of_means", "blocks.states != 0", "blocks.states != 9"
@@ -403,18 +383,10 @@ FAULTS = {
             MASKED, "sums_by_query", "xp.where(xp.broadcast_to(is_full, shown), sums, sums.dtype.type(0))",
             "sums.copy()",
         ),
-        "a run needs no key": Edit(MASKED, "mass_of_runs", "is_seen = attended > 0", "is_seen = attended >= 0"),
         "runs may end after the query": Edit(MASKED, "mass_of_runs", "if grid.is_causal:", "if False:"),
         "an antidiagonal has keys that its row does not attend": Edit(
             MASKED, "mass_of_antidiagonals", "xp.where(attended, of_keys.of(cut, cut.keys), 0)",
             "of_keys.of(cut, cut.keys)",
-        ),
-        "an antidiagonal is a diagonal in cells that are cut": Edit(
-            MASKED, "mass_of_antidiagonals", "xp.arange(stride - 1, -1, -1)", "xp.arange(stride)"
-        ),
-        "hidden cells take part in the softmax": Edit(
-            MASKED, "mass_of_antidiagonals", "cells.states[..., begin:end, :] != 0",
-            "cells.states[..., begin:end, :] != 9",
         ),
         "bounds are over hidden keys": Edit(
             MASKED, "bounds_of_pages", "xp.where(attended, keys, end)", "keys"
@@ -431,9 +403,6 @@ FAULTS = {
         "rows that causality hides are estimated": Edit(
             GRID, "Grid.is_masked", "self.has_own_mask or", "self.has_own_mask or False and"
         ),
-        "a window is no mask": Edit(
-            GRID, "Grid.of", "mask is not None or window is not None", "mask is not None"
-        ),
     },
     selectors_take_caches: {
         "a page as long as the capacity is none": Edit(
@@ -442,11 +411,6 @@ FAULTS = {
         ),
         "queries of 16 bits meet rows of 32": Edit(
             PAGES, "_of_cache", "q = q.astype(np.float32, copy=False)", "pass"
-        ),
-    },
-    takes(quest_takes_foreign): {
-        "queries of other libraries are refused": Edit(
-            PAGES, "_of_cache", 'q = as_arrays({"q": q}, of_list, like=cache.k)["q"]', "pass"
         ),
     },
     budgets_are_split: {
@@ -462,14 +426,6 @@ FAULTS = {
     },
     rooflines_are_right: {
         "hidden elements count": Edit(ROOFLINE, "_elements", "int(of_lists[owner]), runs", "runs, runs"),
-        "values are as wide as keys": Edit(
-            ROOFLINE, "_bounded", "of_value * problem.value_dim)", "of_value * problem.head_dim)"
-        ),
-        "lse is not written": Edit(ROOFLINE, "_bounded", '!= "dlse"', '!= "lse"'),
         "the chip has one multiprocessor": Edit(ROOFLINE, "_bounded", "* plan.device.num_processors", ""),
-        "the share is upside down": Edit(
-            ROOFLINE, "Roofline.share", "self.least_seconds / self.measured_seconds",
-            "self.measured_seconds / self.least_seconds",
-        ),
     },
 }  # fmt: skip

@@ -6,7 +6,6 @@ from types import ModuleType
 
 import numpy as np
 from executors import CPU
-from foreign import Foreign
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import hunt, part
@@ -60,11 +59,6 @@ def _shape(library: ModuleType, seqlen_q: int, seqlen_kv: int) -> object:
     return part(library, "masks.base").MaskShape((), 1, seqlen_q, seqlen_kv)
 
 
-def resolves_equal_offsets_to_one_array(library: ModuleType) -> bool:
-    made = library.masks.Sequences(OFFSETS, OFFSETS.copy()).resolve(_shape(library, 10, 10))
-    return made.source.kv_offsets is None
-
-
 def offsets_may_be_edited(library: ModuleType) -> None:
     before, after = np.array([0, 9, 20, 40]), np.array([0, 20, 20, 40])
     check_calls(
@@ -100,9 +94,6 @@ FAULTS = {
         "the window's right side is not seen": Edit(
             FILE, "Sequences.keys_of", "min(right, UNBOUNDED) + 1", "min(right, UNBOUNDED)"
         ),
-        "keys before the sequence are seen": Edit(
-            FILE, "Sequences.keys_of", "xp.clip(diagonal - clipped(left), start, stop)", "diagonal - clipped(left)"
-        ),
         "bounds fall below their sequence": Edit(
             FILE, "Sequences.keys_of",
             "hi = xp.clip(diagonal + min(right, UNBOUNDED) + 1, start, stop)",
@@ -113,9 +104,6 @@ FAULTS = {
         ),
         "every sequence is aligned at its first key": Edit(
             FILE, "Sequences.keys_of", "kv[end] - q[end] if", "kv[first] - q[first] if"
-        ),
-        "every sequence is aligned at its last key": Edit(
-            FILE, "Sequences.keys_of", "else kv[first] - q[first]", "else kv[end] - q[end]"
         ),
         "causal lets a window look ahead": Edit(
             FILE, "Sequences.keys_of", "min(right, 0)", "right"
@@ -167,14 +155,6 @@ FAULTS = {
         "no gaps are allowed before the first sequence": Edit(
             RULES, "offset_reasons", "has_gap and not allow_gaps", "has_gap"
         ),
-        "no gaps are allowed behind the last sequence": Edit(RULES, "end_reasons", "if allow_gaps:", "if False:"),
-    },
-    refuses(
-        lambda library: library.masks.Sequences(OFFSETS).resolve(_shape(library, 10, 9)), "must end at seqlen_kv=9"
-    ): {
-        "offsets may reach beyond the keys": Edit(
-            RULES, "end_reasons", "if (ends > length).any():", "if True:\n    return []\nif False:"
-        ),
     },
     refuses(
         lambda library: library.masks.Sequences(OFFSETS).resolve(_shape(library, 12, 12)), "must end at seqlen_q=12"
@@ -205,29 +185,14 @@ FAULTS = {
             RULES, "pair_reasons", "if of_queries != of_keys:", "if False:"
         ),
     },
-    refuses(lambda library: library.masks.Sequences(OFFSETS, 2 * OFFSETS, causal=True), "causal must be"): {
-        "causal without an alignment is taken": Edit(
-            FILE, "Sequences._pair_reasons", "needs_equal = self.causal is True or", "needs_equal = False or"
-        ),
-    },
     refuses(lambda library: library.masks.Sequences(OFFSETS, 2 * OFFSETS, window=(1, 0)), "causal must be"): {
         "a window without an alignment is taken": Edit(
             FILE, "Sequences._pair_reasons", "(self.window is not None and not self.causal)", "False"
         ),
     },
-    takes(lambda library: library.masks.Sequences.of(Foreign(np.array([2, 3]))).q_offsets.tolist() == [0, 2, 5]): {
-        "lengths of another library are refused": Edit(
-            FILE, "_sums", "taken_array(name, lengths)", "lengths"
-        ),
-    },
     takes(lambda library: library.masks.Sequences(OFFSETS, OFFSETS.copy(), causal=True).causal): {
         "equal offsets are told apart": Edit(
             FILE, "Sequences._has_equal_offsets", "np.array_equal(self.q_offsets, kv_offsets)", "False"
-        ),
-    },
-    takes(resolves_equal_offsets_to_one_array): {
-        "equal offsets are two arrays of a call": Edit(
-            FILE, "Sequences.resolve", "replace(self, kv_offsets=None) if has_more else self", "self"
         ),
     },
     offsets_may_be_edited: {
@@ -244,13 +209,6 @@ FAULTS = {
     scores_keep_their_offsets: {
         "pickles of a score have offsets of their own": Edit(
             "scores/places.py", "within", "offsets.copy() for offsets", "offsets for offsets"
-        ),
-    },
-    refuses(
-        lambda library: library.scores.within(lambda s, b, h, i, j: s + i, OFFSETS, OFFSETS[:2]), "as many sequences"
-    ): {
-        "positions of queries are in sequences without keys": Edit(
-            "scores/places.py", "within", "reasons += pair_reasons(*held.values())", "pass"
         ),
     },
     refuses(lambda library: library.pack([np.ones((2, 3))], 2), "axis must be an axis of arrays[0]"): {

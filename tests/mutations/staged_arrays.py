@@ -119,6 +119,5 @@ FAULTS = {
         "what is subtracted keeps its direction": Edit(
             "scores/uniform.py", "_direction", "known[1] = _times(known[1], -1)", "pass"
         ),
-        "opposite directions make one": Edit("scores/uniform.py", "_direction", "len(each) > 1", "len(each) > 2"),
     },
 }
