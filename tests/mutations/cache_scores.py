@@ -162,9 +162,6 @@ FAULTS = {
         "parts count from the first position": Edit(WORK, "part_of", "(first_part + number) * kKeys", "number * kKeys"),
     },
     host_scores_are_right: {
-        "queries stand at the start": Edit(
-            ONE, "attend_one_by_one", "own.length - own.new + part.queries.start", "part.queries.start"
-        ),
         "keys stand at the start": Edit(
             ONE, "attend_one_by_one", "[sequence, position, part.first]", "[sequence, position, 0]"
         ),
@@ -173,9 +170,6 @@ FAULTS = {
         ),
         "the batch's axis is read at its start": Edit(
             PLACES, "_OfSequence.__getitem__", "0 if extent == 1 else self._sequence", "0"
-        ),
-        "queries of a chunk share a call": Edit(
-            ONE, "attend_one_by_one", "options.part_keys is not None and", "False and"
         ),
         "a query alone sees one key less": Edit(
             ONE, "_parts", "min(length, position + right + 1)", "min(length, position + right)"
@@ -191,7 +185,6 @@ FAULTS = {
     },
     positions_restart: {
         "positions go on": Edit(PLACES, "_behind", "position - np.maximum(start, 0)", "position"),
-        "a sequence's first row is the last of the one before": Edit(PLACES, "_starts", 'side="right"', 'side="left"'),
     },
     refuses(
         lambda library: _cache(library).attention(QUERY, bias=np.ones((1, 1), np.float32)[:, :0]), "bias must broadcast"

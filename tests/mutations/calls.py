@@ -236,19 +236,9 @@ FAULTS = {
         ),
         "any mask imports SciPy": Edit("arrays.py", "is_sparse", 'if "scipy.sparse" not in sys.modules:', "if False:"),
     },
-    takes(lambda library: library.masks.Sparse(scipy.sparse.eye_array(3)).own_lengths == (3, 3)): {
-        "sparse arrays are not known": Edit("arrays.py", "is_sparse", "return bool(issparse(value))", "return False"),
-    },
     pickled_after_use(a_plan): {
         "a plan takes its calls along": Edit(
             "plans.py", "Plan.__getstate__", '{**vars(self), "_bound_calls": {}}', "vars(self)"
-        ),
-    },
-    takes(replaced): {
-        "a plan for another executor repeats the first's calls": Edit(
-            "plans.py", "Plan",
-            "default_factory=dict, init=False, repr=False",
-            "default_factory=dict, repr=False",
         ),
     },
     pickled_after_use(an_index): {
@@ -279,9 +269,6 @@ FAULTS = {
         ),
     },
     takes(in_chosen_folder): {
-        "the chosen folder is not used": Edit(
-            "compiler/host_cache.py", "folder", "Path(chosen) if chosen else", "Path(chosen) if False else"
-        ),
         "files of others are removed": Edit(
             "compiler/host_cache.py", "_files", "if _KEPT.fullmatch(entry.name):", "if entry.name:"
         ),
@@ -347,11 +334,6 @@ FAULTS = {
         "do may be left out": Edit(
             "plans.py", "Plan.backward", "given = dict(zip(backward_names(dlse is not None, operands), arrays))",
             "given = {n: x for n, x in zip(backward_names(dlse is not None, operands), arrays) if x is not None}",
-        ),
-    },
-    takes(lambda library: library.masks.Lengths(kv=Foreign(np.array(3))).kv == 3): {
-        "arrays of another library are no lengths": Edit(
-            "masks/lengths.py", "Lengths.__post_init__", 'take_arrays(self, {"q": "q", "kv": "kv"})', "pass"
         ),
     },
     refuses(attends(scale=True), "scale must be a finite number or None; got True"): {
@@ -446,14 +428,6 @@ FAULTS = {
         "a plan is of any arrays": Edit(
             "bounds/elements.py", "_bounds_of_plan",
             'reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})', "",
-        ),
-    },
-    takes(
-        lambda library: library.plan(HALF, HALF, HALF, device=library.DeviceSpec.gpu("H100")).plan.product_dtype
-        == np.float16
-    ): {
-        "tensor cores round no weights": Edit(
-            "planning/plan.py", "KernelPlan.product_dtype", "if is_rounded else", "if False else"
         ),
     },
     refuses(

@@ -18,18 +18,11 @@ from mutations.planting import Edit
 
 FAULTS = {
     the_host_is_right: {
-        "philox has nine rounds": Edit("dropout/philox.py", None, "_ROUNDS = 10", "_ROUNDS = 9"),
         "heads of all batch entries draw alike": Edit(
             "executors/tile_dropout.py", "TileDropout.dropped", "(b * self.num_heads + h)", "(0 * b + h)"
         ),
-        "halves of words change places": Edit(
-            "dropout/weights.py", "kept", "for shift in (0, 16)", "for shift in (16, 0)"
-        ),
         "a number at the threshold is dropped": Edit(
             "dropout/weights.py", "kept", "is_kept: Array = np.uint64(0xFFFF)", "is_kept: Array = np.uint64(0)"
-        ),
-        "weights that are left keep their size": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows", "o = o * self.wide(self.dropout.draws.factor)", "pass"
         ),
         "gradients by dropped weights count": Edit(
             "executors/tile_dropout.py", "Dropped.apply_to_gradients", "np.copyto(dp, 0, where=self.where)", "pass"
@@ -52,17 +45,10 @@ FAULTS = {
             "dropout/weights.py", "Dropout.__post_init__", "0 <= self.offset <= _MASK", "0 <= self.offset <= 2 * _MASK"
         ),
         "the row after the last one is taken": Edit("dropout/weights.py", "_is_places", "< length", "<= length"),
-        "the backward pass alone needs the seed": Edit(
-            "planning/dropout_launches.py", "dropout_of", "return dropout.draws, (Operand(SEED, (), dtype),)",
-            "return dropout.draws._replace(reads_seed=False), ()",
-        ),
     },
     calls_are_told_apart: {
         "calls do not differ by what they draw": Edit(
             "planning/options.py", "Options.key", "scale, program, draws, wrt,", "scale, program, wrt,"
-        ),
-        "a repeated call draws by the first one's seed and offset": Edit(
-            "api.py", "run", "if options.dropout is not None:", "if False:"
         ),
     },
     calls_hand_over_their_numbers: {
@@ -75,10 +61,6 @@ FAULTS = {
         ),
         "kernels draw by no seed": Edit(
             "executors/launch.py", "BoundPass.launch", "addresses += numbers", "addresses += [0 for _ in numbers]"
-        ),
-        "gradients draw by another seed": Edit(
-            "plans.py", "Plan.backward", "given_arrays | results, check, self.numbers)",
-            "given_arrays | results, check, (self.numbers[0] + 1, 0))",
         ),
     },
     simt_is_right: {

@@ -139,13 +139,6 @@ FAULTS = {
     },
     rotations_are_orthogonal: {
         "there are no signs": Edit(ROTATION, "Rotation.signs", "np.where(bits,", "np.where(bits > 1,"),
-        "rows are rotated back without signs": Edit(
-            ROTATION, "Rotation.undo", "return wide * namespace(x).asarray(self.signs, wide.dtype)", "return wide"
-        ),
-        "differences are sums": Edit(
-            ROTATION, "Rotation._hadamard", "pairs[..., 0, :] - pairs[..., 1, :]",
-            "pairs[..., 1, :] - pairs[..., 0, :] * (half < 16)",
-        ),
     },
     ends_of_the_range_are_finite: {
         "the largest numbers of a row become infinite": Edit(
@@ -166,10 +159,6 @@ FAULTS = {
         "all may become 0": Edit(QUANTIZE, "quantize", "_LEAST <= largest", "0 < largest"),
     },
     parts_have_scales_of_their_own: {
-        "heads share a scale": Edit(QUANTIZE, "_parts_and_scale", "else (-2, -1)", "else (0, -2, -1)"),
-        "the sign of the largest counts": Edit(
-            QUANTIZE, "_parts_and_scale", "found = xp.max(xp.abs(parts)", "found = xp.max((parts)"
-        ),
         "tiny numbers are divided by 0": Edit(
             QUANTIZE, "_parts_and_scale", "xp.maximum(found / largest, _SMALLEST_SCALE)", "found / largest"
         ),
@@ -177,9 +166,6 @@ FAULTS = {
     results_are_within_bounds: {
         "scales belong to the next block": Edit(
             QUANTIZE, "Quantized._of_rows", "axis=-1)[..., : self.shape[-2]]", "axis=-1)[..., -self.shape[-2] :]"
-        ),
-        "weights only fall": Edit(
-            ERROR, "_bound", "grown = p * np.exp(e) * (1 + r)", "grown = p * np.exp(-e)"
         ),
         "changes of v do not count": Edit(ERROR, "_bound", "+ grown * added", ""),
         "changes of scores do not count in lse": Edit(ERROR, "_bound", "np.log1p(r)[..., 0]", "0 * r[..., 0]"),
@@ -193,7 +179,6 @@ FAULTS = {
         "other executors are ignored": Edit(
             OPERAND, "place_reasons", 'are_on_host == {executor != "gpu"}', "are_on_host"
         ),
-        "gradients ignore the precision": Edit(OPERAND, "is_asked_for", "precision == PRECISION", "False"),
         "scales may be negative": Edit(QUANTIZE, "Quantized._scale_reasons", "(self.scale > 0) & ", ""),
     },
 }

@@ -55,9 +55,6 @@ FAULTS = {
         "numbers beside a tensor are of its dtype": Edit(
             "scores/library.py", "_beside", 'dtype=sys.modules["torch"].int32, ', ""
         ),
-        "a score over other arrays is over its own": Edit(
-            "scores/score.py", "Score.with_arrays", "{name: held[name] for name in self.arrays}", "dict(self.arrays)"
-        ),
     },
     scores_of_jax_are_right: {
         "all operands have a gradient": Edit(

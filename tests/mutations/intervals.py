@@ -234,12 +234,6 @@ FAULTS = {
         ),
     },
     backward_tiles_end_with_sequences: {
-        "there is no tile more for each sequence": Edit(
-            PARTS, "num_tiles", "length // height + num_sequences", "-(-length // height)"
-        ),
-        "a sequence starts with the number of its multiples": Edit(
-            PARTS, "tile_starts", "of_matrix[:-1] // height + np.arange(sequences)", "of_matrix[:-1] // height"
-        ),
         "tiles go on in the next sequence": Edit(
             PARTS, "tile_starts", "np.minimum(starts, of_matrix[sequence + 1])", "np.minimum(starts, of_matrix[-1])"
         ),
@@ -247,7 +241,6 @@ FAULTS = {
         "each query of a window starts a sequence": Edit(
             PARTS, "sequence_bounds", "np.diff(of_matrix) > 1", "np.diff(of_matrix) > 0"
         ),
-        "keys start where queries do": Edit(PARTS, "sequence_bounds", "padded(of_lo[of_matrix],", "padded(of_matrix,"),
         "queries are counted in tiles of keys": Edit(
             "blocks/work_list.py", "IntervalWork.sequence_tiles", "self.sequence_tile[0]", "self.sequence_tile[1]"
         ),

@@ -160,22 +160,12 @@ GIVEN, ONE, ARGUMENTS = "cache/given_pages.py", "cache/one_by_one.py", "cache/ar
 ODD_SINK = np.zeros((3, 1), np.float32)
 FAULTS = {
     operations_are_right: {
-        "rows are written one early": Edit(
-            ROWS, "PagedRows.write", "positions = np.arange(length, stop)", "positions = np.arange(length, stop) - 1"
-        ),
-        "a sequence's first row is written to all places": Edit(
-            ROWS, "PagedRows.write", "array[sequences, :, given]", "array[sequences, :, given * 0]"
-        ),
         "scales of keys are those of values": Edit(
             ROWS, "PagedRows.write", "(self.v, self.v_scale, v)", "(self.v, self.k_scale, v)"
         ),
         "scales stay behind when pages are copied": Edit(ROWS, "PagedRows.copy", "self.arrays", "(self.k, self.v)"),
         "rows are read without their scales": Edit(
             ROWS, "PagedRows.gather", "dequantized_rows(v, v_scale, made)", "dequantized_rows(v, v_scale * 0 + 1, made)"
-        ),
-        "numbers exceed the format": Edit("fp8/rows.py", "quantized_rows", "+ 0x1FFFFF", ""),
-        "lengths count all rows": Edit(
-            FILE, "KVCache.append", "[length + new for length, new in", "[length + max(news) for length, new in"
         ),
         "a window reads the first pages": Edit(
             ROWS, "PagedRows._gathered", "[first : -(-stop // size)]", "[0 : -(-stop // size) - first]"
@@ -196,28 +186,16 @@ FAULTS = {
         "queries see later keys": Edit(
             ONE, "_parts", '"bottom_right" if causal else False', "False"
         ),
-        "rows on one page are written to it though it is shared": Edit(
-            PAGES, "PagePool._has_page", "self._references[table[place]] == 1", "True"
-        ),
         "rows on the next page are taken for rows on this one": Edit(
             PAGES, "PagePool._has_page", "(stop - 1) // self.page_size", "length // self.page_size"
         ),
-        "shared pages are written to": Edit(PAGES, "PagePool.grow", "if self._references[page] > 1:", "if False:"),
-        "a copy of a page misses its last row": Edit(
-            PAGES, "PagePool.grow", "rows = growth.length -", "rows = growth.length - 1 -"
-        ),
-        "a fork forgets to count": Edit(PAGES, "PagePool.fork", "self._references.update(shared)", "pass"),
         "a fork keeps its old pages": Edit(PAGES, "PagePool.fork", "self.shrink(target, 0)", "pass"),
         "a fork of a contiguous cache copies nothing": Edit(
             PAGES, "OwnPages.fork", "[Copy(source, target, length)]", "[]"
         ),
-        "a fork keeps its length": Edit(
-            FILE, "KVCache.fork", "self._lengths[target] = self._lengths[source]", "pass"
-        ),
         "a page too many is given back": Edit(
             PAGES, "PagePool.shrink", "while len(table) > self._pages(length):", "while len(table) > length // 17:"
         ),
-        "truncating keeps the length": Edit(FILE, "KVCache.truncate", "self._lengths = kept", "pass"),
         "each sequence counts all free pages as its own": Edit(PAGES, "PagePool.shortages", "free -= wanted", "pass"),
         "a cache over pages takes those of others": Edit(
             FILE, "KVCache.over", "tables, owns_rest=False", "tables"
@@ -247,18 +225,11 @@ FAULTS = {
         "a fork copies": Edit(PAGES, "PagePool.grow", "> 1:", "> 0:"),
     },
     contradictions_are_told: {
-        "lengths are not proved": Edit(
-            PAGES, "length_faults", "if 0 <= length <=", "if True or 0 <= length <="
-        ),
         "a page may be free and in use": Edit(PAGES, "PagePool.faults", "if page in named]", "if False]"),
     },
     a_device_has_lengths_and_pages: {
         "rows are those that the host has counted": Edit(
             FILE, "KVCache._lengths_now", "if self._is_counted_on_device", "if False"
-        ),
-        "rows without a page are returned": Edit(
-            FILE, "KVCache.rows",
-            "if faults := length_faults(self._pages, sequence, length, self._capacity):", "if False:"
         ),
         "a device keeps lengths that are truncated": Edit(
             FILE, "KVCache.truncate", "self._put().truncate(kept)", "pass"
@@ -266,11 +237,6 @@ FAULTS = {
         "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "self._put()", "pass"),
         "a reset is captured": Edit(
             FILE, "KVCache.reset", 'capture_reasons("reset", self._pages)', "[]"
-        ),
-    },
-    refuses(lambda library: filled(library).append(*np.ones((2, 2, 1, 38, 4), np.float32)), "need 41 positions"): {
-        "sequences grow beyond the capacity": Edit(
-            FILE, "KVCache._make_room", "if growth.stop > self._capacity", "if False"
         ),
     },
     refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, and of 1 there are 0 free"): {

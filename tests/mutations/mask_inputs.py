@@ -66,11 +66,6 @@ FAULTS = {
     refuses(lambda library: np.ones((2, 2)) @ library.scores.softcap(3.0), "scores have no @"): {
         "arrays take scores for numbers": Edit("scores/score.py", "Score", "__array_ufunc__ = None", "pass"),
     },
-    takes(lambda library: library.BlockIndex.from_blocks(np.ones((2, 3), bool), block=4).shape[2:] == (8, 12)): {
-        "lengths of whole blocks are those of blocks": Edit(
-            "blocks/index.py", "BlockIndex.from_blocks", "own if n is None else n", "1 if n is None else n"
-        ),
-    },
     shapes_are_right: {
         "processors are counted in a narrow dtype": Edit(
             "planning/device.py", "DeviceSpec.__post_init__", "object.__setattr__(self, name, int(value))", "pass"
@@ -178,9 +173,6 @@ FAULTS = {
             "masks/base.py", "_Composed.rectangle.negated",
             "return namespace(must, i0).logical_not(must), namespace(may, i0).logical_not(may)",
             "return namespace(may, i0).logical_not(may), namespace(must, i0).logical_not(must)",
-        ),
-        "the first operand alone is resolved": Edit(
-            "masks/base.py", "_rebuilt", "parts = values[-num_parts:]", "parts = values[-num_parts:][:1]"
         ),
     },
 }  # fmt: skip

@@ -361,7 +361,6 @@ FAULTS = {
             NSA, "_chosen", ".sum(axis=-3)", "[..., 0, :, :]"
         ),
         "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
-        "bounds are of the greatest key alone": Edit(PAGES, "_bounds", "q * least[", "q * greatest["),
     },
     slashes_are_right: {
         "no column is kept": Edit(SLASHES, "vertical_slash", "start_kv, stop_kv)", "start_kv, start_kv)"),
@@ -414,10 +413,6 @@ FAULTS = {
         ),
     },
     budgets_are_split: {
-        "the larger half is that of diagonals": Edit(
-            BUDGET, "Budget.halves", "(whole - whole // 2, max(whole // 2, 1))",
-            "(max(whole // 2, 1), whole - whole // 2)",
-        ),
         "a density is rounded up twice": Edit(BUDGET, "Budget.part", "* (1 - 2**-50)", "* (1 + 2**-50)"),
         "a density is a mass": Edit(
             BUDGET, "choose", "if budget.density is None else xp.ones(scores.shape)", "* 1"
@@ -426,6 +421,5 @@ FAULTS = {
     },
     rooflines_are_right: {
         "hidden elements count": Edit(ROOFLINE, "_elements", "int(of_lists[owner]), runs", "runs, runs"),
-        "the chip has one multiprocessor": Edit(ROOFLINE, "_bounded", "* plan.device.num_processors", ""),
     },
 }  # fmt: skip
