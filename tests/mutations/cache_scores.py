@@ -206,22 +206,9 @@ FAULTS = {
     refuses(lambda library: _cache(library, part_keys=65), "part_keys must be a multiple of 64"): {
         "parts are of any size": Edit("cache/arguments.py", "part_reasons", "and part_keys % PART_STEP == 0", ""),
     },
-    refuses(lambda library: _cache(library, part_keys=64, capacity=8193), "has at most 128 parts"): {
-        "parts are too many": Edit("cache/arguments.py", "part_reasons", "> MOST_PARTS * part_keys", "> 2**40"),
-    },
     refuses(_over, "v_pages must not overlap k_pages"): {
         "one array is keys and values": Edit(
             "cache/given_pages.py", "checked_pages", 'overlap_reasons("v_pages", v, {"k_pages": k})', "[]"
-        ),
-    },
-    refuses(
-        lambda library: library.kv_cache_bytes(
-            num_layers=1, num_kv_heads=1, head_dim=8, tokens=3, dtype="f4", page_size=24
-        ),
-        "page_size must be a multiple of 16",
-    ): {
-        "pages of any size are counted": Edit(
-            "study/calculators.py", "_bytes_of_token", "page_size_reasons(page_size)", "[]"
         ),
     },
 }  # fmt: skip

@@ -197,7 +197,6 @@ FAULTS = {
         "an odd address is taken": Edit(
             FILE, "_Place.is_aligned", "return not start & self._odd_bits", "return True"
         ),
-        "1 is taken for True": Edit(FILE, "_decode_key", "type(causal) is not bool or", ""),
     },
     tensors_that_must_be_taken_have_no_layout: {
         "a tensor with a tangent is read": Edit("layouts.py", "tensors_layout", "or has_dual_level()", ""),

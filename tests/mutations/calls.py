@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-import scipy.sparse
 from mutations.planting import Edit
 from mutations.python_guards import part
 from foreign import Foreign
@@ -302,13 +301,6 @@ FAULTS = {
             "(np.ma.MaskedArray, np.matrix, type)",
         ),
     },
-    refuses(attends(q=np.ndarray), "q must be an array; got the class ndarray"): {
-        "a class has a namespace": Edit(
-            "arrays.py", "namespace",
-            'hasattr(array, "__array_namespace__") and not isinstance(array, type)',
-            'hasattr(array, "__array_namespace__")',
-        ),
-    },
     refuses(attends(window=(np.timedelta64(3, "s"), 0)), "window must be (left, right)"): {
         "durations are ints": Edit("arrays.py", "is_int", "(bool, np.timedelta64)", "bool"),
     },
@@ -317,18 +309,6 @@ FAULTS = {
     },
     refuses(lambda library: library.ShapeDtype((2, 3), None), "dtype must be a NumPy dtype or its name; got None"): {
         "None is a dtype": Edit("arrays.py", "as_dtype", "if dtype is not None:", "if True:"),
-    },
-    refuses(attends(k=Foreign(Q, device=None)), "k must say on which device it lies"): {
-        "a device is rubbish": Edit(
-            "layouts.py", "is_on_cuda", "except Exception as error:", "except BufferError as error:"
-        ),
-    },
-    refuses(attends(k=Traced()), "k must be an array that DLPack gives away"): {
-        "what is traced is taken": Edit(
-            "plans.py", "as_arrays",
-            "elif is_array(value) and namespace(value).__name__ not in _NAMESPACES.values():",
-            "elif False:",
-        ),
     },
     refuses(lambda library: a_pullback(library, False)(None), "do must be an array; got None"): {
         "do may be left out": Edit(
@@ -430,22 +410,6 @@ FAULTS = {
             'reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})', "",
         ),
     },
-    refuses(
-        lambda library: library.BlockIndex.from_mask(library.masks.Causal(), 2, 2, 2, num_heads=2**70),
-        "num_heads must be an int from 0 to",
-    ): {
-        "an index is for any shape": Edit(
-            "blocks/index.py", "BlockIndex.from_mask", "shape_reasons(shape) or length_reasons(shape)", "[]"
-        ),
-    },
-    refuses(lambda library: library.recall(Q, Q, Q, None), "mask must be a Mask"): {
-        "recall keeps all without a mask": Edit("study/recall.py", "recall", "if mask is None:", "if False:"),
-    },
-    refuses(lambda library: library.masks.BlockPattern(scipy.sparse.coo_array(np.ones(3)), 8), "two axes"): {
-        "sparse blocks have any number of axes": Edit(
-            "masks/block_pattern.py", "BlockPattern.__post_init__", "if self.blocks.ndim != 2:", "if False:"
-        ),
-    },
     takes(
         lambda library: library.BlockIndex.from_blocks(np.eye(2, dtype=bool), np.uint8(4), 4, 2).num_q_blocks == 2
     ): {
@@ -453,26 +417,6 @@ FAULTS = {
             "masks/shape.py", "MaskShape.__new__",
             "whole_number(name, value, 0)",
             "value",
-        ),
-    },
-    refuses(
-        lambda library: library.DeviceSpec(name="x", num_processors=0, tile_memory_bytes=1),
-        "num_processors must be an int of at least 1; got 0",
-    ): {
-        "a device has no processors": Edit(
-            "planning/device.py", "DeviceSpec.__post_init__", '(("num_processors", 1),', '(("num_processors", -1),'
-        ),
-    },
-    refuses(lambda library: library.patterns.random(8, block=2, density=0.5, seed="x"), "seed must be an int"): {
-        "a seed is anything": Edit(
-            "patterns.py", "_generator", "if all(is_int(each) and each >= 0 for each in ints):", "if True:"
-        ),
-    },
-    refuses(
-        lambda library: library.BlockIndex.from_blocks(np.ones((1, 1), bool), 4, 4, 2**64), "block must be an int"
-    ): {
-        "a block is longer than any number": Edit(
-            "masks/shape.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
         ),
     },
 }  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mutations.host_guards import (
-    any_tile_memory_is_taken, blas_limits_are_kept, flat_tiles_are_chosen, forked_processes_are_told,
-    magnitudes_are_right, nothing_is_raised, threads_are_right,
+    any_tile_memory_is_taken, blas_limits_are_kept, forked_processes_are_told, magnitudes_are_right,
+    nothing_is_raised, threads_are_right,
 )  # fmt: skip
 from mutations.planting import Edit
 
@@ -15,24 +15,8 @@ FAULTS = {
             "min(device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q), _MOST_BLOCK_KV)",
             "device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q)",
         ),
-        "small calls take memory for whole tiles": Edit(
-            "planning/host.py", "HostTiling.scratch_scores",
-            "min(max(self.batch_area, rows * self.block_kv), max(1, scores))",
-            "max(self.batch_area, rows * self.block_kv)",
-        ),
-    },
-    flat_tiles_are_chosen: {
-        "tiles are tall": Edit("planning/plan.py", "host_plan", "in_flat_tiles(", "("),
-        "tiles are flat in vain": Edit("planning/host.py", None, "((64, 4), (128, 2))", "((64, 0), (128, 2))"),
-        "a tile visits the keys of its first row": Edit(
-            "blocks/work_list.py", "IntervalWork.visited_keys",
-            "last = np.minimum(first + height, self.seqlen_q) - 1", "last = first",
-        ),
     },
     forked_processes_are_told: {
-        "a forked process asks for its device": Edit(
-            "compiler/nvrtc.py", "current_number", "if _is_started else current_device()[1]", ""
-        ),
         "a forked process passes for the first one": Edit(
             "compiler/nvrtc.py", "_after_fork", "_is_started = False", "pass"
         ),
@@ -91,19 +75,7 @@ FAULTS = {
         "a number of threads set during a call is lost": Edit(
             "executors/blas.py", "_OfProcess.release", "is not None and self._get() == 1", "is not None"
         ),
-        "a call leaves BLAS the threads that were set during another": Edit(
-            "executors/blas.py", "_OfProcess.hold", "if number > 1:", "if number > 1 and self._found is None:"
-        ),
         "BLAS has its threads during a call": Edit("executors/blas.py", "_OfProcess.hold", "self._set(1)", ""),
-        "OpenMP's numbers are the process's": Edit(
-            "executors/blas.py", "_library", 'found.threading_layer == "openmp"', "False"
-        ),
-        "threadpoolctl sets OpenBLAS": Edit(
-            "executors/blas.py", "_library", "set_ or found.set_num_threads", "found.set_num_threads"
-        ),
-        "a child waits for its parent's lock": Edit(
-            "executors/blas.py", "_after_fork", "_lock, _users = threading.RLock(), 0", "_users = 0"
-        ),
         "a child keeps the one thread of its parent's calls": Edit(
             "executors/blas.py", "_after_fork", "library.release()", "pass"
         ),

@@ -86,19 +86,6 @@ def any_tile_memory_is_taken(library):
         assert library.plan(long, long, long, device=device).workspace_bytes < 1 << 30
 
 
-def flat_tiles_are_chosen(library):
-    """Tiles are flat under short windows and in short sequences, and tall under other masks."""
-    x, masks = library.ShapeDtype((2, 1200, 8), np.float32), library.masks
-    for mask, height in (
-        (masks.Causal(), 512), (masks.SlidingWindow(15, 0), 64), (masks.SlidingWindow(100, 49), 128),
-        (masks.Sequences(np.arange(0, 1201, 16)), 64), (masks.Lengths(kv=16), 512),
-        (masks.Band(-15, 0) & masks.Lengths(kv=600), 64), (masks.Band(-1215, -1200), 512),
-    ):
-        assert library.plan(x, x, x, mask=mask).plan.work.block_q == height
-    x = library.ShapeDtype((500, 8), np.float32)
-    assert library.plan(x, x, x, window=(15, 0)).plan.work.block_q == 512
-
-
 def threads_are_right(library):
     """Calls that share work among threads have equal bits, one thread of BLAS each, and raise their own errors."""
     assert_threads_are_right(library)

@@ -171,11 +171,6 @@ FAULTS = {
     },
     traced_options_are_named: {
         "a traced mask is an array": Edit("jax.py", "_traced_reasons", "if is_tracer(mask) or", "if"),
-        "a traced scale is a number": Edit("jax.py", "_traced_reasons", "if is_tracer(options.scale):", "if False:"),
-        "a traced seed is an array": Edit("dropout/weights.py", "_seed_reasons", "if is_tracer(seed):", "if False:"),
-        "second derivatives are those of a callback": Edit(
-            "jax.py", "_refused", "raise TypeError(", "raise RuntimeError("
-        ),
     },
     arrays_of_jax_are_right: {
         "cotangents are taken in the other order": Edit(

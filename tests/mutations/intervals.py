@@ -193,22 +193,7 @@ FAULTS = {
         ),
     },
     sequences_have_kernels_by_their_length: {
-        "all sequences are long": Edit(CHOICE, "_forward_of_sequences", "keys >= LONG_SEQUENCE", "True"),
         "none is": Edit(CHOICE, "_forward_of_sequences", "keys >= LONG_SEQUENCE", "False"),
-        "wide rows have small tiles": Edit(CHOICE, "_forward_of_sequences", "SHORT_SEQUENCES.get(width, 0)", "256"),
-        "tiles of wide rows end with sequences": Edit(
-            CHOICE, "_forward_of_sequences", "forward.is_ordered and width in CUT_WIDTHS", "forward.is_ordered"
-        ),
-        "shorter sequences have an order": Edit(CHOICE, "_forward_of_sequences", "is_ordered=False", "is_ordered=True"),
-        "a length that is known is not read": Edit(
-            CHOICE, "_keys_of_sequence", "return work.mean_length", "return None"
-        ),
-        "windows are as long as their sequences": Edit(
-            CHOICE, "_keys_of_sequence", "min(keys, (work.hi - work.lo).max(initial=0))", "keys"
-        ),
-        "keys of a sequence are further ones": Edit(
-            CHOICE, "_keys_of_sequence", "np.diff(work.lo, axis=-1) > 1", "np.diff(work.lo, axis=-1) > 2000"
-        ),
         "no work has backward tiles": Edit(
             CHOICE, "Sm90.with_sequence_tiles", "else work.with_sequence_tiles(_SEQUENCE_TILE)", "else work"
         ),

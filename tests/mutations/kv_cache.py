@@ -209,11 +209,6 @@ FAULTS = {
             ONE, "_parts", "is_by_query and new", "is_by_query"
         ),
     },
-    refuses(lambda library: a_cache(library).attention(K), "q has 3 rows and sequence 0 has 0 tokens"): {
-        "an empty cache is attended": Edit(
-            ARGUMENTS, "require_appended", "if new > length]", "if new > length > 0]"
-        ),
-    },
     refuses(lambda library: filled(library).attention(K, sink=ODD_SINK), "(*batch, num_heads) = (2, 1)"): {
         "sinks are taken as they are": Edit(FILE, "KVCache._query_reasons", "sink_reasons(sink, q, self._k)", "[]"),
     },
@@ -242,18 +237,6 @@ FAULTS = {
     refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, and of 1 there are 0 free"): {
         "shared pages are not counted as wanted": Edit(PAGES, "PagePool.shortages", "+ len(shared)", ""),
     },
-    refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {
-        "keys and values need not be as many": Edit(
-            FILE, "KVCache._checked_rows", "if k.shape[2] != v.shape[2]:", "if False:"
-        ),
-    },
-    refuses(
-        lambda library: (lambda x: x.append(K, K.astype("f2")))(a_cache(library, dtype=E4M3)), "v must have k's dtype"
-    ): {
-        "keys and values are rounded from two dtypes": Edit(
-            FILE, "KVCache._checked_rows", "if k.dtype != v.dtype:", "if False:"
-        ),
-    },
     refuses(lambda library: (lambda x: x.append(x.k[:, :, :2], x.v[:, :, :2]))(filled(library)), "must not overlap"): {
         "a cache appends its own rows": Edit("cache/arguments.py", "overlap_reasons", "and overlap(array, value)",
                                              "and False"),
@@ -268,19 +251,6 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).truncate([4, 0]), "which has 3"): {
         "truncating makes a sequence longer": Edit(ARGUMENTS, "growth_reasons", "if new > length", "if False"),
-    },
-    refuses(lambda library: filled(library).fork(1, 1), "target must be another sequence"): {
-        "a sequence is forked to itself": Edit(
-            FILE, "KVCache.fork", "if not reasons and source == target:", "if False:"
-        ),
-    },
-    refuses(lambda library: a_cache(library).fork(0, 1), "source must hold rows"): {
-        "an empty sequence is forked": Edit(
-            FILE, "KVCache.fork", "if not reasons and not self._lengths[source]:", "if False:"
-        ),
-    },
-    refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {
-        "tables name pages that are not there": Edit(GIVEN, "_table_reasons", "if page >= num_pages]", "if False]"),
     },
     refuses(lambda library: over(library, [[0, -1, 2]], [17]), "which has 1 pages of 16"): {
         "pages after a missing one count": Edit(

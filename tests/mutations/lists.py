@@ -24,10 +24,6 @@ FAULTS = {
     },
     an_index_is_read_once_and_never_changes: {
         "indices share their calls": Edit("planning/lookup.py", "lookup", "Lookup(kept.calls, ", "Lookup(shared, "),
-        "lists are not kept": Edit(
-            "blocks/work_list.py", "_work_of_index",
-            "mask.works.setdefault(block, ListedWork(index=index))", "ListedWork(index=index)",
-        ),
         "arrays can be written to": Edit("blocks/index.py", "_read_only", "view.flags.writeable = False", ""),
     },
     indices_are_those_of_their_blocks: {

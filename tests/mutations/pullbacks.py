@@ -93,10 +93,6 @@ FAULTS = {
             'zlib.crc32(np.einsum("...i,i->...", words, factors).tobytes())',
             'int(np.einsum("...i,i->...", words, factors).sum())',
         ),
-        "words are read past columns that lie apart": Edit(
-            "calls/unchanged.py", "checksum",
-            "length % per_word == 0 and host.strides[-1] == size", "length % per_word == 0",
-        ),
     },
     changes_are_seen: {
         "nothing is compared": Edit("calls/pullback.py", "Pullback.__call__", "if self._sums:", "if False:"),
@@ -105,10 +101,6 @@ FAULTS = {
         ),
         "operands of the forward pass are compared": Edit(
             "calls/pullback.py", "Pullback._read", "if not is_of_forward(name)", "if True"
-        ),
-        "copies compare nothing": Edit(
-            "calls/pullback.py", "Pullback.__getstate__", '{**vars(self), "_held": ()}',
-            '{**vars(self), "_held": (), "_sums": {}}',
         ),
     },
     flags_are_right: {
@@ -120,14 +112,8 @@ FAULTS = {
             "calls/pullback.py", "Pullback.__setstate__", "held(self.o, self.lse)", "()"
         ),
         "an array in use is refused": Edit("api.py", "attention_vjp", "with writeable(out):", "with writeable(None):"),
-        "an array in use stays writable": Edit(
-            "calls/unchanged.py", "_lent", "each.array.flags.writeable = False", "pass"
-        ),
         "a view under a held array stays read-only": Edit(
             "calls/unchanged.py", "_make_writeable", "owner.flags.writeable = True", "pass"
-        ),
-        "a held array is writable after its view": Edit(
-            "calls/unchanged.py", "_make_writeable", "owner.flags.writeable = was_writeable", "pass"
         ),
         "memory of another library is held": Edit(
             "calls/unchanged.py", "held",

@@ -35,7 +35,6 @@ FAULTS = {
         "a bit tile starts at its first key": Edit(
             "executors/cpu.py", "_masked_elements", "keys.start % work.block_kv", "0"
         ),
-        "a bit tile is read inverted": Edit("executors/cpu.py", "_masked_elements", "return ~tile.T", "return tile.T"),
         "a key is lost where a run is cut": Edit(
             "executors/cpu.py", "_groups", "start=segment.start + remaining)", "start=segment.start + remaining + 1)"
         ),
@@ -68,9 +67,6 @@ FAULTS = {
             "executors/cpu.py", "_HostCall.backward_columns",
             "self._mask_queries(tiles, batch_heads, steps, p, ds)",
             "pass",
-        ),
-        "the scale is left to q alone": Edit(
-            "executors/cpu.py", "_HostCall.of", "problem.scaling.scale * unit", "unit"
         ),
         "tiles stop one row early": Edit(
             "executors/cpu.py", "_reversed_tiles",
@@ -116,19 +112,8 @@ FAULTS = {
         "what follows the full part is dropped": Edit(
             "blocks/work_list.py", "_segments_of_run", "Segment(full_stop, stop, BlockKind.INTERVAL),", ""
         ),
-        "neighbouring full blocks swallow a gap": Edit(
-            "blocks/work_list.py", "_segments", "and last.stop == start:", ":"
-        ),
         "a bit tile loses its last used key": Edit(
             "blocks/work_list.py", "_segments", "start + int(used[1][tile])", "start + int(used[1][tile]) - 1"
-        ),
-        "columns are listed in the rows' order": Edit(
-            "blocks/work_list.py", "ListedWork.column",
-            "entries = order[pointers[column]",
-            "entries = np.arange(len(order))[pointers[column]",
-        ),
-        "the shortest rows come first": Edit(
-            "blocks/work_list.py", "_longest_first", 'kind="stable")[:, ::-1]', 'kind="stable")'
         ),
         "one list serves all heads": Edit("blocks/work_list.py", "_owner", "(h if extents[1] > 1 else 0)", "0"),
     },

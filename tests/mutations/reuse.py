@@ -72,14 +72,8 @@ FAULTS = {
         "cudaStreamPerThread is taken for one stream": Edit(
             WORKSPACES, "Workspaces.take", "number == _PER_THREAD or", ""
         ),
-        "workspaces are not aligned": Edit(
-            WORKSPACES, "Workspaces.__init__", "-(-size // _ALIGNMENT) * _ALIGNMENT for", "size for"
-        ),
         "a small piece serves a large call": Edit(
             WORKSPACES, "Workspaces.take", "or piece.nbytes < self._nbytes", ""
-        ),
-        "what a capture had goes to its stream": Edit(
-            WORKSPACES, "Workspaces.take", "piece if is_kept else None", "piece"
         ),
     },
     arguments_serve_one_call_at_a_time: {

@@ -313,23 +313,3 @@ def slashes_are_right(library: ModuleType) -> None:
     elements = ((j == 15) | (i - j == 24)) & (j <= i)
     blocks = elements.reshape(5, 8, 5, 8).any((1, 3)) | (CAUSAL[:5, :5] & (np.arange(5) == 1))
     np.testing.assert_array_equal(index.states()[0, 0] > 0, blocks)
-
-
-def rooflines_are_right(library: ModuleType) -> None:
-    comb = cuflash.masks.FromFunction(lambda b, h, i, j: (i + j) % 2 == 0)
-    kernel, *_ = library.roofline(planned_by(library, mask=comb, kernel="sm80")).kernels
-    kept = 2 * 4 * 200 * 100
-    assert (kernel.flops, kernel.exponentials) == (2 * kept * 96, kept)
-    assert kernel.seconds["products"] == kernel.flops / (4096 * 132 * 1.98e9)
-    memory = library.roofline(planned_by(library, kernel="simt")).kernels[0]
-    assert memory.hbm_bytes == 2 * 2 * 200 * (4 * 64 + 2 * 64 + 2 * 32 + 4 * 32) + 4 * 2 * 4 * 200
-    backward = library.roofline(planned_by(library, kernel="sm80"), which="backward").kernels
-    assert sum(each.flops for each in backward) == 2 * 2 * 4 * 200 * 200 * (3 * 64 + 2 * 32)
-    made = library.roofline(planned_by(library))
-    assert made.measured(2.0).share == made.least_seconds / 2
-
-
-def planned_by(library: ModuleType, **options: Any) -> Any:
-    shapes = ((2, h, 200, dim) for h, dim in ((4, 64), (2, 64), (2, 32)))
-    q, k, v = (library.ShapeDtype(shape, np.float16) for shape in shapes)
-    return library.plan(q, k, v, device=library.DeviceSpec.gpu("H100"), **options)

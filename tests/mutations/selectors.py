@@ -10,7 +10,6 @@ from mutations.selector_guards import (
     budgets_are_split,
     fixed_blocks_stay,
     masked_selections_are_right,
-    rooflines_are_right,
     selections_are_right,
     selections_share_memory,
     selections_tell_kernels_where,
@@ -33,7 +32,6 @@ AT_CALL = "planning/list_kernels.py"
 BUDGET, GRID, ESTIMATES = "selectors/budget.py", "selectors/grid.py", "selectors/estimates.py"
 SLASHES, PAGES, NSA = "selectors/slashes.py", "selectors/pages.py", "selectors/compressed.py"
 MASKED = "selectors/masked.py"
-ROOFLINE = "study/roofline.py"
 SELECTING, LAUNCHES = "executors/selecting.py", "planning/selection_kernels.py"
 SPREAD, KEY_SCORES, SLASH_SUMS, CROSSINGS, BOUNDS = (
     f"lists/{name}.cu" for name in ("spread", "key_scores", "slash_sums", "crossings", "page_bounds")
@@ -321,9 +319,6 @@ FAULTS = {
         "the last of equal scores comes first": Edit(
             BUDGET, "_keys", "xp.arange(scores.shape[-1])", "xp.arange(scores.shape[-1])[::-1]"
         ),
-        "-0 is less than 0": Edit(
-            BUDGET, "_keys", "np.float32(0) - xp.fmax(scores, -np.inf)", "-xp.fmax(scores, -np.inf)"
-        ),
         "NaN comes first": Edit(BUDGET, "_keys", "xp.fmax(scores, -np.inf)", "scores"),
         "forced blocks are taken by their scores": Edit(
             BUDGET, "_keys", "xp.where(forced, _FORCED, places)", "places"
@@ -345,9 +340,6 @@ FAULTS = {
         ),
     },
     selections_are_right: {
-        "means of a short block count missing rows": Edit(
-            GRID, "block_means", "if length % side == 0:", "if True:"
-        ),
         "an index allows what the mask hides": Edit(
             GRID, "Grid.index", "pattern if self.mask == Band() else pattern & self.mask", "pattern"
         ),
@@ -417,9 +409,5 @@ FAULTS = {
         "a density is a mass": Edit(
             BUDGET, "choose", "if budget.density is None else xp.ones(scores.shape)", "* 1"
         ),
-        "bounds have no scale": Edit(PAGES, "quest", "* grid.scale", "* 1"),
-    },
-    rooflines_are_right: {
-        "hidden elements count": Edit(ROOFLINE, "_elements", "int(of_lists[owner]), runs", "runs, runs"),
     },
 }  # fmt: skip

@@ -72,14 +72,6 @@ def edited_offsets_are_checked(library: ModuleType) -> None:
     assert check_refusals(library, True, (good, good), (good, np.array([0, 4, 8])))
 
 
-def scores_keep_their_offsets(library: ModuleType) -> None:
-    live = np.array([0, 3, 8])
-    made = library.scores.within(library.scores.alibi(np.ones(2)), live)
-    live[1] = 6
-    remake, arguments = made.__reduce__()
-    assert remake(*arguments).arrays["q_starts"].tolist() == [0] * 3 + [3] * 5
-
-
 def has_offsets_of_more_rows(library: ModuleType) -> None:
     x, score = np.ones((5, 2), np.float32), library.scores.within(lambda s, b, h, i, j: s + i, [0, 6])
     library.attention(x, x, x, score=library.scores.softcap(1.0) @ score)
@@ -148,9 +140,6 @@ FAULTS = {
     refuses(lambda library: library.masks.Sequences([-1, 3], allow_gaps=True), "q_offsets must start at 0 or later"): {
         "offsets may be negative": Edit(RULES, "offset_reasons", "has_gap and (starts < 0).any()", "False"),
     },
-    refuses(lambda library: library.masks.Sequences([20, 30]), "must start at 0", "masks.Sequences.of([20, 30])"): {
-        "lengths are taken as offsets": Edit(RULES, "offset_reasons", "has_gap and not allow_gaps", "False"),
-    },
     takes(lambda library: library.masks.Sequences([20, 30], allow_gaps=True).toarray(50).sum() == 100): {
         "no gaps are allowed before the first sequence": Edit(
             RULES, "offset_reasons", "has_gap and not allow_gaps", "has_gap"
@@ -190,11 +179,6 @@ FAULTS = {
             FILE, "Sequences._pair_reasons", "(self.window is not None and not self.causal)", "False"
         ),
     },
-    takes(lambda library: library.masks.Sequences(OFFSETS, OFFSETS.copy(), causal=True).causal): {
-        "equal offsets are told apart": Edit(
-            FILE, "Sequences._has_equal_offsets", "np.array_equal(self.q_offsets, kv_offsets)", "False"
-        ),
-    },
     offsets_may_be_edited: {
         "offsets that are equal at first stay so": Edit(
             FILE, "Sequences.__post_init__", "if self.kv_offsets is self.q_offsets:",
@@ -204,11 +188,6 @@ FAULTS = {
     edited_offsets_are_checked: {
         "offsets are checked once": Edit(
             FILE, "Sequences.resolve", "self._offset_reasons() or self._pair_reasons()", "[]"
-        ),
-    },
-    scores_keep_their_offsets: {
-        "pickles of a score have offsets of their own": Edit(
-            "scores/places.py", "within", "offsets.copy() for offsets", "offsets for offsets"
         ),
     },
     refuses(lambda library: library.pack([np.ones((2, 3))], 2), "axis must be an axis of arrays[0]"): {

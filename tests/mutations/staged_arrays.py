@@ -89,15 +89,9 @@ FAULTS = {
         "the last sums are lost": Edit(WEIGHTS, "finish_sums", "score.finish_bins(bins_of_warp(), of_steps);", ";"),
     },
     tables_have_bins: {
-        "rows of any length have bins": Edit(
-            "planning/score_bins.py", "num_bins", "extent if extent <= MAX_BINS else 0", "extent"
-        ),
         "one of two tables has bins": Edit("planning/score_bins.py", "num_bins", "len(loads) != 1", "not loads"),
         "a row is chosen by the query": Edit(
             "planning/score_bins.py", "num_bins", 'or any(names & {"i", "j", "s"} for names in leading)', ""
-        ),
-        "bins cost no stage": Edit(
-            "planning/families/sm90_storage.py", "shared_bytes", "4 * WARP_LANES", "0 * WARP_LANES"
         ),
     },
     arrays_are_staged_where_they_can_be: {
