@@ -2,8 +2,92 @@
 
 from __future__ import annotations
 
-from mutations.fa1_guards import loops_are_right, the_plan_is_right
+from dataclasses import replace
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from cuflash import masks, sim
+from cuflash.executors.sim import Simulator
+from cuflash.testing import Example, Structure, assert_within_bounds
+from executors import SIM
+from mutations.kernel_guards import padded_with_nan, without_nan
 from mutations.planting import Edit
+from poison import call
+
+SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+FA1 = replace(SIM, kernel="fa1")
+
+
+class KeysOfHead(masks.Mask):
+    """The first head attends keys 20 to 79, the second keys 60 to 119."""
+
+    def intervals(self, b: Any, h: Any, i: Any) -> Any:
+        lo = 20 + 40 * h + 0 * (b + i)
+        return lo, lo + 60
+
+
+# Tiles of 64 and of 128 x 256: a list has more than one of both, and intervals have more than one of queries.
+_SHORT = {"num_heads": 2, "num_kv_heads": 1, "dtype": "float16", "head_dim": 24, "value_dim": 40}
+STRUCTURES = (
+    Structure(
+        **_SHORT, seqlen_q=150, seqlen_kv=140, scale=-0.3,
+        mask=masks.BlockPattern(np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1]], bool), 64) & masks.Causal("bottom_right"),
+    ),
+    Structure(**_SHORT, seqlen_q=150, seqlen_kv=120, mask=KeysOfHead()),
+)  # fmt: skip
+
+
+@cache
+def _beside_clean() -> list[tuple[Example, Example]]:
+    """Return inputs of the kernels, each with the same inputs without NaN, made once for all edits."""
+    given = [*(structure.example() for structure in STRUCTURES), padded_with_nan("float16", value_dim=40)]
+    return [(FA1.rounded(example), FA1.rounded(without_nan(example))) for example in given]
+
+
+def loops_are_right() -> None:
+    """Every result is within its bound, in poisoned memory and under hostile schedules."""
+    schedules = (
+        sim.Schedule(),
+        sim.Schedule(seed=1, order="random", copies="late"),
+        sim.Schedule(seed=2, order="priorities", copies="late"),
+        sim.Schedule(seed=3, order="last_warp", copies="random"),
+    )
+    for schedule in schedules:
+        for example, clean in _beside_clean():
+            call(example, FA1, Simulator(schedule), check=partial(assert_within_bounds, clean))
+
+
+def the_plan_is_right(library: ModuleType) -> None:
+    """Bytes that loops move equal a count by the algorithms; memory and refusals are right."""
+    x = library.ShapeDtype((2, 4, 1024, 64), np.float16)
+    few = library.ShapeDtype((2, 2, 1024, 64), np.float16)
+    ready = library.plan(x, few, few, kernel="fa1", device=library.DeviceSpec.gpu("H100"))
+    traffic = import_module(f"{library.__name__}.planning.families.fa1").traffic
+    forward, backward = traffic(ready.plan.problem, ready.plan.kernels, ready.plan.visited_scores)
+    turns = {"forward": 1024 // 256, "backward": 1024 // 128}
+    o, dq = 4 * (64 + 2), 4 * 64  # bytes of a query that are read and written in each turn
+    assert forward == 8 * 1024 * (2 * 128 + turns["forward"] * (128 + 2 * o) + 2 * o + 128 + 4)
+    ends = 2 * 128 + 8 + 2 * dq + 128
+    assert backward == 8 * 1024 * (turns["backward"] * (256 + 2 * dq + 8) + ends) + 4 * 1024 * 4 * 128
+    assert ready.workspace_bytes == 8 * 1024 * o
+    assert [launch.grid(2) for launch in (*ready.plan.kernels.forward.launches.values(),)] == [8]
+    assert [launch.grid(2) for launch in (*ready.plan.kernels.backward.launches.values(),)] == [4]
+    wide, widest = (library.ShapeDtype((2, 4, 1024, dim), np.float16) for dim in (136, 128))
+    problem = library.plan(widest, widest, widest, device=ready.plan.device).plan.problem
+    assert ready.plan.family.reasons(problem, None) == []
+    dropped = {"dropout": library.Dropout(0.1, seed=0)}
+    refused = (((wide, wide, x), {}), ((x, x, wide), {}), ((x, x, x), {"softcap": 3.0}), ((x, x, x), dropped))
+    for arrays, options in refused:
+        try:
+            library.plan(*arrays, kernel="fa1", device=library.DeviceSpec.gpu("H100"), **options)
+        except library.UnsupportedProblem as error:
+            assert len(error.reasons) == 1, error
+        else:
+            raise AssertionError(f"a call with {options} is planned")
+
 
 FORWARD, BACKWARD, RUNNING, PLAN = (
     "fa1/forward.cu", "fa1/backward.cu", "fa1/running.cuh", "planning/families/fa1.py"

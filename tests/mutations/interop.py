@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from mutations.interop_guards import (
-    arrays_of_jax_are_right, arrays_of_numpy_are_taken_by_jax, bfloat16_is_taken_and_given, copies_of_scores_are_whole,
-    models_are_served, negated_tensors_are_not_looked_up, own_integers_are_taken, parts_of_a_mesh_are_differentiated,
-    scores_of_jax_are_right, scores_of_tensors_are_right, tangents_are_refused, tensors_are_right,
-    tensors_without_elements_are_named, traced_options_are_named, writing_is_told,
-)  # fmt: skip
+from mutations import interop_guards
 from mutations.planting import Edit
 
 FAULTS = {
-    tensors_are_right: {
+    interop_guards.tensors_are_right: {
         "no gradient of o is a gradient of ones": Edit(
             "torch.py", "_Attention.backward", "torch.zeros_like(o) if do is None", "torch.ones_like(o) if do is None"
         ),
@@ -34,12 +29,12 @@ FAULTS = {
             '*operands, *(("dlse",) if has_dlse else ())',
         ),
     },
-    negated_tensors_are_not_looked_up: {
+    interop_guards.negated_tensors_are_not_looked_up: {
         "a negated tensor is read as it lies": Edit(
             "torch.py", "_key", "or any(map(torch.Tensor.is_neg, tensors))", ""
         ),
     },
-    scores_of_tensors_are_right: {
+    interop_guards.scores_of_tensors_are_right: {
         "all operands have gradients": Edit(
             "torch.py", "_called", 'if getattr(each, "requires_grad", False))', "if each.is_floating_point())"
         ),
@@ -56,7 +51,7 @@ FAULTS = {
             "scores/library.py", "_beside", 'dtype=sys.modules["torch"].int32, ', ""
         ),
     },
-    scores_of_jax_are_right: {
+    interop_guards.scores_of_jax_are_right: {
         "all operands have a gradient": Edit(
             "jax.py", "_forward", "if each.perturbed)", 'if each.value.dtype.kind == "f")'
         ),
@@ -65,7 +60,7 @@ FAULTS = {
             "jax.py", "_Call._found_or_planned", "asked.key(", "asked._replace(wrt=()).key(",
         ),
     },
-    writing_is_told: {
+    interop_guards.writing_is_told: {
         "PyTorch is not told that outputs were written to": Edit(
             "torch.py", "_returned", "increment_version([each for each in outs if each is not None])", "pass"
         ),
@@ -74,7 +69,7 @@ FAULTS = {
             "_gradients",
         ),
     },
-    bfloat16_is_taken_and_given: {
+    interop_guards.bfloat16_is_taken_and_given: {
         "bfloat16 goes by NumPy's DLPack": Edit(
             "layouts.py", "taken", "_bfloat16(value, xp) if _is_bfloat16(value) else", ""
         ),
@@ -84,7 +79,7 @@ FAULTS = {
         ),
         "results of bfloat16 go by DLPack": Edit("torch.py", "_as_tensor", "if array.dtype == BFLOAT16:", "if False:"),
     },
-    tensors_without_elements_are_named: {
+    interop_guards.tensors_without_elements_are_named: {
         "a meta tensor holds data": Edit(
             "layouts.py", "tensor_reasons", 'if value.device.type == "meta":', "if False:"
         ),
@@ -98,14 +93,14 @@ FAULTS = {
             "layouts.py", "is_on_cuda", "and value.requires_grad", "and False"
         ),
     },
-    copies_of_scores_are_whole: {
+    interop_guards.copies_of_scores_are_whole: {
         "a copy of a Score has the arrays of the first": Edit(
             "scores/score.py", "Score.__reduce__",
             "return _made_again, self._remake or (Score.of_reserved, (self.function,), dict(self.arrays))",
             "return (lambda: _made_again(*self._remake or (Score.of_reserved, (self.function,), {**self.arrays}))), ()",
         ),
     },
-    tangents_are_refused: {
+    interop_guards.tangents_are_refused: {
         "a tangent is lost": Edit("layouts.py", "tensor_reasons", ".tangent is not None:", ".tangent is False:"),
         "a repeated call on a GPU loses a tangent": Edit("torch.py", "_key", "has_dual_level() or", ""),
         "the tangent of a gradient is lost": Edit(
@@ -115,7 +110,7 @@ FAULTS = {
             "torch.py", "_require_cotangents", "if each is not None and is_batched(each):", "if False:"
         ),
     },
-    own_integers_are_taken: {
+    interop_guards.own_integers_are_taken: {
         "integers of the library are no tensors": Edit(
             "torch.py", "_own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
         ),
@@ -123,7 +118,7 @@ FAULTS = {
             "torch.py", "_own_integers", 'name in ("bias", "sink") or', ""
         ),
     },
-    models_are_served: {
+    interop_guards.models_are_served: {
         "a prompt meets the last keys of a static cache": Edit(
             "calls/model_options.py", "model_options", '"top_left" if', '"bottom_right" if'
         ),
@@ -148,7 +143,7 @@ FAULTS = {
             "if False:",
         ),
     },
-    arrays_of_numpy_are_taken_by_jax: {
+    interop_guards.arrays_of_numpy_are_taken_by_jax: {
         "an array of NumPy is none for JAX": Edit(
             "jax.py", "_of_jax", "jax.numpy.array(value) if is_numpy or isinstance(value, list) else value", "value"
         ),
@@ -160,7 +155,7 @@ FAULTS = {
             "jax.py", "_held_by_jax", "value if isinstance(value, jax.Array) else jax.numpy.array(value)", "value"
         ),
     },
-    parts_of_a_mesh_are_differentiated: {
+    interop_guards.parts_of_a_mesh_are_differentiated: {
         "results are the same in all parts": Edit(
             "jax.py", "_run", "tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))",
             "tuple(_called_back(on_host, shapes, *arrays))",
@@ -169,10 +164,10 @@ FAULTS = {
             "jax.py", "attention", "*_varying_alike(given.values(), given.values())", "*given.values()"
         ),
     },
-    traced_options_are_named: {
+    interop_guards.traced_options_are_named: {
         "a traced mask is an array": Edit("jax.py", "_traced_reasons", "if is_tracer(mask) or", "if"),
     },
-    arrays_of_jax_are_right: {
+    interop_guards.arrays_of_jax_are_right: {
         "cotangents are taken in the other order": Edit(
             "jax.py", "_gradients", "do, dlse, o, lse, q, k, v, *operands = given",
             "dlse, do, o, lse, q, k, v, *operands = given",

@@ -7,6 +7,127 @@ from mutations.list_guards import (
     indices_are_those_of_their_blocks, lists_are_those_of_the_host,
 )  # fmt: skip
 from mutations.planting import Edit
+from mutations.python_guards import part
+
+import cuflash
+
+SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
+WHOLE = ("row_pointers", "column_pointers", "row_order", "column_order", "bits")
+ROOM = ("kv_blocks", "kinds", "tiles", "column_entries")
+Q = np.random.default_rng(0).standard_normal((2, 20, 8))
+
+
+def index_of(library: ModuleType, step: int):
+    return library.BlockIndex.from_mask(library.masks.Dilated(step), 20, 20, 4)
+
+
+def a_kept_index_goes_by_itself(library: ModuleType) -> None:
+    """An index that calls were made with is freed by its reference count, without Python's collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        index = index_of(library, 3)
+        for _ in range(2):
+            library.attention(Q, Q, Q, mask=index)
+        library.plan(Q, Q, Q, mask=index).forward(Q, Q, Q)
+        held = [weakref.ref(index), weakref.ref(index.remembered.mask)]
+        del index
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def an_index_is_read_once_and_never_changes(library: ModuleType) -> None:
+    """Each index has calls and lists of its own, which are made once, and arrays that cannot be written to."""
+    one, other = index_of(library, 3), index_of(library, 5)
+    for _ in range(2):
+        for index in (one, other):
+            example = Example(q=Q, k=Q, v=Q, mask=index.toarray()[0, 0])
+            assert_within_bounds(example, o=library.attention(Q, Q, Q, mask=index))
+    plans = [library.plan(Q[:count], Q[:count], Q[:count], mask=one) for count in (1, 2)]
+    assert plans[0].plan.work is plans[1].plan.work
+    for index in (one, copy.deepcopy(one)):
+        assert not any(getattr(index, name).flags.writeable for name in ("indptr", "kinds", "bits"))
+
+
+BLOCK = (16, 20)
+CASES = (
+    (lambda array: cuflash.masks.Dense(array), (2, 2, 50, 75), 0.3, False),
+    (lambda array: cuflash.masks.Dense(array), (1, 1, 50, 75), 1.0, False),
+    (lambda array: cuflash.masks.Dense(array), (2, 1, 50, 80), 0.02, True),
+    (lambda array: cuflash.masks.BlockPattern(array, (32, 20)), (2, 1, 2, 4), 0.6, True),
+    (lambda array: cuflash.masks.BlockPattern(array, (32, 20)), (1, 2, 2, 4), 0.6, False),
+    (lambda array: cuflash.masks.BlockPattern(array, (4, 6)), (1, 2, 13, 13), 0.4, True),
+)  # fmt: skip
+
+
+def lists_are_those_of_the_array_form() -> None:
+    """Four kernels list what array operations list: elements in packets and one by one, and blocks of any size.
+
+    In blocks that are taller than a band is wide, only queries in the middle attend some keys.
+    """
+    for make, shape, density, is_within_a_band in CASES:
+        mask = make(device_double.DeviceArray(np.random.default_rng(sum(shape)).random(shape) < density))
+        mask = mask & cuflash.masks.Band(-30, 9) if is_within_a_band else mask
+        frame = cuflash.masks.MaskShape((2,), 2, 50, shape[-1] if shape[-1] > 13 else 75)
+        check_lists(mask, frame, BLOCK)
+    tall = cuflash.masks.BlockPattern(device_double.DeviceArray(np.ones((2, 10), bool)), (48, 4))
+    check_lists(tall & cuflash.masks.Band(-2, 1), cuflash.masks.MaskShape((2,), 2, 50, 40), (48, 4))
+
+
+def check_lists(mask: cuflash.masks.Mask, frame: cuflash.masks.MaskShape, block: tuple[int, int]) -> None:
+    index = cuflash.BlockIndex.from_mask(mask, block=block, **frame._asdict())
+    expected = {name: device_double.to_host(each) for name, each in ListedWork(index=index).lists.items()}
+    source, array = ListSource.of(mask.resolve(frame), frame, block)
+    for seed, order in enumerate(("random", "priorities")):
+        schedule = sim.Schedule(seed=seed, order=order, shuffle_lanes=bool(seed))
+        made = ListMaker(source, Simulator(schedule))((array._host.ctypes.data,), None)
+        count = int(expected["row_pointers"][-1])
+        for name, got in list_results(made, source).items():
+            if name in expected:
+                length = len(got) if name in WHOLE else count
+                assert (got[:length] == expected[name][:length]).all() and not (name in ROOM and got[count:].any())
+
+
+def indices_are_those_of_their_blocks(library: ModuleType) -> None:
+    """Kernels make the index that array operations make, for the layout and the mask of the call."""
+    made_by = part(library, "executors.index_maker")
+    source_of = part(library, "planning.list_kernels").ListSource.of
+    frame, block = library.masks.MaskShape((2,), 3, 50, 75), (16, 20)
+    kept = np.random.default_rng(0).random((2, 3, 4, 4)) < 0.5
+    for mask in (library.masks.Band(-30, 9), library.masks.Band()):
+        pattern = library.masks.BlockPattern(device_double.to_device(kept), block) & mask
+        expected = library.BlockIndex.from_mask(pattern, block=block, **frame._asdict()).to(device_double.to_host)
+        source, array = source_of(pattern.resolve(frame), frame, block)
+        made = made_by.IndexMaker(source, Simulator())(array._host.ctypes.data, None)
+        for name in ("indptr", "indices", "kinds", "tiles", "bits", "lo", "hi"):
+            np.testing.assert_array_equal(getattr(made, name), getattr(expected, name))
+        assert (made.shape, made.block) == (expected.shape, expected.block)
+    key, band = made_by.index_key, library.masks.Band(-30, 9)
+    others = [
+        (0, kept, band, frame, block), (1, kept, band, frame, block), (0, kept[:1], band, frame, block),
+        (0, np.asfortranarray(kept), band, frame, block), (0, kept, library.masks.Band(), frame, block),
+        (0, kept, band, frame._replace(seqlen_kv=76), block), (0, kept, band, frame, (16, 19)),
+    ]  # fmt: skip
+    assert len({key(*each) for each in others}) == len(others) and key(*others[0]) == key(*others[0])
+
+
+def calls_read_masks_anew(library: ModuleType) -> None:
+    """The contents of a mask are no part of the key of a call; all that decides its lists is."""
+    contents_of = part(library, "masks.one_array").mask_contents
+
+    def layout(array):
+        return array.shape, array.strides
+
+    kept, causal = device_double.to_device(np.eye(4, dtype=bool)), library.masks.Causal()
+    pattern = library.masks.BlockPattern
+    first, again = (contents_of(pattern(kept, 5) & causal, layout) for _ in range(2))
+    assert first.key == again.key and first.arrays == (kept,)
+    others = (pattern(kept, 6) & causal, pattern(kept, 5) & library.masks.Band(0, 3), pattern(kept[:2], 5) & causal)
+    assert all(contents_of(other, layout).key != first.key for other in others)
+    assert contents_of(pattern(kept, 5) & library.masks.Dense(kept), layout) is None
+    assert contents_of(kept, layout).key != contents_of(pattern(kept, 1), layout).key
+
 
 CONTENTS, INDEX = "masks/one_array.py", "executors/index_maker.py"
 FAULTS = {

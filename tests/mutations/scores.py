@@ -8,14 +8,10 @@ from typing import Any
 
 import numpy as np
 import test_score_alignment as alignment
+from mutations import score_guards
 from mutations.calls import refuses
 from mutations.planting import Edit
 from mutations.python_guards import part
-from mutations.score_guards import (
-    aligned_scores_are_right, arrays_are_widened, powers_by_0_are_constant,
-    calls_are_right, compositions_are_right, derivatives_are_right, errors_hold, indices_are_proven,
-    programs_are_simple, refusals_are_told, results_are_right, the_library_of_scores_is_right, values_are_right,
-)  # fmt: skip
 
 
 def attends_aligned(score: Any, **options: Any) -> Callable[[Any], Any]:
@@ -60,7 +56,7 @@ TILES, BLOCKS = "executors/tile_scores.py", "executors/tile_program.py"
 CPU, OPERANDS = "executors/cpu.py", "planning/score_operands.py"
 
 FAULTS = {
-    aligned_scores_are_right: {
+    score_guards.aligned_scores_are_right: {
         "distances are moved the other way": Edit(LIBRARY, "alibi", "i - j + key_shift(i)", "i - j - key_shift(i)"),
         "queries are longer than keys": Edit(
             OPERANDS, "numbers_of", "shape.seqlen_kv - shape.seqlen_q", "shape.seqlen_q - shape.seqlen_kv"
@@ -106,13 +102,13 @@ FAULTS = {
             PLACES, "within", "score.facts if align is None", "frozenset() if align is None"
         ),
     },
-    arrays_are_widened: {
+    score_guards.arrays_are_widened: {
         "integers of arrays wrap around in a call on arrays": Edit(
             SCORE, "_widened", "namespace(x).clip(x, *integer_range(dtype)).astype(np.int64)", "x"
         ),
         "narrow reals stay so in a call on arrays": Edit(SCORE, "_widened", "return x.astype(np.float32)", "return x"),
     },
-    powers_by_0_are_constant: {
+    score_guards.powers_by_0_are_constant: {
         "a power by the number 0 has a slope": Edit(
             PROGRAM, "_ReverseSweep._terms_of_power",
             "self.zero if put.instructions[b] == put.instructions[self.zero] else by_base", "by_base",
@@ -140,7 +136,7 @@ FAULTS = {
             "planning/options.py", "Options.key", "score.numbers, score.facts", "score.numbers"
         ),
     },
-    values_are_right: {
+    score_guards.values_are_right: {
         "a number's reciprocal is the number": Edit(
             PROGRAM, "Builder._quotient", "self.number(1.0 / value)", "self.number(value)"
         ),
@@ -162,7 +158,7 @@ FAULTS = {
             VALUES, "Operands.place", "entries[len(self.batch) - num_leading :]", "entries[:num_leading]"
         ),
     },
-    derivatives_are_right: {
+    score_guards.derivatives_are_right: {
         "the second term of a difference keeps its sign": Edit(
             PROGRAM, "_ReverseSweep._terms", 'g if op == "add" else self._negative(g)', "g"
         ),
@@ -200,7 +196,7 @@ FAULTS = {
             'self.builder.binary("add", self._adjoints[n], term) if n in self._adjoints else term', "term",
         ),
     },
-    errors_hold: {
+    score_guards.errors_hold: {
         "a difference of equal integers may be anything": Edit(
             ROUNDOFF, "_real_error", "np.equal(x, 0) & np.equal(given, 0)", "False"
         ),
@@ -220,7 +216,7 @@ FAULTS = {
             ROUNDOFF, "_error_of_power", "exponent = np.abs(b.value) * e_log +", "exponent = 0 * e_log +"
         ),
     },
-    programs_are_simple: {
+    score_guards.programs_are_simple: {
         "finished programs keep the first numbers": Edit(
             TRACE, "_finished", "found.program, tuple([values[slot] for slot in found.slots])",
             "found.program, tuple(found.further) + tuple([values[0] for slot in found.slots[len(found.further) :]])",
@@ -230,7 +226,7 @@ FAULTS = {
             PROGRAM, "depends", 'own = {"b"} if not all(leading) else set()', "own = set()"
         ),
     },
-    indices_are_proven: {
+    score_guards.indices_are_proven: {
         "a remainder reaches its divisor": Edit(RANGES, "_range_of", "Range(0, c - 1)", "Range(0, c)"),
         "an index may be the extent": Edit(RANGES, "_index_reasons", "most < extent", "most <= extent"),
         "what an array holds is trusted": Edit(
@@ -241,7 +237,7 @@ FAULTS = {
             RANGES, "range_reasons", "extents.get(name, 0) > _MOST_EXACT", "extents.get(name, 0) > _MOST_EXACT + 1"
         ),
     },
-    refusals_are_told: {
+    score_guards.refusals_are_told: {
         "a real index is taken": Edit(PROGRAM, "Builder.load", 'any([self.kind(n) != "int" for n in args])', "False"),
         "an index is left out": Edit(
             TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank",
@@ -254,7 +250,7 @@ FAULTS = {
         ),
         "an earlier symbol is taken": Edit(TRACE, "_number_of", "value._builder is not builder", "False"),
     },
-    results_are_right: {
+    score_guards.results_are_right: {
         "the function is applied after the mask": Edit(
             CPU, "_HostCall.forward_rows",
             "\n            if self.score is not None:\n                self.score.apply(s, self._row_places(tiles, "
@@ -322,7 +318,7 @@ FAULTS = {
             "((exact, df * load.value), (masses, mass))",
         ),
     },
-    compositions_are_right: {
+    score_guards.compositions_are_right: {
         "biases are equal whatever their dtype": Edit(COMPOSITION, "_key", "type(bias), bias.dtype,", "type(bias),"),
         "scores share what is composed": Edit(
             COMPOSITION, "composition", "_with_score.setdefault(score, {})", "_without_score"
@@ -331,7 +327,7 @@ FAULTS = {
             SCORE, "Score.__matmul__", "[*self.arrays], [*other.arrays]", "self.arrays, other.arrays"
         ),
     },
-    calls_are_right: {
+    score_guards.calls_are_right: {
         "the bias is added before the cap": Edit(
             LIBRARY, "composed", "reduce(matmul, parts)", "reduce(matmul, [*parts[:-2], *parts[-2:][::-1]])"
         ),
@@ -356,7 +352,7 @@ FAULTS = {
             "run(call.tiling, rows)",
         ),
     },
-    the_library_of_scores_is_right: {
+    score_guards.the_library_of_scores_is_right: {
         "keys ahead share the buckets of keys behind": Edit(
             LIBRARY, "_buckets", "np.where(relative > 0, size, 0) if bidirectional else 0", "0"
         ),

@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-from mutations.mass_guards import groups_of_columns_are_turned, tensor_cores_sum_masses
+from mutations import mass_guards, selector_guards
 from mutations.planting import Edit
-from mutations.selector_guards import (
-    an_index_hands_its_lists_over,
-    budgets_are_exact,
-    budgets_are_split,
-    fixed_blocks_stay,
-    masked_selections_are_right,
-    selections_are_right,
-    selections_share_memory,
-    selections_tell_kernels_where,
-    selectors_take_caches,
-    slashes_are_right,
-    the_host_sums_masses,
-    the_kernel_chooses,
-    the_kernel_draws,
-    the_kernel_makes_means,
-    the_kernels_of_pages_and_slashes_are_right,
-    the_kernel_sums_masses,
-    thread_blocks_choose_from_wide_rows,
-)
 
 MASS, KERNEL, SUMS = "executors/cpu_mass.py", "simt/block_mass.cu", "attention/block_mass.cuh"
 CUTS, HALVES, WALK = "attention/mass_grid.cuh", "attention/mass_sums.cuh", "attention/mass_walk.cuh"
@@ -37,7 +18,7 @@ SPREAD, KEY_SCORES, SLASH_SUMS, CROSSINGS, BOUNDS = (
     f"lists/{name}.cu" for name in ("spread", "key_scores", "slash_sums", "crossings", "page_bounds")
 )
 FAULTS = {
-    selections_share_memory: {
+    selector_guards.selections_share_memory: {
         "blocks that are kept lie over the scores": Edit(
             SELECTING, "Selection.__call__", "*room, kept = taken.addresses", "kept, *room = taken.addresses"
         ),
@@ -49,14 +30,14 @@ FAULTS = {
         ),
         "a graph's selection is forgotten": Edit(SELECTING, "Selection.__call__", "gpu.hold(self)", "pass"),
     },
-    the_host_sums_masses: {
+    selector_guards.the_host_sums_masses: {
         "masses overwrite each other": Edit(MASS, "_add_to_grid", "+= sums.T", "= sums.T"),
         "sums are not rescaled": Edit(MASS, "_from_scores", "row_sum * np.exp2(row_max - shift)", "row_sum"),
         "lse is in base 2 already": Edit(MASS, "_from_lse", "lse * lse.dtype.type(LOG2_E)", "lse"),
         "means are over all queries": Edit("study/block_mass.py", "_mean", "lse != -np.inf", "lse == lse"),
         "a row without a key divides by 0": Edit("study/block_mass.py", "_mean", "xp.maximum(counts, 1)", "counts"),
     },
-    the_kernel_sums_masses: {
+    selector_guards.the_kernel_sums_masses: {
         "a tile of queries is as tall as the grid's block": Edit(
             KERNEL, "simt_block_mass", "min(query_tile_end(params, work.first, kBlockQ), owned.last)", "owned.last"
         ),
@@ -75,7 +56,7 @@ FAULTS = {
             SUMS, "add_masses", "__syncthreads();", ""
         ),
     },
-    tensor_cores_sum_masses: {
+    mass_guards.tensor_cores_sum_masses: {
         "every chunk is a block's last": Edit(
             WALK, "ChunkLoader", "const bool is_last = last_column == head_dim;", "const bool is_last = true;"
         ),
@@ -123,7 +104,7 @@ FAULTS = {
             "k.rows(block.start, block.stop), k_coords, 0",
         ),
     },
-    groups_of_columns_are_turned: {
+    mass_guards.groups_of_columns_are_turned: {
         "masses are not cleared": Edit(
             CUTS, "clear_masses", "mass.at(queries.first_block() + n, kv_block) = 0;", "(void)0;"
         ),
@@ -134,7 +115,7 @@ FAULTS = {
             CUTS, "MassGrid", "- (column / group + 1) * group + column % group", "- column - 64"
         ),
     },
-    the_kernel_chooses: {
+    selector_guards.the_kernel_chooses: {
         "the last of equal scores comes first": Edit(
             CHOOSE, "Row", "--missing) end = from + __ffs(equal) - 1;", "--missing) end = from + 31 - __clz(equal);"
         ),
@@ -156,7 +137,7 @@ FAULTS = {
             CHOOSE, "Row", "return !(shares_before(at) >= needed);", "return shares_before(at) <= needed;"
         ),
     },
-    thread_blocks_choose_from_wide_rows: {
+    selector_guards.thread_blocks_choose_from_wide_rows: {
         "blocks of a run are not counted": Edit(CHOOSE, "Row", "missing -= count_of_run;", ""),
         "a run is taken that has too many equal blocks": Edit(
             CHOOSE, "Row", "count_of_run <= missing", "count_of_run <= missing + 512"
@@ -193,13 +174,13 @@ FAULTS = {
         ),
         "the second grid has one row": Edit(WIDE, "lists_choose_wide", "? number : number - num_first", "? number : 0"),
     },
-    the_kernel_makes_means: {
+    selector_guards.the_kernel_makes_means: {
         "means of a short block count missing rows": Edit(
             POOL, "pool_block", "static_cast<Accumulator>(last - first)", "static_cast<Accumulator>(rows.block)"
         ),
         "heads are batch entries": Edit(POOL, "pool_block", "matrix /= rows.num_heads;", ""),
     },
-    the_kernels_of_pages_and_slashes_are_right: {
+    selector_guards.the_kernels_of_pages_and_slashes_are_right: {
         "a compressed key counts once in each block": Edit(
             SPREAD, "lists_spread", "static_cast<Accumulator>(end - begin) * masses[c]", "masses[c]"
         ),
@@ -276,7 +257,7 @@ FAULTS = {
             BOUNDS, "lists_page_bounds", "head / bounds.group_size", "head % bounds.group_size"
         ),
     },
-    selections_tell_kernels_where: {
+    selector_guards.selections_tell_kernels_where: {
         "runs begin at each row": Edit(LAUNCHES, "runs_of_rows", "row_step * stride", "row_step"),
         "the last run is left out": Edit(LAUNCHES, "runs_of_rows", "// stride + 1", "// stride"),
         "all batch entries share keys": Edit(
@@ -288,19 +269,19 @@ FAULTS = {
             LAUNCHES, "spreading_launch", '"parts_of_block": parts[1]', '"parts_of_block": parts[0]'
         ),
     },
-    fixed_blocks_stay: {
+    selector_guards.fixed_blocks_stay: {
         "a stream does not wait for the copy": Edit(
             SELECTING, "FixedSelection.__call__", "self._lists.use(stream)", "pass"
         ),
     },
-    the_kernel_draws: {
+    selector_guards.the_kernel_draws: {
         "numbers have 32 bits": Edit("lists/draw.cu", "lists_draw", "words[0].at[0] >> 8", "words[0].at[0]"),
         "two cells have one number": Edit("lists/draw.cu", "lists_draw", "<uint32_t>(cell)", "<uint32_t>(cell / 2)"),
         "the upper half of the seed is not read": Edit(
             "lists/draw.cu", "lists_draw", "draw.seed >> 32", "draw.seed"
         ),
     },
-    an_index_hands_its_lists_over: {
+    selector_guards.an_index_hands_its_lists_over: {
         "lists of small blocks are walked as they are": Edit(
             AT_CALL, "_work_of_carried", "not closed and block == grid.index.block", "not closed"
         ),
@@ -315,7 +296,7 @@ FAULTS = {
             AT_CALL, "in_blocks", "all(side % listed == 0 for side, listed in zip(self.block, block))", "True"
         ),
     },
-    budgets_are_exact: {
+    selector_guards.budgets_are_exact: {
         "the last of equal scores comes first": Edit(
             BUDGET, "_keys", "xp.arange(scores.shape[-1])", "xp.arange(scores.shape[-1])[::-1]"
         ),
@@ -339,7 +320,7 @@ FAULTS = {
             BUDGET, "choose", "max(budget.top_k or 0, budget.min_blocks)", "budget.top_k or 0"
         ),
     },
-    selections_are_right: {
+    selector_guards.selections_are_right: {
         "an index allows what the mask hides": Edit(
             GRID, "Grid.index", "pattern if self.mask == Band() else pattern & self.mask", "pattern"
         ),
@@ -354,10 +335,10 @@ FAULTS = {
         ),
         "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
     },
-    slashes_are_right: {
+    selector_guards.slashes_are_right: {
         "no column is kept": Edit(SLASHES, "vertical_slash", "start_kv, stop_kv)", "start_kv, start_kv)"),
     },
-    masked_selections_are_right: {
+    selector_guards.masked_selections_are_right: {
         "a mean is over all keys of a block": Edit(
             MASKED, "_of_mean_keys", "number = xp.maximum(attended.sum(axis=-2), 1)", "number = grid.block[1]"
         ),
@@ -395,7 +376,7 @@ FAULTS = {
             GRID, "Grid.is_masked", "self.has_own_mask or", "self.has_own_mask or False and"
         ),
     },
-    selectors_take_caches: {
+    selector_guards.selectors_take_caches: {
         "a page as long as the capacity is none": Edit(
             PAGES, "_of_cache", "if block is None and page_size is None:",
             "if (cache.page_size or 64) < cache.capacity:",
@@ -404,7 +385,7 @@ FAULTS = {
             PAGES, "_of_cache", "q = q.astype(np.float32, copy=False)", "pass"
         ),
     },
-    budgets_are_split: {
+    selector_guards.budgets_are_split: {
         "a density is rounded up twice": Edit(BUDGET, "Budget.part", "* (1 - 2**-50)", "* (1 + 2**-50)"),
         "a density is a mass": Edit(
             BUDGET, "choose", "if budget.density is None else xp.ones(scores.shape)", "* 1"

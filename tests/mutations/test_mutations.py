@@ -24,12 +24,12 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, block_guards, blocks, cache_e4m3, cache_scores, cache_steps, calculators, calls, decode, dq_in_order,
-    dropout, dropout_guards, fa1, fp8, fp8_guards, fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache,
-    lists, mask_algebra, mask_inputs, mass_guards, non_finite, non_finite_guards, planting, prefill, pullbacks, python,
-    python_guards, reuse, score_kernel_guards, score_kernels, score_products, scores, selectors, sequences, simt,
-    sink_guards, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards,
-    staged_array_guards, staged_arrays, study, tile,
+    attention, blocks, cache_e4m3, cache_scores, cache_steps, calculators, calls, decode, dq_in_order,
+    dropout, fa1, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache,
+    lists, mask_algebra, mask_inputs, mass_guards, non_finite, planting, prefill, pullbacks, python,
+    python_guards, reuse, score_kernels, score_products, scores, selectors, sequences, simt,
+    sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards,
+    staged_arrays, study, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
@@ -52,16 +52,16 @@ RUN_BY_OTHERS = (kernel_guards.attention_is_right, kernel_guards.all_steps_are_r
 # cheaper guard of each table of faults.
 OF_LONG_RUNS = (
     kernel_guards.work_is_shared_out, kernel_guards.tensor_cores_are_right, sm90_guards.forward_is_right,
-    sm90_guards.gradients_are_right, sm90_guards.gradients_of_lists_are_right, score_kernel_guards.sm80_is_exact,
-    score_kernel_guards.hopper_gradients_are_exact, dropout_guards.hopper_gradients_are_right,
-    block_guards.gradients_in_turns_are_right, non_finite_guards.doubles_follow_the_rule,
-    non_finite_guards.halves_follow_the_rule, mass_guards.tensor_cores_sum_masses,
-    staged_array_guards.staged_results_are_right, staged_array_guards.layouts_change_no_bit,
-    staged_array_guards.uniform_steps_are_right, staged_array_guards.late_copies_are_waited_for,
-    sink_guards.sm80_is_right, sink_guards.naive_is_right, dropout_guards.sm90_is_right, dropout_guards.simt_is_right,
-    non_finite_guards.kept_scores_follow_the_rule, cache_scores.sm90_prefill_is_scored,
-    score_kernel_guards.warps_that_share_elements_are_exact, score_kernel_guards.nothing_past_the_end_matters,
-    fp8_guards.fp8_is_scheduled_right,
+    sm90_guards.gradients_are_right, sm90_guards.gradients_of_lists_are_right, score_kernels.sm80_is_exact,
+    score_kernels.hopper_gradients_are_exact, dropout.hopper_gradients_are_right,
+    blocks.gradients_in_turns_are_right, non_finite.doubles_follow_the_rule,
+    non_finite.halves_follow_the_rule, mass_guards.tensor_cores_sum_masses,
+    staged_arrays.staged_results_are_right, staged_arrays.layouts_change_no_bit,
+    staged_arrays.uniform_steps_are_right, staged_arrays.late_copies_are_waited_for,
+    sinks.sm80_is_right, sinks.naive_is_right, dropout.sm90_is_right, dropout.simt_is_right,
+    non_finite.kept_scores_follow_the_rule, cache_scores.sm90_prefill_is_scored,
+    score_kernels.warps_that_share_elements_are_exact, score_kernels.nothing_past_the_end_matters,
+    fp8_kernels.fp8_is_scheduled_right,
 )  # fmt: skip
 # In a short run tests of structures of the same kinds, in test_sm90, test_dq_finishing, test_sm90_two_walks and
 # test_split, show that these pass.
