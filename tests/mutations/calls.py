@@ -1,19 +1,12 @@
-"""Faults in what calls take and refuse, in pickles and in the kernel cache, each with the probe that must see it."""
+"""Faults in what calls take and refuse, in imports and in pickles, each with the probe that must see it."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
-import os
 import pickle
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 from mutations.planting import Edit
@@ -23,17 +16,6 @@ from foreign import Foreign
 SIGNS = (AssertionError,)  # exceptions by which guards see a fault
 Q = np.ones((2, 10, 8), np.float32)
 HALF = Q.astype(np.float16)
-
-
-class Traced:
-    shape, ndim, dtype = Q.shape, Q.ndim, Q.dtype
-
-    def __array_namespace__(self):
-        return np.testing
-
-
-class Tracer(Traced):
-    """Stands for the tracer that JAX's transformations pass."""
 
 
 def refuses(call, *words):
@@ -62,10 +44,6 @@ def takes(call):
             raise AssertionError(f"raises {error!r}") from error
 
     return probe
-
-
-class KVCache:
-    """Stand-in with the methods by which messages recognize a cache."""
 
 
 def attends(**options):
@@ -113,110 +91,6 @@ def an_index(library, is_used):
     return index
 
 
-def replaced(library):
-    ready = a_plan(library, True)
-    return not dataclasses.replace(ready, executor="sim")._bound_calls
-
-
-def kept(library):
-    """Return whether a shared library that was cut short is known to be incomplete."""
-    compiler = part(library, "sim.compiler")
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "kernel.so"
-        (Path(folder) / "made").write_bytes(b"machine code")
-        compiler._publish([["cp", str(Path(folder) / "made"), target.name]], target, "a kernel").close()
-        with compiler._opened(target) or contextlib.nullcontext() as is_whole:
-            target.write_bytes(target.read_bytes()[:-3])
-            return is_whole and compiler._opened(target) is None
-
-
-def without_libraries(library):
-    """Return whether the folder of a file system that is mounted with noexec keeps nothing."""
-    host_cache = part(library, "compiler.host_cache")
-    stand_in = SimpleNamespace(**vars(os) | {"statvfs": lambda folder: SimpleNamespace(f_flag=os.ST_NOEXEC)})
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(host_cache, "os", stand_in):
-        return "noexec" in host_cache.made(Path(folder))
-
-
-def of_others(library):
-    """The folder that other users may write to keeps nothing that is loaded."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o770)
-        return "other users may write" in part(library, "compiler.host_cache").made(Path(folder))
-
-
-@contextlib.contextmanager
-def chosen_folder():
-    """Set CUFLASH_CACHE_DIR, and the user's cache folder to another one, which a fault may empty instead."""
-    with tempfile.TemporaryDirectory() as chosen, tempfile.TemporaryDirectory() as users:
-        with mock.patch.dict(os.environ, CUFLASH_CACHE_DIR=chosen, XDG_CACHE_HOME=users, HOME=users):
-            yield chosen
-
-
-def in_chosen_folder(library):
-    """Kernels for the host are kept where CUFLASH_CACHE_DIR says, and removed there, but nothing else is."""
-    host_cache = part(library, "compiler.host_cache")
-    with chosen_folder() as chosen:
-        (Path(chosen) / "sim" / f"prelude-{'0f' * 16}").mkdir(parents=True)
-        for name in (f"kernel-{'0f' * 16}.so", f"prelude-{'0f' * 16}/prelude.hpp.gch", "notes.so"):
-            (Path(chosen) / "sim" / name).write_bytes(b"12345")
-        removed = host_cache.cache_clear()
-        return (removed.entries, removed.nbytes) == (1, 10) and os.listdir(Path(chosen) / "sim") == ["notes.so"]
-
-
-def while_it_is_loaded(library):
-    """A file that is open to be loaded stays until it is closed."""
-    host_cache, compiler = part(library, "compiler.host_cache"), part(library, "sim.compiler")
-    with chosen_folder() as chosen:
-        target = compiler.cache_directory() / f"kernel-{'0f' * 16}.so"
-        made = Path(chosen) / "made"
-        made.write_bytes(b"machine code")
-        with compiler._publish([["cp", str(made), target.name]], target, "a kernel"):
-            stays = host_cache.cache_clear().entries == 0 and target.exists()
-        with compiler._opened(target):
-            stays = stays and host_cache.cache_clear().entries == 0 and target.exists()
-        with target.open("rb") as before:
-            inode = target.stat().st_ino
-            compiler._publish([["cp", str(made), target.name]], target, "a kernel").close()
-            stays = stays and target.stat().st_ino == inode
-            os.replace(shutil.copy(target, made), target)
-            is_known = not host_cache.hold(before)
-        return stays and is_known and host_cache.cache_clear().entries == 1
-
-
-def within_a_size(library):
-    """Beyond the size that is kept, what was used least recently is removed when a kernel is published."""
-    host_cache, compiler = part(library, "compiler.host_cache"), part(library, "sim.compiler")
-    with chosen_folder() as chosen, mock.patch.object(host_cache, "MOST_BYTES", 100):
-        made, targets = Path(chosen) / "made", []
-        made.write_bytes(b"machine code")
-        for number in range(3):
-            targets.append(compiler.cache_directory() / f"kernel-{number:032x}.so")
-            compiler._publish([["cp", str(made), targets[-1].name]], targets[-1], "a kernel").close()
-            if number == 1:
-                os.utime(targets[0], ns=(1, 1)), os.utime(targets[1], ns=(2, 2))
-                compiler._opened(targets[0]).close()
-        return [target.exists() for target in targets] == [True, False, True]
-
-
-def made_once_more(library):
-    """A build that a removed folder stopped is tried a second time, and what does not compile is not."""
-    compiler = part(library, "sim.compiler")
-
-    def attempts(cause):
-        error = compiler.BuildError("no kernel")
-        error.__cause__ = cause
-        with (
-            mock.patch.object(compiler, "_built", side_effect=[error, "a kernel"]) as built,
-            mock.patch.object(compiler, "_compiler", lambda: "g++"),
-            contextlib.suppress(compiler.BuildError),
-        ):
-            compiler.build("", "entry")
-        return built.call_count
-
-    return [attempts(FileNotFoundError("gone")), attempts(None)] == [2, 1]
-
-
 def imported_late(library):
     """In a new process, importing the library does not import NumPy, and calling it does not import SciPy."""
     folder, name = Path(library.__file__).parents[1], library.__name__
@@ -250,48 +124,6 @@ FAULTS = {
             "api.py", "attention_vjp",
             'Pullback(ready, given["q"], given["k"], given["v"], o, lse, operands)',
             "(lambda do, dlse=None: ready.backward(do, q, k, v, o, lse, dlse))",
-        ),
-    },
-    takes(kept): {
-        "what was cut short is whole": Edit(
-            "sim/compiler.py", "_opened", "data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES])", "len(data) > 0"
-        ),
-    },
-    takes(without_libraries): {
-        "libraries are kept where none is loaded": Edit(
-            "compiler/host_cache.py", "fault", 'if os.statvfs(place).f_flag & getattr(os, "ST_NOEXEC", 0):', "if False:"
-        ),
-    },
-    takes(of_others): {
-        "libraries of others are loaded": Edit(
-            "compiler/host_cache.py", "fault", "if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):", "if False:"
-        ),
-    },
-    takes(in_chosen_folder): {
-        "files of others are removed": Edit(
-            "compiler/host_cache.py", "_files", "if _KEPT.fullmatch(entry.name):", "if entry.name:"
-        ),
-    },
-    takes(while_it_is_loaded): {
-        "what is being loaded is removed": Edit(
-            "compiler/host_cache.py", "hold", "fcntl.flock(file, fcntl.LOCK_SH)", "pass"
-        ),
-        "what was published is not held": Edit("sim/compiler.py", "_publish", "host_cache.hold(file)", "pass"),
-        "what is being loaded is replaced": Edit(
-            "sim/compiler.py", "_publish",
-            "if (others := _opened(target)) is not None:", "if (others := None) is not None:",
-        ),
-    },
-    takes(within_a_size): {
-        "the cache grows": Edit("sim/compiler.py", "_publish", "host_cache.shrink(folder)", "pass"),
-        "the newest is removed": Edit(
-            "compiler/host_cache.py", "shrink", "key=lambda each: each[1].st_mtime_ns",
-            "key=lambda each: -each[1].st_mtime_ns",
-        ),
-    },
-    takes(made_once_more): {
-        "what vanished is not made again": Edit(
-            "sim/compiler.py", "build", "if not isinstance(error.__cause__, OSError):", "if True:"
         ),
     },
     refuses(attends(k=np.float32(1)), "k must be an array; got np.float32(1.0)"): {

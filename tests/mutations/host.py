@@ -5,9 +5,6 @@ Each guard takes a library: the one that is installed, or a copy with a fault un
 
 from __future__ import annotations
 
-import os
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,36 +91,12 @@ def threads_are_right(library):
     assert_threads_are_right(library)
 
 
-def forked_processes_are_told(library):
-    """A process that was forked from one that had used CUDA does not use it, nor asks it for a device."""
-    nvrtc, asked = part(library, "compiler.nvrtc"), []
-    runtime = SimpleNamespace(getDevice=lambda: asked.append(1) or 3, CUDARuntimeError=RuntimeError)
-    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "cupy", cupy)
-        patch.setattr(nvrtc, "_process", None)
-        patch.setattr(nvrtc, "_is_started", False)
-        assert nvrtc.current_number() == 3 and nvrtc.current_device() == (cupy, 3) and nvrtc.current_number() == 3
-        patch.setattr(os, "getpid", lambda: -1)
-        nvrtc._after_fork()
-        asked.clear()
-        for ask in (nvrtc.current_number, nvrtc.current_device):
-            with pytest.raises(RuntimeError, match="forked from one that had used CUDA"):
-                ask()
-        assert not asked
-
-
 FAULTS = {
     any_tile_memory_is_taken: {
         "tiles are as large as the memory of a tile": Edit(
             "planning/host.py", "host_tile",
             "min(device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q), _MOST_BLOCK_KV)",
             "device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q)",
-        ),
-    },
-    forked_processes_are_told: {
-        "a forked process passes for the first one": Edit(
-            "compiler/nvrtc.py", "_after_fork", "_is_started = False", "pass"
         ),
     },
     magnitudes_are_right: {

@@ -29,11 +29,6 @@ FAULTS = {
             '*operands, *(("dlse",) if has_dlse else ())',
         ),
     },
-    interop_guards.negated_tensors_are_not_looked_up: {
-        "a negated tensor is read as it lies": Edit(
-            "torch.py", "_key", "or any(map(torch.Tensor.is_neg, tensors))", ""
-        ),
-    },
     interop_guards.scores_of_tensors_are_right: {
         "all operands have gradients": Edit(
             "torch.py", "_called", 'if getattr(each, "requires_grad", False))', "if each.is_floating_point())"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -151,12 +150,10 @@ def bfloat16_is_taken_and_given(library: ModuleType) -> None:
 
 def tensors_without_elements_are_named(library: ModuleType) -> None:
     torch, module = pytest.importorskip("torch"), part(library, "torch")
-    warnings.simplefilter("ignore")  # PyTorch's own, of nested and quantised tensors
     q, k, v = (torch.from_numpy(array.astype(np.float32)) for array in (Q, K, V))
     bad = {
         "on the device 'meta'": q.to("meta"), "the layout torch.sparse_coo": q.to_sparse(),
-        "a nested one": torch.nested.nested_tensor([*q]), "a lazily negated view": torch._neg_view(q),
-        "a tensor of torch.qint8": torch.quantize_per_tensor(q, 0.1, 0, torch.qint8),
+        "a lazily negated view": torch._neg_view(q),
     }  # fmt: skip
     for words, tensor in bad.items():
         for call in (library.attention, module.attention):
@@ -172,33 +169,8 @@ def tensors_without_elements_are_named(library: ModuleType) -> None:
 
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="q must be a plain torch.Tensor; got a T"):
         library.attention(q.as_subclass(Tagged), k, v)
-    from torch._subclasses import FakeTensorMode
-
-    with pytest.raises(part(library, "errors").UnsupportedProblem, match="k must hold data; got a tracer, a torch"):
-        library.attention(q, FakeTensorMode().from_tensor(k), v)
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="k must not require gradients"):
         library.attention(q, k.requires_grad_(), v)
-    with pytest.raises(part(library, "errors").UnsupportedProblem, match="since a mask has none; .*: detach.. it$"):
-        module.attention(q, k.detach(), v, mask=torch.zeros(1, 1, requires_grad=True))
-    with pytest.raises(part(library, "errors").UnsupportedProblem, match="out must not require gradients"):
-        module.attention(q, k, v, out=q.clone().requires_grad_())
-
-
-def negated_tensors_are_not_looked_up(library: ModuleType) -> None:
-    torch, module = pytest.importorskip("torch"), part(library, "torch")
-
-    class OnDevice(torch.Tensor):
-        __torch_function__ = torch._C._disabled_torch_function_impl
-        is_cuda = True
-
-    looked_up = SimpleNamespace(key=lambda layout, *names: layout)
-    q, negated = (x.as_subclass(OnDevice) for x in (torch.ones(3), torch._neg_view(torch.ones(3))))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PLAIN", {OnDevice})
-        patch.setattr(module.torch_gpu, "layout_key", lambda *tensors: len(tensors))
-        assert module._key({"q": q, "k": q}, (None, None), looked_up, False) == (2, True, True, False)
-        assert module._key({"q": q, "k": negated}, (None, None), looked_up, False) is None
-        assert module._key({"q": q, "k": q}, (negated, None), looked_up, False) is None
 
 
 def copies_of_scores_are_whole(library: ModuleType) -> None:
@@ -252,30 +224,22 @@ def models_are_served(library: ModuleType) -> None:
     layer.is_causal, causal.is_causal = False, True
     q, k, v, bias = (torch.from_numpy(array)[None] for array in (Q, K, V, BIAS))
     kept, offsets = torch.ones(6, 6, dtype=torch.bool).tril(1), torch.tensor([0, 2, 6])
-    floats = torch.zeros(6, 6, dtype=torch.float64).masked_fill(~kept, -torch.inf)
 
     def require(module_asked: Any, options: dict[str, Any], **expected: Any) -> None:
         queries, keys, values = (options.pop(name, each) for name, each in (("q", q), ("k", k), ("v", v)))
         found, _ = module.transformers_attention(module_asked, queries, keys, values, **options)
         assert torch.equal(found, module.attention(queries, keys, values, **expected).transpose(1, 2))
 
-    require(torch.nn.Module(), {}, causal=True)
     require(layer, {})
     require(layer, {"is_causal": True}, causal=True)
     require(causal, {"is_causal": False})
     require(causal, {"q": q[:, :, :3]}, causal="top_left")
-    require(causal, {"q": q[:, :, :1]})
     require(causal, {"attention_mask": kept}, mask=kept)
     require(causal, {"position_bias": bias}, causal=True, bias=bias)
-    require(layer, {"attention_mask": floats, "position_bias": bias}, bias=bias + floats)
     require(causal, {"sliding_window": 3}, causal=True, window=(2, 0))
     require(layer, {"sliding_window": 3}, window=(2, 2))
     packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
     require(causal, dict(packed), mask=masks.Sequences(offsets, causal=True))
-    require(layer, {"attention_mask": kept, **packed}, mask=masks.Sequences(offsets) & kept)
-    require(layer, {"use_cache": True, "indices": None})
-    with pytest.raises(part(library, "errors").UnsupportedProblem, match="^indices must be None"):
-        require(layer, {"indices": offsets})
 
 
 def arrays_of_numpy_are_taken_by_jax(library: ModuleType) -> None:
@@ -310,21 +274,12 @@ def parts_of_a_mesh_are_differentiated(library: ModuleType) -> None:
 
 
 def traced_options_are_named(library: ModuleType) -> None:
-    jax, module, masks = pytest.importorskip("jax"), part(library, "jax"), library.masks
+    jax, module = pytest.importorskip("jax"), part(library, "jax")
     with jax.default_device(jax.devices("cpu")[0]):
         q, k, v = (jax.numpy.asarray(array, np.float32) for array in (Q, K, V))
-        options = {
-            "mask": lambda x: {"mask": x > 0}, "mask ": lambda x: {"mask": masks.Dense(x > 0)},
-            "scale": lambda x: {"scale": x[0, 0]}, "softcap": lambda x: {"softcap": x[0, 0]},
-            "seed": lambda x: {"dropout": library.Dropout(0.5, x[0, 0].astype(int))},
-            "q_offsets": lambda x: {"score": library.scores.within(library.scores.softcap(5.0), x[0].astype(int))},
-        }  # fmt: skip
-        for name, make in options.items():
-            sentence = f"^{name.strip()} must be .* when JAX traces the call; got a tracer: "
-            with pytest.raises(part(library, "errors").UnsupportedProblem, match=sentence):
-                jax.jit(lambda x, make=make: module.attention(q, k, v, **make(x)))(jax.numpy.ones((6, 6)))
-        with pytest.raises(TypeError, match="cannot be differentiated"):
-            jax.hessian(lambda q: module.attention(q, k, v).sum())(q)
+        sentence = "^mask must be .* when JAX traces the call; got a tracer: "
+        with pytest.raises(part(library, "errors").UnsupportedProblem, match=sentence):
+            jax.jit(lambda x: module.attention(q, k, v, mask=x > 0))(jax.numpy.ones((6, 6)))
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:

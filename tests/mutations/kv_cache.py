@@ -66,35 +66,6 @@ def pages_are_used_sparingly(library: ModuleType) -> None:
     assert cache.num_free_pages == 3
 
 
-def contradictions_are_told(library: ModuleType) -> None:
-    """`check` finds a wrong length, a page that is counted wrongly, and a page that is lost."""
-
-    def lengthen(cache: Any) -> None:
-        cache._lengths[0] = 17
-
-    def share(cache: Any) -> None:
-        cache._pages.tables[0][0] = cache._pages.tables[1][0]
-
-    def lose(cache: Any) -> None:
-        cache._pages._free.pop()
-
-    def free(cache: Any) -> None:
-        cache._pages._free[0] = cache._pages.tables[0][0]
-
-    def count(cache: Any) -> None:
-        cache._pages._references[0] += 1
-
-    for harm in (lengthen, share, lose, free, count):
-        cache = filled(library, page_size=16, num_pages=4)
-        harm(cache)
-        try:
-            cache.check()
-        except RuntimeError as error:
-            assert "the cache contradicts itself" in str(error)
-        else:
-            raise AssertionError(f"{harm.__name__} is not seen")
-
-
 class Device:
     """Stands for the arrays of a cache on a device, and keeps the page tables that it is sent."""
 
@@ -218,9 +189,6 @@ FAULTS = {
             PAGES, "PagePool.shortages", "dropped.get(page, 0) + 1", "0"
         ),
         "a fork copies": Edit(PAGES, "PagePool.grow", "> 1:", "> 0:"),
-    },
-    contradictions_are_told: {
-        "a page may be free and in use": Edit(PAGES, "PagePool.faults", "if page in named]", "if False]"),
     },
     a_device_has_lengths_and_pages: {
         "rows are those that the host has counted": Edit(

@@ -352,9 +352,4 @@ FAULTS = {
             "run(call.tiling, rows)",
         ),
     },
-    score_guards.the_library_of_scores_is_right: {
-        "keys ahead share the buckets of keys behind": Edit(
-            LIBRARY, "_buckets", "np.where(relative > 0, size, 0) if bidirectional else 0", "0"
-        ),
-    },
 }

@@ -287,17 +287,12 @@ def selectors_take_caches(library: ModuleType) -> None:
         assert index.block == (1, side)
 
 
-def budgets_are_split(library: ModuleType) -> None:
+def densities_are_counted(library: ModuleType) -> None:
     of = library.selectors
-    assert of.Budget(top_k=5, min_blocks=3).halves() == (of.Budget(top_k=3, min_blocks=2), of.Budget(top_k=2))
-    assert of.Budget(top_k=1).halves()[1].top_k == 1 and of.Budget(density=0.5).halves()[1].density == 0.25
-    assert of.Budget(threshold=2.0).halves() == (of.Budget(threshold=2.0),) * 2
     q = np.random.default_rng(0).standard_normal((100, 4)) * 3
     for density, kept in ((0.55, 55), (0.551, 56)):
         few = {"block": 1, "budget": of.Budget(density=density), "forced": of.Forced(diagonal=False)}
         assert of.random(q[:1], q, **few).nnz == of.pooled(q[:1], q, **few).nnz == kept
-    scaled = of.quest(np.ones((1, 1)), np.array([[2.0], [3.0]]), block=1, budget=of.Budget(threshold=5.0), scale=3.0)
-    assert scaled.nnz == 2
 
 
 def slashes_are_right(library: ModuleType) -> None:

@@ -385,7 +385,7 @@ FAULTS = {
             PAGES, "_of_cache", "q = q.astype(np.float32, copy=False)", "pass"
         ),
     },
-    selector_guards.budgets_are_split: {
+    selector_guards.densities_are_counted: {
         "a density is rounded up twice": Edit(BUDGET, "Budget.part", "* (1 - 2**-50)", "* (1 + 2**-50)"),
         "a density is a mass": Edit(
             BUDGET, "choose", "if budget.density is None else xp.ones(scores.shape)", "* 1"

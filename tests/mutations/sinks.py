@@ -62,26 +62,9 @@ def bounds_are_sharp(library: ModuleType) -> None:
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-9)
 
 
-def sinks_are_refused(library: ModuleType) -> None:
-    """Wrong arguments are refused, and right ones are not."""
+def sinks_may_be_huge(library: ModuleType) -> None:
+    """A sink beyond float32 is no error of arithmetic where there are no keys."""
     q, sink = np.ones((2, 4, 5, 8), np.float32), np.zeros(4, np.float32)
-    wrong = ({"sink": sink[:3]}, {"sink": sink.astype(int)}, {"wrt": "sink"})
-    for options in (*wrong, {"sink": sink, "wrt": "q"}, {"sink": sink, "wrt": {"sink"}}):
-        try:
-            library.attention_vjp(q, q, q, **options)
-        except library.UnsupportedProblem:
-            continue
-        raise AssertionError(f"{list(options)} were taken")
-    ready = library.plan(q, q, q, sink=sink)
-    for given in ({}, {"sink": sink, "bias": sink}):
-        try:
-            ready.forward(q, q, q, **given)
-        except library.UnsupportedProblem:
-            continue
-        raise AssertionError(f"the plan took {list(given)}")
-    library.attention(q, q, q, sink=np.zeros((2, 1), np.float16))
-    for like in (q, q.astype(float)):
-        library.attention(like, like, like, sink=sink.astype(float))
     overflows: list[Any] = []
     with np.errstate(over="call", call=lambda *error: overflows.append(error)):
         library.attention(q, q[:, :0], q[:, :0], sink=sink - 1e39)
@@ -216,7 +199,7 @@ FAULTS = {
             "bounds/gradients.py", "sink_tolerance", "eta = forward.tol_lse + e_logit", "eta = e_logit"
         ),
     },
-    sinks_are_refused: {
+    sinks_may_be_huge: {
         "without keys a sink beyond float32 warns": Edit(
             "executors/without_keys.py", "_sink_of_rows", 'np.errstate(over="ignore")', "np.errstate()"
         ),

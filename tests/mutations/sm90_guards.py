@@ -78,6 +78,13 @@ def started_oddly(x: Any) -> Any:
     return wider[..., start : start + x.shape[-1]]
 
 
+def hostile_schedules(shuffled: int = 0) -> Iterator[tuple[int, sim.Schedule]]:
+    """Yield three schedules with their seeds; lanes are shuffled where the seed is less than a number."""
+    for seed, order in enumerate(("random", "last_warp", "first_warp")):
+        copies: Any = "late" if order == "last_warp" else "random"
+        yield seed, sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=seed < shuffled)
+
+
 @cache
 def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
     """Return examples of structures, which hold exact results, made once for all edits."""
@@ -136,8 +143,7 @@ def forward_is_right() -> None:
         if number == 2:
             example = clean.but(k=started_oddly(clean.k), v=started_oddly(clean.v))
         plan = on_two_blocks(plan_of(example))
-        for seed, order in enumerate(("random", "last_warp", "first_warp")):
-            schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+        for seed, schedule in hostile_schedules():
             margin = ALIGNED if seed else MARGIN
             machine = Simulator(schedule, time_limit=5)  # a fault may have a block ask for tiles for ever
             assert_within_bounds(clean, **forward(plan, example, machine, margin=margin))
@@ -194,9 +200,7 @@ def gradients_are_right() -> None:
         if number == 8:
             for x in ("q", "do"):
                 changed[x][..., np.arange(300) // 10 % 3 == 0, :] = np.nan
-        for seed, order in enumerate(("random", "last_warp", "first_warp")):
-            copies = "late" if order == "last_warp" else "random"
-            schedule = sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=seed < 2)
+        for seed, schedule in hostile_schedules(shuffled=2):
             machine = FewBlocks(schedule, most=1 + seed)
             assert_within_bounds(clean, **call(clean.but(**changed), SIM90, machine, margin=ALIGNED))
 
@@ -229,8 +233,7 @@ def wide_gradients_are_right() -> None:
         if number == 1:
             for x, end in (("q", 130), ("k", 140), ("v", 140), ("do", 130)):
                 changed[x][..., end:, :] = np.nan
-        for seed, order in enumerate(("random", "last_warp", "first_warp")):
-            schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+        for seed, schedule in hostile_schedules():
             machine, margin = FewBlocks(schedule, most=1 + seed), ALIGNED if seed else MARGIN
             assert_within_bounds(clean, **call(clean.but(**changed), SIM90, machine, margin=margin))
 
@@ -290,8 +293,7 @@ def gradients_in_two_walks_are_right() -> None:
         assert_what_lies_past_a_length_never_matters(TILES["dense"], SIM_REPEATS, kv=kv)
     for number, structure in enumerate(structures_of_two_walks()):
         example = half(structure)
-        for seed, order in enumerate(("random", "last_warp", "first_warp")):
-            schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+        for seed, schedule in hostile_schedules():
             machine, margin = FewBlocks(schedule, most=1 + (seed + number) % 3), ALIGNED if seed else MARGIN
             assert_within_bounds(example, **call(example, SIM_REPEATS, machine, margin=margin))
     assert_queries_past_a_step_never_matter(SIM_REPEATS)

@@ -24,17 +24,16 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, blocks, cache_e4m3, cache_scores, cache_steps, calculators, calls, decode, dq_in_order,
-    dropout, fa1, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache,
-    lists, mask_algebra, mask_inputs, mass_guards, non_finite, planting, prefill, pullbacks, python,
-    python_guards, reuse, score_kernels, score_products, scores, selectors, sequences, simt,
-    sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards,
-    staged_arrays, study, tile,
+    attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, decode, dq_in_order, dropout, fa1, fp8,
+    fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache, lists, mask_algebra, mask_inputs,
+    mass_guards, non_finite, planting, prefill, pullbacks, python, python_guards, reuse, score_kernels,
+    score_products, scores, selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
+    sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (
-    calls, mask_inputs, sequences, kv_cache, calculators, interop, fp8, study, cache_steps, reuse, pullbacks, kit,
+    calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit,
 )  # fmt: skip
 # Faults of Python and of kernels.
 OF_BOTH = (
