@@ -130,6 +130,5 @@ FAULTS = {
         "cells are numbered by rows": Edit(
             "masks/block_set.py", "sorted_places", "* matrix.shape[1]", "* matrix.shape[0]"
         ),
-        "cells are not sorted": Edit("masks/block_set.py", "sorted_places", "np.sort(", "np.flip("),
     },
 }

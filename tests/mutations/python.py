@@ -16,11 +16,6 @@ FAULTS = {
         "the row maximum is not subtracted from an empty start": Edit(
             "executors/cpu.py", "_HostCall.forward_rows", "np.maximum(new_max, np.finfo(self.wide).min)", "new_max"
         ),
-        "lse is base 2": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows",
-            "row_max * self.wide(self.natural) + np.log(divisor)",
-            "row_max + np.log2(divisor)",
-        ),
         "an empty row has a finite lse": Edit(
             "executors/cpu.py", "_HostCall.forward_rows",
             "lse = row_max *",
@@ -28,9 +23,6 @@ FAULTS = {
         ),
         "an empty row is divided by 0": Edit(
             "executors/cpu.py", "_HostCall.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
-        ),
-        "the first key of an interval is lost": Edit(
-            "executors/cpu.py", "_masked_elements", "(j[:, None] < lo)", "(j[:, None] <= lo)"
         ),
         "a bit tile starts at its first key": Edit(
             "executors/cpu.py", "_masked_elements", "keys.start % work.block_kv", "0"
@@ -48,7 +40,6 @@ FAULTS = {
             "for head in range(self.group_size)",
             "for head in range(1)",
         ),
-        "delta is left out": Edit("executors/cpu.py", "_score_gradient", "dp -= delta[..., None, :]", ""),
         "dlse has the wrong sign": Edit(
             "executors/cpu.py", "_HostCall.backward_rows", "delta -= np.where(shift", "delta += np.where(shift"
         ),
@@ -63,16 +54,6 @@ FAULTS = {
         "only the last step gives dv": Edit(
             "executors/cpu.py", "_HostCall.backward_columns", "_added(dv, p @ do)", "p @ do"
         ),
-        "columns are not masked": Edit(
-            "executors/cpu.py", "_HostCall.backward_columns",
-            "self._mask_queries(tiles, batch_heads, steps, p, ds)",
-            "pass",
-        ),
-        "tiles stop one row early": Edit(
-            "executors/cpu.py", "_reversed_tiles",
-            "min(start + block, length)",
-            "min(start + block, max(length - 1, start + 1))",
-        ),
         "every batch entry reads the first": Edit(
             "executors/cpu.py", "_HostCall.row_index",
             "[(*self.batch_indices[b], h) for b, h in batch_heads]",
@@ -83,9 +64,6 @@ FAULTS = {
         ),
         "tiles of unlike visits are batched": Edit(
             "executors/cpu.py", "_batches", "key = height, *visited", "key = (height,)"
-        ),
-        "the masks of a batch all fall on its first tile": Edit(
-            "executors/cpu.py", "_HostCall._mask_keys", "np.copyto(x[number, here]", "np.copyto(x[0, here]"
         ),
         "broadcast gradients are not summed": Edit(
             "plans.py", "_summed_to",
@@ -104,40 +82,16 @@ FAULTS = {
             "max(key - self.band.lower + 1, 0)",
             "max(key - self.band.lower, 0)",
         ),
-        "a partial part is called full": Edit(
-            "blocks/work_list.py", "_segments_of_run",
-            "Segment(start, full_start, BlockKind.INTERVAL)",
-            "Segment(start, full_start, BlockKind.FULL)",
-        ),
-        "what follows the full part is dropped": Edit(
-            "blocks/work_list.py", "_segments_of_run", "Segment(full_stop, stop, BlockKind.INTERVAL),", ""
-        ),
         "a bit tile loses its last used key": Edit(
             "blocks/work_list.py", "_segments", "start + int(used[1][tile])", "start + int(used[1][tile]) - 1"
         ),
         "one list serves all heads": Edit("blocks/work_list.py", "_owner", "(h if extents[1] > 1 else 0)", "0"),
     },
     indices_are_right: {
-        "a block is full if its first element is": Edit(
-            "blocks/classify.py", "_evaluate", "(allowed == exists).all((1, 2))", "allowed[:, 0, 0]"
-        ),
-        "undecided blocks are taken for full": Edit(
-            "blocks/classify.py", "_descend_strip",
-            "full.append(_single_blocks(*(side[must & may]",
-            "full.append(_single_blocks(*(side[may]",
-        ),
-        "a quarter is dropped": Edit(
-            "blocks/classify.py", "_split",
-            "for left, right in ((col0, col_middle), (col_middle, col1))",
-            "for left, right in ((col0, col_middle),)",
-        ),
         "equal hashes for unequal tiles": Edit(
             "blocks/classify.py", "_evaluate",
             "dictionary.setdefault(bits.tobytes(),",
             "dictionary.setdefault(next((k for k in dictionary if k[0] == bits.flat[0]), bits.tobytes()),",
-        ),
-        "a coarse cell counts as full": Edit(
-            "masks/block_set.py", "_pyramid", "num_full == num_children", "num_full > 0"
         ),
         "a rectangle asks two corners": Edit(
             "masks/block_set.py", "BlockSet.rectangle",

@@ -277,9 +277,6 @@ FAULTS = {
         "a value is overwritten before its last use": Edit(
             BLOCKS, "_schedule", "if last_use[a] == n and a in memory_of", "if a in memory_of"
         ),
-        "a choice writes over what it has yet to read": Edit(
-            BLOCKS, "_schedule", '([], ended) if instruction.op == "where" else (ended, [])', "(ended, [])"
-        ),
         "the last block of a tile is left out": Edit(
             BLOCKS, "_parts", "range(0, num_keys, keys)", "range(0, max(1, num_keys - keys), keys)"
         ),

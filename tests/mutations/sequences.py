@@ -43,18 +43,6 @@ def batch_entries_have_offsets_of_their_own(library: ModuleType) -> None:
     ]  # fmt: skip
 
 
-def packing_is_right(library: ModuleType) -> None:
-    arrays = [np.full((2, length, 3), length) for length in (2, 0, 3)]
-    packed, offsets = library.pack(arrays)
-    assert offsets.tolist() == [0, 2, 2, 5] and packed[0, :, 0].tolist() == [2, 2, 3, 3, 3]
-    assert [part.shape for part in library.unpack(packed, offsets)] == [(2, 2, 3), (2, 0, 3), (2, 3, 3)]
-    assert [part.tolist() for part in library.unpack(packed[0, :, 0], offsets, -1)] == [[2, 2], [], [3, 3, 3]]
-    lengths_first = library.pack([array.swapaxes(0, 1) for array in arrays], -3)[0]
-    assert np.array_equal(lengths_first, packed.swapaxes(0, 1))
-    assert [part.shape for part in library.unpack(lengths_first, offsets, -3)] == [(2, 2, 3), (0, 2, 3), (3, 2, 3)]
-    assert library.masks.Sequences.of([2, 0, 3]).q_offsets.tolist() == offsets.tolist()
-
-
 def _shape(library: ModuleType, seqlen_q: int, seqlen_kv: int) -> object:
     return part(library, "masks.base").MaskShape((), 1, seqlen_q, seqlen_kv)
 
@@ -83,9 +71,6 @@ FAULTS = {
         "the last key before the window's left side is seen": Edit(
             FILE, "Sequences.keys_of", "diagonal - clipped(left)", "diagonal - clipped(left) - 1"
         ),
-        "the window's right side is not seen": Edit(
-            FILE, "Sequences.keys_of", "min(right, UNBOUNDED) + 1", "min(right, UNBOUNDED)"
-        ),
         "bounds fall below their sequence": Edit(
             FILE, "Sequences.keys_of",
             "hi = xp.clip(diagonal + min(right, UNBOUNDED) + 1, start, stop)",
@@ -94,18 +79,8 @@ FAULTS = {
         "sides beyond int64 are taken as they are": Edit(
             FILE, "Sequences.keys_of", "clipped(left), start", "left, start"
         ),
-        "every sequence is aligned at its first key": Edit(
-            FILE, "Sequences.keys_of", "kv[end] - q[end] if", "kv[first] - q[first] if"
-        ),
         "causal lets a window look ahead": Edit(
             FILE, "Sequences.keys_of", "min(right, 0)", "right"
-        ),
-        "causal hides nothing": Edit(FILE, "Sequences.keys_of", "if self.causal:", "if False:"),
-        "the first query belongs to the sequence before": Edit(
-            FILE, "Sequences.keys_of", 'side="right"', 'side="left"'
-        ),
-        "a query sees the next sequence": Edit(
-            FILE, "Sequences.keys_of", "xp.clip(after, 0, last)", "xp.clip(after + 1, 0, last)"
         ),
     },
     what_is_after_the_last_sequence_is_not_visited: {
@@ -122,16 +97,6 @@ FAULTS = {
         "queries of the first entry serve all": Edit(
             FILE, "ResolvedSequences.bounds", "self.source.keys_of(rows, q[entry], kv[entry])",
             "self.source.keys_of(rows, q[(0,) * len(entry)], kv[entry])",
-        ),
-    },
-    packing_is_right: {
-        "offsets have no first": Edit(FILE, "_sums", "offsets[..., 1:] =", "offsets[..., :-1] ="),
-        "offsets are lengths": Edit(
-            "packing.py", "pack", "np.cumsum([0, *(", "np.array([0, *("
-        ),
-        "sequences are cut along another axis": Edit("packing.py", "unpack", "axis % packed.ndim", "0"),
-        "sequences start one late": Edit(
-            "packing.py", "unpack", "slice(start, stop)", "slice(start + 1, stop)"
         ),
     },
     refuses(lambda library: library.masks.Sequences(np.array([0, 5, 3])), "q_offsets must never decrease"): {

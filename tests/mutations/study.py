@@ -58,9 +58,6 @@ def large_scores_are_finite(library: ModuleType) -> None:
 FAMILIES, SURVEY = "study/families.py", "study/survey.py"
 FAULTS = {
     measurements_are_right: {
-        "blocks that nothing visits count": Edit(
-            FAMILIES, "density_of", "(blocks & eligible).mean() / eligible.mean()", "blocks.mean()"
-        ),
         "a limit has the next size": Edit(FAMILIES, "densest", "sizes[count - 1]", "sizes[count - 2]"),
         "the oracle takes the blocks of least mass": Edit(
             FAMILIES, "heaviest", "-np.where(eligible, mass", "np.where(eligible, mass"
