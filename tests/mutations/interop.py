@@ -88,13 +88,6 @@ FAULTS = {
             "layouts.py", "is_on_cuda", "and value.requires_grad", "and False"
         ),
     },
-    interop_guards.copies_of_scores_are_whole: {
-        "a copy of a Score has the arrays of the first": Edit(
-            "scores/score.py", "Score.__reduce__",
-            "return _made_again, self._remake or (Score.of_reserved, (self.function,), dict(self.arrays))",
-            "return (lambda: _made_again(*self._remake or (Score.of_reserved, (self.function,), {**self.arrays}))), ()",
-        ),
-    },
     interop_guards.tangents_are_refused: {
         "a tangent is lost": Edit("layouts.py", "tensor_reasons", ".tangent is not None:", ".tangent is False:"),
         "a repeated call on a GPU loses a tangent": Edit("torch.py", "_key", "has_dual_level() or", ""),
@@ -125,10 +118,6 @@ FAULTS = {
         ),
         "a bias of positions is ignored": Edit(
             "calls/model_options.py", "model_options", "bias = bias.to(query.dtype)", "bias = None"
-        ),
-        "a window without a mask is ignored": Edit(
-            "calls/model_options.py", "model_options",
-            "if sliding_window is not None and mask is None and num_keys > sliding_window:", "if False:",
         ),
         "a window has a key more": Edit(
             "calls/model_options.py", "model_options", "left = sliding_window - 1", "left = sliding_window"

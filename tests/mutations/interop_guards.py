@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -171,12 +170,6 @@ def tensors_without_elements_are_named(library: ModuleType) -> None:
         library.attention(q.as_subclass(Tagged), k, v)
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="k must not require gradients"):
         library.attention(q, k.requires_grad_(), v)
-
-
-def copies_of_scores_are_whole(library: ModuleType) -> None:
-    slopes = np.ones(4)
-    score, held = copy.deepcopy((library.scores.alibi(slopes), slopes))
-    assert score.arrays["slopes"] is held and held is not slopes
 
 
 def tangents_are_refused(library: ModuleType) -> None:

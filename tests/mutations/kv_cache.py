@@ -134,7 +134,6 @@ FAULTS = {
         "scales of keys are those of values": Edit(
             ROWS, "PagedRows.write", "(self.v, self.v_scale, v)", "(self.v, self.k_scale, v)"
         ),
-        "scales stay behind when pages are copied": Edit(ROWS, "PagedRows.copy", "self.arrays", "(self.k, self.v)"),
         "rows are read without their scales": Edit(
             ROWS, "PagedRows.gather", "dequantized_rows(v, v_scale, made)", "dequantized_rows(v, v_scale * 0 + 1, made)"
         ),
@@ -149,10 +148,6 @@ FAULTS = {
         "a sink of inf without keys is a number": Edit(ONE, "_without_keys", "xp.isposinf(logit)", "False"),
         "all sequences have the first one's sink": Edit(
             ONE, "attend_one_by_one", "sink[sequence if sink.shape[0] > 1 else 0]", "sink[0]"
-        ),
-        "a window is not handed on": Edit(
-            ONE, "_parts", "None if window is None else SlidingWindow",
-            "None if True else SlidingWindow"
         ),
         "queries see later keys": Edit(
             ONE, "_parts", '"bottom_right" if causal else False', "False"

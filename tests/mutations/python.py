@@ -10,9 +10,6 @@ from mutations.python_guards import (
 FAULTS = {
     attention_is_right: {
         "o is not rescaled": Edit("executors/cpu.py", "_HostCall.forward_rows", "o_acc *= rescale[..., None]", "pass"),
-        "row_sum is not rescaled": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows", "row_sum * rescale + p_sum", "row_sum + p_sum"
-        ),
         "the row maximum is not subtracted from an empty start": Edit(
             "executors/cpu.py", "_HostCall.forward_rows", "np.maximum(new_max, np.finfo(self.wide).min)", "new_max"
         ),

@@ -61,10 +61,6 @@ FAULTS = {
         "queries are longer than keys": Edit(
             OPERANDS, "numbers_of", "shape.seqlen_kv - shape.seqlen_q", "shape.seqlen_q - shape.seqlen_kv"
         ),
-        "another number is the shift": Edit(
-            OPERANDS, "numbers_of", "(*score.numbers[:slot], float(shift), *score.numbers[slot + 1 :])",
-            "(*score.numbers[1:], float(shift))",
-        ),
         "the shift is a real": Edit(
             VALUES, "result", 'int(number) if instruction.kind == "int" else real(number)', "real(number)"
         ),
@@ -113,10 +109,6 @@ FAULTS = {
             PROGRAM, "_ReverseSweep._terms_of_power",
             "self.zero if put.instructions[b] == put.instructions[self.zero] else by_base", "by_base",
         ),
-        "a power by an array's 0 has a slope": Edit(
-            PROGRAM, "_ReverseSweep._terms_of_power",
-            'put.where(put.binary("ne", b, self.zero), by_base, self.zero)', "by_base",
-        ),
     },
     refuses(lambda library: library.Score(lambda s, b, h, i, j: s - np.reciprocal(j + 1)), "write 1 / x"): {
         "integers have real reciprocals": Edit(
@@ -153,7 +145,6 @@ FAULTS = {
         "integers wrap around at int32": Edit(
             VALUES, "Operands.loaded", "np.clip(x, *integer_range(x.dtype)).astype(np.int64)", "x.astype(np.int32)"
         ),
-        "batch axes of length 1 are indexed": Edit(VALUES, "Operands.place", "0 if extent == 1 else entry", "entry"),
         "batch axes are those of the first arrays": Edit(
             VALUES, "Operands.place", "entries[len(self.batch) - num_leading :]", "entries[:num_leading]"
         ),
@@ -166,9 +157,6 @@ FAULTS = {
             PROGRAM, "_ReverseSweep._terms",
             "[(a, times(g, b)), (b, times(g, a))]",
             "[(a, times(g, a)), (b, times(g, b))]",
-        ),
-        "a divisor keeps its sign": Edit(
-            PROGRAM, "_ReverseSweep._terms", "(b, self._negative(times(quotient, n)))", "(b, times(quotient, n))"
         ),
         "a tie of min goes to the second": Edit(
             PROGRAM, "_ReverseSweep._terms", '"le" if op == "min"',
@@ -184,9 +172,6 @@ FAULTS = {
         ),
         "the exponent of 0 has an infinite slope": Edit(
             PROGRAM, "_ReverseSweep._terms_of_power", 'put.instructions[a].op != "number"', "False"
-        ),
-        "a power keeps its exponent": Edit(
-            PROGRAM, "_ReverseSweep._terms_of_power", 'put.binary("sub", b, self.one)', "b"
         ),
         "an exponent has no derivative": Edit(
             PROGRAM, "_ReverseSweep._terms_of_power", 'op not in ("const", "number", "real")', 'op == "s" and False'
@@ -268,7 +253,6 @@ FAULTS = {
         ),
         "P is not masked": Edit(TILES, "TileScores.gradients", "mask(is_seen.view(np.uint8))", "pass"),
         "a weight of 0 is no reason to look": Edit(TILES, "_is_zero", "p.min() > 0", "True"),
-        "masked weights count": Edit(TILES, "_is_zero", "is_zero |= ~is_seen", "pass"),
         "delta is left out": Edit(TILES, "TileScores.gradients", "ds -= delta[block.tiles, None, :]", "pass"),
         "all blocks have the keys of the first": Edit(
             BLOCKS, "Block.of", "self.keys if x.shape[1] > 1",

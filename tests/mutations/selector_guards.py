@@ -293,18 +293,3 @@ def densities_are_counted(library: ModuleType) -> None:
     for density, kept in ((0.55, 55), (0.551, 56)):
         few = {"block": 1, "budget": of.Budget(density=density), "forced": of.Forced(diagonal=False)}
         assert of.random(q[:1], q, **few).nnz == of.pooled(q[:1], q, **few).nnz == kept
-
-
-def slashes_are_right(library: ModuleType) -> None:
-    """One column and one distance are found that all of the last queries attend."""
-    of = library.selectors
-    q, k = np.zeros((2, 1, 40, 4))
-    k[0, 15], q[0] = (9, 0, 0, 0), (1, 0, 0, 0)
-    few = of.Budget(top_k=1)
-    index = of.vertical_slash(
-        q, k, vertical=few, slash=few, block=8, num_queries=1, forced=of.Forced(diagonal=False), causal=True
-    )
-    i, j = np.ogrid[:40, :40]
-    elements = ((j == 15) | (i - j == 24)) & (j <= i)
-    blocks = elements.reshape(5, 8, 5, 8).any((1, 3)) | (CAUSAL[:5, :5] & (np.arange(5) == 1))
-    np.testing.assert_array_equal(index.states()[0, 0] > 0, blocks)

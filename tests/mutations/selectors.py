@@ -259,7 +259,6 @@ FAULTS = {
     },
     selector_guards.selections_tell_kernels_where: {
         "runs begin at each row": Edit(LAUNCHES, "runs_of_rows", "row_step * stride", "row_step"),
-        "the last run is left out": Edit(LAUNCHES, "runs_of_rows", "// stride + 1", "// stride"),
         "all batch entries share keys": Edit(
             LAUNCHES, "_of_rows", "step if extent == size else 0", "0"
         ),
@@ -286,7 +285,6 @@ FAULTS = {
             AT_CALL, "_work_of_carried", "not closed and block == grid.index.block", "not closed"
         ),
         "lists are made of the index's array": Edit(AT_CALL, "_work_of_carried", ", carried=carried", ""),
-        "an intersection is the index": Edit(AT_CALL, "_work_of_carried", "not closed and block", "block"),
         "an intersection has the closed form's keys": Edit(
             AT_CALL, "_rows_within", "if self.rows is not None:", "if False:"
         ),
@@ -300,17 +298,12 @@ FAULTS = {
         "the last of equal scores comes first": Edit(
             BUDGET, "_keys", "xp.arange(scores.shape[-1])", "xp.arange(scores.shape[-1])[::-1]"
         ),
-        "NaN comes first": Edit(BUDGET, "_keys", "xp.fmax(scores, -np.inf)", "scores"),
         "forced blocks are taken by their scores": Edit(
             BUDGET, "_keys", "xp.where(forced, _FORCED, places)", "places"
         ),
         "forced blocks beyond the budget are dropped": Edit(
             BUDGET, "choose", "xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)",
             "xp.minimum(last, _NOT_ELIGIBLE - 1)",
-        ),
-        "blocks that are not eligible fill a budget up": Edit(
-            BUDGET, "choose", "xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)",
-            "xp.maximum(last, _NOT_FORCED - 1)",
         ),
         "blocks that are not eligible hold mass": Edit(
             BUDGET, "choose", "shares if eligible is None else shares * eligible", "shares"
@@ -326,17 +319,10 @@ FAULTS = {
         ),
         "queries of a group are not reversed": Edit(GRID, "of_strides", "groups[..., ::-1, :]", "groups"),
         "sums of scores are not means": Edit(ESTIMATES, "antidiagonal", "grid.scale / stride", "grid.scale"),
-        "a compressed key lies in its first block": Edit(
-            MASKED, "mass_of_blocks", "pieces[..., n : n + mass.shape[-1]] += mass",
-            "pieces[..., : mass.shape[-1]] += mass",
-        ),
         "heads of a group choose for themselves": Edit(
             NSA, "_chosen", ".sum(axis=-3)", "[..., 0, :, :]"
         ),
         "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
-    },
-    selector_guards.slashes_are_right: {
-        "no column is kept": Edit(SLASHES, "vertical_slash", "start_kv, stop_kv)", "start_kv, start_kv)"),
     },
     selector_guards.masked_selections_are_right: {
         "a mean is over all keys of a block": Edit(
@@ -350,10 +336,6 @@ FAULTS = {
         ),
         "keys that a query does not attend have scores": Edit(
             MASKED, "sums_by_query", "s = xp.where(cut.allowed, products(", "s = xp.where(cut.allowed | True, products("
-        ),
-        "blocks that are hidden from a query keep their sums": Edit(
-            MASKED, "sums_by_query", "xp.where(xp.broadcast_to(is_full, shown), sums, sums.dtype.type(0))",
-            "sums.copy()",
         ),
         "runs may end after the query": Edit(MASKED, "mass_of_runs", "if grid.is_causal:", "if False:"),
         "an antidiagonal has keys that its row does not attend": Edit(
@@ -371,9 +353,6 @@ FAULTS = {
         ),
         "masks of some heads are those of all": Edit(
             MASKED, "MaskedBlocks.cut", "1 if index.num_heads > 1 else shape.num_heads", "1"
-        ),
-        "rows that causality hides are estimated": Edit(
-            GRID, "Grid.is_masked", "self.has_own_mask or", "self.has_own_mask or False and"
         ),
     },
     selector_guards.selectors_take_caches: {

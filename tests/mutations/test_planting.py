@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import tokenize
 from pathlib import Path
 
 import lexing
 import pytest
 
-from cuflash.compiler import source as sources
 from mutations import planting
 from mutations.planting import Edit, replaced
-
-_LAYOUT = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
-    tokenize.ENCODING,
-}  # fmt: skip
 
 
 def texts(source: str, language: lexing.Language) -> list[str]:
     return [token.text for token in lexing.tokens(source, language)]
-
-
-def of_tokenize(source: str) -> list[str]:
-    """Return the standard library's tokens, with the parts of a formatted string joined again."""
-    lines, found, depth, start = [0], [], 0, 0
-    for line in io.StringIO(source):
-        lines.append(lines[-1] + len(line))
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        name = tokenize.tok_name[token.type]
-        if name in ("FSTRING_START", "TSTRING_START"):
-            if depth == 0:
-                start = lines[token.start[0] - 1] + token.start[1]
-            depth += 1
-        elif name in ("FSTRING_END", "TSTRING_END"):
-            depth -= 1
-            if depth == 0:
-                found.append(source[start : lines[token.end[0] - 1] + token.end[1]])
-        elif depth == 0 and token.type not in _LAYOUT:
-            found.append(token.string)
-    return found
-
-
-def test_tokens_of_python_are_those_of_the_standard_library() -> None:
-    paths = sorted(planting.LIBRARY.rglob("*.py"))
-    assert paths
-    for path in paths:
-        source = path.read_text("utf-8")
-        assert texts(source, "python") == of_tokenize(source), path
 
 
 @pytest.mark.parametrize(
@@ -114,14 +78,6 @@ def test_functions_and_structs_of_cuda_are_found() -> None:
         ("entry", 'extern "C" __global__ void __launch_bounds__(kThreads, 1) entry(const __grid_constant__ Params '
          "params) { f(1); }"),
     ]  # fmt: skip
-
-
-def test_every_kernel_is_found_in_its_file() -> None:
-    paths = sorted(sources.KERNELS.glob("*/*.cu"))
-    assert paths
-    for path in paths:
-        names = {span.name for span in lexing.spans(path.read_text("utf-8"), "cuda")}
-        assert any(name.startswith(f"{path.parent.name}_") for name in names), path
 
 
 PYTHON = """
