@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from mutations.kernel_guards import (
-    all_steps_are_right,
-    attention_is_right,
-    parts_are_right,
-    tensor_cores_are_right,
-    work_is_shared_out,
-)
+from mutations import kernel_guards, sm90_guards
 from mutations.planting import Edit
-from mutations.sm90_guards import (
-    finished_gradients_are_right,
-    forward_is_right,
-    gradients_are_right,
-    gradients_of_lists_are_right,
-)
 
 FAULTS = {
-    attention_is_right: {
+    kernel_guards.attention_is_right: {
         "keys that no query of a step sees bring their NaN": Edit(
             "attention/score_gradient.cuh", "visited_keys",
             "if (block.kind != BlockKind::kInterval) return {",
@@ -101,7 +89,7 @@ FAULTS = {
             "",
         ),
     },
-    all_steps_are_right: {
+    kernel_guards.all_steps_are_right: {
         "the first key of an interval is lost": Edit(
             "attention/block_iterator.cuh", "RowMask.allows", "j < lo ||", "j <= lo ||"
         ),
@@ -150,7 +138,7 @@ FAULTS = {
             "attention/block_iterator.cuh", "aligned_to_tiles", "visit_range.start -= offset_in_block % height;", ""
         ),
     },
-    work_is_shared_out: {
+    kernel_guards.work_is_shared_out: {
         "one list serves all heads": Edit(
             "attention/tile_scheduler.cuh", "list_index", "+ batch_head.head * list.list_head_stride", ""
         ),
@@ -191,7 +179,7 @@ FAULTS = {
             "attention/tile_scheduler.cuh", "work_tile", "shape.first_batch + batch_entry", "batch_entry"
         ),
     },
-    tensor_cores_are_right: {
+    kernel_guards.tensor_cores_are_right: {
         "dQ leaves before it is there": Edit("attention/epilogue_mma.cuh", "write_gradient", "__syncthreads();", ""),
         "sums of dQ start at 1": Edit(
             "attention/delta.cuh", "clear_dq_sum", "(sums + x) = {", "(sums + x) = {{0x3f800000}"
@@ -237,7 +225,7 @@ FAULTS = {
             "attention/score_gradient_mma.cuh", "score_gradients", "!IsMasked || !is_masked_score(s.at(i, j));", "true;"
         ),
     },
-    parts_are_right: {
+    kernel_guards.parts_are_right: {
         "a part's last step is lost": Edit(
             "attention/block_iterator.cuh", "split_range",
             "Width * split_start(num_steps, part + 1, num_parts));",
@@ -252,7 +240,7 @@ FAULTS = {
             "attention/mask_softmax_mma.cuh", "PackedQuery.operator()", "return row % seqlen_q;", "return row;"
         ),
     },
-    forward_is_right: {
+    sm90_guards.forward_is_right: {
         "the first tile starts before the first query": Edit(
             "attention/tile_scheduler.cuh", "query_tile_at", "max(first, 0)", "first"
         ),
@@ -315,7 +303,7 @@ FAULTS = {
             "* 2 + min(key - first_key & 7, 1);",
         ),
     },
-    gradients_are_right: {
+    sm90_guards.gradients_are_right: {
         "a second launch finds the count of the first": Edit(
             "attention/tile_scheduler.cuh", "next_tile_number", "if (fetched == num_tiles - 1) *next = 0;", ""
         ),
@@ -325,7 +313,7 @@ FAULTS = {
             "Gradient::row(i) >= work.last - 1) continue;",
         ),
     },
-    finished_gradients_are_right: {
+    sm90_guards.finished_gradients_are_right: {
         "first keys are taken with the others": Edit(
             "attention/tile_scheduler.cuh", "FusedDqTileOrder.at",
             "rank == 0 ? last_tile_lead + first_tile_lag : last_tile_lead", "last_tile_lead"
@@ -337,7 +325,7 @@ FAULTS = {
             "scheduler.num_tiles - gridDim.x);",
         ),
     },
-    gradients_of_lists_are_right: {
+    sm90_guards.gradients_of_lists_are_right: {
         "tiles do not end with blocks": Edit(
             "attention/tile_scheduler.cuh", "query_tile_end", "min(last, (first / block + 1) * block) : last",
             "last : last"

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
+from mutations import sm90_guards
 from mutations.planting import Edit
-from mutations.sm90_guards import (
-    finished_gradients_are_right,
-    gradients_are_right,
-    gradients_in_two_walks_are_right,
-    gradients_of_cut_sequences_are_right,
-    gradients_of_intervals_are_right,
-    gradients_of_lists_are_right,
-    wide_gradients_are_right,
-)
 
 PARTS = "sm90/sequence_parts.cuh"
 FAULTS = {
-    gradients_are_right: {
+    sm90_guards.gradients_are_right: {
         "keys past those of the last query visit its tile": Edit(
             "sm90/q_producer.cuh", "find_visit_range",
             "if (visit_range.start >= params.shape.seqlen_q) visit_range.stop = visit_range.start = 0;", "",
@@ -290,7 +282,7 @@ FAULTS = {
         ),
         "dQ is not scaled": Edit("sm90/convert_dq.cu", "sm90_convert_dq", "dq.scale(shape.softmax_scale);", ""),
     },
-    wide_gradients_are_right: {
+    sm90_guards.wide_gradients_are_right: {
         "dO is brought while the last one is read": Edit(
             "sm90/q_producer.cuh", "load_tile",
             "if constexpr (kReleasesDo) tile::wait_empty(d_o, do_phase(state));",
@@ -314,7 +306,7 @@ FAULTS = {
             "sm90/q_storage.cuh", "do_phase", "kDoStages == 1 ? state.stage : state.phase", "state.phase"
         ),
     },
-    finished_gradients_are_right: {
+    sm90_guards.finished_gradients_are_right: {
         "who adds waits for tiles that store nothing": Edit(
             "sm90/dq_semaphore.cuh", "dq_schedule", "min(from_last, last - first_stored + 1)", "(from_last + 1)"
         ),
@@ -398,7 +390,7 @@ FAULTS = {
             "",
         ),
     },
-    gradients_of_intervals_are_right: {
+    sm90_guards.gradients_of_intervals_are_right: {
         "the tile with the last key counts not": Edit(
             "sm90/dq_arrivals.cuh", "num_visiting_key_tiles", "(hi + Width - 1) / Width", "hi / Width"
         ),
@@ -425,7 +417,7 @@ FAULTS = {
             "queries.last = tile_at(params, pages, number).last; }",
         ),
     },
-    gradients_of_cut_sequences_are_right: {
+    sm90_guards.gradients_of_cut_sequences_are_right: {
         "a tile goes on in the next sequence": Edit(
             PARTS, "SequenceParts.last", "min(starts[number + 1], starts[number] + Height)", "starts[number] + Height"
         ),
@@ -493,7 +485,7 @@ FAULTS = {
             "num = num_visiting_key_tiles<Width>(params, work)",
         ),
     },
-    gradients_of_lists_are_right: {
+    sm90_guards.gradients_of_lists_are_right: {
         "blocks that are cut count as whole": Edit(
             "sm90/dq_arrivals.cuh", "num_expected_arrivals",
             "num += !is_cut || (lo < min(key + Width, last) && hi > key);",
@@ -614,7 +606,7 @@ FAULTS = {
             "tile::store_full_rows(rows, dq, first, 1.0f)",
         ),
     },
-    gradients_in_two_walks_are_right: {
+    sm90_guards.gradients_in_two_walks_are_right: {
         "Q's room awaits who adds up": Edit(
             "sm90/q_pipeline.cuh", "run_roles", "(kHasDqWriter && has_messages)", "has_messages"
         ),

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from mutations.kernel_guards import (
-    floats_on_tensor_cores_are_right,
-    parts_are_right,
-    tensor_cores_are_right,
-    tiles_are_right,
-)
+from mutations import kernel_guards, sm90_guards
 from mutations.planting import Edit
-from mutations.sm90_guards import (
-    finished_gradients_are_right,
-    forward_is_right,
-    gradients_are_right,
-    wide_gradients_are_right,
-)
 
 FAULTS = {
-    tensor_cores_are_right: {
+    kernel_guards.tensor_cores_are_right: {
         "sums of dQ are one sum": Edit(
             "tile/accumulator_layout.cuh", "AccumulatorLayout.load", "[e + x] = sums.at[x];", "[e + x] = sums.at[0];"
         ),
@@ -45,7 +34,7 @@ FAULTS = {
             "data += Partition::kRowsPerPass * (to.row_stride - 8);",
         ),
     },
-    tiles_are_right: {
+    kernel_guards.tiles_are_right: {
         "the last column is the first": Edit(
             "tile/copy.cuh", "load",
             "to_accumulator(*element)",
@@ -151,7 +140,7 @@ FAULTS = {
             "tile/shared_tile.cuh", None, "(config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength", "Vector<T>::kLength"
         ),
     },
-    floats_on_tensor_cores_are_right: {
+    kernel_guards.floats_on_tensor_cores_are_right: {
         "the lower half of a left operand is lost": Edit(
             "tile/tf32.cuh", "multiply_add", "ptx::mma_m16n8k8_tf32(d, a.lo, b.hi);", ""
         ),
@@ -196,7 +185,7 @@ FAULTS = {
             "row % 8",
         ),
     },
-    parts_are_right: {
+    kernel_guards.parts_are_right: {
         "packed rows are all the first head's": Edit(
             "tile/copy_async.cuh", "StackedRows.row", "i / first.num_rows * stride +", ""
         ),
@@ -206,7 +195,7 @@ FAULTS = {
             "source, min(max(remaining, 0), kChunk) * 2);",
         ),
     },
-    forward_is_right: {
+    sm90_guards.forward_is_right: {
         "copied rows are not fenced": Edit("tile/pipeline.cuh", "copy", "ptx::fence_proxy_async();", ""),
         "copied rows are not waited for": Edit("tile/pipeline.cuh", "copy", "ptx::cp_async_wait_all();", ""),
         "copied chunks are not permuted": Edit(
@@ -263,7 +252,7 @@ FAULTS = {
             "min(column + kChunkOf<T>, to.num_columns - 1); ++x",
         ),
     },
-    gradients_are_right: {
+    sm90_guards.gradients_are_right: {
         "copied tiles are not fenced": Edit("tile/pipeline.cuh", "copy", "ptx::fence_proxy_async();", ""),
         "a panel of dO is not brought": Edit(
             "tile/pipeline.cuh", "start_tma_boxes",
@@ -280,7 +269,7 @@ FAULTS = {
             "tile/wgmma_tile.cuh", "store_transposed", "stmatrix_x4_trans(Tile", "stmatrix_x4(Tile"
         ),
     },
-    wide_gradients_are_right: {
+    sm90_guards.wide_gradients_are_right: {
         "the second part of dQ is added to the first": Edit(
             "tile/accumulator_layout.cuh", "AccumulatorLayout.atomic_add", "at(i, first + j, 0)", "at(i, j, 0)"
         ),
@@ -302,7 +291,7 @@ FAULTS = {
             "tile/wgmma_tile.cuh", "transposed_address", "first_row + lane / 16 * 8", "lane / 16 * 8"
         ),
     },
-    finished_gradients_are_right: {
+    sm90_guards.finished_gradients_are_right: {
         "what is told may not be made yet": Edit("tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""),
         "dQ does not have its own keys'": Edit(
             "tile/accumulator_layout.cuh", "AccumulatorLayout.add_shared",
