@@ -8,9 +8,7 @@ from mutations.planting import Edit
 FAULTS = {
     kernel_guards.attention_is_right: {
         "keys that no query of a step sees bring their NaN": Edit(
-            "attention/score_gradient.cuh", "visited_keys",
-            "if (block.kind != BlockKind::kInterval) return {",
-            "if (true) return {",
+            "attention/score_gradient.cuh", "visited_keys", "if (block.kind != BlockKind::kInterval)", "if (true)"
         ),
         "the last visited key is lost": Edit(
             "attention/score_gradient.cuh", "visited_keys", ".hi - work.first, height)", ".hi - work.first - 1, height)"
@@ -22,22 +20,16 @@ FAULTS = {
             "attention/softmax_simt.cuh", "OnlineSoftmax.update", "row_sum[i] * rescale + sum", "row_sum[i] + sum"
         ),
         "lse is base 2": Edit(
-            "attention/softmax_simt.cuh", "OnlineSoftmax.finalize",
-            "ptx::fma(row_max[i], T(kLn2),",
-            "ptx::fma(row_max[i], T(1),",
+            "attention/softmax_simt.cuh", "OnlineSoftmax.finalize", "fma(row_max[i], T(kLn2),", "fma(row_max[i], T(1),"
         ),
         "the maximum of an empty start is subtracted": Edit(
-            "attention/softmax_simt.cuh", "OnlineSoftmax.update",
-            "tile::maximum(highest, tile::lowest<T>())",
-            "highest",
+            "attention/softmax_simt.cuh", "OnlineSoftmax.update", "tile::maximum(highest, tile::lowest<T>())", "highest"
         ),
         "the key past a step is seen": Edit(
             "attention/mask_simt.cuh", "score_mask_of_queries", ", block.stop);", ", block.stop + 1);"
         ),
         "bits of a query are its neighbour's": Edit(
-            "attention/mask_simt.cuh", "score_mask",
-            "bits |= keys << (i * NumKeys);",
-            "bits |= keys << ((i ^ 1) * NumKeys);",
+            "attention/mask_simt.cuh", "score_mask", "|= keys << (i * NumKeys);", "|= keys << ((i ^ 1) * NumKeys);"
         ),
         "bits are read key by key": Edit(
             "attention/mask_simt.cuh", "ScoreMask.allows", "(query * NumKeys + key)", "(key * NumKeys + query)"
@@ -57,9 +49,7 @@ FAULTS = {
             ";",
         ),
         "lse behind a row is base e": Edit(
-            "attention/score_gradient.cuh", "load_statistics",
-            "to.at(row, Column) = in_bounds ? lse_in_base_2(lse.at(query, 0))",
-            "to.at(row, Column) = in_bounds ? lse.at(query, 0)",
+            "attention/score_gradient.cuh", "load_statistics", "? lse_in_base_2(lse.at(query, 0))", "? lse.at(query, 0)"
         ),
         "delta behind a row is lost": Edit(
             "attention/score_gradient.cuh", "load_statistics",
@@ -76,9 +66,7 @@ FAULTS = {
             "attention/score_gradient.cuh", "row_statistics", "sum -= dlse.at", "sum += dlse.at"
         ),
         "delta of the last row is lost": Edit(
-            "attention/score_gradient.cuh", "row_statistics",
-            "delta_out.at(query, 0) = sum;",
-            "delta_out.at(query, 0) = query < work.last - 1 ? sum : 0;",
+            "attention/score_gradient.cuh", "row_statistics", ", 0) = sum;", ", 0) = query < work.last - 1 ? sum : 0;"
         ),
         "a P that masks hide looks like any 0": Edit(
             "attention/score_gradient.cuh", "probabilities_of_keys", "s.at[i][j] = -T(0);", "s.at[i][j] = 0;"
@@ -106,9 +94,7 @@ FAULTS = {
             "attention/block_iterator.cuh", "find_list_entries", "= column[1];", "= column[1] - 1;"
         ),
         "a list starts one entry late": Edit(
-            "attention/block_iterator.cuh", "BlockIterator.BlockIterator",
-            "position_in_list_ = visit_range.first_entry;",
-            "position_in_list_ = visit_range.first_entry + 1;",
+            "attention/block_iterator.cuh", "BlockIterator.BlockIterator", ".first_entry;", ".first_entry + 1;"
         ),
         "bits are mirrored": Edit(
             "attention/block_iterator.cuh", "RowMask.allows", ">> key % 8 & 1", ">> (7 - key % 8) & 1"
@@ -125,14 +111,10 @@ FAULTS = {
             "attention/block_iterator.cuh", "OverQBlocks.first", "column_steps[position] / 4", "column_steps[0] / 4"
         ),
         "a column of a list is found by blocks of queries": Edit(
-            "attention/block_iterator.cuh", "find_list_entries",
-            "divmod(tile.first, list.block_kv)",
-            "divmod(tile.first, list.block_q)",
+            "attention/block_iterator.cuh", "find_list_entries", "tile.first, list.block_kv", "tile.first, list.block_q"
         ),
         "tiles of dQ start with blocks of keys": Edit(
-            "attention/block_iterator.cuh", "aligned_to_tiles",
-            "divmod(visit_range.start, params.work.block_q)",
-            "divmod(visit_range.start, params.work.block_kv)",
+            "attention/block_iterator.cuh", "aligned_to_tiles", ", params.work.block_q)", ", params.work.block_kv)"
         ),
         "steps start within a tile of dQ": Edit(
             "attention/block_iterator.cuh", "aligned_to_tiles", "visit_range.start -= offset_in_block % height;", ""
@@ -154,9 +136,7 @@ FAULTS = {
             "attention/tile_scheduler.cuh", "work_tile", "start + block_and_tile.remainder * height", "start"
         ),
         "a block is worked on twice": Edit(
-            "attention/tile_scheduler.cuh", "work_tile",
-            "block_rank = block_and_tile.quotient;",
-            "block_rank = block_and_tile.quotient / 2 * 2;",
+            "attention/tile_scheduler.cuh", "work_tile", "block_and_tile.quotient;", "block_and_tile.quotient / 2 * 2;"
         ),
         "blocks of a list come as they stand": Edit(
             "attention/tile_scheduler.cuh", "work_tile",
@@ -188,23 +168,16 @@ FAULTS = {
             "attention/delta.cuh", "for_each_delta", "sum - dlse.at(row, 0));", "sum);"
         ),
         "P that is made meanwhile misses its first columns": Edit(
-            "attention/score_gradient_mma.cuh", "overlap_probabilities_with_dp",
-            "kColumns != k_step)",
-            "kColumns != k_step + 1)",
+            "attention/score_gradient_mma.cuh", "overlap_probabilities_with_dp", "!= k_step)", "!= k_step + 1)"
         ),
         "dS that is made apart misses delta": Edit(
-            "attention/score_gradient_mma.cuh", "score_gradient_columns",
-            "score_gradient(p.at(i, j), dp.at(i, j), row.delta[i]);",
-            "score_gradient(p.at(i, j), dp.at(i, j), 0.0f);",
+            "attention/score_gradient_mma.cuh", "score_gradient_columns", ".at(i, j), row.delta[i])", ".at(i, j), 0.0f)"
         ),
         "all columns of P are stored as the first eight": Edit(
-            "attention/score_gradient_mma.cuh", "overlap_probabilities_with_dp", "store_columns(j / 2);",
-            "store_columns(0);",
+            "attention/score_gradient_mma.cuh", "overlap_probabilities_with_dp", "(j / 2);", "(0);"
         ),
         "a gradient that is summed afterwards loses its last column": Edit(
-            "attention/score_gradient_mma.cuh", "write_accumulators",
-            "Gradient::column(j) < num_columns)",
-            "Gradient::column(j) < num_columns - 1)",
+            "attention/score_gradient_mma.cuh", "write_accumulators", "(j) < num_columns)", "(j) < num_columns - 1)"
         ),
         "o of tensor cores is not rescaled": Edit(
             "attention/mask_softmax_mma.cuh", "LazySoftmax.update",
@@ -212,14 +185,10 @@ FAULTS = {
             "update_max(s, softmax_scale_log2, factor);",
         ),
         "a fragment's second row takes the first's mask": Edit(
-            "attention/mask_softmax_mma.cuh", "mask_rows",
-            "row_mask_of(first_row + Tile::row(i));",
-            "row_mask_of(first_row + Tile::row(i / 2 * 2));",
+            "attention/mask_softmax_mma.cuh", "mask_rows", "+ Tile::row(i));", "+ Tile::row(i / 2 * 2));"
         ),
         "bits of a fragment are its neighbour's": Edit(
-            "attention/mask_softmax_mma.cuh", "mask_rows",
-            ">> Tile::first_column() % 8)",
-            ">> Tile::first_column() % 8 / 4 * 4)",
+            "attention/mask_softmax_mma.cuh", "mask_rows", "::first_column() % 8)", "::first_column() % 8 / 4 * 4)"
         ),
         "masked scores count": Edit(
             "attention/score_gradient_mma.cuh", "score_gradients", "!IsMasked || !is_masked_score(s.at(i, j));", "true;"
@@ -232,9 +201,7 @@ FAULTS = {
             "Width * (split_start(num_steps, part + 1, num_parts) - 1));",
         ),
         "a part's last entry is lost": Edit(
-            "attention/block_iterator.cuh", "split_range",
-            "split_start(num_entries, part + 1, num_parts);",
-            "split_start(num_entries, part + 1, num_parts) - 1;",
+            "attention/block_iterator.cuh", "split_range", ", part + 1, num_parts);", ", part + 1, num_parts) - 1;"
         ),
         "a packed row past the first head sees what a later query does": Edit(
             "attention/mask_softmax_mma.cuh", "PackedQuery.operator()", "return row % seqlen_q;", "return row;"
@@ -250,8 +217,7 @@ FAULTS = {
             "ptx::reciprocal_approx(sum[0])",
         ),
         "lse is another query's": Edit(
-            "attention/mask_softmax_mma.cuh", "LazySoftmax.finalize", "ptx::log_accurate(divisor)",
-            "ptx::log_accurate(sum[0])"
+            "attention/mask_softmax_mma.cuh", "LazySoftmax.finalize", "::log_accurate(divisor", "::log_accurate(sum[0]"
         ),
         "weights that are too large count": Edit(
             "attention/mask_softmax_mma.cuh", "LazySoftmax.try_exp_with_stale_max",
@@ -264,17 +230,13 @@ FAULTS = {
             "if (!__shfl_sync(0xffffffffu, is_small, 0))",
         ),
         "weights of a row are another's sum": Edit(
-            "attention/mask_softmax_mma.cuh", "LazySoftmax.try_exp_with_stale_max",
-            "row_sum[i] += sum[i];",
-            "row_sum[i] += sum[0];",
+            "attention/mask_softmax_mma.cuh", "LazySoftmax.try_exp_with_stale_max", "[i] += sum[i];", "[i] += sum[0];"
         ),
         "a tile's first step is plain": Edit(
             "attention/mask_softmax_mma.cuh", "LazySoftmax", "int max_reasons = kNoKeyYet;", "int max_reasons = 0;"
         ),
         "steps with large maxima are plain": Edit(
-            "attention/mask_softmax_mma.cuh", "LazySoftmax.update_max",
-            "max_reasons = kLargeMax * __any_sync",
-            "max_reasons = 0 * __any_sync",
+            "attention/mask_softmax_mma.cuh", "LazySoftmax.update_max", "max_reasons = kLargeMax *", "max_reasons = 0 *"
         ),
         "steps are plain for queries that have seen no key": Edit(
             "attention/mask_softmax_mma.cuh", "LazySoftmax.update_max", "+ kNoKeyYet * __any_sync", "+ 0 * __any_sync"
@@ -298,9 +260,7 @@ FAULTS = {
             "attention/mask_softmax_mma.cuh", "mask_band", "max(lo + 2 * i, first)", "lo + 2 * i"
         ),
         "a thread's two columns are one": Edit(
-            "attention/mask_softmax_mma.cuh", "mask_band",
-            "* 2 + min(key - first_key & 7, 2);",
-            "* 2 + min(key - first_key & 7, 1);",
+            "attention/mask_softmax_mma.cuh", "mask_band", "min(key - first_key & 7, 2)", "min(key - first_key & 7, 1)"
         ),
     },
     sm90_guards.gradients_are_right: {
@@ -308,9 +268,7 @@ FAULTS = {
             "attention/tile_scheduler.cuh", "next_tile_number", "if (fetched == num_tiles - 1) *next = 0;", ""
         ),
         "wide gradients lose a row": Edit(
-            "attention/score_gradient_mma.cuh", "write_accumulators",
-            "Gradient::row(i) >= work.last) continue;",
-            "Gradient::row(i) >= work.last - 1) continue;",
+            "attention/score_gradient_mma.cuh", "write_accumulators", "row(i) >= work.last)", "row(i) >= work.last - 1)"
         ),
     },
     sm90_guards.finished_gradients_are_right: {
@@ -327,8 +285,7 @@ FAULTS = {
     },
     sm90_guards.gradients_of_lists_are_right: {
         "tiles do not end with blocks": Edit(
-            "attention/tile_scheduler.cuh", "query_tile_end", "min(last, (first / block + 1) * block) : last",
-            "last : last"
+            "attention/tile_scheduler.cuh", "query_tile_end", "min(last, (first / block + 1) * block) :", "last :"
         ),
     },
 }  # fmt: skip

@@ -85,9 +85,7 @@ FAULTS = {
             "tile::wait_for_bits(&op.semaphore->stored, op.awaited_bits_or_count);", ""
         ),
         "the counter of tiles is reset before all have asked": Edit(
-            "attention/tile_scheduler.cuh", "next_tile_number_in_order",
-            "fetched + 1 - num_tiles == static_cast<int>(gridDim.x)",
-            "fetched + 2 - num_tiles == static_cast<int>(gridDim.x)",
+            "attention/tile_scheduler.cuh", "next_tile_number_in_order", "+ 1 - num_tiles ==", "+ 2 - num_tiles =="
         ),
     },
     sums_of_blocks_are_right: {
@@ -95,8 +93,7 @@ FAULTS = {
             "tile/copy.cuh", "add", "ptx::red_add(data, from.at(row, column));", "*data += from.at(row, column);"
         ),
         "warps add to sums of all blocks by loads and stores": Edit(
-            "tile/global_sum.cuh", "add_of_warp",
-            "if (ptx::lane() == 0) add(address, x);", "if (ptx::lane() == 0) *address += x;",
+            "tile/global_sum.cuh", "add_of_warp", "ptx::lane() == 0) add(address, x)", "ptx::lane() == 0) *address += x"
         ),
     },
     parts_are_merged_after_they_are_written: {
@@ -109,12 +106,10 @@ FAULTS = {
             "[&] { __threadfence(); return ptx::fetch_add(arrivals, 1); }()",
         ),
         "a part is counted before all warps have written theirs": Edit(
-            "sm80/decode_epilogue.cuh", "arrives_last",
-            "__syncthreads(); if (threadIdx.x == 0)", "if (threadIdx.x == 0)",
+            "sm80/decode_epilogue.cuh", "arrives_last", "__syncthreads(); if (threadIdx.x == 0", "if (threadIdx.x == 0"
         ),
         "each part sets the count of parts back": Edit(
-            "sm80/decode.cuh", "decode", "if (!arrives_last(arrivals, part.num_parts)) return;",
-            "if (!arrives_last(arrivals, part.num_parts)) { if (threadIdx.x == 0) *arrivals = 0; return; }",
+            "sm80/decode.cuh", "decode", ")) return;", ")) { if (threadIdx.x == 0) *arrivals = 0; return; }"
         ),
     },
     lengths_are_set_after_they_are_read: {

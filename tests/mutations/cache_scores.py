@@ -143,8 +143,7 @@ FAULTS = {
             DECODE, "score_step", "of.length - of.count + row.remainder", "row.remainder"
         ),
         "keys count from the part's first": Edit(
-            DECODE, "decode", "score_step(s, params, of, heads, {start, stop}, score)",
-            "score_step(s, params, of, heads, {start - part.start, stop}, score)",
+            DECODE, "decode", "s, params, of, heads, {start, stop}", "s, params, of, heads, {start - part.start, stop}"
         ),
         "the scale is applied again": Edit(DECODE, "decode", "kHasScore ? 1.0 : params.softmax_scale",
                                            "params.softmax_scale"),

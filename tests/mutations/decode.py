@@ -64,34 +64,28 @@ def append_is_right() -> None:
 FAULTS = {
     decode_is_right: {
         "the last part to arrive waits for one more": Edit(
-            "sm80/decode_epilogue.cuh", "arrives_last", "ptx::fetch_add_acq_rel(arrivals, 1) == num_parts - 1",
-            "ptx::fetch_add_acq_rel(arrivals, 1) == num_parts",
+            "sm80/decode_epilogue.cuh", "arrives_last", "(arrivals, 1) == num_parts - 1", "(arrivals, 1) == num_parts"
         ),
         "the next launch finds parts that have arrived": Edit(
             "sm80/decode.cuh", "decode", "if (threadIdx.x == 0) *arrivals = 0;", ""
         ),
         "a step starts before its keys and values are there": Edit(
-            "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kNumStages - 2>();",
-            "ptx::cp_async_wait<kNumStages - 1>();",
+            "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kNumStages - 2>()", "ptx::cp_async_wait<kNumStages - 1>()"
         ),
         "a step is copied over the one that is read": Edit(
-            "sm80/decode.cuh", "decode", "if (step + kNumStages - 1 < num_steps) copy.start_next(free_stage);",
-            "if (step + kNumStages - 1 < num_steps) copy.start_next(stage);",
+            "sm80/decode.cuh", "decode", "num_steps) copy.start_next(free_stage);", "num_steps) copy.start_next(stage);"
         ),
         "rows past the end are copied": Edit(
-            "sm80/cache_copy.cuh", "CacheCopy.start_next", "last_row = is_page ? stop_ - position : 0",
-            "last_row = is_page ? kUnit : 0",
+            "sm80/cache_copy.cuh", "CacheCopy.start_next", "= is_page ? stop_ - position : 0", "= is_page ? kUnit : 0"
         ),
         "rows before the window are copied": Edit(
-            "sm80/cache_copy.cuh", "CacheCopy.start_next", "is_page ? first_key_ - position : kUnit",
-            "is_page ? 0 : kUnit",
+            "sm80/cache_copy.cuh", "CacheCopy.start_next", "is_page ? first_key_ - position :", "is_page ? 0 :"
         ),
         "a page is that of the step after": Edit(
             "sm80/cache_copy.cuh", "CacheCopy.start_next", "next_ += kBlockKv; look_up();", "next_ += kBlockKv;"
         ),
         "sums of parts are not brought to one maximum": Edit(
-            "sm80/decode_epilogue.cuh", "merge_parts", "sum += sums[part * num_rows + row] * weight;",
-            "sum += sums[part * num_rows + row];",
+            "sm80/decode_epilogue.cuh", "merge_parts", "[part * num_rows + row] * weight;", "[part * num_rows + row];"
         ),
         "sums of warps are not brought to one maximum": Edit(
             "sm80/decode_softmax.cuh", "merge_warps",
@@ -101,8 +95,7 @@ FAULTS = {
             "sm80/cache_copy.cuh", "CacheCopy.advance", "number += pages;", ""
         ),
         "parts that are read ahead are left out": Edit(
-            "sm80/decode_epilogue.cuh", "merge_parts", "if (part < num_parts) add(part, ahead[part]);",
-            "if (part > 0 && part < num_parts) add(part, ahead[part]);",
+            "sm80/decode_epilogue.cuh", "merge_parts", "< num_parts) add(part,", "> 0 && part < num_parts) add(part,"
         ),
         "sums are not brought to a maximum that rose": Edit(
             "sm80/decode_softmax.cuh", "RowStats.update",
@@ -115,8 +108,7 @@ FAULTS = {
             "attention/decode_work.cuh", "seen_by_all", "max(0, of.length - 1 - params.left)", "0"
         ),
         "parts depend on the batch": Edit(
-            "attention/decode_work.cuh", "part_of", "max(1, (num_steps + params.max_parts - 1) / params.max_parts)",
-            "max(1, (num_steps + params.max_parts - 1) / params.max_parts + params.cache.batch - 1)",
+            "attention/decode_work.cuh", "part_of", "/ params.max_parts", "/ params.max_parts + params.cache.batch - 1"
         ),
         "rows beyond a sequence's count see its keys": Edit(
             "attention/decode_work.cuh", "packed_row_mask", "&& number < of.count", ""
@@ -134,21 +126,18 @@ FAULTS = {
             "sm80/decode.cuh", "decode", "free_stage = stage;", "free_stage = stage + 1 == kNumStages ? 0 : stage + 1;"
         ),
         "the last stage is left out": Edit(
-            "sm80/decode.cuh", "decode", "stage = stage + 1 == kNumStages ? 0 : stage + 1;",
-            "stage = stage + 1 == kNumStages - 1 ? 0 : stage + 1;",
+            "sm80/decode.cuh", "decode", "+ 1 == kNumStages ? 0 : stage + 1;", "+ 1 == kNumStages - 1 ? 0 : stage + 1;"
         ),
     },
     pages_out_of_range_are_counted: {
         "a negative page is read": Edit(
-            "sm80/cache_copy.cuh", "CacheCopy.start_next",
-            "page >= 0 && page < cache_.num_pages", "page < cache_.num_pages"
+            "sm80/cache_copy.cuh", "CacheCopy.start_next", "page >= 0 && page < cache_.", "page < cache_."
         ),
         "a page beyond the last is read": Edit(
             "sm80/cache_copy.cuh", "CacheCopy.start_next", "page >= 0 && page < cache_.num_pages", "page >= 0"
         ),
         "a length beyond the capacity is not told": Edit(
-            "attention/decode_work.cuh", "sequence", "length == clamped && count == clamped_count",
-            "count == clamped_count",
+            "attention/decode_work.cuh", "sequence", "length == clamped && count ==", "count =="
         ),
     },
     append_is_right: {
@@ -156,9 +145,7 @@ FAULTS = {
             "attention/append_work.cuh", "set_length", "params.arrivals[sequence] = 0;", ""
         ),
         "the first block to read a length sets the next one": Edit(
-            "attention/append_work.cuh", "set_length",
-            "ptx::fetch_add(params.arrivals + sequence, 1) != params.blocks_per_sequence - 1",
-            "ptx::fetch_add(params.arrivals + sequence, 1) != 0",
+            "attention/append_work.cuh", "set_length", ", 1) != params.blocks_per_sequence - 1", ", 1) != 0"
         ),
         "rows beyond the capacity are written": Edit(
             "attention/append_work.cuh", "new_rows", "min(count, cache.capacity - length)", "count"
@@ -170,8 +157,7 @@ FAULTS = {
             "cache/append.cu", "copy_rows", "if (start.remainder == 0) ptx::fetch_add", "if (false) ptx::fetch_add"
         ),
         "odd rows are moved as whole chunks": Edit(
-            "cache/append.cu", "cache_append", "has_aligned_units(params.k, cache.head_dim) && ",
-            "true || has_aligned_units(params.k, cache.head_dim) && ",
+            "cache/append.cu", "cache_append", "has_aligned_units(params.k,", "true || has_aligned_units(params.k,"
         ),
         "values are taken for keys": Edit(
             "cache/append.cu", "Place", "is_value = number >= of_keys;", "is_value = number > of_keys;"

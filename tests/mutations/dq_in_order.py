@@ -59,9 +59,7 @@ FAULTS = {
             WRITER, "signal_addition", "tile::wait_bulk_copies();", ""
         ),
         "the last step of a block is not signalled": Edit(
-            WRITER, "dq_writer",
-            "if (unsignalled != nullptr) signal_addition(unsignalled);",
-            "if (unsignalled != nullptr && !is_end) signal_addition(unsignalled);",
+            WRITER, "dq_writer", "if (unsignalled != nullptr)", "if (unsignalled != nullptr && !is_end)"
         ),
         "a step's own sums are signalled before they are there": Edit(
             WRITER, "dq_writer",
@@ -69,9 +67,7 @@ FAULTS = {
             "if (!is_end) signal_addition(arrivals);",
         ),
         "tiles are counted from the first one": Edit(
-            WRITER, "num_key_tiles_before",
-            "smem.queries[stage].stats.arrivals.expected - smem.works[smem.messages[stage].work].tile.first / kBlockKv",
-            "smem.works[smem.messages[stage].work].tile.first / kBlockKv",
+            WRITER, "num_key_tiles_before", ".queries[stage].stats.arrivals.expected - smem.works[smem.", ".works[smem."
         ),
         "tiles are taken from the first one": Edit(
             PRODUCER, "advance_tile", "number, config::kAddsDqInOrder)", "number, false)"
@@ -109,8 +105,7 @@ FAULTS = {
     },
     parts_are_planned: {
         "parts are as wide as sums": Edit(
-            SUMS, "with_captured_sums",
-            "problem.dtype if gradient == stored else problem.accumulator", "problem.accumulator",
+            SUMS, "with_captured_sums", "problem.dtype if gradient == stored else problem.", "problem."
         ),
         "hidden elements have what was there": Edit(
             SUMS, "with_captured_sums", "gradient != stored or not is_whole", "gradient != stored"

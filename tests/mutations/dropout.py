@@ -132,8 +132,7 @@ FAULTS = {
     },
     bounds_are_sharp: {
         "what dropout multiplies does not round": Edit(
-            "bounds/forward.py", "Weights.of", "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2",
-            "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 1",
+            "bounds/forward.py", "Weights.of", ".batch, *shape[1:])), factor, 2", ".batch, *shape[1:])), factor, 1"
         ),
         "dropped weights count in dv": Edit(
             "bounds/gradients.py", "gradient_tolerances", "weights = z * (", "weights = ("
@@ -152,8 +151,7 @@ FAULTS = {
     },
     calls_hand_over_their_numbers: {
         "an offset clears the other half of its word": Edit(
-            "executors/params.py", "ParamsTemplate.with_lists", "Place(offset, int(words[offset]), number)",
-            "Place(offset, 0, number)",
+            "executors/params.py", "ParamsTemplate.with_lists", "Place(offset, int(words[offset]),", "Place(offset, 0,"
         ),
         "seed and offset change places": Edit(
             "planning/dropout_launches.py", None, 'NUMBERS = ("seed", "offset")', 'NUMBERS = ("offset", "seed")'
@@ -179,8 +177,7 @@ FAULTS = {
     },
     naive_is_right: {
         "the offset is not drawn with": Edit(
-            "attention/dropout.cuh", "Draws.counter", "{{row, column, head, dropout_.offset}}",
-            "{{row, column, head, 0}}",
+            "attention/dropout.cuh", "Draws.counter", "{{row, column, head, dropout_.offset}", "{{row, column, head, 0}"
         ),
         "P of the gradients keeps its size": Edit(
             "naive/gradient_scores.cu", "naive_gradient_scores", "s.scale(dropout.factor);", ";"
@@ -188,8 +185,7 @@ FAULTS = {
     },
     sm80_is_right: {
         "a step draws the next one's numbers": Edit(
-            "sm80/forward.cu", "sm80_forward", "drop_step(s, params, state.work, first_key, dropout);",
-            "drop_step(s, params, state.work, block.start, dropout);",
+            "sm80/forward.cu", "sm80_forward", ", params, state.work, first_key,", ", params, state.work, block.start,"
         ),
         "parts keep the size of their weights": Edit(
             "sm80/forward.cu", "write_part", "if constexpr (config::kHasDropout) o.scale(dropout.factor);", ""
@@ -204,22 +200,18 @@ FAULTS = {
             "attention/dropout.cuh", "Draws.kept", "level < 8; ++level", "level < 7; ++level"
         ),
         "dropped weights have no gradient at all": Edit(
-            "attention/dropout_gradient_mma.cuh", "dropout_score_gradients",
-            "is_allowed ? score_gradient(p, by_weight, row.delta[i])",
-            "is_allowed && is_kept ? score_gradient(p, by_weight, row.delta[i])",
+            "attention/dropout_gradient_mma.cuh", "dropout_score_gradients", "is_allowed ?", "is_allowed && is_kept ?"
         ),
     },
     hopper_gradients_are_right: {
         "where a plain step stands is not told": Edit(
-            "sm90/q_tiles.cuh", None, "constexpr bool kMessagesHaveBlocks = kHasScore || config::kHasDropout;",
-            "constexpr bool kMessagesHaveBlocks = false;",
+            "sm90/q_tiles.cuh", None, "= kHasScore || config::kHasDropout;", "= false;"
         ),
         "neighbours keep what they drew": Edit(
             "attention/dropout.cuh", "kept_fragments", "__shfl_xor_sync(0xffffffffu, drawn, 4)", "drawn"
         ),
         "a thread takes its own half of the other's": Edit(
-            "attention/dropout.cuh", "kept_fragments", "IsTransposed ? (number == 0 ? 8 : 24)",
-            "IsTransposed ? (number == 0 ? 24 : 8)",
+            "attention/dropout.cuh", "kept_fragments", "? (number == 0 ? 8 : 24)", "? (number == 0 ? 24 : 8)"
         ),
         "neighbours draw the same cells": Edit(
             "attention/dropout.cuh", "kept_fragments", "2 * (first + n) + number", "2 * (first + n)"

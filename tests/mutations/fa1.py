@@ -107,8 +107,7 @@ FAULTS = {
             FORWARD, "update_softmax", "tile_max == ptx::negative_infinity<float>() && tile_sum == 0", "false"
         ),
         "what an iteration adds to O is not scaled to m": Edit(
-            FORWARD, "update_softmax", "tile_factor * ptx::reciprocal_approx(row_sum)",
-            "ptx::reciprocal_approx(row_sum)",
+            FORWARD, "update_softmax", "tile_factor * ptx::reciprocal_approx(row_sum", "ptx::reciprocal_approx(row_sum"
         ),
         "a negative scale is not turned": Edit(
             FORWARD, "add_keys", "if (Softmax::needs_negation(params.shape.softmax_scale))", "if (false)"
@@ -117,14 +116,10 @@ FAULTS = {
             FORWARD, "fa1_forward", "clear_running(params, running, batch_head);", ""
         ),
         "the next keys are copied while the last ones are read": Edit(
-            FORWARD, "fa1_forward",
-            "__syncthreads(); begin_keys(params, {batch_head, range.first, range.last}, state);",
-            "begin_keys(params, {batch_head, range.first, range.last}, state);",
+            FORWARD, "fa1_forward", "__syncthreads(); begin_keys(params, {batch_head", "begin_keys(params, {batch_head"
         ),
         "an iteration starts before its queries are there": Edit(
-            FORWARD, "fa1_forward",
-            "ptx::cp_async_wait<0>(); __syncthreads(); if (kNumStages == 2",
-            "ptx::cp_async_wait<0>(); if (kNumStages == 2",
+            FORWARD, "fa1_forward", "ptx::cp_async_wait<0>(); __syncthreads(); if (", "ptx::cp_async_wait<0>(); if ("
         ),
         "lse is that of base 2": Edit(
             FORWARD, "write_results", "softmax_scale_log2 * static_cast<float>(kLn2)", "softmax_scale_log2"
@@ -145,8 +140,7 @@ FAULTS = {
             BACKWARD, "fa1_backward", "head == 0 || params.work.interval_head_stride != 0", "head == 0"
         ),
         "delta is made of the first head alone": Edit(
-            BACKWARD, "fa1_backward",
-            "head < shape.group_size; ++head) begin_head", "head < 1; ++head) begin_head",
+            BACKWARD, "fa1_backward", "head < shape.group_size; ++head) begin_head", "head < 1; ++head) begin_head"
         ),
     },
     the_plan_is_right: {

@@ -164,8 +164,7 @@ FAULTS = {
     mixtures_are_refused: {
         "rotations may differ": Edit(OPERAND, "operand_reasons", "q.rotation != k.rotation", "False"),
         "calls are looked at no further once operands are refused": Edit(
-            "calls/checked_plan.py", "further_reasons", "isinstance(x, Quantized) or is_array(x)",
-            "isinstance(x, Quantized)",
+            "calls/checked_plan.py", "further_reasons", "(x, Quantized) or is_array(x)", "(x, Quantized)"
         ),
         "other executors are ignored": Edit(
             OPERAND, "place_reasons", 'are_on_host == {executor != "gpu"}', "are_on_host"

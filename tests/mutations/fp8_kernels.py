@@ -118,8 +118,7 @@ FAULTS = {
         ),
         "sums of weights take it in": Edit(FORWARD, "store_scales", "starts ? 1 : ptx::exp2_approx(-shift)", "1"),
         "values of a step are added to a sum that has ended": Edit(
-            FORWARD, "consume_tiles", "next.start(s, values, p, group, num_k_blocks, ended_scale < 0,",
-            "next.start(s, values, p, group, num_k_blocks, true,",
+            FORWARD, "consume_tiles", ", p, group, num_k_blocks, ended_scale < 0,", ", p, group, num_k_blocks, true,"
         ),
         "O keeps its size as maxima rise": Edit(
             FORWARD, "consume_tiles", "o.scale_row(i, factor[i]);", ""
@@ -174,8 +173,7 @@ FAULTS = {
             FORWARD, "consume_tiles", "if (has_scores) read_row_scales(scales, num_tiles_done + 1);", ""
         ),
         "scales of a step are read after the next one's are written": Edit(
-            FORWARD, "consume_tiles", "const StepScales::Step& step = step_scales().steps[stage];",
-            "const StepScales::Step& step = step_scales().steps[stage]; tile::arrive(shared().k[stage].empty);",
+            FORWARD, "consume_tiles", "().steps[stage];", "().steps[stage]; tile::arrive(shared().k[stage].empty);"
         ),
     },
     rounding_is_right: {
@@ -204,8 +202,7 @@ FAULTS = {
             "fp8/quantize.cu", "fp8_quantize", "if (row < params.num_rows) packet", "packet"
         ),
         "both chunks have the signs of the first": Edit(
-            "fp8/quantize.cu", "fp8_quantize", "column + j / kChunk * kChunkStride + j % kChunk",
-            "column + j % kChunk",
+            "fp8/quantize.cu", "fp8_quantize", "column + j / kChunk * kChunkStride + j % kChunk", "column + j % kChunk"
         ),
         "a lane's chunks are neighbours": Edit(
             "fp8/quantize.cu", "store_rows", "data + chunk * kChunkStride", "data + chunk * kChunk"
@@ -214,12 +211,10 @@ FAULTS = {
             "fp8/quantize.cu", "quotient", "return ptx::fma(remainder, reciprocal_, near);", "return near;"
         ),
         "small scales have no exact remainder": Edit(
-            "fp8/quantize.cu", "fp8_quantize", "scale >= kLeastDivisor && scale <= kMostDivisor",
-            "scale <= kMostDivisor",
+            "fp8/quantize.cu", "fp8_quantize", "scale >= kLeastDivisor && scale <=", "scale <="
         ),
         "infinite scales have a reciprocal": Edit(
-            "fp8/quantize.cu", "fp8_quantize", "scale >= kLeastDivisor && scale <= kMostDivisor",
-            "scale >= kLeastDivisor",
+            "fp8/quantize.cu", "fp8_quantize", ">= kLeastDivisor && scale <= kMostDivisor", ">= kLeastDivisor"
         ),
     },
     transposition_is_right: {

@@ -80,9 +80,7 @@ def threads_are_right(library):
 FAULTS = {
     magnitudes_are_right: {
         "dk lacks the power of two of its scores": Edit(
-            "executors/cpu.py", "_HostCall.backward_columns",
-            "self.wide(self.natural * self.score_factor)",
-            "self.wide(self.natural)",
+            "executors/cpu.py", "_HostCall.backward_columns", "(self.natural * self.score_factor)", "(self.natural)"
         ),
         "scores lack their power of two": Edit(
             "executors/cpu.py", "_HostCall.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"
@@ -94,9 +92,7 @@ FAULTS = {
             "planning/problem.py", "Problem.scaling", "-most < exponent <= most", "True"
         ),
         "a scale is inf for float16": Edit(
-            "planning/problem.py", "Problem.scaling",
-            "Scaling(max(-(2.0**126), min(scale, 2.0**126)), 0, 0)",
-            "Scaling(scale, 0, 0)",
+            "planning/problem.py", "Problem.scaling", "(max(-(2.0**126), min(scale, 2.0**126)), 0, 0)", "(scale, 0, 0)"
         ),
         "k has q's part of the scale": Edit(
             "planning/problem.py", "Problem.scaling", "exponent - exponent // 2", "exponent // 2"
@@ -115,8 +111,7 @@ FAULTS = {
             "executors/cpu.py", "backward", 'with np.errstate(all="ignore"):', "if True:"
         ),
         "what the caller has NumPy raise comes out of batches": Edit(
-            "executors/host_threads.py", "_work_off",
-            'with np.errstate(all="ignore"), _scratch(tiling)', "with _scratch(tiling)",
+            "executors/host_threads.py", "_work_off", 'np.errstate(all="ignore"), _scratch(tiling)', "_scratch(tiling)"
         ),
     },
     blas_limits_are_kept: {

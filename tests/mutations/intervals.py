@@ -115,8 +115,7 @@ FAULTS = {
             KERNEL, "offsets_of", "data += batch_entry % params.batch[axis] * strides[axis];", ""
         ),
         "bytes have a sign": Edit(
-            KERNEL, "Offsets.at", "return is_signed ? *static_cast<const int8_t*>(from)",
-            "return true ? *static_cast<const int8_t*>(from)",
+            KERNEL, "Offsets.at", "is_signed ? *static_cast<const int8_t*>(", "true ? *static_cast<const int8_t*>("
         ),
         "closed forms hide nothing": Edit(KERNEL, "Matrix.keys_of", "if (params.rows_lo == nullptr)", "if (true)"),
         "a short last block reaches past the end": Edit(
@@ -162,15 +161,13 @@ FAULTS = {
     queries_are_cut_into_tiles: {
         "a sequence starts a query late": Edit(TILES, "next_sequence", "+ __ffs(chunk)", "+ __ffs(chunk) + 1"),
         "the last of several sequences is next": Edit(
-            TILES, "next_sequence", "if (chunk != 0) found = first + 32 * i + __ffs(chunk)",
-            "if (chunk != 0) found = first + 32 * i + 32 - __clz(chunk)",
+            TILES, "next_sequence", "!= 0) found = first + 32 * i + __ffs", "!= 0) found = first + 32 * i + 32 - __clz"
         ),
         "each query of a window starts a sequence": Edit(
             TILES, "next_sequence", "rows.lo[before] + 1", "rows.lo[before]"
         ),
         "tiles start behind the next sequence's start": Edit(
-            TILES, "start_of_tiles", "(Height - keys_before % Height) % Height, next)",
-            "(Height - keys_before % Height) % Height, length)",
+            TILES, "start_of_tiles", "keys_before % Height) % Height, next)", "keys_before % Height) % Height, length)"
         ),
         "tiles start at multiples": Edit(
             TILES, "start_of_tiles", "if (!has_diagonal ||", "if (true ||"
@@ -198,8 +195,7 @@ FAULTS = {
             CHOICE, "Sm90.with_sequence_tiles", "else work.with_sequence_tiles(_SEQUENCE_TILE)", "else work"
         ),
         "all kernels cut sequences": Edit(
-            CHOICE, "_with_cut_sequences", "or work.sequence_tile != (backward.block_q, backward.block_kv)",
-            "or work.sequence_tile is None",
+            CHOICE, "_with_cut_sequences", "!= (backward.block_q, backward.block_kv)", "is None"
         ),
         "kernels that add in order cut sequences": Edit(
             CHOICE, "_with_cut_sequences", "and not backward.adds_dq_in_order", ""
@@ -208,8 +204,7 @@ FAULTS = {
             CHOICE, "_with_cut_sequences", 'or "sink" in problem.wrt', ""
         ),
         "statistics are not cut": Edit(
-            CHOICE, "_with_cut_sequences", '("backward_statistics", "backward", "convert_dq")',
-            '("backward", "convert_dq")',
+            CHOICE, "_with_cut_sequences", '"backward_statistics", "backward", "convert_dq"', '"backward", "convert_dq"'
         ),
         "there are places for tiles at multiples": Edit(
             CHOICE, "Sm90._backward", "rows, columns = work.num_sequence_tiles", ""

@@ -142,8 +142,7 @@ FAULTS = {
         ),
         "the first query has no result": Edit(ONE, "_parts", "slice(0, new)", "slice(1, new)"),
         "rows that are not counted keep what they had": Edit(
-            ONE, "attend_one_by_one",
-            "o[sequence], lse[sequence] = _without_keys(own_sink, lse)", "pass",
+            ONE, "attend_one_by_one", "o[sequence], lse[sequence] = _without_keys(own_sink, lse)", "pass"
         ),
         "a sink of inf without keys is a number": Edit(ONE, "_without_keys", "xp.isposinf(logit)", "False"),
         "all sequences have the first one's sink": Edit(

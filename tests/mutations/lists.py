@@ -179,8 +179,7 @@ FAULTS = {
             "lists/classify.cu", "kind_by_elements", "is_full &= allowed == exists;", "is_full &= allowed == 0xff;"
         ),
         "a block that only queries in its middle see is absent": Edit(
-            "lists/classify.cu", "kind_of_whole_block",
-            "has_some |= max(lo, key) < min(hi, last_key);", "",
+            "lists/classify.cu", "kind_of_whole_block", "has_some |= max(lo, key) < min(hi, last_key);", ""
         ),
         "the last batch axis is the first": Edit(
             "lists/classify.cu", "MaskMatrix", "p.mask_batch_strides[axis]", "p.mask_batch_strides[0]"
@@ -192,8 +191,7 @@ FAULTS = {
             "lists/ranks.cu", "count_column", "column / params.num_kv_blocks", "0"
         ),
         "a sum is read before it is there": Edit(
-            "lists/pointers.cu", "lists_pointers",
-            "sums[thread] += before; __syncthreads();", "sums[thread] += before;",
+            "lists/pointers.cu", "lists_pointers", "sums[thread] += before; __syncthreads();", "sums[thread] += before;"
         ),
         "pointers begin anywhere": Edit("lists/pointers.cu", "lists_pointers", "pointers[0] = 0", "pointers[0] = 1"),
         "steps have no kind": Edit("lists/entries.cu", "list", "4 * (first + n) + kinds[n]", "4 * (first + n)"),
@@ -204,8 +202,7 @@ FAULTS = {
             "lists/entries.cu", "list_columns", "= part.count(); __syncthreads();", "= part.count();"
         ),
         "a block that the last query sees is full": Edit(
-            "lists/classify.cu", "kind_by_ends", "last_key <= first_hi) return kFull",
-            "last_key <= last_hi) return kFull",
+            "lists/classify.cu", "kind_by_ends", "last_key <= first_hi) return", "last_key <= last_hi) return"
         ),
         "a block that neither the first nor the last query sees is absent": Edit(
             "lists/classify.cu", "kind_by_ends", "has_some ? kInterval : kBits", "has_some ? kInterval : kAbsent"

@@ -54,8 +54,7 @@ def scipy_is_read(library: ModuleType) -> None:
 FAULTS = {
     operators_are_right: {
         "a difference is turned round": Edit(
-            "masks/base.py", "Mask.__rsub__",
-            "And((self._mask_of(other), Not(self)))", "And((self, Not(self._mask_of(other))))",
+            "masks/base.py", "Mask.__rsub__", "((self._mask_of(other), Not(self))", "((self, Not(self._mask_of(other)))"
         ),
         "an exclusive or is a union": Edit("masks/base.py", "Mask.__xor__", "Xor((", "Or(("),
         "elements of exclusive ors are united": Edit("masks/base.py", "_Composed.__call__", "Xor: xor", "Xor: or_"),
@@ -83,9 +82,7 @@ FAULTS = {
             "masks/base.py", "_Composed.rectangle.apart", "(x[0] | y[0]) & (x_not | y_not)", "(x[0] ^ y[0])"
         ),
         "a pattern's rectangle ends a block early": Edit(
-            "masks/base.py", "OnBlocks.rectangle",
-            "rows = i0 // self.block[0], (i1 - 1) // self.block[0] + 1",
-            "rows = i0 // self.block[0], (i1 - 1) // self.block[0]",
+            "masks/base.py", "OnBlocks.rectangle", "0], (i1 - 1) // self.block[0] + 1", "0], (i1 - 1) // self.block[0]"
         ),
     },
     coarsening_is_right: {
@@ -93,9 +90,7 @@ FAULTS = {
             "masks/base.py", "OnBlocks.rectangle", "may | may_back, must | must_back", "may, must | must_back"
         ),
         "rows and columns of a pattern's blocks are exchanged": Edit(
-            "masks/base.py", "OnBlocks.__call__",
-            "widened(i) // self.block[0], widened(j) // self.block[1]",
-            "widened(i) // self.block[1], widened(j) // self.block[0]",
+            "masks/base.py", "OnBlocks.__call__", "[0], widened(j) // self.block[1]", "[1], widened(j) // self.block[0]"
         ),
         "patterns on blocks are listed in other blocks": Edit(
             "masks/base.py", "OnBlocks.natural_block", "return block_q, block_kv", "return block_kv, block_q + 1"

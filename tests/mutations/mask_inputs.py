@@ -177,8 +177,7 @@ FAULTS = {
     },
     limits_are_kept: {
         "an index takes lengths that int32 does not hold": Edit(
-            "blocks/index.py", "BlockIndex.from_mask", "shape_reasons(shape) or length_reasons(shape)",
-            "shape_reasons(shape)",
+            "blocks/index.py", "BlockIndex.from_mask", "(shape) or length_reasons(shape)", "(shape)"
         ),
         "a plan takes tiles that int32 does not count": Edit(
             "planning/plan.py", "_tile_reasons", "if launch.tiles * num_batch > MAX_TILES", "if False"
@@ -214,9 +213,7 @@ FAULTS = {
     },
     deep_trees_are_right: {
         "a tree is pickled as it is": Edit(
-            "masks/base.py", "_Composed.__reduce__",
-            "def __reduce__(self) -> tuple[Any, ...]:",
-            "def reduced(self) -> tuple[Any, ...]:",
+            "masks/base.py", "_Composed.__reduce__", "__reduce__(self) -> tuple[Any,", "reduced(self) -> tuple[Any,"
         ),
         "a negated rectangle may hold what it must": Edit(
             "masks/base.py", "_Composed.rectangle.negated",

@@ -116,14 +116,10 @@ def parts_follow_the_rule() -> None:
 FAULTS = {
     non_finite_values_go_where_they_should: {
         "P of a NaN row is NaN where it is masked": Edit(
-            "executors/cpu.py", "_HostCall._mask_queries",
-            "np.copyto(x[number, :, here], 0, where",
-            "np.copyto(x[number, :, here], 0 * x[number, :, here] if x is weights[0] else 0, where",
+            "executors/cpu.py", "_HostCall._mask_queries", "], 0", "], 0 * x[number, :, here] if x is weights[0] else 0"
         ),
         "dS is NaN where it is masked, for its query": Edit(
-            "executors/cpu.py", "_HostCall._mask_keys",
-            "np.copyto(x[number, here], value, where",
-            "np.copyto(x[number, here], value or 0 * x[number, here], where",
+            "executors/cpu.py", "_HostCall._mask_keys", ", here], value,", ", here], value or 0 * x[number, here],"
         ),
     },
     merges_are_right: {
@@ -146,9 +142,7 @@ FAULTS = {
             "reference.py", "_softmax", "np.where(allowed, weight / row_sum_or_one, 0)", "weight / row_sum_or_one"
         ),
         "the specification's dS is NaN where it is masked": Edit(
-            "reference.py", "attention_vjp",
-            "ds = np.where(allowed, probability * (dp - d), 0)",
-            "ds = probability * (dp - d)",
+            "reference.py", "attention_vjp", "= np.where(allowed, probability * (dp - d), 0", "= probability * (dp - d"
         ),
         "the specification counts dlse of a row without a score": Edit(
             "reference.py", "attention_vjp",
@@ -164,9 +158,7 @@ FAULTS = {
             "testing/oracle.py", "_Heads.probabilities", "attends = ~np.isneginf(lse)", "attends = allowed.any(axis=-1)"
         ),
         "the oracle counts dlse of a row without a score": Edit(
-            "testing/oracle.py", "attention_vjp",
-            "np.where(np.isneginf(lse), 0, dlse[head])[:, None]",
-            "dlse[head][:, None]",
+            "testing/oracle.py", "attention_vjp", "np.where(np.isneginf(lse), 0, dlse[head])[:,", "dlse[head][:,"
         ),
     },
     floats_follow_the_rule: {
@@ -174,9 +166,7 @@ FAULTS = {
             "tile/element.cuh", "min_or_nan", "return y < x ? y : x;", "return x < y ? x : y;"
         ),
         "a P of 0 hides a row's dS": Edit(
-            "attention/score_gradient.cuh", "score_gradient",
-            "return p * (dp - delta);",
-            "return p == 0 ? T(0) : p * (dp - delta);",
+            "attention/score_gradient.cuh", "score_gradient", "p * (dp - delta);", "p == 0 ? T(0) : p * (dp - delta);"
         ),
         "a P of 0 is masked": Edit(
             "attention/score_gradient.cuh", "score_gradients_of_keys", "is_masked(p(i, j)) ?", "p(i, j) == 0 ?"
@@ -220,9 +210,7 @@ FAULTS = {
     },
     parts_follow_the_rule: {
         "a part of weight 0 hides what it holds": Edit(
-            "sm80/combine.cu", "sm80_combine",
-            "if (lse != ptx::negative_infinity<float>()) o[c]",
-            "if (factor > 0) o[c]",
+            "sm80/combine.cu", "sm80_combine", "if (lse != ptx::negative_infinity<float>()) o[c", "if (factor > 0) o[c"
         ),
     },
 }  # fmt: skip

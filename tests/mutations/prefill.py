@@ -62,8 +62,7 @@ FAULTS = {
             "attention/page_table.cuh", "page_of", "page >= 0 && page < pages.num_pages", "page < pages.num_pages"
         ),
         "a length beyond the capacity is not told": Edit(
-            "attention/page_table.cuh", "rows_of_sequence", "length == clamped && count == clamped_count",
-            "count == clamped_count",
+            "attention/page_table.cuh", "rows_of_sequence", "length == clamped && count ==", "count =="
         ),
         "queries that belong to no sequence have no result": Edit(
             "cache/query_intervals.cu", "write_empty_rows", "number < num_rows", "number < 0"
@@ -94,8 +93,7 @@ FAULTS = {
             "sm90/page_copies.cuh", "PageCopy", "attention::divmod(position, pages.page_size).remainder", "position"
         ),
         "pages past the end are looked up": Edit(
-            "sm90/page_copies.cuh", "PageCopy", "position < seen.hi && position + pages.box_rows > seen.lo",
-            "position + pages.box_rows > seen.lo",
+            "sm90/page_copies.cuh", "PageCopy", "< seen.hi && position + pages.box_rows >", "+ pages.box_rows >"
         ),
         "values past the end are those of their page": Edit(
             "sm90/page_copies.cuh", "PageCopy.copy_cut_boxes", "start < seen_.lo || stop > seen_.hi", "start < seen_.lo"

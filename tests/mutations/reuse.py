@@ -78,9 +78,7 @@ FAULTS = {
     },
     arguments_serve_one_call_at_a_time: {
         "a buffer is free while its call has it": Edit(
-            ARGUMENTS, "Arguments.take",
-            "buffer = Buffer(self._words, self._kernels)",
-            "buffer = Buffer(self._words, self._kernels); self._free.append(buffer)",
+            ARGUMENTS, "Arguments.take", "._words, self._kernels)", "._words, self._kernels); self._free.append(buffer)"
         ),
         "addresses are not raised by offsets": Edit(
             ARGUMENTS, "Arguments.take", "addresses[number] + offset", "addresses[number]"

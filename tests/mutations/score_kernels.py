@@ -136,14 +136,10 @@ FAULTS = {
             "attention/score.cuh", "apply_score", "key.whole, x * scale)", "key.whole, x)"
         ),
         "a function is that of the first head": Edit(
-            "attention/score.cuh", "apply_score",
-            "score.of_tile(batch_head.batch_index, rows[i].head)",
-            "score.of_tile(batch_head.batch_index, 0)",
+            "attention/score.cuh", "apply_score", "(batch_head.batch_index, rows[i].head", "(batch_head.batch_index, 0"
         ),
         "a function is that of the first batch entry": Edit(
-            "attention/score.cuh", "apply_score",
-            "score.of_tile(batch_head.batch_index, rows[i].head)",
-            "score.of_tile(0, rows[i].head)",
+            "attention/score.cuh", "apply_score", ".of_tile(batch_head.batch_index, rows[i].", ".of_tile(0, rows[i]."
         ),
         "keys and queries change places": Edit(
             "attention/score.cuh", "score_of_queries",
@@ -178,8 +174,7 @@ FAULTS = {
             "attention/score_slopes.cuh", "scores_to_p_and_ds", "if (adds) score.flush(score_sums);", ""
         ),
         "a warp's sums go to its first lane's element": Edit(
-            "tile/global_sum.cuh", "RunningSum.flush", "__all_sync(0xffffffffu, own == first)",
-            "__any_sync(0xffffffffu, own == first)",
+            "tile/global_sum.cuh", "RunningSum.flush", "__all_sync(0xffffffffu, own", "__any_sync(0xffffffffu, own"
         ),
         "S^T is taken for S": Edit(
             "attention/score_slopes.cuh", "scores_to_p_and_ds_of_keys",
@@ -198,9 +193,7 @@ FAULTS = {
             "simt/backward_columns.cu", "simt_backward_columns", "if constexpr (kHasScore)", "if constexpr (false)"
         ),
         "indices beyond an int wrap around": Edit(
-            "attention/score_math.cuh", "whole",
-            "if (x > static_cast<Element>(kMost)) return kMost;",
-            "",
+            "attention/score_math.cuh", "whole", "if (x > static_cast<Element>(kMost)) return kMost;", ""
         ),
         "remainders of a wrong divisor": Edit(
             "attention/score_math.cuh", "remainder", "x % by +", "x % (by - 1) +"
@@ -216,9 +209,7 @@ FAULTS = {
             "{ tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem); }",
         ),
         "dO is overwritten before it is read": Edit(
-            "simt/backward.cu", "simt_backward",
-            "} __syncthreads(); if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(",
-            "} if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(",
+            "simt/backward.cu", "simt_backward", "} __syncthreads(); if constexpr (!", "} if constexpr (!"
         ),
     },
     naive_is_exact: {
@@ -226,9 +217,7 @@ FAULTS = {
             "naive/scores.cu", "naive_scores", "kHasScore && !score::Function::kIsDerived", "false"
         ),
         "gradients have no score function": Edit(
-            "naive/gradient_scores.cu", "naive_gradient_scores",
-            "delta_of_row[i] = delta;",
-            "delta_of_row[i] = 0;",
+            "naive/gradient_scores.cu", "naive_gradient_scores", "delta_of_row[i] = delta;", "delta_of_row[i] = 0;"
         ),
     },
     sm80_is_exact: {
@@ -239,9 +228,7 @@ FAULTS = {
             "attention/score.cuh", "exponent_scale", "? 1.0 :", "? shape.softmax_scale :"
         ),
         "gradients have the positions of the first keys": Edit(
-            "sm80/backward.cu", "sm80_backward",
-            "{state.work.first, state.work.last}, is_masked",
-            "{0, state.work.last}, is_masked",
+            "sm80/backward.cu", "sm80_backward", "{state.work.first, state.work.last},", "{0, state.work.last},"
         ),
         "hidden elements are taken for seen ones": Edit(
             "attention/fragment_slopes.cuh", "scores_to_p_and_ds_of_rows",
@@ -249,8 +236,7 @@ FAULTS = {
             "true",
         ),
         "rows have no score function": Edit(
-            "sm80/backward_rows.cu", "sm80_backward_rows", "if constexpr (kHasScore || config::kHasDropout)",
-            "if constexpr (false)",
+            "sm80/backward_rows.cu", "sm80_backward_rows", "(kHasScore || config::kHasDropout)", "(false)"
         ),
     },
     packed_heads_are_exact: {
@@ -276,9 +262,7 @@ FAULTS = {
             "sm90/forward.cu", "score_step", "if constexpr (kHasScore)", "if constexpr (false)"
         ),
         "scores have the function of a later tile": Edit(
-            "sm90/forward.cu", "prepare_tile_score",
-            "shared().tile_infos[tile_info_index(num_tiles_done)]",
-            "shared().tile_infos[tile_info_index(num_tiles_done + 1)]",
+            "sm90/forward.cu", "prepare_tile_score", "(num_tiles_done)]", "(num_tiles_done + 1)]"
         ),
     },
     hopper_gradients_are_exact: {
@@ -286,15 +270,13 @@ FAULTS = {
             "sm90/changed_weights.cuh", "positions_of_step", "{work.first, work.last}", "{0, work.last}"
         ),
         "a step has the queries of the first one": Edit(
-            "sm90/changed_weights.cuh", "positions_of_step", "{message.block.start, message.block.stop}",
-            "{0, message.block.stop}",
+            "sm90/changed_weights.cuh", "positions_of_step", "message.block.start, message.block.", "0, message.block."
         ),
         "a slope that is constant is left out": Edit(
             "sm90/changed_weights.cuh", "apply_slopes_in", "df.at(i, j) * slopes.d0", "df.at(i, j)"
         ),
         "what keys have in common goes to a thread's first key": Edit(
-            "sm90/changed_weights.cuh", "StepScore.flush", "score_.flush(of_tile_, of_key_[i],",
-            "score_.flush(of_tile_, of_key_[0],",
+            "sm90/changed_weights.cuh", "StepScore.flush", ".flush(of_tile_, of_key_[i]", ".flush(of_tile_, of_key_[0]"
         ),
         "running sums are not added": Edit(
             "sm90/changed_weights.cuh", "StepScore.flush", "score_.flush(sums.of_score);", ""
@@ -303,9 +285,7 @@ FAULTS = {
             "sm90/backward_changed_scores.cuh", "make_changed_p", "clamp_and_mask<true>(s, queries);", ""
         ),
         "a hidden query has a P": Edit(
-            "sm90/backward_changed_scores.cuh", "make_changed_p",
-            "== -ptx::negative_infinity<float>()) s.at(i, j) = 0;",
-            "== -ptx::negative_infinity<float>()) s.at(i, j) = s.at(i, j);",
+            "sm90/backward_changed_scores.cuh", "make_changed_p", ">()) s.at(i, j) = 0", ">()) s.at(i, j) = s.at(i, j)"
         ),
         "dO of hidden queries is multiplied": Edit(
             "sm90/q_producer.cuh", "has_rows_to_zero", "if constexpr (kHasScore)", "if constexpr (false)"
@@ -328,12 +308,10 @@ FAULTS = {
             "executors/launch.py", "__call__", "self._target.set_zero(arrays[i])", "pass"
         ),
         "slopes of arrays are those of the score": Edit(
-            "compiler/score_text.py", "Printer.part",
-            'f"df * slopes.d{place + 1}"', 'f"df * slopes.d{place}"',
+            "compiler/score_text.py", "Printer.part", 'f"df * slopes.d{place + 1}"', 'f"df * slopes.d{place}"'
         ),
         "both kernels of two walks add gradients": Edit(
-            "planning/score_launches.py", None, '_ADDING = ("gradient_scores", "backward", "backward_columns")',
-            '_ADDING = ("gradient_scores", "backward_columns")',
+            "planning/score_launches.py", None, '= ("gradient_scores", "backward",', '= ("gradient_scores",'
         ),
     },
     exact_sums_are_right: {

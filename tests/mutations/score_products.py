@@ -46,8 +46,7 @@ FAULTS = {
     },
     factors_are_joined_where_they_can_be: {
         "negative scales are joined": Edit(
-            PRODUCTS, "can_take_products", "_LEAST_SCALE <= scale <= _GREATEST_SCALE",
-            "abs(scale) <= _GREATEST_SCALE",
+            PRODUCTS, "can_take_products", "_LEAST_SCALE <= scale <= _GREATEST_SCALE", "abs(scale) <= _GREATEST_SCALE"
         ),
         "numbers of any size are joined": Edit(
             PRODUCTS, "can_take_products", "_LEAST_NUMBER <= abs(x) <= _GREATEST_NUMBER", "True"

@@ -133,8 +133,7 @@ FAULTS = {
             PROGRAM, "Builder._quotient", "self.number(1.0 / value)", "self.number(value)"
         ),
         "the branches of where change places": Edit(
-            PROGRAM, "Builder.where", 'self.put("where", self.kind(a), condition, a, b)',
-            'self.put("where", self.kind(a), condition, b, a)',
+            PROGRAM, "Builder.where", '"where", self.kind(a), condition, a, b', '"where", self.kind(a), condition, b, a'
         ),
         "slots are not counted anew": Edit(
             PROGRAM, "Builder._pruned", 'slots.index(value) if op == "number" else value', "value"
@@ -154,13 +153,10 @@ FAULTS = {
             PROGRAM, "_ReverseSweep._terms", 'g if op == "add" else self._negative(g)', "g"
         ),
         "factors are not exchanged": Edit(
-            PROGRAM, "_ReverseSweep._terms",
-            "[(a, times(g, b)), (b, times(g, a))]",
-            "[(a, times(g, a)), (b, times(g, b))]",
+            PROGRAM, "_ReverseSweep._terms", "(a, times(g, b)), (b, times(g, a))", "(a, times(g, a)), (b, times(g, b))"
         ),
         "a tie of min goes to the second": Edit(
-            PROGRAM, "_ReverseSweep._terms", '"le" if op == "min"',
-            '"lt" if op == "min"',
+            PROGRAM, "_ReverseSweep._terms", '"le" if op == "min"', '"lt" if op == "min"'
         ),
         "the branch that is not chosen has the derivative": Edit(
             PROGRAM, "_ReverseSweep._terms",
@@ -225,8 +221,7 @@ FAULTS = {
     score_guards.refusals_are_told: {
         "a real index is taken": Edit(PROGRAM, "Builder.load", 'any([self.kind(n) != "int" for n in args])', "False"),
         "an index is left out": Edit(
-            TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank",
-            "False",
+            TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank", "False"
         ),
         "an index from the end is taken": Edit(TRACE, "ArraySymbol._index", "is_int(value) and value < 0", "False"),
         "a comparison is a number": Edit(PROGRAM, "Builder.real", 'instruction.kind == "bool"', "False"),
@@ -255,8 +250,7 @@ FAULTS = {
         "a weight of 0 is no reason to look": Edit(TILES, "_is_zero", "p.min() > 0", "True"),
         "delta is left out": Edit(TILES, "TileScores.gradients", "ds -= delta[block.tiles, None, :]", "pass"),
         "all blocks have the keys of the first": Edit(
-            BLOCKS, "Block.of", "self.keys if x.shape[1] > 1",
-            "slice(self.keys.stop - self.keys.start) if x.shape[1] > 1",
+            BLOCKS, "Block.of", "self.keys if x.shape[1] >", "slice(self.keys.stop - self.keys.start) if x.shape[1] >"
         ),
         "a value is overwritten before its last use": Edit(
             BLOCKS, "_schedule", "if last_use[a] == n and a in memory_of", "if a in memory_of"
@@ -279,9 +273,7 @@ FAULTS = {
             "_stacked(keys)[:, :, None], _stacked(queries)[:, None, :]",
         ),
         "the head is that of the keys": Edit(
-            CPU, "_HostCall._row_places",
-            "[(tile.b, tile.h) for tile in tiles]",
-            "[(tile.b, tile.h // self.group_size) for tile in tiles]",
+            CPU, "_HostCall._row_places", "[(tile.b, tile.h) for tile", "[(tile.b, tile.h // self.group_size) for tile"
         ),
         "scores are in base 2 for the function": Edit(
             CPU, "_HostCall.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"
@@ -294,9 +286,7 @@ FAULTS = {
             "bounds/gradients.py", "_through_slope", "e_ds = slope * e_df +", "e_ds = 0 * e_df +"
         ),
         "the bound of an array's gradient is that of one read": Edit(
-            "bounds/captured.py", "_gradient_tolerance",
-            "((exact, df * load.value), (tolerance, terms), (masses, mass))",
-            "((exact, df * load.value), (masses, mass))",
+            "bounds/captured.py", "_gradient_tolerance", "), (tolerance, terms), (masses, mass))", "), (masses, mass))"
         ),
     },
     score_guards.compositions_are_right: {
@@ -329,8 +319,7 @@ FAULTS = {
             "planning/problem.py", "with_operands", "if array.name not in integers", "if True"
         ),
         "sums are added as threads finish": Edit(
-            CPU, "backward", "run(call.tiling, rows, in_order=True)",
-            "run(call.tiling, rows)",
+            CPU, "backward", "run(call.tiling, rows, in_order=True)", "run(call.tiling, rows)"
         ),
     },
 }

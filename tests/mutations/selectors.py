@@ -92,16 +92,14 @@ FAULTS = {
         "chunks replace each other": Edit(HOPPER, "multiply", "tile::start_gemm_add_nt", "tile::start_gemm_nt"),
         "chunks are not left": Edit(HOPPER, "multiply", "tile::arrive(smem.chunks[last_stage].empty);", ""),
         "a step is left before its scores are made again": Edit(
-            HOPPER, "walk_keys", "if (!is_added) recompute_scores(s, stage);",
-            "tile::arrive(smem.chunks[stage].empty); if (!is_added) recompute_scores(s, stage);",
+            HOPPER, "walk_keys", "if (!is_added)", "tile::arrive(smem.chunks[stage].empty); if (!is_added)"
         ),
         "scores that are lost are not made again": Edit(
             HOPPER, "walk_keys", "if (!is_added) recompute_scores(s, stage);", ""
         ),
         "queries of every tile arrive in one phase": Edit(HOPPER, "walk_keys", "counts.tiles % 2", "0"),
         "keys are those of the tile's first step": Edit(
-            HOPPER, "load_tile", "k.rows(block.start, block.stop), k_coords, block.start",
-            "k.rows(block.start, block.stop), k_coords, 0",
+            HOPPER, "load_tile", ".start, block.stop), k_coords, block.start", ".start, block.stop), k_coords, 0"
         ),
     },
     mass_guards.groups_of_columns_are_turned: {
@@ -302,8 +300,7 @@ FAULTS = {
             BUDGET, "_keys", "xp.where(forced, _FORCED, places)", "places"
         ),
         "forced blocks beyond the budget are dropped": Edit(
-            BUDGET, "choose", "xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)",
-            "xp.minimum(last, _NOT_ELIGIBLE - 1)",
+            BUDGET, "choose", "xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)", "xp.minimum(last, _NOT_ELIGIBLE - 1)"
         ),
         "blocks that are not eligible hold mass": Edit(
             BUDGET, "choose", "shares if eligible is None else shares * eligible", "shares"
@@ -357,8 +354,7 @@ FAULTS = {
     },
     selector_guards.selectors_take_caches: {
         "a page as long as the capacity is none": Edit(
-            PAGES, "_of_cache", "if block is None and page_size is None:",
-            "if (cache.page_size or 64) < cache.capacity:",
+            PAGES, "_of_cache", "if block is None and page_size is None", "if (cache.page_size or 64) < cache.capacity"
         ),
         "queries of 16 bits meet rows of 32": Edit(
             PAGES, "_of_cache", "q = q.astype(np.float32, copy=False)", "pass"

@@ -95,8 +95,7 @@ FAULTS = {
     },
     batch_entries_have_offsets_of_their_own: {
         "queries of the first entry serve all": Edit(
-            FILE, "ResolvedSequences.bounds", "self.source.keys_of(rows, q[entry], kv[entry])",
-            "self.source.keys_of(rows, q[(0,) * len(entry)], kv[entry])",
+            FILE, "ResolvedSequences.bounds", "(rows, q[entry], kv[entry])", "(rows, q[(0,) * len(entry)], kv[entry])"
         ),
     },
     refuses(lambda library: library.masks.Sequences(np.array([0, 5, 3])), "q_offsets must never decrease"): {

@@ -136,30 +136,22 @@ FAULTS = {
             "executors/cpu.py", "_HostCall.sink_gradient", "return -np.where(", "return np.where("
         ),
         "the gradient of no sink is NaN": Edit(
-            "executors/cpu.py", "_HostCall.sink_gradient",
-            "np.where(sink == -np.inf, self.wide(0), terms)",
-            "np.where(True, terms, sink)",
+            "executors/cpu.py", "_HostCall.sink_gradient", "(sink == -np.inf, self.wide(0), terms", "(True, terms, sink"
         ),
         "all tiles have the first head's sink": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows",
-            'self.read("sink", rows[:-1]).reshape(len(tiles), 1)',
-            'self.read("sink", rows[:-1]).reshape(len(tiles), 1)[:1]',
+            "executors/cpu.py", "_HostCall.forward_rows", "1]).reshape(len(tiles), 1)", "1]).reshape(len(tiles), 1)[:1]"
         ),
         "without keys lse is as without a sink": Edit(
             "executors/without_keys.py", "forward", 'arrays["lse"][...] = lse', 'arrays["lse"][...] = -np.inf'
         ),
         "without keys o is 0 whatever the sink": Edit(
-            "executors/without_keys.py", "forward", "xp.where(xp.isnan(lse), np.nan, 0)",
-            "xp.where(xp.isnan(lse), 0, 0)",
+            "executors/without_keys.py", "forward", "xp.where(xp.isnan(lse), np.nan, 0", "xp.where(xp.isnan(lse), 0, 0"
         ),
         "without keys a sink has no gradient": Edit(
-            "executors/without_keys.py", "backward", 'arrays["dsink"][...] = terms.sum(axis=-1)',
-            'arrays["dsink"][...] = 0',
+            "executors/without_keys.py", "backward", '["dsink"][...] = terms.sum(axis=-1)', '["dsink"][...] = 0'
         ),
         "gradients over broadcast axes are not summed": Edit(
-            "planning/plan.py", "KernelPlan.gradients_made",
-            "are_operands_summed = self.kernels is None or self.is_empty or",
-            "are_operands_summed = self.is_empty or",
+            "planning/plan.py", "KernelPlan.gradients_made", "= self.kernels is None or self.", "= self."
         ),
         "rows without keys give NaN": Edit(
             "executors/cpu.py", "_HostCall.sink_gradient", "if np.isnan(delta).any():", "if False:"
@@ -171,9 +163,7 @@ FAULTS = {
     },
     bounds_are_sharp: {
         "the sink's weight has no error": Edit(
-            "bounds/forward.py", "forward_tolerances",
-            "r = p_excess.sum(axis=-1, keepdims=True) + excess_of(log_p_sink, p_sink, eta_sink)",
-            "r = p_excess.sum(axis=-1, keepdims=True)",
+            "bounds/forward.py", "forward_tolerances", "=True) + excess_of(log_p_sink, p_sink, eta_sink)", "=True)"
         ),
         "a float64 sink is not rounded": Edit(
             "bounds/rounding.py", "Rounding.as_read", "self.ua * np.abs(array) + self.wa, 0)", "0, 0)"
@@ -182,8 +172,7 @@ FAULTS = {
             "bounds/rounding.py", "Rounding.as_read", "np.where(is_held, array, narrow)", "array"
         ),
         "without a key a float64 sink is lse": Edit(
-            "bounds/forward.py", "forward_tolerances", "np.where(is_row, tol_lse, e_logit)",
-            "np.where(is_row, tol_lse, 0)",
+            "bounds/forward.py", "forward_tolerances", ".where(is_row, tol_lse, e_logit)", ".where(is_row, tol_lse, 0)"
         ),
         "delta has no error": Edit("bounds/gradients.py", "sink_tolerance", "+ p_sink * e_delta", ""),
         "lse has no error for the sink": Edit(
@@ -208,17 +197,13 @@ FAULTS = {
             "attention/sink_delta.cuh", "delta_beside_sink", "!= 0) return delta;", "!= 0) break;"
         ),
         "dlse of rows without keys has the wrong sign": Edit(
-            "attention/sink_delta.cuh", "delta_beside_sink",
-            "return -matrix<T>(params.dlse", "return matrix<T>(params.dlse",
+            "attention/sink_delta.cuh", "delta_beside_sink", "return -matrix<T>(params.", "return matrix<T>(params."
         ),
         "o keeps the weights without a sink": Edit(
-            "simt/forward.cu", "simt_forward", "o.scale_row(i, merge_sink(row_lse, logit));",
-            "merge_sink(row_lse, logit);",
+            "simt/forward.cu", "simt_forward", "o.scale_row(i, merge_sink(row_lse, logit)", "merge_sink(row_lse, logit"
         ),
         "every head has the first one's sink": Edit(
-            "simt/forward.cu", "simt_forward",
-            "sink_logit<Accumulator>(sink, batch_head, batch_head.head)",
-            "sink_logit<Accumulator>(sink, batch_head, 0)",
+            "simt/forward.cu", "simt_forward", ">(sink, batch_head, batch_head.head)", ">(sink, batch_head, 0)"
         ),
         "lse is that of the keys": Edit(
             "attention/sink.cuh", "merge_sink", "lse = most + ptx::log_accurate(total);", ""
@@ -249,8 +234,7 @@ FAULTS = {
             "write(ptx::Half());",
         ),
         "heads that share a sink are not summed": Edit(
-            "attention/sink.cuh", "sum_sink_gradient",
-            "int num_shared = shared(sink.dsink.head_stride, shape.num_heads);", "int num_shared = 1;",
+            "attention/sink.cuh", "sum_sink_gradient", "= shared(sink.dsink.head_stride, shape.num_heads);", "= 1;"
         ),
         "batch entries are not summed": Edit(
             "attention/sink.cuh", "sum_sink_gradient", "batch_head.batch[axis] += rest % extent;", ""
@@ -259,9 +243,7 @@ FAULTS = {
             "attention/sink.cuh", "sum_sink_gradient", "threadIdx.x) < half)", "threadIdx.x) < half - 1)"
         ),
         "delta is the first head's": Edit(
-            "simt/sink_gradient.cu", "simt_sink_gradient",
-            "params.delta, batch_head, batch_head.head,",
-            "params.delta, batch_head, 0,",
+            "simt/sink_gradient.cu", "simt_sink_gradient", "delta, batch_head, batch_head.head", "delta, batch_head, 0"
         ),
     },
     naive_is_right: {
@@ -284,9 +266,7 @@ FAULTS = {
             "sm80/combine.cu", "sm80_combine", "if (config::kHasSink) total += weight(logit, max_lse);", ""
         ),
         "a sink above all scores overflows": Edit(
-            "sm80/combine.cu", "sm80_combine",
-            "if (config::kHasSink) max_lse = fmaxf(max_lse, logit);",
-            "if (config::kHasSink) max_lse = fminf(max_lse, logit) - 200;",
+            "sm80/combine.cu", "sm80_combine", "= fmaxf(max_lse, logit);", "= fminf(max_lse, logit) - 200;"
         ),
     },
     sm90_is_right: {
@@ -296,9 +276,7 @@ FAULTS = {
             "attention::merge_sink(row_lse[i], logit);",
         ),
         "tiles without a key know no sink": Edit(
-            "sm90/forward_hooks.cuh", "write_empty_rows",
-            "lse.at(row, 0) = row_lse;",
-            "lse.at(row, 0) = ptx::negative_infinity<float>();",
+            "sm90/forward_hooks.cuh", "write_empty_rows", ", 0) = row_lse;", ", 0) = ptx::negative_infinity<float>();"
         ),
         "delta is that of the first tile": Edit(
             "sm90/sink_gradient.cu", "sm90_sink_gradient", "[query_tile_number<Listed>(params, query, kBlockQ)]", "[0]"

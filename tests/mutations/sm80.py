@@ -21,22 +21,16 @@ FAULTS = {
             "sm80/forward.cu", "sm80_forward", "if (Softmax::needs_negation(shape.softmax_scale))", "if (false)"
         ),
         "lse of tensor cores loses its last row": Edit(
-            "sm80/forward.cu", "write_results",
-            "first_row + o.row(i) < lse.num_rows)",
-            "first_row + o.row(i) < lse.num_rows - 1)",
+            "sm80/forward.cu", "write_results", "+ o.row(i) < lse.num_rows)", "+ o.row(i) < lse.num_rows - 1)"
         ),
         "dS is multiplied before it is there": Edit(
-            "sm80/backward.cu", "sm80_backward",
-            "if (!kStoresScoresEarly) store_scores(s, dp); __syncthreads();",
-            "if (!kStoresScoresEarly) store_scores(s, dp);",
+            "sm80/backward.cu", "sm80_backward", ") store_scores(s, dp); __syncthreads();", ") store_scores(s, dp);"
         ),
         "whole steps of many scores keep the last one's": Edit(
             "sm80/backward.cu", "sm80_backward", "if (kStoresScoresEarly) store_scores(s, dp); }", "}"
         ),
         "masked steps of many scores keep the last one's": Edit(
-            "sm80/backward.cu", "sm80_backward",
-            "if (kStoresScoresEarly) store_scores(s, dp); if (kOverlapsDs) {",
-            "if (kOverlapsDs) {",
+            "sm80/backward.cu", "sm80_backward", "if (kStoresScoresEarly) store_scores(s, dp); if (", "if ("
         ),
         "P of wide whole steps is multiplied before it is there": Edit(
             "sm80/backward.cu", "add_dv_overlapped", "__syncthreads();", ""
@@ -54,9 +48,7 @@ FAULTS = {
             "sm80/backward.cu", "add_dv_overlapped", "kColumnTiles != k_step)", "kColumnTiles != k_step + 1)"
         ),
         "wide masked steps bring no dV": Edit(
-            "sm80/backward.cu", "sm80_backward",
-            "__syncthreads(); tile::gemm_add_tn(dv, p_smem, do_smem);",
-            "__syncthreads();",
+            "sm80/backward.cu", "sm80_backward", "(); tile::gemm_add_tn(dv, p_smem, do_smem);", "();"
         ),
         "wide steps bring dV twice": Edit("sm80/backward.cu", "sm80_backward", "if (!kOverlapsDs) tile", "tile"),
         "dK is not scaled": Edit("sm80/backward.cu", "sm80_backward", "dk.scale(shape.softmax_scale);", ""),
@@ -87,17 +79,13 @@ FAULTS = {
             "sm80/backward.cu", "begin_next_head", "++state.work.batch_head.head;", ""
         ),
         "heads of a group have the first one's steps": Edit(
-            "sm80/backward.cu", "begin_next_head",
-            "state.work.batch_head, visit_range_of_head(params, state.work), state);",
-            "state.work.batch_head, state.visit_range, state);",
+            "sm80/backward.cu", "begin_next_head", ", visit_range_of_head(params, state.work),", ", state.visit_range,"
         ),
         "the next head is noted before the last one is read": Edit(
             "sm80/backward.cu", "begin_next_head", "__syncthreads();", ""
         ),
         "dK and dV leave before they are there": Edit(
-            "sm80/backward.cu", "sm80_backward",
-            "__syncthreads(); write_staged_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem);",
-            "write_staged_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem);",
+            "sm80/backward.cu", "sm80_backward", "__syncthreads(); write_staged_gradient(", "write_staged_gradient("
         ),
         "blocks of a list end where tiles do": Edit(
             "sm80/backward.cu", "sm80_backward",
@@ -137,31 +125,21 @@ FAULTS = {
             "state.work, block, ptx::negative_infinity<float>()); score_gradients<true>(",
         ),
         "masked steps hide scores behind -inf": Edit(
-            "sm80/backward.cu", "mask_block",
-            "queries, keys, attention::masked_score());",
-            "queries, keys, ptx::negative_infinity<float>());",
+            "sm80/backward.cu", "mask_block", ", attention::masked_score());", ", ptx::negative_infinity<float>());"
         ),
     },
     parts_are_right: {
         "every block does the first part": Edit(
-            "sm80/forward.cu", "visit_range_of_block",
-            "split_range<kBlockKv, Listed>(params, full_range, split_index(num_splits), num_splits)",
-            "split_range<kBlockKv, Listed>(params, full_range, 0, num_splits)",
+            "sm80/forward.cu", "visit_range_of_block", ", full_range, split_index(num_splits),", ", full_range, 0,"
         ),
         "every part is left in one place": Edit(
-            "sm80/forward.cu", "rows_of_part",
-            "first = attention::split_index(shape.num_splits) * seqlen_q;",
-            "first = 0;",
+            "sm80/forward.cu", "rows_of_part", "= attention::split_index(shape.num_splits) * seqlen_q;", "= 0;"
         ),
         "lse of a part without a key is not written": Edit(
-            "sm80/forward.cu", "write_part",
-            "if (o.first_column() == 0) *lse_rows",
-            "if (o.first_column() == 0 && row_lse[i] != ptx::negative_infinity<float>()) *lse_rows",
+            "sm80/forward.cu", "write_part", "() == 0) *", "() == 0 && row_lse[i] != ptx::negative_infinity<float>()) *"
         ),
         "the last part is lost": Edit(
-            "sm80/combine.cu", "sm80_combine",
-            "row < num_rows; row += kGroups * seqlen_q",
-            "row < num_rows - seqlen_q; row += kGroups * seqlen_q",
+            "sm80/combine.cu", "sm80_combine", "< num_rows; row += kGroups *", "< num_rows - seqlen_q; row += kGroups *"
         ),
         "half of the groups' sums are left out": Edit(
             "sm80/combine.cu", "sm80_combine", "group < kGroups", "group < kGroups / 2"

@@ -14,14 +14,10 @@ FAULTS = {
         ),
         "rooms are not fenced": Edit("sm90/q_pipeline.cuh", "run_roles", "ptx::fence_mbarrier_init();", ""),
         "queries past a step are alive": Edit(
-            "sm90/q_producer.cuh", "has_rows_to_zero",
-            "if (block.stop < min(block.start",
-            "if (false && block.stop < min(block.start",
+            "sm90/q_producer.cuh", "has_rows_to_zero", "(block.stop < min(block.", "(false && block.stop < min(block."
         ),
         "queries without a key are alive": Edit(
-            "sm90/q_producer.cuh", "has_rows_to_zero",
-            "return first.lo >= first.hi || last.lo >= last.hi;",
-            "return false;",
+            "sm90/q_producer.cuh", "has_rows_to_zero", "first.lo >= first.hi || last.lo >= last.hi;", "false;"
         ),
         "K is kept where no query sees it": Edit(
             "sm90/q_producer.cuh", "visible_keys",
@@ -32,32 +28,22 @@ FAULTS = {
             "sm90/q_producer.cuh", "load_tile", "smem.kv_phases | (is_full_block ?", "smem.kv_phases | (true ?"
         ),
         "a step's keys are all seen": Edit(
-            "sm90/q_copy_warps.cuh", "bit_range",
-            "return ptx::bits_at_or_above(lo) & ~ptx::bits_at_or_above(hi);",
-            "return ~0u;",
+            "sm90/q_copy_warps.cuh", "bit_range", "ptx::bits_at_or_above(lo) & ~ptx::bits_at_or_above(hi);", "~0u;"
         ),
         "a band starts a query late": Edit(
-            "sm90/q_copy_warps.cuh", "compute_band_masks",
-            "(start - params.work.upper)",
-            "(start + 1 - params.work.upper)",
+            "sm90/q_copy_warps.cuh", "compute_band_masks", "start - params.work.upper", "start + 1 - params.work.upper"
         ),
         "a band ends a query early": Edit(
-            "sm90/q_copy_warps.cuh", "compute_band_masks",
-            "(start - params.work.lower + 1)",
-            "(start - params.work.lower)",
+            "sm90/q_copy_warps.cuh", "compute_band_masks", "start - params.work.lower + 1", "start - params.work.lower"
         ),
         "queries past a step see keys": Edit(
-            "sm90/q_copy_warps.cuh", "compute_band_masks",
-            "min(last + key, block.stop - block.start) : 0",
-            "last + key : 0",
+            "sm90/q_copy_warps.cuh", "compute_band_masks", "min(last + key, block.stop - block.start) :", "last + key :"
         ),
         "bits of queries stand for keys": Edit(
             "sm90/q_copy_warps.cuh", "compute_row_masks", "tile::transpose_bits_in_warp(bits)", "bits"
         ),
         "a key's first query is searched for among rows that start": Edit(
-            "sm90/q_producer.cuh", "find_visit_range",
-            "(end % 2 == 0 ? keys.hi : keys.lo) <= key",
-            "keys.lo <= key",
+            "sm90/q_producer.cuh", "find_visit_range", "(end % 2 == 0 ? keys.hi : keys.lo) <= key", "keys.lo <= key"
         ),
         "the last row is not searched": Edit(
             "sm90/q_producer.cuh", "find_visit_range", "row < last && (end", "row < last - 1 && (end"
@@ -74,29 +60,22 @@ FAULTS = {
         ),
         "bits of a list are all 1": Edit("sm90/q_copy_warps.cuh", "row_mask_bits", "bits &= listed;", ""),
         "a warp has another's bits": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask",
-            "row_masks[Scores::first_row()]", "row_masks[ptx::lane() / 4]"
+            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "[Scores::first_row()]", "[ptx::lane() / 4]"
         ),
         "a thread has another's bits": Edit(
             "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "[x] | all) >> queries.first_query;", "[x] | all);"
         ),
         "a query has its neighbour's delta": Edit(
-            "sm90/backward_tiles.cuh", "StepQueries.delta",
-            "return stage.stats.delta + first_query;",
-            "return stage.stats.delta + (first_query ^ 2);",
+            "sm90/backward_tiles.cuh", "StepQueries.delta", ".delta + first_query;", ".delta + (first_query ^ 2);"
         ),
         "lse is that of the step before": Edit(
-            "sm90/backward.cu", "consume",
-            "QueryValues(smem.queries[next_state.stage].stats",
-            "QueryValues(smem.queries[state.stage].stats",
+            "sm90/backward.cu", "consume", "(smem.queries[next_state.stage].stats", "(smem.queries[state.stage].stats"
         ),
         "lse of 128 queries is that of the first step": Edit(
             "sm90/backward.cu", "consume", "lse_2(queries.lse_2())", "lse_2(smem.queries[0].stats.lse_2 + first_query)"
         ),
         "delta is that of the step before": Edit(
-            "sm90/backward.cu", "consume",
-            "make_step_p(next_s, delta, next_lse_2, next_state, next_step);",
-            "make_step_p(next_s, delta, next_lse_2, state, next_step);",
+            "sm90/backward.cu", "consume", "next_s, delta, next_lse_2, next_state,", "next_s, delta, next_lse_2, state,"
         ),
         "P is made before the scores are there": Edit(
             "sm90/backward.cu", "consume", "tile::wait_wgmma<1>(next_s);", ""
@@ -105,14 +84,10 @@ FAULTS = {
             "sm90/backward_statistics.cu", "compute_query_stats", "fabsf(lse_2) > kLargestPlainLse2", "false"
         ),
         "lse of the first rows count alone": Edit(
-            "sm90/backward_statistics.cu", "compute_query_stats",
-            "has_large |= is_nonempty",
-            "has_large |= first == 0 && is_nonempty",
+            "sm90/backward_statistics.cu", "compute_query_stats", "has_large |=", "has_large |= first == 0 &&"
         ),
         "queries without a key count as others": Edit(
-            "sm90/backward_statistics.cu", "compute_query_stats",
-            "stats.has_empty_rows = has_empty_row;",
-            "stats.has_empty_rows = 0;",
+            "sm90/backward_statistics.cu", "compute_query_stats", "has_empty_rows = has_empty_row", "has_empty_rows = 0"
         ),
         "queries without a key are copied": Edit(
             "sm90/backward_statistics.cu", "compute_query_stats",
@@ -120,9 +95,7 @@ FAULTS = {
             "0xffffffffu",
         ),
         "delta lies a row further": Edit(
-            "sm90/backward_statistics.cu", "sm90_backward_statistics",
-            "stats.delta[row - work.first]",
-            "stats.delta[(row - work.first) ^ 1]",
+            "sm90/backward_statistics.cu", "sm90_backward_statistics", "[row - work.first]", "[(row - work.first) ^ 1]"
         ),
         "lse is in base e": Edit(
             "sm90/backward_statistics.cu", "compute_query_stats",
@@ -133,19 +106,13 @@ FAULTS = {
             "sm90/q_producer.cuh", "load_tile", "head_work.stats[number]", "head_work.stats[0]"
         ),
         "what is known is not waited for": Edit(
-            "sm90/q_producer.cuh", "load_tile",
-            "flags & StepMessage::kThreadsCopyQ, sizeof stats",
-            "flags & StepMessage::kThreadsCopyQ",
+            "sm90/q_producer.cuh", "load_tile", "StepMessage::kThreadsCopyQ, sizeof stats", "StepMessage::kThreadsCopyQ"
         ),
         "a large lse hides keys": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask",
-            "all = queries.flags & StepMessage::kMasked ? 0 : ~0u;",
-            "all = 0;",
+            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "queries.flags & StepMessage::kMasked ? 0 : ~0u;", "0;"
         ),
         "a mask hides nothing": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask",
-            "all = queries.flags & StepMessage::kMasked ? 0 : ~0u;",
-            "all = ~0u;",
+            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "= queries.flags & StepMessage::kMasked ? 0 : ~", "= ~"
         ),
         "dS is multiplied before it is there": Edit(
             "sm90/backward_epilogue.cuh", "start_dq",
@@ -183,9 +150,7 @@ FAULTS = {
             "",
         ),
         "a head takes the place of one that helpers work on": Edit(
-            "sm90/q_producer.cuh", "load_tile",
-            "has_sent_step ? (work_slot + 1) % kNumHeadWorks",
-            "has_sent_step ? (work_slot + 1) % 2",
+            "sm90/q_producer.cuh", "load_tile", "? (work_slot + 1) % kNumHeadWorks", "? (work_slot + 1) % 2"
         ),
         "a head's queries have the mask of the one before": Edit(
             "sm90/q_producer.cuh", "load_tile", "message.work = work_slot;", "message.work = 0;"
@@ -208,9 +173,7 @@ FAULTS = {
             "sm90/dq_writer.cuh", "dq_writer", "is_first || (kFinishesDqInOrder", "false || (kFinishesDqInOrder"
         ),
         "who comes second stores too": Edit(
-            "sm90/dq_writer.cuh", "arrives_first",
-            "return num_before == 0;",
-            "return num_before <= 1 || num_before == kDqIsStored + 1;",
+            "sm90/dq_writer.cuh", "arrives_first", "num_before == 0", "num_before <= 1 || num_before == kDqIsStored + 1"
         ),
         "nobody tells that sums are stored": Edit(
             "sm90/dq_writer.cuh", "dq_writer", "tile::signal(arrivals, attention::kDqIsStored);", ""
@@ -227,9 +190,7 @@ FAULTS = {
             "sm90/backward_statistics.cu", "compute_query_stats", "stats.arrivals.count = 0;", ""
         ),
         "what nobody stored is dQ": Edit(
-            "sm90/convert_dq.cu", "sm90_convert_dq",
-            "if (kFirstArrivalStoresDq && query_stats",
-            "if (false && query_stats",
+            "sm90/convert_dq.cu", "sm90_convert_dq", "if (kFirstArrivalStoresDq &&", "if (false &&"
         ),
         "results are those of the next tile": Edit(
             "sm90/backward.cu", "consume", "smem.messages[state.stage].work", "smem.messages[next_state.stage].work"
@@ -250,9 +211,7 @@ FAULTS = {
         ),
         "keys are never left": Edit("sm90/backward.cu", "consume", "if (starts_next_tile(flags)) release_kv();", ""),
         "K of every tile has one phase": Edit(
-            "sm90/q_producer.cuh", "load_tile",
-            "smem.kv_phases ^= StepMessage::kPhaseOfK | (",
-            "smem.kv_phases ^= 0 | (",
+            "sm90/q_producer.cuh", "load_tile", "smem.kv_phases ^= StepMessage::kPhaseOfK |", "smem.kv_phases ^= 0 |"
         ),
         "V of every tile has one phase": Edit(
             "sm90/q_producer.cuh", "load_tile", "(has_k ? 0 : StepMessage::kPhaseOfV)", "0"
@@ -261,9 +220,7 @@ FAULTS = {
             "sm90/q_producer.cuh", "produce", "has_sent_step = false; }", "}"
         ),
         "a tile takes the place of the one before": Edit(
-            "sm90/q_producer.cuh", "produce",
-            "if (has_sent_step) work_slot = (work_slot + 1)",
-            "if (false) work_slot = (work_slot + 1)",
+            "sm90/q_producer.cuh", "produce", "(has_sent_step) work_slot = (work_slot", "(false) work_slot = (work_slot"
         ),
         "dK of keys that no query sees is what stands there": Edit(
             "sm90/q_producer.cuh", "load_tile",
@@ -284,17 +241,13 @@ FAULTS = {
     },
     sm90_guards.wide_gradients_are_right: {
         "dO is brought while the last one is read": Edit(
-            "sm90/q_producer.cuh", "load_tile",
-            "if constexpr (kReleasesDo) tile::wait_empty(d_o, do_phase(state));",
-            "",
+            "sm90/q_producer.cuh", "load_tile", "if constexpr (kReleasesDo) tile::wait_empty(d_o, do_phase(state));", ""
         ),
         "K of a head is never left": Edit(
             "sm90/q_pipeline.cuh", "wait_next_head_k", "tile::arrive(smem.k.empty);", ""
         ),
         "K of a head is awaited in the wrong phase": Edit(
-            "sm90/q_pipeline.cuh", "wait_next_head_k",
-            "tile::wait_full(smem.k, k_phase(flags));",
-            "tile::wait_full(smem.k, 0);",
+            "sm90/q_pipeline.cuh", "wait_next_head_k", "::wait_full(smem.k, k_phase(flags));", "::wait_full(smem.k, 0);"
         ),
         "V is not awaited": Edit("sm90/q_pipeline.cuh", "wait_kv", "tile::wait_full(smem.v, v_phase(flags));", ""),
         "helpers are a phase of dO ahead": Edit(
@@ -311,15 +264,9 @@ FAULTS = {
             "sm90/dq_semaphore.cuh", "dq_schedule", "min(from_last, last - first_stored + 1)", "(from_last + 1)"
         ),
         "who finishes waits for itself too": Edit(
-            "sm90/dq_semaphore.cuh", "dq_schedule",
-            "semaphore, 0, 0, last, false, true}",
-            "semaphore, 0, 0, last + 1, false, true}",
+            "sm90/dq_semaphore.cuh", "dq_schedule", ", 0, 0, last, false, true}", ", 0, 0, last + 1, false, true}"
         ),
-        "all tiles have the same bit": Edit(
-            "sm90/dq_semaphore.cuh", "dq_schedule",
-            "1 << min(from_last, 31), awaited_bits_or_count",
-            "1, awaited_bits_or_count",
-        ),
+        "all tiles have the same bit": Edit("sm90/dq_semaphore.cuh", "dq_schedule", "1 << min(from_last, 31),", "1,"),
         "part of a tile of queries counts as stored": Edit(
             "sm90/dq_semaphore.cuh", "dq_schedule", "(work.last - upper) / Height * Height", "work.last - upper + 1"
         ),
@@ -327,9 +274,7 @@ FAULTS = {
             "sm90/dq_semaphore.cuh", "DqSchedule.at", "stores = false;", ""
         ),
         "who adds first stores": Edit(
-            "sm90/dq_semaphore.cuh", "dq_schedule",
-            "semaphore, 0, 0, awaited_bits_or_count, false, false}",
-            "semaphore, 0, 0, awaited_bits_or_count, true, false}",
+            "sm90/dq_semaphore.cuh", "dq_schedule", "0, awaited_bits_or_count, false", "0, awaited_bits_or_count, true"
         ),
         "sums of the first keys' own queries are anything": Edit(
             "sm90/dq_semaphore.cuh", "stores_dq",
@@ -349,9 +294,7 @@ FAULTS = {
         ),
         "all sums are awaited in one phase": Edit("sm90/dq_writer.cuh", "dq_writer", "phase ^= 1;", ""),
         "half of the sums are brought": Edit(
-            "sm90/dq_writer.cuh", "load_dq_sum",
-            "ptx::bulk_load(dq_address(0), sum, kNumConsumers * kDqPartBytes,",
-            "ptx::bulk_load(dq_address(0), sum, kDqPartBytes,",
+            "sm90/dq_writer.cuh", "load_dq_sum", "(dq_address(0), sum, kNumConsumers *", "(dq_address(0), sum,"
         ),
         "sums are stored where they should be added": Edit(
             "sm90/dq_writer.cuh", "dq_writer",
@@ -367,22 +310,16 @@ FAULTS = {
             "softmax_scale); ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);",
         ),
         "dQ is that of the step after": Edit(
-            "sm90/backward.cu", "consume",
-            "finish_dq(params, dq, dq_staging, smem.messages[state.stage], part,",
-            "finish_dq(params, dq, dq_staging, smem.messages[next_state.stage], part,",
+            "sm90/backward.cu", "consume", "smem.messages[state.stage], part,", "smem.messages[next_state.stage], part,"
         ),
         "dQ is not scaled": Edit(
-            "sm90/backward_epilogue.cuh", "finish_dq",
-            "tile::store_full_rows(rows, dq, first, scale)",
-            "tile::store_full_rows(rows, dq, first, 1.0f)",
+            "sm90/backward_epilogue.cuh", "finish_dq", "(rows, dq, first, scale)", "(rows, dq, first, 1.0f)"
         ),
         "steps that finish are walked as others": Edit(
             "sm90/q_producer.cuh", "load_tile", "(head_work.dq.finishes ? StepMessage::kFinalizesDq : 0)", "0"
         ),
         "blocks have their first tiles by their own numbers": Edit(
-            "sm90/q_producer.cuh", "advance_tile",
-            "if constexpr (kTakesTilesInOrder) number = attention::next_tile_number_in_order",
-            "if (false) number = attention::next_tile_number_in_order",
+            "sm90/q_producer.cuh", "advance_tile", "if constexpr (kTakesTilesInOrder) number =", "if (false) number ="
         ),
         "the last places' sums are not set to 0": Edit(
             "sm90/backward_statistics.cu", "sm90_backward_statistics",
@@ -401,8 +338,7 @@ FAULTS = {
             "sm90/dq_arrivals.cuh", "num_visiting_key_tiles", "lo < params.shape.seqlen_kv ?", "true ?"
         ),
         "tiles that the last query leaves count less": Edit(
-            "sm90/dq_arrivals.cuh", "num_visiting_key_tiles",
-            "interval(params, work.batch_head, work.first).lo", "interval(params, work.batch_head, work.last - 1).lo",
+            "sm90/dq_arrivals.cuh", "num_visiting_key_tiles", ".batch_head, work.first)", ".batch_head, work.last - 1)"
         ),
         "nobody stores": Edit(
             "sm90/query_stats.cuh", None, "config::kIsListed || config::kCountsDqArrivals", "config::kIsListed"
@@ -481,8 +417,7 @@ FAULTS = {
             "sm90/backward_epilogue.cuh", "finish_dq", "? message.block.stop :", "? message.block.start + kBlockQ :"
         ),
         "tiles of keys that count are those of multiples": Edit(
-            "sm90/dq_arrivals.cuh", "init_dq_arrivals", "num = num_visiting_parts<Width>(params, work)",
-            "num = num_visiting_key_tiles<Width>(params, work)",
+            "sm90/dq_arrivals.cuh", "init_dq_arrivals", "num_visiting_parts<Width>(", "num_visiting_key_tiles<Width>("
         ),
     },
     sm90_guards.gradients_of_lists_are_right: {
@@ -492,9 +427,7 @@ FAULTS = {
             "++num;",
         ),
         "a tile whose last key is the first of a query counts not": Edit(
-            "sm90/dq_arrivals.cuh", "num_expected_arrivals",
-            "lo < min(key + Width, last)",
-            "lo + 1 < min(key + Width, last)",
+            "sm90/dq_arrivals.cuh", "num_expected_arrivals", "< min(key + Width, last)", "+ 1 < min(key + Width, last)"
         ),
         "a tile whose first key is the last of a query counts not": Edit(
             "sm90/dq_arrivals.cuh", "num_expected_arrivals", "&& hi > key)", "&& hi > key + 1)"
@@ -503,14 +436,10 @@ FAULTS = {
             "sm90/dq_arrivals.cuh", "num_expected_arrivals", "&& hi > key)", "&& hi >= key)"
         ),
         "a tile before the first key of all counts": Edit(
-            "sm90/dq_arrivals.cuh", "num_expected_arrivals",
-            "lo < min(key + Width, last)",
-            "lo <= min(key + Width, last)",
+            "sm90/dq_arrivals.cuh", "num_expected_arrivals", "lo < min(key + Width, last", "lo <= min(key + Width, last"
         ),
         "a block counts as one tile": Edit(
-            "sm90/dq_arrivals.cuh", "num_expected_arrivals",
-            "key < last; key += Width)",
-            "key < last; key += list.block_kv)",
+            "sm90/dq_arrivals.cuh", "num_expected_arrivals", "< last; key += Width)", "< last; key += list.block_kv)"
         ),
         "keys past the end count": Edit(
             "sm90/dq_arrivals.cuh", "num_expected_arrivals",
@@ -521,29 +450,19 @@ FAULTS = {
             "sm90/dq_arrivals.cuh", "num_expected_arrivals", "+ work.first / list.block_q;", ";"
         ),
         "all heads have the visits of the first": Edit(
-            "sm90/dq_arrivals.cuh", "num_expected_arrivals",
-            "list_index(list, work.batch_head) * list.num_q_blocks",
-            "0 * list.num_q_blocks",
+            "sm90/dq_arrivals.cuh", "num_expected_arrivals", "list_index(list, work.batch_head) * list.", "0 * list."
         ),
         "dQ that nobody makes is what stands there": Edit(
-            "sm90/dq_arrivals.cuh", "init_dq_arrivals",
-            "tile::clear(matrix<Element>(params.dq,",
-            "if (false) tile::clear(matrix<Element>(params.dq,",
+            "sm90/dq_arrivals.cuh", "init_dq_arrivals", "tile::clear(matrix<", "if (false) tile::clear(matrix<"
         ),
         "who comes before the last finishes": Edit(
-            "sm90/dq_arrivals.cuh", "DqArrival.of",
-            "const bool is_last = before == num - 1;",
-            "const bool is_last = before == num - 2;",
+            "sm90/dq_arrivals.cuh", "DqArrival.of", "is_last = before == num - 1;", "is_last = before == num - 2;"
         ),
         "nobody finishes": Edit(
-            "sm90/dq_arrivals.cuh", "DqArrival.of",
-            "const bool is_last = before == num - 1;",
-            "const bool is_last = false;",
+            "sm90/dq_arrivals.cuh", "DqArrival.of", "bool is_last = before == num - 1;", "bool is_last = false;"
         ),
         "who comes alone adds sums": Edit(
-            "sm90/dq_writer.cuh", "dq_writer_fused",
-            "is_first ? DqFinish::kAlone : DqFinish::kWithSums;",
-            "DqFinish::kWithSums;",
+            "sm90/dq_writer.cuh", "dq_writer_fused", "is_first ? DqFinish::kAlone : DqFinish::", "DqFinish::"
         ),
         "sums of others are left out": Edit(
             "sm90/dq_writer.cuh", "dq_writer_fused",
@@ -551,14 +470,10 @@ FAULTS = {
             "DqFinish::kAlone;",
         ),
         "who comes first adds": Edit(
-            "sm90/dq_writer.cuh", "dq_writer_fused",
-            "store_dq_sum(message.dq_sum, part, is_first);",
-            "store_dq_sum(message.dq_sum, part, false);",
+            "sm90/dq_writer.cuh", "dq_writer_fused", "(message.dq_sum, part, is_first)", "(message.dq_sum, part, false)"
         ),
         "who comes second stores": Edit(
-            "sm90/dq_writer.cuh", "dq_writer_fused",
-            "store_dq_sum(message.dq_sum, part, is_first);",
-            "store_dq_sum(message.dq_sum, part, arrival.before <= 1);",
+            "sm90/dq_writer.cuh", "dq_writer_fused", ".dq_sum, part, is_first);", ".dq_sum, part, arrival.before <= 1);"
         ),
         "who finishes adds too": Edit(
             "sm90/dq_writer.cuh", "dq_writer_fused", "if (!is_last) store_dq_sum(", "store_dq_sum("
@@ -574,9 +489,7 @@ FAULTS = {
             "sm90/dq_writer.cuh", "dq_writer_fused", "} signal_previous();", "}"
         ),
         "what is told may not be made yet": Edit(
-            "sm90/dq_writer.cuh", "dq_writer_fused",
-            "tile::wait_bulk_copies(); tile::signal(unsignalled",
-            "tile::signal(unsignalled",
+            "sm90/dq_writer.cuh", "dq_writer_fused", "tile::wait_bulk_copies(); tile::signal(", "tile::signal("
         ),
         "the queries' room is left before they are asked": Edit(
             "sm90/dq_writer.cuh", "dq_writer_fused",
@@ -587,8 +500,7 @@ FAULTS = {
             "sm90/dq_writer.cuh", "dq_writer_fused", "ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);", ""
         ),
         "steps that hide nothing are not noted": Edit(
-            "sm90/q_producer.cuh", "load_tile",
-            "if (kLastArrivalFinishesDq || kMessagesHaveBlocks || flags &", "if (kMessagesHaveBlocks || flags &",
+            "sm90/q_producer.cuh", "load_tile", "(kLastArrivalFinishesDq || kMessagesHaveBlocks", "(kMessagesHaveBlocks"
         ),
         "whether a step finishes is asked too early": Edit(
             "sm90/backward.cu", "consume",
@@ -601,9 +513,7 @@ FAULTS = {
             "message.block.stop",
         ),
         "dQ is not scaled": Edit(
-            "sm90/backward_epilogue.cuh", "finish_dq",
-            "tile::store_full_rows(rows, dq, first, scale)",
-            "tile::store_full_rows(rows, dq, first, 1.0f)",
+            "sm90/backward_epilogue.cuh", "finish_dq", "(rows, dq, first, scale)", "(rows, dq, first, 1.0f)"
         ),
     },
     sm90_guards.gradients_in_two_walks_are_right: {

@@ -11,14 +11,10 @@ FAULTS = {
             "sm90/backward_rows.cu", "process_tile", "is_plain = flags & StepMessage::kUnmasked", "is_plain = true"
         ),
         "lse is that of another query": Edit(
-            "sm90/backward_rows.cu", "row_statistics",
-            "query_stats_of_tile.lse_2[query - first]",
-            "query_stats_of_tile.lse_2[0]",
+            "sm90/backward_rows.cu", "row_statistics", ".lse_2[query - first]", ".lse_2[0]"
         ),
         "delta is that of another query": Edit(
-            "sm90/backward_rows.cu", "row_statistics",
-            "query_stats_of_tile.delta[query - first]",
-            "query_stats_of_tile.delta[0]",
+            "sm90/backward_rows.cu", "row_statistics", ".delta[query - first]", ".delta[0]"
         ),
         "queries are those of the first tile": Edit(
             "sm90/backward_rows.cu", "row_statistics",
@@ -47,14 +43,10 @@ FAULTS = {
             "sm90/backward_rows.cu", "make_ds", "dp.at(i, j), stats.delta[i])", "dp.at(i, j), 0.0f)"
         ),
         "scores are read before they are there": Edit(
-            "sm90/backward_rows.cu", "process_tile",
-            "tile::wait_wgmma<1>(s); while (true) {",
-            "tile::wait_wgmma<2>(s); while (true) {",
+            "sm90/backward_rows.cu", "process_tile", "wait_wgmma<1>(s); while (true)", "wait_wgmma<2>(s); while (true)"
         ),
         "scores of further steps are read before they are there": Edit(
-            "sm90/backward_rows.cu", "process_tile",
-            "tile::wait_wgmma<1>(s); ptx::fence_registers",
-            "tile::wait_wgmma<2>(s); ptx::fence_registers",
+            "sm90/backward_rows.cu", "process_tile", "tile::wait_wgmma<1>(s); ptx::", "tile::wait_wgmma<2>(s); ptx::"
         ),
         "dP is read before it is there": Edit(
             "sm90/backward_rows.cu", "process_tile", "tile::wait_wgmma<0>(dp);", "tile::wait_wgmma<1>(dp);"
@@ -65,18 +57,14 @@ FAULTS = {
             "tile::arrive(smem.v[stage].empty); tile::wait_wgmma<0>(dp);",
         ),
         "K is left before it is multiplied": Edit(
-            "sm90/backward_rows.cu", "process_tile",
-            "++num_k_blocks;",
-            "tile::arrive(smem.k[stage].empty); ++num_k_blocks;",
+            "sm90/backward_rows.cu", "process_tile", "++", "tile::arrive(smem.k[stage].empty); ++"
         ),
         "K of a tile's last step is not left": Edit(
             "sm90/backward_rows.cu", "process_tile", "tile::arrive(smem.k[stage_of(num_k_blocks - 1)].empty);", ""
         ),
         "Q is not left": Edit("sm90/backward_rows.cu", "process_tile", "tile::arrive(smem.q[0].empty);", ""),
         "Q is left before it is multiplied": Edit(
-            "sm90/backward_rows.cu", "process_tile",
-            "const Statistics stats = row_statistics(params, tile_info.work);",
-            "const Statistics stats = row_statistics(params, tile_info.work); tile::arrive(smem.q[0].empty);",
+            "sm90/backward_rows.cu", "process_tile", ".work);", ".work); tile::arrive(smem.q[0].empty);"
         ),
         "dQ is written before it is there": Edit(
             "sm90/backward_rows.cu", "process_tile", "tile::wait_wgmma<0>(dq);", ""

@@ -18,9 +18,7 @@ FAULTS = {
         ),
         "dS lies where P does": Edit("sm90/backward_wide.cu", None, "kScoreOffset + 2 * kScoreBytes}", "kScoreOffset}"),
         "both warpgroups store the same keys": Edit(
-            "sm90/backward_wide.cu", "publish_scores",
-            "rounded, Scores::warp_row(), part * kBlockKv / kNumConsumers",
-            "rounded, Scores::warp_row(), 0",
+            "sm90/backward_wide.cu", "publish_scores", "warp_row(), part * kBlockKv / kNumConsumers", "warp_row(), 0"
         ),
         "a query has another's bits": Edit(
             "sm90/backward_wide.cu", "ThreadMask.ThreadMask", "Scores::first_row() * kRowBytes +", ""
@@ -32,14 +30,10 @@ FAULTS = {
             "sm90/backward_wide.cu", "ThreadMask.at", ">> (first + j % 2) & 1", ">> first & 1"
         ),
         "a query has another's lse": Edit(
-            "sm90/backward_wide.cu", "make_p",
-            "queries.stats.lse_2[Scores::first_row() + Scores::row(i)]",
-            "queries.stats.lse_2[i]",
+            "sm90/backward_wide.cu", "make_p", ".stats.lse_2[Scores::first_row() + Scores::row(i)]", ".stats.lse_2[i]"
         ),
         "a query has another's delta": Edit(
-            "sm90/backward_wide.cu", "make_ds",
-            "queries.stats.delta[Scores::first_row() + Scores::row(i)]",
-            "queries.stats.delta[i]",
+            "sm90/backward_wide.cu", "make_ds", ".stats.delta[Scores::first_row() + Scores::row(i)]", ".stats.delta[i]"
         ),
         "P of masked keys is kept": Edit(
             "sm90/backward_wide.cu", "make_p", "s.at(i, j) = !IsMasked || mask.at(i, j) ? p : 0.0f;", "s.at(i, j) = p;"
@@ -51,17 +45,13 @@ FAULTS = {
             "sm90/backward_wide.cu", "consume", "tile::wait_wgmma<1>(s);", "tile::wait_wgmma<2>(s);"
         ),
         "dP is read before it is there": Edit(
-            "sm90/backward_wide.cu", "consume",
-            "tile::wait_wgmma<1 + WarpgroupDv::kOtherGemms>(dp);",
-            "tile::wait_wgmma<2 + WarpgroupDv::kOtherGemms>(dp);",
+            "sm90/backward_wide.cu", "consume", "<1 + WarpgroupDv::kOtherGemms>(dp", "<2 + WarpgroupDv::kOtherGemms>(dp"
         ),
         "dQ is read before it is there": Edit(
             "sm90/backward_wide.cu", "consume", "tile::wait_wgmma<1>(dq);", "tile::wait_wgmma<2>(dq);"
         ),
         "the second part of dQ is read before it is there": Edit(
-            "sm90/backward_wide.cu", "consume",
-            "tile::wait_wgmma<WarpgroupDk::kOtherGemms>(dq);",
-            "tile::wait_wgmma<1 + WarpgroupDk::kOtherGemms>(dq);",
+            "sm90/backward_wide.cu", "consume", "<WarpgroupDk::kOtherGemms>(dq);", "<1 + WarpgroupDk::kOtherGemms>(dq);"
         ),
         "dO is left while dV is made": Edit(
             "sm90/backward_wide.cu", "consume",
@@ -81,14 +71,10 @@ FAULTS = {
             "sm90/backward_wide.cu", "consume", "return; dk.each(part, clear); dv.each(part, clear);", "return;"
         ),
         "the next tile's keys are not awaited": Edit(
-            "sm90/backward_wide.cu", "consume",
-            "wait_kv(flags); start_s(s, next_state, part);",
-            "start_s(s, next_state, part);",
+            "sm90/backward_wide.cu", "consume", "wait_kv(flags); start_s(s, next_state,", "start_s(s, next_state,"
         ),
         "keys are left before gradients go through their rooms": Edit(
-            "sm90/backward_wide.cu", "consume",
-            "write_gradients(params, smem",
-            "release_kv(); write_gradients(params, smem",
+            "sm90/backward_wide.cu", "consume", "write_gradients(params,", "release_kv(); write_gradients(params,"
         ),
         "dO is not awaited": Edit(
             "sm90/backward_wide.cu", "start_dp", "tile::wait_full(shared().d_o[do_stage(state)], do_phase(state));", ""
@@ -105,37 +91,25 @@ FAULTS = {
             "{} write_gradients(",
         ),
         "sums of dQ are those of the next step": Edit(
-            "sm90/backward_wide.cu", "consume",
-            "const DqSumLayout dq_sum(message.dq_sum);",
-            "const DqSumLayout dq_sum(smem.messages[state.next().stage].dq_sum);",
+            "sm90/backward_wide.cu", "consume", "(message.dq_sum);", "(smem.messages[state.next().stage].dq_sum);"
         ),
         "both warpgroups sum the same columns": Edit(
-            "sm90/backward_wide.cu", "GradientPart.start_first_sum",
-            "Columns(left, part * kPanelsPerWarpgroup), Keys(right)",
-            "Columns(left, 0), Keys(right)",
+            "sm90/backward_wide.cu", "GradientPart.start_first_sum", "(left, part * kPanelsPerWarpgroup),", "(left, 0),"
         ),
         "the second panel of a warpgroup is the first": Edit(
-            "sm90/backward_wide.cu", "GradientPart.start_other_sums",
-            "part * kPanelsPerWarpgroup + 1), Keys",
-            "part * kPanelsPerWarpgroup), Keys",
+            "sm90/backward_wide.cu", "GradientPart.start_other_sums", "kPanelsPerWarpgroup + 1)", "kPanelsPerWarpgroup)"
         ),
         "of a panel that they share both have the first keys": Edit(
-            "sm90/backward_wide.cu", "GradientPart.start_other_sums",
-            "Keys(right, part * kBlockKv / kNumConsumers)",
-            "Keys(right)",
+            "sm90/backward_wide.cu", "GradientPart.start_other_sums", "right, part * kBlockKv / kNumConsumers", "right"
         ),
         "the panel that they share is the first": Edit(
             "sm90/backward_wide.cu", "GradientPart.start_other_sums", "Columns(left, kLast),", "Columns(left, 0),"
         ),
         "what both share is written to the first keys": Edit(
-            "sm90/backward_wide.cu", "GradientPart.each",
-            "visit(last_panel, kLast, part * kBlockKv / kNumConsumers)",
-            "visit(last_panel, kLast, 0)",
+            "sm90/backward_wide.cu", "GradientPart.each", ", kLast, part * kBlockKv / kNumConsumers)", ", kLast, 0)"
         ),
         "panels of both are written to one place": Edit(
-            "sm90/backward_wide.cu", "GradientPart.each",
-            "visit(panels[x], part * kPanelsPerWarpgroup + x, 0)",
-            "visit(panels[x], x, 0)",
+            "sm90/backward_wide.cu", "GradientPart.each", "[x], part * kPanelsPerWarpgroup + x, 0)", "[x], x, 0)"
         ),
         "wide dK is not scaled": Edit(
             "sm90/backward_wide.cu", "write_gradients", "sums.scale(params.shape.softmax_scale);", ""
@@ -152,22 +126,16 @@ FAULTS = {
             "dv, v_smem, part);",
         ),
         "gradients of float32 lose a key": Edit(
-            "sm90/backward_wide.cu", "write_accumulators",
-            "Sums::column(j) < to.num_rows",
-            "Sums::column(j) < to.num_rows - 1",
+            "sm90/backward_wide.cu", "write_accumulators", "::column(j) < to.num_rows", "::column(j) < to.num_rows - 1"
         ),
         "gradients of float32 lose a column": Edit(
-            "sm90/backward_wide.cu", "write_accumulators",
-            "Sums::row(i) < to.num_columns,",
-            "Sums::row(i) < to.num_columns - 1,",
+            "sm90/backward_wide.cu", "write_accumulators", "::row(i) < to.num_columns", "::row(i) < to.num_columns - 1"
         ),
         "gradients of float32 start with the tile before": Edit(
             "sm90/backward_wide.cu", "write_part", ".rows(work.first, work.last);", ";"
         ),
         "half a warpgroup copies gradients": Edit(
-            "sm90/backward_wide.cu", "write_gradients",
-            "from, threadIdx.x - kWarpgroupThreads);",
-            "from, threadIdx.x % kWarpgroupThreads);",
+            "sm90/backward_wide.cu", "write_gradients", "from, threadIdx.x -", "from, threadIdx.x %"
         ),
     },
 }  # fmt: skip

@@ -16,9 +16,7 @@ FAULTS = {
             "[](int) { return true; });",
         ),
         "V past a step is what stands there": Edit(
-            "sm90/kv_producer.cuh", "load_values",
-            "bool zero_fills = ends_inside_block(block, length)",
-            "bool zero_fills = false",
+            "sm90/kv_producer.cuh", "load_values", "zero_fills = ends_inside_block(block, length)", "zero_fills = false"
         ),
         "keys of the step before count again": Edit(
             "sm90/kv_pipeline.cuh", "mask_block", "row_mask.lo = max(row_mask.lo, message.unread_start);", ""
@@ -41,15 +39,11 @@ FAULTS = {
             "sm90/tensor_maps.cuh", "tma_coords", "strides[2] == 0 ? 0 :", ""
         ),
         "K is that of the query's head": Edit(
-            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
-            "tile_info.kv_head = work.batch_head.head / params.shape.group_size",
-            "tile_info.kv_head = work.batch_head.head",
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", ".head / params.shape.group_size", ".head"
         ),
         "one stage serves all": Edit("sm90/kv_storage.cuh", "stage_of", "return count % kNumStages;", "return 0;"),
         "every lane asks for a tile": Edit(
-            "sm90/kv_tile_scheduler.cuh", "advance_tile",
-            "if (elect_one()) number = attention::next_tile_number",
-            "number = attention::next_tile_number",
+            "sm90/kv_tile_scheduler.cuh", "advance_tile", "if (elect_one()) number = attention", "number = attention"
         ),
         "nobody has the first tiles": Edit(
             "sm90/kv_tile_scheduler.cuh", "advance_tile", "if (is_first) return attention::first_tile_number();", ""
@@ -71,9 +65,7 @@ FAULTS = {
             "if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty); tile::wait_wgmma<0>(o);",
         ),
         "Q is left with the first step": Edit(
-            "sm90/forward.cu", "release_k",
-            "if (is_last && kQStages == 1) tile",
-            "if (shared().messages[stage_of(num_k_blocks)].block.start == 0 && kQStages == 1) tile",
+            "sm90/forward.cu", "release_k", "(is_last", "(shared().messages[stage_of(num_k_blocks)].block.start == 0"
         ),
         "Q's room is left before O went through it": Edit(
             "sm90/forward_epilogue.cuh", "epilogue",
@@ -107,8 +99,7 @@ FAULTS = {
             "sm90/forward_hooks.cuh", "write_empty_rows", "o.at(row, column) = zero", "continue"
         ),
         "lse of queries without a key stays as it is": Edit(
-            "sm90/forward_hooks.cuh", "write_empty_rows",
-            "if (elect_one()) lse.at(row, 0)", "if (false) lse.at(row, 0)"
+            "sm90/forward_hooks.cuh", "write_empty_rows", "if (elect_one()) lse.at(row, 0)", "if (false) lse.at(row, 0)"
         ),
         "scores are read before they are there": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages", "tile::wait_wgmma<1>(s);", "tile::wait_wgmma<2>(s);"
@@ -117,14 +108,10 @@ FAULTS = {
             "sm90/forward.cu", "consume_with_one_q_stage", "tile::wait_wgmma<1>(s);", "tile::wait_wgmma<2>(s);"
         ),
         "O is not rescaled": Edit(
-            "sm90/forward.cu", "consume_with_two_q_stages",
-            "make_p(s, softmax, o, max_has_risen && !is_first, factor);",
-            "make_p(s, softmax, o, false, factor);",
+            "sm90/forward.cu", "consume_with_two_q_stages", ", o, max_has_risen && !is_first,", ", o, false,"
         ),
         "O is not rescaled, with one room for Q": Edit(
-            "sm90/forward.cu", "consume_with_one_q_stage",
-            "make_p(s, softmax, o, max_has_risen, factor);",
-            "make_p(s, softmax, o, false, factor);",
+            "sm90/forward.cu", "consume_with_one_q_stage", "(s, softmax, o, max_has_risen,", "(s, softmax, o, false,"
         ),
         "scores that are large are scaled first": Edit(
             "sm90/forward.cu", "make_p", "if (softmax.max_reasons & Softmax::kLargeMax) softmax.subtract_max(s);", ""
@@ -153,14 +140,10 @@ FAULTS = {
             "negate_and_mask(params, s, num_tiles_done, num_k_blocks);",
         ),
         "scores are made again of the first stage": Edit(
-            "sm90/forward.cu", "recompute_scores",
-            "right_k_major(k_smem(stage_of(num_k_blocks)).panel",
-            "right_k_major(k_smem(0).panel",
+            "sm90/forward.cu", "recompute_scores", "(k_smem(stage_of(num_k_blocks)).panel", "(k_smem(0).panel"
         ),
         "scores are made again of the last tile's queries": Edit(
-            "sm90/forward.cu", "recompute_scores",
-            "left_k_major(q_smem(q_stage_of(num_tiles_done)).panel",
-            "left_k_major(q_smem(q_stage_of(num_tiles_done + 1)).panel",
+            "sm90/forward.cu", "recompute_scores", "(q_stage_of(num_tiles_done)).", "(q_stage_of(num_tiles_done + 1))."
         ),
         "scores are made again of one panel": Edit(
             "sm90/forward.cu", "recompute_scores", "panel(k / kInPanel), 0);", "panel(0), 0);"
@@ -170,14 +153,10 @@ FAULTS = {
         ),
         "scores are added to those that were": Edit("sm90/forward.cu", "recompute_scores", "s.fill(0);", ""),
         "a masked step is plain": Edit(
-            "sm90/forward.cu", "is_plain",
-            "kPlainFlags = StepMessage::kSkipMax | StepMessage::kUnmasked;",
-            "kPlainFlags = StepMessage::kSkipMax;",
+            "sm90/forward.cu", "is_plain", "= StepMessage::kSkipMax | StepMessage::kUnmasked", "= StepMessage::kSkipMax"
         ),
         "a tile's last step is plain": Edit(
-            "sm90/forward.cu", "is_plain",
-            "(kPlainFlags | StepMessage::kLastForWarpgroup)) == kPlainFlags",
-            "kPlainFlags) == kPlainFlags",
+            "sm90/forward.cu", "is_plain", "(kPlainFlags | StepMessage::kLastForWarpgroup)) ==", "kPlainFlags) =="
         ),
         "turned scores are as they are": Edit(
             "sm90/kv_producer.cuh", "step_flags",
@@ -201,14 +180,10 @@ FAULTS = {
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "work, 64 * tile::lane());", "work, 0);"
         ),
         "what some of a warpgroup's queries see all do": Edit(
-            "sm90/kv_tile_scheduler.cuh", "group_visit_range",
-            "visit_range.stop, visit_range.full_start, visit_range.full_stop}",
-            "visit_range.stop, visit_range.full_start, visit_range.stop}",
+            "sm90/kv_tile_scheduler.cuh", "group_visit_range", ", visit_range.full_stop}", ", visit_range.stop}"
         ),
         "a warpgroup leaves a tile a step too soon": Edit(
-            "sm90/kv_producer.cuh", "step_flags",
-            "block.stop >= group_range.stop);",
-            "block.stop + kBlockKv >= group_range.stop);",
+            "sm90/kv_producer.cuh", "step_flags", ".stop >= group_range.stop)", ".stop + kBlockKv >= group_range.stop)"
         ),
         "keys that a warpgroup passes over are not left": Edit(
             "sm90/forward.cu", "skip_blocks", "tile::arrive(shared().k[stage].empty);", ""
@@ -223,14 +198,10 @@ FAULTS = {
             "sm90/forward.cu", "skip_blocks", "ping_pong_wait(); ping_pong_signal();", ""
         ),
         "who passed over a tile's end starts without a turn": Edit(
-            "sm90/forward.cu", "consume_with_two_q_stages",
-            "num_tiles_done, num_k_blocks, num_k_blocks > 0);",
-            "num_tiles_done, num_k_blocks, false);",
+            "sm90/forward.cu", "consume_with_two_q_stages", "num_k_blocks, num_k_blocks > 0);", "num_k_blocks, false);"
         ),
         "Q's room is left a tile too late": Edit(
-            "sm90/forward.cu", "consume_with_two_q_stages",
-            "(is_first && !is_last) * StepMessage::kOStoreInFlight",
-            "is_first * StepMessage::kOStoreInFlight",
+            "sm90/forward.cu", "consume_with_two_q_stages", "(is_first && !is_last) *", "is_first *"
         ),
         "Q's room is not left by plain steps": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages",
@@ -243,9 +214,7 @@ FAULTS = {
             "if (is_first && is_last) release_q",
         ),
         "Q's room is not left after a single step": Edit(
-            "sm90/forward.cu", "consume_with_two_q_stages",
-            "if (flags & StepMessage::kOStoreInFlight || is_first && is_last) release_q",
-            "if (flags & StepMessage::kOStoreInFlight) release_q",
+            "sm90/forward.cu", "consume_with_two_q_stages", "kOStoreInFlight || is_first && is_last", "kOStoreInFlight"
         ),
         "K that was not there when it was asked for counts as there": Edit(
             "sm90/forward.cu", "NextOperands.start_products", "if (!has_k_) tile", "if (false) tile"
@@ -255,9 +224,7 @@ FAULTS = {
         ),
         "O goes on from tile to tile": Edit("sm90/forward.cu", "consume_with_two_q_stages", "o.fill(0); }", "}"),
         "a tile has the sums of the next one": Edit(
-            "sm90/forward.cu", "consume_with_two_q_stages",
-            "- 1, previous_softmax, o, false, sink, dropout);",
-            "- 1, softmax, o, false, sink, dropout);",
+            "sm90/forward.cu", "consume_with_two_q_stages", "1, previous_softmax, o, false,", "1, softmax, o, false,"
         ),
         "a tile goes on with the maximum of the one before": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages", "softmax = Softmax();", ""
@@ -266,13 +233,10 @@ FAULTS = {
             "sm90/kv_storage.cuh", "tile_info_index", "count % kNumTileInfos", "count % 2"
         ),
         "a task is left before V is brought": Edit(
-            "sm90/kv_pipeline.cuh", "init_barriers",
-            "&tile_info_slot.empty), (2 + kStagesArray", "&tile_info_slot.empty), (1 + kStagesArray",
+            "sm90/kv_pipeline.cuh", "init_barriers", "&tile_info_slot.empty), (2 +", "&tile_info_slot.empty), (1 +"
         ),
         "a task is left before its results are written": Edit(
-            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
-            "wait_slot_empty(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));",
-            "wait_slot_empty(tile_info_slot, tile_info_phase(num_tiles_done));",
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "(num_tiles_done + kNumTileInfos - 1))", "(num_tiles_done))"
         ),
         "a row that ends within a chunk is left to the accelerator": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
@@ -286,31 +250,22 @@ FAULTS = {
             "sm90/forward_tiles.cuh", "q_operand", "64 * (group % kNumConsumers)", "64 * (group - 1)"
         ),
         "a task overwrites the one before": Edit(
-            "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
-            "WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];",
-            "WorkTileInfo& tile_info = shared().tile_infos[0];",
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "tile_infos[tile_info_index(num_tiles_done)", "tile_infos[0"
         ),
         "every step is whole": Edit(
-            "sm90/kv_producer.cuh", "step_flags",
-            "!is_shifted && attention::is_unmasked<kBlockKv>(group_block)",
-            "true",
+            "sm90/kv_producer.cuh", "step_flags", "!is_shifted && attention::is_unmasked<kBlockKv>(group_block)", "true"
         ),
         "a negative scale is not turned": Edit(
             "sm90/forward_tiles.cuh", "negate_and_mask", "if (Signs::needs_negation(softmax_scale))", "if (false)"
         ),
     },
     gradients_in_two_walks_are_right: {
-        "dO is not counted": Edit(
-            "sm90/kv_pipeline.cuh", "init_barriers",
-            "(kLoadsDo && i < kQStages) ||", "false ||",
-        ),
+        "dO is not counted": Edit("sm90/kv_pipeline.cuh", "init_barriers", "(kLoadsDo && i < kQStages) ||", "false ||"),
         "the end is told once": Edit(
             "sm90/kv_producer.cuh", "load_keys", "if constexpr (kLoadsDo) tile::arrive(q.full);", ""
         ),
         "dO is not brought": Edit(
-            "sm90/kv_producer.cuh", "load_keys",
-            "if constexpr (kLoadsDo) load_operand<kDo>",
-            "if constexpr (false) load_operand<kDo>",
+            "sm90/kv_producer.cuh", "load_keys", "(kLoadsDo) load_operand<kDo>", "(false) load_operand<kDo>"
         ),
         "dO is that of another head": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
@@ -320,36 +275,26 @@ FAULTS = {
             "tile_info.kv_head);",
         ),
         "dO that is copied is that of another head": Edit(
-            "sm90/kv_producer.cuh", "load_operand",
-            "kIsOfQueries = kOperand == kQ || kOperand == kDo,",
-            "kIsOfQueries = kOperand == kQ,",
+            "sm90/kv_producer.cuh", "load_operand", "= kOperand == kQ || kOperand == kDo,", "= kOperand == kQ,"
         ),
         "dO that is copied is as wide as Q": Edit(
-            "sm90/kv_producer.cuh", "load_operand",
-            "kHasValueDim = kOperand == kV || kOperand == kDo;",
-            "kHasValueDim = kOperand == kV;",
+            "sm90/kv_producer.cuh", "load_operand", "= kOperand == kV || kOperand == kDo;", "= kOperand == kV;"
         ),
         "dO is Q": Edit("sm90/kv_producer.cuh", "load_operand", "kOperand == kDo ? params.do_ :", ""),
         "dO lies where V does": Edit(
             "sm90/kv_storage.cuh", "do_smem", "kDoOffset + slot * SmemDo::kBytes}", "v_smem(0).start}"
         ),
         "K past a step is what stands there": Edit(
-            "sm90/kv_producer.cuh", "load_keys",
-            "kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv)",
-            "false",
+            "sm90/kv_producer.cuh", "load_keys", "kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv)", "false"
         ),
         "keys of the step before count again": Edit(
             "sm90/kv_pipeline.cuh", "mask_block", "row_mask.lo = max(row_mask.lo, message.unread_start);", ""
         ),
         "under a band too": Edit(
-            "sm90/kv_pipeline.cuh", "mask_block",
-            "mask_band(s, message.block, hidden, tile_info.band, message.unread_start)",
-            "mask_band(s, message.block, hidden, tile_info.band, 0)",
+            "sm90/kv_pipeline.cuh", "mask_block", ", tile_info.band, message.unread_start)", ", tile_info.band, 0)"
         ),
         "scores are hidden behind -inf": Edit(
-            "sm90/kv_pipeline.cuh", "mask_block",
-            "kLoadsDo ? attention::masked_score() : ptx::negative_infinity<float>();",
-            "ptx::negative_infinity<float>();",
+            "sm90/kv_pipeline.cuh", "mask_block", "kLoadsDo ? attention::masked_score() : ptx::", "ptx::"
         ),
     },
 }  # fmt: skip

@@ -11,9 +11,7 @@ FAULTS = {
             "tile/accumulator_layout.cuh", "AccumulatorLayout.load", "[e + x] = sums.at[x];", "[e + x] = sums.at[0];"
         ),
         "whole rows lie too close": Edit(
-            "tile/copy_async.cuh", "FullTileCopy.start",
-            "data += Partition::kRowsPerPass * row_stride_)",
-            "data += Partition::kRowsPerPass * (row_stride_ - 8))",
+            "tile/copy_async.cuh", "FullTileCopy.start", "* row_stride_)", "* (row_stride_ - 8))"
         ),
         "whole rows lack their last chunks": Edit(
             "tile/copy_async.cuh", "FullTileCopy.start",
@@ -21,24 +19,18 @@ FAULTS = {
             "chunk < Tile::kChunks - 4; chunk += Partition::kThreadsPerRow) ptx",
         ),
         "four sums of dQ go where others are": Edit(
-            "tile/accumulator_layout.cuh", "AccumulatorLayout.thread_offset",
-            "+ Run * ptx::lane()",
-            "+ 4 * (ptx::lane() / 2)",
+            "tile/accumulator_layout.cuh", "AccumulatorLayout.thread_offset", "Run * ptx::lane(", "4 * (ptx::lane() / 2"
         ),
         "a result is written past its last row": Edit(
             "tile/copy_async.cuh", "store", "to.num_rows >= Rows &&", "to.num_rows >= Rows - 8 &&"
         ),
         "rows of a result lie too close": Edit(
-            "tile/copy_async.cuh", "store",
-            "data += Partition::kRowsPerPass * to.row_stride;",
-            "data += Partition::kRowsPerPass * (to.row_stride - 8);",
+            "tile/copy_async.cuh", "store", "::kRowsPerPass * to.row_stride;", "::kRowsPerPass * (to.row_stride - 8);"
         ),
     },
     kernel_guards.tiles_are_right: {
         "the last column is the first": Edit(
-            "tile/copy.cuh", "load",
-            "to_accumulator(*element)",
-            "to_accumulator(column + 1 < from.num_columns ? *element : from.at(row, 0))",
+            "tile/copy.cuh", "load", "(*element)", "(column + 1 < from.num_columns ? *element : from.at(row, 0))"
         ),
         "a vector past the last column is loaded": Edit(
             "tile/copy.cuh", "has_aligned_vectors", "&& matrix.num_columns % kVector == 0", ""
@@ -53,24 +45,16 @@ FAULTS = {
             "tile/copy.cuh", "has_aligned_vectors", "matrix.column_stride == 1 &&", ""
         ),
         "a vector is stored in reverse": Edit(
-            "tile/copy.cuh", "store_vectorized",
-            "to_element(from.at[i][j + e], x.at[e]);",
-            "to_element(from.at[i][j + e], x.at[Run - 1 - e]);",
+            "tile/copy.cuh", "store_vectorized", "(from.at[i][j + e], x.at[e]", "(from.at[i][j + e], x.at[Run - 1 - e]"
         ),
         "the last row is not stored": Edit(
-            "tile/copy.cuh", "store",
-            "(Tile::row(i) >= to.num_rows) continue;",
-            "(Tile::row(i) + 1 >= to.num_rows) continue;",
+            "tile/copy.cuh", "store", "(Tile::row(i) >= to.num_rows)", "(Tile::row(i) + 1 >= to.num_rows)"
         ),
         "the last row is not stored in vectors": Edit(
-            "tile/copy.cuh", "store_vectorized",
-            "(Tile::row(i) >= to.num_rows) continue;",
-            "(Tile::row(i) + 1 >= to.num_rows) continue;",
+            "tile/copy.cuh", "store_vectorized", "(Tile::row(i) >= to.num_rows)", "(Tile::row(i) + 1 >= to.num_rows)"
         ),
         "rows of a thread are neighbours": Edit(
-            "tile/register_tile.cuh", "RegisterTile.row",
-            "return row_lane() + kRowLanes * i;",
-            "return row_lane() * kRows + i;",
+            "tile/register_tile.cuh", "RegisterTile.row", "row_lane() + kRowLanes * i;", "row_lane() * kRows + i;"
         ),
         "runs of a thread overlap": Edit(
             "tile/register_tile.cuh", "RegisterTile.column",
@@ -78,9 +62,7 @@ FAULTS = {
             "j / Run * kColumnLanes * Run + column_lane() + j % Run",
         ),
         "half a row is summed": Edit(
-            "tile/register_tile.cuh", "row_sum",
-            "x += __shfl_xor_sync(0xffffffffu, x, lane_offset);",
-            "x += lane_offset > 2 ? T(0) : __shfl_xor_sync(0xffffffffu, x, lane_offset);",
+            "tile/register_tile.cuh", "row_sum", "+= __shfl_xor_sync(", "+= lane_offset > 2 ? T(0) : __shfl_xor_sync("
         ),
         "elements lie closer than vectors": Edit(
             "tile/shared_tile.cuh", "SharedTile.at", "data[row * kPitch + column]", "data[row * Columns + column]"
@@ -89,9 +71,7 @@ FAULTS = {
             "tile/gemm_simt.cuh", "gemm_add_nt", "b_frag[j].at[e]", "b_frag[j].at[kVector - 1 - e]"
         ),
         "what is added misses the last column": Edit(
-            "tile/copy.cuh", "add",
-            "if (column < to.num_columns) ptx::red_add",
-            "if (column < to.num_columns - 1) ptx::red_add",
+            "tile/copy.cuh", "add", "if (column < to.num_columns) ptx::", "if (column < to.num_columns - 1) ptx::"
         ),
         "a^T b starts a row late": Edit(
             "tile/gemm_simt.cuh", "gemm_add_tn", "for (int k = first; k < last", "for (int k = first + 1; k < last"
@@ -108,17 +88,13 @@ FAULTS = {
             "column_lane() * ColumnStride + row_lane() % 8 * BStride",
         ),
         "a fragment of b is its neighbour's": Edit(
-            "tile/gemm_simt.cuh", "gemm_add_mma",
-            "j * kColumnLanes * ColumnStride",
-            "(j ^ 2) * kColumnLanes * ColumnStride",
+            "tile/gemm_simt.cuh", "gemm_add_mma", "j * kColumnLanes *", "(j ^ 2) * kColumnLanes *"
         ),
         "fragments take a row too many": Edit(
             "tile/gemm_simt.cuh", "gemm_add_mma", "k + column_lane() < last;", "k + column_lane() <= last;"
         ),
         "fragments of a^T miss the first row": Edit(
-            "tile/gemm_simt.cuh", "gemm_add_mma",
-            "in_bounds = first <= k + column_lane()",
-            "in_bounds = first < k + column_lane()",
+            "tile/gemm_simt.cuh", "gemm_add_mma", "= first <= k + column_lane()", "= first < k + column_lane()"
         ),
         "two fragments of a change places": Edit(
             "tile/gemm_simt.cuh", "gemm_add_mma", "a_frag[i], a_frag[i + 1], b_frag", "a_frag[i + 1], a_frag[i], b_frag"
@@ -132,9 +108,7 @@ FAULTS = {
             "tile/register_tile.cuh", "RegisterTile.divide_row", "rounded == rounded ? rounded : quotient;", "rounded;"
         ),
         "two rows of fragments are summed": Edit(
-            "tile/register_tile.cuh", "row_sum",
-            "lane_offset < kColumnLanes; lane_offset *= 2) x +=",
-            "lane_offset < 8; lane_offset *= 2) x +=",
+            "tile/register_tile.cuh", "row_sum", "< kColumnLanes; lane_offset *= 2) x +=", "< 8; lane_offset *= 2) x +="
         ),
         "rows of fragments meet in the banks": Edit(
             "tile/shared_tile.cuh", None, "(config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength", "Vector<T>::kLength"
@@ -148,14 +122,10 @@ FAULTS = {
             "tile/tf32.cuh", "multiply_add", "ptx::mma_m16n8k8_tf32(d, a.hi, b.lo);", ""
         ),
         "a NaN is rounded to -0": Edit(
-            "tile/tf32.cuh", "Tf32.Tf32",
-            "hi[e] = ptx::to_tf32(__uint_as_float(x[e]));",
-            "hi[e] = (x[e] + 0x1000u) & 0xffffe000u;",
+            "tile/tf32.cuh", "Tf32.Tf32", "= ptx::to_tf32(__uint_as_float(x[e]));", "= (x[e] + 0x1000u) & 0xffffe000u;"
         ),
         "words come from the other four rows": Edit(
-            "tile/tf32.cuh", "TransposedWords.at",
-            "which_row * (Adjacent ? 1 : 4)",
-            "(1 - which_row) * (Adjacent ? 1 : 4)",
+            "tile/tf32.cuh", "TransposedWords.at", "which_row * (Adjacent ? 1 :", "(1 - which_row) * (Adjacent ? 1 :"
         ),
         "words of the second column are the first's": Edit(
             "tile/tf32.cuh", "TransposedWords.at", "4 * tile + 2 * which_column", "4 * tile"
@@ -180,9 +150,7 @@ FAULTS = {
             "tile/tf32.cuh", "store", "+ from.first_column() % kChunkOf<float> * 4;", ";"
         ),
         "rows of floats meet in the banks": Edit(
-            "tile/swizzled_tile.cuh", "SwizzledTile.swizzle",
-            "row % 2 * 2 ^ row / 2 % 2 * 7 ^ row / 4 % 2 * 4",
-            "row % 8",
+            "tile/swizzled_tile.cuh", "SwizzledTile.swizzle", "% 2 * 2 ^ row / 2 % 2 * 7 ^ row / 4 % 2 * 4", "% 8"
         ),
     },
     kernel_guards.parts_are_right: {
@@ -207,17 +175,13 @@ FAULTS = {
             "tile/pipeline.cuh", "copy", "int e = remaining - 1; e >= 0", "int e = remaining - 2; e >= 0"
         ),
         "only the first panel is brought": Edit(
-            "tile/pipeline.cuh", "start_tma_boxes",
-            "column < to.columns; column += to.width) {",
-            "column < to.width; column += to.width) {",
+            "tile/pipeline.cuh", "start_tma_boxes", "< to.columns; column += to.width", "< to.width; column += to.width"
         ),
         "a room counts as empty in the wrong phase": Edit(
             "tile/pipeline.cuh", "wait_empty", "&slot.empty), phase ^ 1);", "&slot.empty), phase);"
         ),
         "a room counts as full in the wrong phase": Edit(
-            "tile/pipeline.cuh", "wait_full",
-            "mbarrier_wait(ptx::shared_address(&slot.full), phase);",
-            "mbarrier_wait(ptx::shared_address(&slot.full), phase ^ 1);",
+            "tile/pipeline.cuh", "wait_full", "(&slot.full), phase);", "(&slot.full), phase ^ 1);"
         ),
         "all panels of O are the first": Edit(
             "tile/wgmma_tile.cuh", "store", "+ k / kNumFragments * Panel::kBytes, from", ", from"
@@ -229,35 +193,25 @@ FAULTS = {
             "tile/wgmma_tile.cuh", "KMajor.at", "at(panel * Tile::Panel::kBytes +", "at(0 * panel +"
         ),
         "rows of a fragment change places": Edit(
-            "tile/wgmma_tile.cuh", "PackedOperand.pack",
-            "fragments[k][e] = ptx::pack2",
-            "fragments[k][e ^ 1] = ptx::pack2",
+            "tile/wgmma_tile.cuh", "PackedOperand.pack", "fragments[k][e] = ptx::", "fragments[k][e ^ 1] = ptx::"
         ),
         "a chunk of O is another's": Edit(
-            "tile/epilogue.cuh", "transpose_in_quad",
-            "is_upper ? first : second, lane_offset",
-            "is_upper ? second : first, lane_offset",
+            "tile/epilogue.cuh", "transpose_in_quad", "is_upper ? first : second,", "is_upper ? second : first,"
         ),
         "a row too many of O is stored": Edit(
-            "tile/epilogue.cuh", "store",
-            "if (row >= to.num_rows) continue; Bits128",
-            "if (row > to.num_rows) continue; Bits128",
+            "tile/epilogue.cuh", "store", ">= to.num_rows) continue; Bits128", "> to.num_rows) continue; Bits128"
         ),
         "chunks past the last column are stored": Edit(
             "tile/epilogue.cuh", "store", "from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns", "true"
         ),
         "the last element of a short chunk is lost": Edit(
-            "tile/epilogue.cuh", "store",
-            "min(column + kChunkOf<T>, to.num_columns); ++x",
-            "min(column + kChunkOf<T>, to.num_columns - 1); ++x",
+            "tile/epilogue.cuh", "store", "+ kChunkOf<T>, to.num_columns); ++", "+ kChunkOf<T>, to.num_columns - 1); ++"
         ),
     },
     sm90_guards.gradients_are_right: {
         "copied tiles are not fenced": Edit("tile/pipeline.cuh", "copy", "ptx::fence_proxy_async();", ""),
         "a panel of dO is not brought": Edit(
-            "tile/pipeline.cuh", "start_tma_boxes",
-            "column < to.columns; column += to.width) {",
-            "column < to.width; column += to.width) {",
+            "tile/pipeline.cuh", "start_tma_boxes", "< to.columns; column += to.width", "< to.width; column += to.width"
         ),
         "half of the bits change places": Edit(
             "tile/pipeline.cuh", "transpose_bits_in_warp", "low ^= low << lane_offset / 2;", ""
@@ -274,9 +228,7 @@ FAULTS = {
             "tile/accumulator_layout.cuh", "AccumulatorLayout.atomic_add", "at(i, first + j, 0)", "at(i, j, 0)"
         ),
         "the last column of a gradient is not copied": Edit(
-            "tile/pipeline.cuh", "copy",
-            "e < min(to.num_columns - column, kChunkOf<T>)",
-            "e + 1 < min(to.num_columns - column, kChunkOf<T>)",
+            "tile/pipeline.cuh", "copy", "e < min(to.num_columns - column,", "e + 1 < min(to.num_columns - column,"
         ),
         "copied columns repeat": Edit(
             "tile/pipeline.cuh", "copy", "words.at[0] = words.at[0] >> 16 | words.at[1] << 48;", "words.at[0] >>= 16;"
@@ -294,14 +246,10 @@ FAULTS = {
     sm90_guards.finished_gradients_are_right: {
         "what is told may not be made yet": Edit("tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""),
         "dQ does not have its own keys'": Edit(
-            "tile/accumulator_layout.cuh", "AccumulatorLayout.add_shared",
-            "part.tiles[i][j][e] += sums.at[e]",
-            "part.tiles[i][j][e] = sums.at[e]",
+            "tile/accumulator_layout.cuh", "AccumulatorLayout.add_shared", "[i][j][e] += sums.at", "[i][j][e] = sums.at"
         ),
         "columns stand on each other": Edit(
-            "tile/epilogue.cuh", "store_full_rows",
-            "from.warp_column() + 8 * first + ptx::lane()",
-            "from.warp_column() + ptx::lane()",
+            "tile/epilogue.cuh", "store_full_rows", "() + 8 * first + ptx::lane()", "() + ptx::lane()"
         ),
         "dQ is written past the end": Edit(
             "tile/epilogue.cuh", "store_full_rows", "if (row < to.num_rows) ptx::store_aligned", "ptx::store_aligned"
