@@ -210,4 +210,7 @@ FAULTS = {
             "cache/given_pages.py", "checked_pages", 'overlap_reasons("v_pages", v, {"k_pages": k})', "[]"
         ),
     },
+    refuses(lambda library: _cache(library, part_keys=64, capacity=8193), "has at most 128 parts"): {
+        "parts are too many": Edit("cache/arguments.py", "part_reasons", "> MOST_PARTS * part_keys", "> 2**40"),
+    },
 }  # fmt: skip

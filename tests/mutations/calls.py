@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import scipy.sparse
 from mutations.planting import Edit
 from mutations.python_guards import part
 from foreign import Foreign
@@ -234,5 +235,49 @@ FAULTS = {
         lambda library: library.BlockIndex.from_blocks(np.eye(2, dtype=bool), np.uint8(4), 4, 2).num_q_blocks == 2
     ): {
         "unsigned lengths wrap": Edit("masks/shape.py", "MaskShape.__new__", "whole_number(name, value, 0)", "value"),
+    },
+    refuses(
+        lambda library: library.BlockIndex.from_mask(library.masks.Causal(), 2, 2, 2, num_heads=2**70),
+        "num_heads must be an int from 0 to",
+    ): {
+        "an index is for any shape": Edit(
+            "blocks/index.py", "BlockIndex.from_mask", "shape_reasons(shape) or length_reasons(shape)", "[]"
+        ),
+    },
+    refuses(lambda library: library.masks.BlockPattern(scipy.sparse.coo_array(np.ones(3)), 8), "two axes"): {
+        "sparse blocks have any number of axes": Edit(
+            "masks/block_pattern.py", "BlockPattern.__post_init__", "if self.blocks.ndim != 2:", "if False:"
+        ),
+    },
+    refuses(
+        lambda library: library.DeviceSpec(name="x", num_processors=0, tile_memory_bytes=1),
+        "num_processors must be an int of at least 1; got 0",
+    ): {
+        "a device has no processors": Edit(
+            "planning/device.py", "DeviceSpec.__post_init__", '(("num_processors", 1),', '(("num_processors", -1),'
+        ),
+    },
+    refuses(lambda library: library.patterns.random(8, block=2, density=0.5, seed="x"), "seed must be an int"): {
+        "a seed is anything": Edit(
+            "patterns.py", "_generator", "if all(is_int(each) and each >= 0 for each in ints):", "if True:"
+        ),
+    },
+    refuses(
+        lambda library: library.BlockIndex.from_blocks(np.ones((1, 1), bool), 4, 4, 2**64), "block must be an int"
+    ): {
+        "a block is longer than any number": Edit(
+            "masks/shape.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
+        ),
+    },
+    refuses(lambda library: library.recall(Q, Q, Q, None), "mask must be a Mask"): {
+        "recall keeps all without a mask": Edit("study/recall.py", "recall", "if mask is None:", "if False:"),
+    },
+    refuses(
+        lambda library: library.error_bound(Q, Q, Q, plan=library.plan(Q, Q, Q), causal=True), "causal must be left out"
+    ): {
+        "options beside a plan do not count": Edit(
+            "bounds/elements.py", "_bounds_of_plan",
+            "if type(value) is not type(usual[name]) or value != usual[name]", "if False",
+        ),
     },
 }  # fmt: skip

@@ -130,6 +130,7 @@ FAULTS = {
     bits_are_right: {
         "ties round away from zero": Edit(E4M3_FILE, "bits_by_integers", "(magnitude >> 20 & 1)", "1"),
         "subnormals are cut as others are": Edit(E4M3_FILE, "bits_by_integers", "0x3C800000", "0"),
+        "NaN is a number": Edit(E4M3_FILE, "bits_by_integers", "magnitude > 0x7F800000", "magnitude < 0"),
     },
     rotations_are_orthogonal: {
         "there are no signs": Edit(ROTATION, "Rotation.signs", "np.where(bits,", "np.where(bits > 1,"),

@@ -237,4 +237,40 @@ FAULTS = {
             FILE, "KVCache.__copy__", "return deepcopy(self)", "return self"
         ),
     },
+    refuses(lambda library: a_cache(library).attention(K), "q has 3 rows and sequence 0 has 0 tokens"): {
+        "an empty cache is attended": Edit(
+            ARGUMENTS, "require_appended", "if new > length]", "if new > length > 0]"
+        ),
+    },
+    refuses(lambda library: filled(library).fork(1, 1), "target must be another sequence"): {
+        "a sequence is forked to itself": Edit(
+            FILE, "KVCache.fork", "if not reasons and source == target:", "if False:"
+        ),
+    },
+    refuses(lambda library: a_cache(library).fork(0, 1), "source must hold rows"): {
+        "an empty sequence is forked": Edit(
+            FILE, "KVCache.fork", "if not reasons and not self._lengths[source]:", "if False:"
+        ),
+    },
+    refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {
+        "keys and values need not be as many": Edit(
+            FILE, "KVCache._checked_rows", "if k.shape[2] != v.shape[2]:", "if False:"
+        ),
+    },
+    refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {
+        "tables name pages that are not there": Edit(GIVEN, "_table_reasons", "if page >= num_pages]", "if False]"),
+    },
+    refuses(
+        lambda library: filled(library).attention(np.ones((2, 1, 5, 4), np.float32), counts=[2, 4], causal=False),
+        "counts has 4 rows for sequence 1 and sequence 1 has 3 tokens",
+    ): {
+        "queries without keys are counted": Edit(
+            ARGUMENTS, "require_appended", "if num_rows <= min(lengths):", "if has_counts:"
+        ),
+    },
+    refuses(lambda library: filled(library).attention(K, out=K[:1].copy()), "out must have shape (2, 1, 3, 4)"): {
+        "results go to any shape": Edit(
+            "cache/arguments.py", "out_reasons", "if tuple(out.shape) != shape or", "if False or"
+        ),
+    },
 }  # fmt: skip

@@ -153,6 +153,9 @@ FAULTS = {
             "min(stride, UNBOUNDED), min(stride - num_summary, UNBOUNDED)",
             "stride, stride - num_summary",
         ),
+        "sides beyond int64 reach kernels": Edit(
+            "masks/diagonal.py", "_band", "clipped(offset + right)", "offset + right"
+        ),
     },
     coordinates_are_right: {
         "narrow coordinates wrap around": Edit(
@@ -174,6 +177,7 @@ FAULTS = {
         "ids that the keys' kind does not hold wrap around": Edit(
             "masks/documents.py", "_document_bounds", "places = xp.where(is_out, end, places)", "pass"
         ),
+        "a negative id is a large one": Edit("masks/documents.py", "_are_equal", "(x >= 0) & (y >= 0) & (", "("),
     },
     limits_are_kept: {
         "an index takes lengths that int32 does not hold": Edit(
@@ -199,6 +203,7 @@ FAULTS = {
             "if kind in (int, bool, str, bytes, type(None)):\n    return kind, value",
             "if kind in (int, bool, str, bytes, type(None)):\n    return int, value",
         ),
+        "0.0 and -0.0 are one": Edit("masks/content.py", "_token", "return kind, repr(value)", "return kind, value"),
     },
     classes_are_told_apart: {
         "masks that are no dataclasses are remembered": Edit(
@@ -210,6 +215,11 @@ FAULTS = {
         "calls are told apart as masks tell themselves apart": Edit(
             "planning/options.py", "Options.key", "else content(mask)", "else mask"
         ),
+        "what is in no field is left out": Edit(
+            "masks/content.py", "_undeclared",
+            'f"{name} is not hashed, since it holds {sorted(besides)}, which are no fields" if besides else',
+            'f"{name} is not hashed, since it holds {sorted(besides)}, " if False else',
+        ),
     },
     deep_trees_are_right: {
         "a tree is pickled as it is": Edit(
@@ -220,5 +230,18 @@ FAULTS = {
             "return namespace(must, i0).logical_not(must), namespace(may, i0).logical_not(may)",
             "return namespace(may, i0).logical_not(may), namespace(must, i0).logical_not(must)",
         ),
+    },
+    refuses(lambda library: library.masks.Lengths(3), "masks.Lengths(kv=lengths)"): {
+        "a length without a name is taken": Edit(
+            "masks/lengths.py", None, "repr=False, kw_only=True", "repr=False"
+        ),
+    },
+    refuses(lambda library: library.masks.Lengths(q=None), "got None for both"): {
+        "lengths of neither side are taken": Edit(
+            "masks/lengths.py", "Lengths.__post_init__", "if self.q is None and self.kv is None:", "if False:"
+        ),
+    },
+    refuses(lambda library: library.masks.Band(8), "masks.Band(-8, 8)"): {
+        "one bound by its place is taken": Edit("masks/base.py", None, "num_positional != 1", "True"),
     },
 }  # fmt: skip

@@ -55,6 +55,12 @@ FAULTS = {
         "broadcast gradients are not summed": Edit(
             "plans.py", "_summed_to", "gradient.sum(axis=(*range(missing), *", "gradient.max(axis=(*range(missing), *"
         ),
+        "the scale is left to q alone": Edit(
+            "executors/cpu.py", "_HostCall.of", "problem.scaling.scale * unit", "unit"
+        ),
+        "row_sum is not rescaled": Edit(
+            "executors/cpu.py", "_HostCall.forward_rows", "row_sum * rescale + p_sum", "row_sum + p_sum"
+        ),
     },
     rows_without_a_score_are_right: {
         "an empty row is exponentiated": Edit(

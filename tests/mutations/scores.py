@@ -176,6 +176,9 @@ FAULTS = {
             PROGRAM, "_ReverseSweep._add",
             'self.builder.binary("add", self._adjoints[n], term) if n in self._adjoints else term', "term",
         ),
+        "exp2 lacks log 2": Edit(
+            PROGRAM, "_ReverseSweep._through", "times(times(g, n), put.const(math.log(2)))", "times(g, n)"
+        ),
     },
     score_guards.errors_hold: {
         "a difference of equal integers may be anything": Edit(
@@ -195,6 +198,10 @@ FAULTS = {
         ),
         "a power is as exact as its base": Edit(
             ROUNDOFF, "_error_of_power", "exponent = np.abs(b.value) * e_log +", "exponent = 0 * e_log +"
+        ),
+        "a comparison never turns": Edit(ROUNDOFF, "_may_flip", "np.greater(room, 0) &", "False &"),
+        "a product forgets a factor": Edit(
+            ROUNDOFF, "_error_of_product", "np.abs(a.value) * b.error +", ""
         ),
     },
     score_guards.programs_are_simple: {
@@ -229,6 +236,18 @@ FAULTS = {
             PROGRAM, "Builder.binary", 'divisor.kind != "int" or divisor.op != "const" or divisor.value <= 0', "False"
         ),
         "an earlier symbol is taken": Edit(TRACE, "_number_of", "value._builder is not builder", "False"),
+        "reserved names are taken": Edit(SCORE, "Score.__init__", "if name in RESERVED", "if name in ()"),
+        "nine arrays are taken": Edit(SCORE, "Score._make", "len(arrays) > most", "len(arrays) > most + 1"),
+        "swapped bytes are taken": Edit(SCORE, "_kind_of", "if dtype.isnative else None", ""),
+        "options of a ufunc are dropped": Edit(
+            TRACE, "Symbol.__array_ufunc__", 'method != "__call__" or options', 'method != "__call__"'
+        ),
+        "a number is a condition": Edit(PROGRAM, "Builder._condition", 'self.kind(n) != "bool"', "False"),
+        "a slice is None": Edit(TRACE, "ArraySymbol.__getitem__", "or isinstance(each, slice)", ""),
+        "the signature is not looked at": Edit(
+            TRACE, "_require_signature", "signature.bind(*symbols, **captured)",
+            "pass",
+        ),
     },
     score_guards.results_are_right: {
         "the function is applied after the mask": Edit(
@@ -288,6 +307,7 @@ FAULTS = {
         "the bound of an array's gradient is that of one read": Edit(
             "bounds/captured.py", "_gradient_tolerance", "), (tolerance, terms), (masses, mass))", "), (masses, mass))"
         ),
+        "a result is overwritten": Edit(BLOCKS, "_schedule", "and a not in kept", ""),
     },
     score_guards.compositions_are_right: {
         "biases are equal whatever their dtype": Edit(COMPOSITION, "_key", "type(bias), bias.dtype,", "type(bias),"),

@@ -309,6 +309,9 @@ FAULTS = {
         "few blocks are enough": Edit(
             BUDGET, "choose", "max(budget.top_k or 0, budget.min_blocks)", "budget.top_k or 0"
         ),
+        "-0 is less than 0": Edit(
+            BUDGET, "_keys", "np.float32(0) - xp.fmax(scores, -np.inf)", "-xp.fmax(scores, -np.inf)"
+        ),
     },
     selector_guards.selections_are_right: {
         "an index allows what the mask hides": Edit(
@@ -320,6 +323,9 @@ FAULTS = {
             NSA, "_chosen", ".sum(axis=-3)", "[..., 0, :, :]"
         ),
         "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
+        "a compressed key lies in its first block": Edit(
+            NSA, "nsa", "pieces[..., n : n + count] += mass", "pieces[..., :count] += mass"
+        ),
     },
     selector_guards.masked_selections_are_right: {
         "a mean is over all keys of a block": Edit(
@@ -350,6 +356,10 @@ FAULTS = {
         ),
         "masks of some heads are those of all": Edit(
             MASKED, "MaskedBlocks.cut", "1 if index.num_heads > 1 else shape.num_heads", "1"
+        ),
+        "blocks that are hidden from a query keep their sums": Edit(
+            MASKED, "sums_by_query", "xp.where(xp.broadcast_to(is_full, shown), sums, sums.dtype.type(0))",
+            "sums.copy()",
         ),
     },
     selector_guards.selectors_take_caches: {

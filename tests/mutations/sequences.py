@@ -164,4 +164,14 @@ FAULTS = {
             "packing.py", "_unlike_reasons", "not _fit(array, first, axis) or", ""
         ),
     },
+    refuses(
+        lambda library: library.masks.Sequences(OFFSETS).resolve(_shape(library, 10, 9)), "must end at seqlen_kv=9"
+    ): {
+        "offsets may reach beyond the keys": Edit(
+            RULES, "end_reasons", "if (ends > length).any():", "if True:\n    return []\nif False:"
+        ),
+    },
+    refuses(lambda library: library.masks.Sequences([20, 30]), "must start at 0", "masks.Sequences.of([20, 30])"): {
+        "lengths are taken as offsets": Edit(RULES, "offset_reasons", "has_gap and not allow_gaps", "False"),
+    },
 }  # fmt: skip
