@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import device_double
+import device_lists
 import numpy as np
 from executors import CPU, SIM, Run
 from mutations.python_guards import part
@@ -184,6 +185,7 @@ def an_index_hands_its_lists_over(library: ModuleType) -> None:
     kernels, room, looking_up = (part(library, name) for name in ("planning.list_kernels", "masks", "planning.lookup"))
     options, carried = part(library, "planning.options").Options, part(library, "blocks.carried").CarriedLists
     at_each_call = part(library, "masks.one_array").at_each_call
+    device_lists.install(part(library, "blocks.index"), part(library, "executors.index_maker"))
     for side in (16, 8):
         kept = device_double.to_device(np.eye(64 // side, dtype=bool))
         index = library.BlockIndex.from_blocks(kept, 64, 64, side)
