@@ -5,11 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 
 import numpy as np
-from executors import CPU
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import hunt, part
-from test_edited_arrays import check_calls, check_refusals
 from test_packed_sequences import OFFSETS, check_mask, sequences
 
 SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)  # exceptions by which guards see a fault
@@ -45,19 +43,6 @@ def batch_entries_have_offsets_of_their_own(library: ModuleType) -> None:
 
 def _shape(library: ModuleType, seqlen_q: int, seqlen_kv: int) -> object:
     return part(library, "masks.base").MaskShape((), 1, seqlen_q, seqlen_kv)
-
-
-def offsets_may_be_edited(library: ModuleType) -> None:
-    before, after = np.array([0, 9, 20, 40]), np.array([0, 20, 20, 40])
-    check_calls(
-        library, lambda *of: library.masks.Sequences(*of, causal="top_left"), [before] * 2, [before, after], CPU
-    )
-
-
-def edited_offsets_are_checked(library: ModuleType) -> None:
-    good = np.array([0, 3, 8])
-    assert check_refusals(library, False, (good, good), (np.array([0, 5, 3]), good))
-    assert check_refusals(library, True, (good, good), (good, np.array([0, 4, 8])))
 
 
 def has_offsets_of_more_rows(library: ModuleType) -> None:
@@ -126,9 +111,6 @@ FAULTS = {
         ),
     },
     refuses(has_offsets_of_more_rows, "must end at seqlen_q=5", "got offsets of 6 rows"): {
-        "positions of more rows than there are serve a call": Edit(
-            "planning/score_operands.py", "_start_reasons", "if rows not in (None, length):", "if False:"
-        ),
         "a composed score has no facts": Edit(
             "scores/score.py", "Score.__matmul__", "self.facts | other.facts", "self.facts"
         ),
@@ -141,17 +123,6 @@ FAULTS = {
     refuses(lambda library: library.masks.Sequences(OFFSETS, 2 * OFFSETS, window=(1, 0)), "causal must be"): {
         "a window without an alignment is taken": Edit(
             FILE, "Sequences._pair_reasons", "(self.window is not None and not self.causal)", "False"
-        ),
-    },
-    offsets_may_be_edited: {
-        "offsets that are equal at first stay so": Edit(
-            FILE, "Sequences.__post_init__", "if self.kv_offsets is self.q_offsets:",
-            "if np.array_equal(self.q_offsets, self.kv_offsets):",
-        ),
-    },
-    edited_offsets_are_checked: {
-        "offsets are checked once": Edit(
-            FILE, "Sequences.resolve", "self._offset_reasons() or self._pair_reasons()", "[]"
         ),
     },
     refuses(lambda library: library.pack([np.ones((2, 3))], 2), "axis must be an axis of arrays[0]"): {
