@@ -4,7 +4,7 @@ Tables map guards to the faults that they must see, one table for each part of t
 infinities, has faults of Python and of kernels. CUFLASH_PROFILE=long plants all. A short run plants the first fault of
 each guard of Python's arithmetic and every eighth, every twelfth of the faults of inputs, and every 24th of those of
 score functions. Of kernels it plants the first fault of each guard that builds few of them, and every sixtieth. Guards
-run without a fault where one of their faults is planted.
+run without a fault where one of their faults is planted; in a short run those whose checks no other test makes.
 """
 
 from __future__ import annotations
