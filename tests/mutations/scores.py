@@ -238,7 +238,7 @@ FAULTS = {
         "an earlier symbol is taken": Edit(TRACE, "_number_of", "value._builder is not builder", "False"),
         "reserved names are taken": Edit(SCORE, "Score.__init__", "if name in RESERVED", "if name in ()"),
         "nine arrays are taken": Edit(SCORE, "Score._make", "len(arrays) > most", "len(arrays) > most + 1"),
-        "swapped bytes are taken": Edit(SCORE, "_kind_of", "if dtype.isnative else None", ""),
+        "swapped bytes are taken": Edit(SCORE, "_array_type", "if dtype.isnative else None", ""),
         "options of a ufunc are dropped": Edit(
             TRACE, "Symbol.__array_ufunc__", 'method != "__call__" or options', 'method != "__call__"'
         ),

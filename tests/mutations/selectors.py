@@ -324,7 +324,8 @@ FAULTS = {
         ),
         "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
         "a compressed key lies in its first block": Edit(
-            NSA, "nsa", "pieces[..., n : n + count] += mass", "pieces[..., :count] += mass"
+            MASKED, "mass_of_blocks", "pieces[..., n : n + mass.shape[-1]] += mass",
+            "pieces[..., : mass.shape[-1]] += mass",
         ),
     },
     selector_guards.masked_selections_are_right: {

@@ -6,7 +6,7 @@ that it cannot show that a block does not wait for others: the block that comes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -242,8 +242,7 @@ def _all_are_right(way: str, structures: Iterable[Structure]) -> None:
     """Results of calls in a way to share or finish dQ are right out of order, by few thread blocks."""
     for number, structure in enumerate(structures):
         example = half(structure)
-        for seed, order in enumerate(("random", "last_warp", "first_warp")):
-            schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+        for seed, schedule in hostile_schedules():
             assert_all_right(way, example, SIM90, FewBlocks(schedule, most=1 + (seed + number) % 3))
 
 

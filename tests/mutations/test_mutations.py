@@ -62,8 +62,7 @@ OF_LONG_RUNS = (
     score_kernels.warps_that_share_elements_are_exact, score_kernels.nothing_past_the_end_matters,
     fp8_kernels.fp8_is_scheduled_right,
 )  # fmt: skip
-# In a short run tests of structures of the same kinds, in test_sm90, test_dq_finishing, test_sm90_two_walks and
-# test_split, show that these pass.
+# In a short run other tests show that these pass: they make the same checks, or have structures of the same kinds.
 RUN_IN_LONG = (
     sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right,
     sm90_guards.gradients_of_intervals_are_right, sm90_guards.gradients_of_cut_sequences_are_right,
