@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, Unpack, overload
@@ -28,12 +28,13 @@ from .masks.one_array import MaskContents, at_each_call
 from .planning.device import DeviceSpec
 from .planning.dropout_launches import numbers_of, seed_array
 from .planning.list_kernels import AT_CALL, WorkAtCall
-from .planning.lookup import lookup, remember
+from .planning._call_cache import CALLS
+from .planning.lookup import lookup
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
     Window,
 )  # fmt: skip
-from .plans import Plan, Gradients, BoundCall, as_arrays, layout_key, with_numbers
+from .plans import Plan, Gradients, as_arrays, layout_key, with_numbers
 from .scores import Score
 
 _Operand: TypeAlias = AnyArray | Quantized
@@ -495,7 +496,6 @@ def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> 
 
 
 _FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("score", "wrt"))
-_bound_calls: dict[Hashable, tuple[Plan, BoundCall, Any]] = {}  # the last makes lists for calls that do
 
 
 def with_one_score(options: Options, q: Any = None) -> tuple[Options, dict[str, Any]]:
@@ -538,15 +538,11 @@ def run(
     if layout is None or options.mask is not None and is_foreign(options.mask):
         given, outs, options = with_known_arrays(given, outs, options)
         layout = layout_key(*given.values(), *outs)
-    looked_up = lookup(options, _bound_calls, layout_key)
-    calls, _, contents = looked_up
-    key = None
+    looked_up = lookup(options, layout_key)
+    contents, key = looked_up.contents, None
     if not checks.is_on():
-        key = looked_up.key(layout, len(outs), wants_lse, *operands)
-    try:
-        found = calls.get(key)
-    except TypeError:  # an option that cannot be hashed
-        key = found = None
+        key = looked_up.key("attention", layout, len(outs), wants_lse, *operands)
+    found = CALLS.get(key)
     if found is not None:
         ready, forward, lists_of = found
         if contents is not None:
@@ -562,7 +558,7 @@ def run(
         given, out, outs, options, None if key is None else contents, key is not None, wants_lse
     )
     if again is not None:
-        remember(calls, key, (ready, *again))
+        CALLS.put(key, (ready, *again), looked_up.owner)
     return ready, given, made[0], made[1] if len(made) > 1 else None
 
 

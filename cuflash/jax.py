@@ -24,7 +24,8 @@ from .layouts import is_tracer, kind_of, taken
 from .masks.base import Mask
 from .masks.content import held_arrays
 from .planning.dropout_launches import numbers_of, require_number
-from .planning.lookup import lookup, remember
+from .planning._call_cache import CALLS
+from .planning.lookup import lookup
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
@@ -36,9 +37,6 @@ __all__ = ["attention"]
 
 def __dir__() -> list[str]:
     return __all__
-
-
-_plans: dict[Hashable, Plan] = {}
 
 
 @overload
@@ -215,14 +213,10 @@ class _Call:
         return self._made[of_call]
 
     def _found_or_planned(self, shapes: dict[str, ShapeDtype], options: Options) -> Plan:
-        plans, asked, contents = lookup(options, _plans, layout_key)
-        key = None
-        if contents is None and not checks.is_on():
-            key = asked.key((self._place, *shapes.values()), *self.names)
-        try:
-            found = plans.get(key)
-        except TypeError:  # an option that cannot be hashed
-            key = found = None
+        looked_up, key = lookup(options, layout_key), None
+        if looked_up.contents is None and not checks.is_on():
+            key = looked_up.key("jax", (self._place, *shapes.values()), *self.names)
+        found: Plan | None = CALLS.get(key)
         if found is not None:
             numbers = numbers_of(options.dropout)
             return with_numbers(found, numbers) if numbers else found
@@ -230,7 +224,7 @@ class _Call:
             options = options._replace(executor="gpu" if self._place == "gpu" else "cpu")
         made = api.planned(shapes["q"], shapes["k"], shapes["v"], options)
         if key is not None:
-            remember(plans, key, made)
+            CALLS.put(key, made, looked_up.owner)
         return made
 
 

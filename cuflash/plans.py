@@ -7,12 +7,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
 from .arrays import (
     Array, ShapeDtype, describe, is_array, is_list, is_ragged, namespace, no_array, of_list, times_power_of_two,
 )  # fmt: skip
+from .blocks.carried import Owner
+from .blocks.work_list import ListedWork
 from .compiler import nvrtc
 from .errors import UnsupportedProblem, refuse
 from .executors import checks, cpu, gpu, sim, without_keys
@@ -23,6 +26,7 @@ from .layouts import (
     COPIES, device_number, dtypes_of_lists, is_broadcast, is_foreign, is_on_cuda, is_tracer, kind_of, layout_reasons,
     overlap, reach, taken,
 )  # fmt: skip
+from .planning._call_cache import CALLS
 from .planning.device import other_device_reasons
 from .planning.explain import explain
 from .planning.list_kernels import AT_CALL, WorkAtCall
@@ -72,7 +76,6 @@ class Gradients:
 
 BoundCall = Callable[..., Sequence[Array]]
 _NAMESPACES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
-_MAX_BOUND_CALLS = 64  # ways for arrays to lie, of one plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +107,11 @@ class Plan:
     executor: str = field(default="cpu")
     captured: Mapping[str, Array] = field(default_factory=dict, repr=False)
     numbers: tuple[int, ...] = ()
-    _bound_calls: dict[Hashable, BoundCall] = field(default_factory=dict, init=False, repr=False)
+    _owner: Owner = field(default_factory=Owner, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state that a pickle or a copy holds; bound calls are left out, and are made anew there."""
-        return {**vars(self), "_bound_calls": {}}
+        """Return the state that a pickle or a copy holds, which owns no cached calls."""
+        return {**vars(self), "_owner": Owner()}
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
         """Compute o and lse of these arrays.
@@ -153,14 +156,13 @@ class Plan:
         if self.captured:
             operands = {**self.captured, **operands}
         if out is None:
-            key = layout_key(q, k, v, *operands.values())
-            if key is None:
+            layout = layout_key(q, k, v, *operands.values())
+            if layout is None:
                 q, k, v, *others = self._taken({"q": q, "k": k, "v": v, **operands}).values()
                 operands = dict(zip(operands, others))
-                key = layout_key(q, k, v, *others)
-            if operands:
-                key = key and (key, *operands)
-            bound_call = self._bound_calls.get(key)
+                layout = layout_key(q, k, v, *others)
+            key = self._call_key("forward", layout, *operands)
+            bound_call = CALLS.get(key)
             if bound_call is not None and not checks.is_on():
                 o, lse = bound_call(q, k, v, *operands.values(), numbers=self.numbers)
                 return o, lse
@@ -171,7 +173,7 @@ class Plan:
         self.check_forward(given, name_o, out_o, out_lse)
         check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
         if out is None and key is not None and check is None and self.can_bind:
-            o, lse = self._cache_bound_call(key, self.bind(given))(*given.values(), numbers=self.numbers)
+            o, lse = self._cached(key, self.bind(given))(*given.values(), numbers=self.numbers)
             return o, lse
         return self._run_checked(given, check, out_o, out_lse)
 
@@ -348,11 +350,11 @@ class Plan:
         if operands:
             read = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
             arrays = *arrays, *read.values()
-        key = layout_key(*arrays)
-        if key is None:
+        layout = layout_key(*arrays)
+        if layout is None:
             arrays = tuple(self._taken(dict(zip(backward_names(dlse is not None, read), arrays))).values())
-            key = layout_key(*arrays)
-        return (key and (key, dlse is None, *read) if read else key), arrays, read
+            layout = layout_key(*arrays)
+        return self._call_key("backward", layout, dlse is None, *read), arrays, read
 
     def bind_backward(self, given: Mapping[str, Array], results: Mapping[str, ShapeDtype]) -> BoundCall:
         """Return `backward` without its checks, on a GPU, for arrays of the same layout as these.
@@ -382,10 +384,13 @@ class Plan:
             raise ValueError("backward passes are bound on a GPU alone")
         return gpu.bind(self.plan, self.plan.kernels.backward, given, results)
 
-    def _cache_bound_call(self, key: Hashable, bound_call: BoundCall) -> BoundCall:
-        """Keep a bound call for later calls on arrays of the same layouts, and return it."""
-        if len(self._bound_calls) < _MAX_BOUND_CALLS:
-            self._bound_calls[key] = bound_call
+    def _call_key(self, kind: str, layout: Hashable, *more: Hashable) -> Hashable:
+        """Return the key of a call of this plan; None if the layout of its arrays is not known."""
+        return None if layout is None else (kind, ref(self._owner), layout, more)
+
+    def _cached(self, key: Hashable, bound_call: BoundCall) -> BoundCall:
+        """Cache a bound call and return it."""
+        CALLS.put(key, bound_call, self._owner)
         return bound_call
 
     def backward(
@@ -437,7 +442,7 @@ class Plan:
         256.0
         """
         key, arrays, operands = self._arrays_of_backward((do, q, k, v, o, lse), dlse, operands)
-        bound_call, problem = self._bound_calls.get(key), self.plan.problem
+        bound_call, problem = CALLS.get(key), self.plan.problem
         if bound_call is not None and not checks.is_on():
             return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
         given = dict(zip(backward_names(dlse is not None, operands), arrays))
@@ -451,7 +456,7 @@ class Plan:
         read = {name: array for name, array in given_arrays.items() if name not in ("o", "lse")}
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
         if key is not None and check is None and not is_summed and self.executor == "gpu" and self.can_bind:
-            bound_call = self._cache_bound_call(key, self.bind_backward(given_arrays, made))
+            bound_call = self._cached(key, self.bind_backward(given_arrays, made))
             return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
         empty = _empty(given["q"], check)
         results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}
@@ -515,7 +520,7 @@ class Plan:
         """Make everything ready that the first call would otherwise make, so that calls can be captured too.
 
         On a GPU these are the kernels of both passes, compiled and loaded on the current device, and the work list
-        there; the call waits until all is ready. Elsewhere it is the transposed work list.
+        there; the call waits until all is ready. Elsewhere it is the work list in the order of the keys.
 
         Raises
         ------
@@ -532,7 +537,8 @@ class Plan:
         >>> ready.compile()
         """
         if self.executor != "gpu":
-            getattr(self.plan.work, "transposed", None)
+            if isinstance(self.plan.work, ListedWork):
+                self.plan.work.make_ready()
             return
         self._require_own_device()
         gpu.make_ready(self.plan)
@@ -708,7 +714,7 @@ def backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
 def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:
     """Return the plan of calls with other numbers, whose launches are the same."""
     made = replace(ready, numbers=numbers)
-    object.__setattr__(made, "_bound_calls", ready._bound_calls)
+    object.__setattr__(made, "_owner", ready._owner)
     return made
 
 

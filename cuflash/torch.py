@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, overload
+from weakref import ref
 
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
 from . import api
+from .blocks.carried import Owner
 from .calls.listed_plan import without_mask
 from .calls.model_options import model_options
 from .arrays import BFLOAT16, Array, ShapeDtype, describe, is_array, is_integer_dtype
@@ -27,7 +29,8 @@ from .layouts import dtype_of, has_dual_level, is_batched, is_tensor, taken, ten
 from .masks.one_array import at_each_call
 from .planning.dropout_launches import numbers_of, require_number
 from .planning.list_kernels import AT_CALL, WorkAtCall
-from .planning.lookup import Lookup, lookup, remember
+from .planning._call_cache import CALLS
+from .planning.lookup import Lookup, lookup
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
@@ -44,7 +47,6 @@ def __dir__() -> list[str]:
 Tensor: TypeAlias = torch.Tensor
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_MAX_BOUND_CALLS = 512  # calls, and of each the ways in which the tensors of its backward pass may lie
 
 
 @overload
@@ -269,15 +271,12 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
         options = options._replace(wrt=tuple(needed))
     wants_lse = has_graph or return_lse
     try:
-        looked_up = lookup(options, _bound_calls, _mask_layout)
-        calls, _, contents = looked_up
-        key = _key(given, outs, looked_up, wants_lse)
-        try:
-            call: _Call | None = calls.get(key)
-        except TypeError:  # an option that cannot be hashed
-            call = key = None
+        looked_up = lookup(options, _mask_layout)
+        contents, key = looked_up.contents, _key(given, outs, looked_up, wants_lse)
+        call: _Call | None = CALLS.get(key)
         if call is None:
-            call = _first(calls, key, given, outs, options, key is not None and contents is not None, wants_lse)
+            lists_at_call = key is not None and contents is not None
+            call = _first(looked_up.owner, key, given, outs, options, lists_at_call, wants_lse)
         if isinstance(call, _OnGpu) and (contents is not None or options.dropout is not None):
             lists_of = call.lists_of
             lists = () if contents is None or lists_of is None else (lists_of(*contents.arrays),)
@@ -429,7 +428,6 @@ class _OnGpu:
         self._forward = torch_gpu.bind(
             plan, plan.kernels.forward, problem.keyed(layouts) | given | self._lists, made, unwanted, axes
         )
-        self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
 
     def forward(
         self, outs: _Outs, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
@@ -446,12 +444,11 @@ class _OnGpu:
     ) -> Sequence[Tensor]:
         first = 6 + has_dlse
         tensors = *tensors[:first], *(tensors[first + place] for place, _ in self._read)
-        key = has_dlse, torch_gpu.layout_key(*tensors)
-        bound = self._backward.get(key)
+        key = "torch backward", ref(self), has_dlse, torch_gpu.layout_key(*tensors)
+        bound: Callable[..., Sequence[Tensor]] | None = CALLS.get(key)
         if bound is None:
             bound = self._bound_backward(has_dlse, tensors)
-            if len(self._backward) < _MAX_BOUND_CALLS:
-                self._backward[key] = bound
+            CALLS.put(key, bound, self)
         return bound(*tensors, *lists, numbers=numbers)
 
     def _bound_backward(self, has_dlse: bool, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
@@ -489,7 +486,6 @@ class _WithContents(NamedTuple):
 
 
 _Call = _OnGpu | _ByArrays | _WithContents
-_bound_calls: dict[Hashable, _OnGpu] = {}
 
 
 def _mask_layout(array: Any) -> Hashable:
@@ -520,11 +516,11 @@ def _key(given: dict[str, Any], outs: _Outs, looked_up: Lookup, wants_lse: bool)
     if has_dual_level() or any(map(torch.Tensor.is_neg, tensors)):  # memory that does not hold all of a tensor
         return None
     lie = torch_gpu.layout_key(*tensors), o is None, lse is None, wants_lse
-    return looked_up.key(lie, *given)
+    return looked_up.key("torch", lie, *given)
 
 
 def _first(
-    calls: dict[Hashable, Any],
+    owner: Owner | None,
     key: Hashable,
     tensors: dict[str, Any],
     outs: _Outs,
@@ -551,7 +547,7 @@ def _first(
             lists_of = gpu.lists_of_calls(ready.plan, work, torch_gpu.MACHINE)
         call = _OnGpu(ready, layouts, given, lists_of, wants_lse)
     if key is not None and (lists_of is not None or not lists_at_call):
-        remember(calls, key, call)
+        CALLS.put(key, call, owner)
     return call
 
 

@@ -1,4 +1,4 @@
-"""Memory that a block index carries for calls with it: lists on a device, and how calls ran."""
+"""What a block index carries for calls with it: its lists on a device, or a mask and an owner of cached calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from ..arrays import Array
 from .index_mask import IndexMask
 
 
-class Remembered(NamedTuple):
-    """Memory of calls with a block index, for later calls with it; it is freed with the index.
+class Owner:
+    """An object to which cached calls belong; they leave the cache with it. Keys hold weak references to it."""
+
+
+class KeptIndex(NamedTuple):
+    """What a block index on the host keeps for calls with it.
 
     Nothing here may lead back to the index: a circle would keep memory of a device until Python's collector runs.
 
@@ -17,12 +21,12 @@ class Remembered(NamedTuple):
     ----------
     mask : IndexMask
         A mask of the same arrays, which holds a copy of the index and not the index itself.
-    calls : dict
-        How calls ran, by what decides a call beside the index and the data.
+    owner : Owner
+        Calls with the index leave the cache of calls when nothing refers to the index.
     """
 
     mask: IndexMask
-    calls: dict[Any, Any]
+    owner: Owner
 
 
 class CarriedLists(NamedTuple):

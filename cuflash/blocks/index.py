@@ -22,7 +22,7 @@ from ..masks.content import mask_namespace, without_memos
 from ..masks.fields import with_cupy_arrays
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
-from .carried import CarriedLists, Remembered
+from .carried import CarriedLists, KeptIndex, Owner
 from .classify import BlockKind, classify, pack, pointers, transposed_intervals, unpack
 from .index_mask import IndexMask
 from .report import IndexReport, require_same_blocks
@@ -440,17 +440,17 @@ class BlockIndex:
         return replace(here, indices=here.indices[listed], kinds=here.kinds[listed], tiles=here.tiles[listed])
 
     @cached_property
-    def remembered(self) -> Remembered | None:
-        """Memory of calls with an index on the host, for later calls with it; None for an index on a device.
+    def kept(self) -> KeptIndex | None:
+        """What an index on the host keeps for later calls with it; None for an index on a device.
 
         Examples
         --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
-        >>> index.remembered.calls
-        {}
+        >>> index.kept.mask.index == index
+        True
         """
-        return Remembered(IndexMask(replace(self)), {}) if self.is_on_host else None
+        return KeptIndex(IndexMask(replace(self)), Owner()) if self.is_on_host else None
 
     @cached_property
     def carried(self) -> CarriedLists | None:

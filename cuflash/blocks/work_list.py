@@ -206,7 +206,7 @@ def _segments_of_run(start: int, stop: int, full_start: int, full_stop: int) -> 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ListedWork:
-    """Work listed block by block: `index` in the order of the queries, `transposed` in the order of the keys."""
+    """Work listed block by block: by the index in the order of the queries, and in the order of the keys."""
 
     index: BlockIndex
 
@@ -230,6 +230,10 @@ class ListedWork:
     @property
     def nbytes(self) -> int:
         return self.index._nbytes
+
+    def make_ready(self) -> None:
+        """List the blocks in the order of the keys, which backward passes read; otherwise the first of them does."""
+        self.index._columns  # noqa: B018  (kept by the index)
 
     @cached_property
     def on_host(self) -> ListedWork:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 
@@ -17,13 +18,13 @@ from ..executors.decoding import bound_decode
 from ..executors.launch import LaunchTarget
 from ..executors.prefill import BoundPrefill
 from ..layouts import reach, tensors_layout
+from ..planning._call_cache import CALLS
 from ..planning.appending import AppendPlan
 from ..planning.decoding import DecodePlan
 from ..planning.prefill import PrefillPlan
 from ..plans import layout_key
 from ..scores import Score
 
-_MOST_STEPS = 512
 _ALIGNMENT = 256  # bytes, of arrays that share memory
 _SCALES = {type(None), float, int}
 _NOT_GIVEN: Hashable = ()  # in place of a layout
@@ -179,8 +180,6 @@ class Steps:
         xp = namespace(k)
         self.current_stream, self._empty = xp.cuda.get_current_stream, xp.empty
         self._own = [_Place(array).extent(_address(array)) for array in (k, v)]
-        self._appends: dict[Hashable, AppendStep] = {}
-        self._decodes: dict[Hashable, DecodeStep] = {}
         self._memory: list[Array] = []  # the last one is in use; a stream may still read the others
 
     def append(self, k: Any, v: Any, given: tuple[Any, Any] | None = None) -> Append | None:
@@ -188,11 +187,11 @@ class Steps:
 
         Where k and v are views of tensors that are `given`, later tensors of their layout are rows like these.
         """
-        step = self._appends.get(_append_key(k, v))
+        step = CALLS.get(self._key("append", _append_key(k, v)))
         if step is None:
             return None
-        if given is not None and (key := _append_key(*given)) is not None:
-            _remember(self._appends, key, step)
+        if given is not None:
+            self._put("append", _append_key(*given), step)
         of_k, of_v = _address(k), _address(v)
         return Append(step, of_k, of_v) if step.takes(of_k, of_v, self._own) else None
 
@@ -204,12 +203,11 @@ class Steps:
 
         Where q and the sink are views of tensors that are `given`, later tensors of their layout are like these.
         """
-        key = _decode_key(q, out, sink, options, score)
-        step = None if key is None else self._decodes.get(key)
+        step = CALLS.get(self._key("decode", _decode_key(q, out, sink, options, score)))
         if step is None:
             return None
-        if given is not None and (key := _decode_key(given[0], out, given[1], options, score)) is not None:
-            _remember(self._decodes, key, step)
+        if given is not None:
+            self._put("decode", _decode_key(given[0], out, given[1], options, score), step)
         of_q = _address(q)
         of_out, of_sink = None if out is None else _address(out), None if sink is None else _address(sink)
         captured = _captured(score)
@@ -219,9 +217,8 @@ class Steps:
     def bind_append(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> Append:
         """The step for rows that have been checked."""
         key = _append_key(arrays["k"], arrays["v"])
-        step = self._appends.get(key) or AppendStep(plan, arrays, target)
-        if key is not None:
-            _remember(self._appends, key, step)
+        step = CALLS.get(self._key("append", key)) or AppendStep(plan, arrays, target)
+        self._put("append", key, step)
         return Append(step, _address(arrays["k"]), _address(arrays["v"]))
 
     def bind_decode(
@@ -231,10 +228,17 @@ class Steps:
         """The step for a call that has been checked; `out` is None where each call has an array made."""
         q, sink = arrays["q"], arrays["sink"]
         key = _decode_key(q, out, sink, options, score)
-        step = self._decodes.get(key) or DecodeStep(plan, arrays, target)
-        if key is not None:
-            _remember(self._decodes, key, step)
+        step = CALLS.get(self._key("decode", key)) or DecodeStep(plan, arrays, target)
+        self._put("decode", key, step)
         return Decode(step, _address(q), None, None if sink is None else _address(sink), _captured(score))
+
+    def _key(self, kind: str, layout: Hashable) -> Hashable:
+        return None if layout is None else (kind, ref(self), layout)
+
+    def _put(self, kind: str, layout: Hashable, step: AppendStep | DecodeStep) -> None:
+        """Cache a step of these steps' cache, if the layout of the call is known."""
+        if layout is not None:
+            CALLS.put(self._key(kind, layout), step, self)
 
     def memory(self, nbytes: int) -> Array:
         """Return memory of at least `nbytes` bytes, which calls that follow each other share."""
@@ -289,10 +293,3 @@ def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Sc
     if layout is None or of_out is None or of_sink is None or of_arrays is None:
         return None
     return layout, of_out, of_sink, of_arrays, of_score, options
-
-
-def _remember(steps: dict[Hashable, Any], key: Hashable, step: Any) -> None:
-    """Keep a step; when there are too many, all earlier ones are forgotten."""
-    if len(steps) >= _MOST_STEPS:
-        steps.clear()
-    steps[key] = step

@@ -5,7 +5,7 @@ All masks of one layout (shapes and dtypes) share the launches of one plan; each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from ..masks.one_array import at_each_call
 from ..planning.dropout_launches import numbers_of
 from ..planning.interval_kernels import IntervalsAtCall
 from ..planning.list_kernels import AT_CALL, WorkAtCall, list_results
-from ..planning.lookup import lookup, remember
+from ..planning._call_cache import CALLS
+from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..plans import BoundCall, Gradients, Plan, layout_key
 
@@ -53,7 +54,7 @@ class ListedPlan(Plan):
             index: BlockIndex = replace(work.index, **{name: found[of_list] for name, of_list in _OF_INDEX.items()})
             plan = replace(shared.plan, mask=IndexMask(index), work=replace(work, index=index))
         made = cls(plan, shared.executor, {**captured, AT_CALL: lists}, numbers, shared)
-        object.__setattr__(made, "_bound_calls", shared._bound_calls)
+        object.__setattr__(made, "_owner", shared._owner)
         object.__setattr__(made, "guard", gpu.current_target().guarded(made, {AT_CALL: lists}))
         return made
 
@@ -84,10 +85,6 @@ class ListedPlan(Plan):
             self.guard.use(gpu.current_target().stream())
 
 
-# Each layout has the plan that binds its launches, and the function that launches the kernels that list blocks.
-_shared_plans: dict[Hashable, tuple[Plan, Callable[[Any], Array]]] = {}
-
-
 def listed_plan(given: Mapping[str, Any], options: Options, planned: Callable[..., Plan]) -> ListedPlan | None:
     """Return a plan with lists that kernels make, for a mask of one array or of sequences on the GPU; else None.
 
@@ -100,17 +97,14 @@ def listed_plan(given: Mapping[str, Any], options: Options, planned: Callable[..
     planned : callable (q, k, v, options) -> Plan
         Plans a call of a layout that has no shared plan yet.
     """
-    looked_up = lookup(options, _shared_plans, layout_key)
+    looked_up = lookup(options, layout_key)
     q, k, v, *_ = given.values()
     operands = {name: array for name, array in given.items() if name not in ("q", "k", "v")}
-    key = looked_up.key(layout_key(*given.values()), *operands)
+    key = looked_up.key("plan", layout_key(*given.values()), *operands)
     contents = looked_up.contents
     if contents is None or key is None:
         return None
-    try:
-        found = looked_up.calls.get(key)
-    except TypeError:  # an option that cannot be hashed
-        return None
+    found = CALLS.get(key)  # the plan that binds the launches of a layout, and what launches the kernels of its lists
     if found is None:
         shared = planned(q, k, v, options._replace(mask=at_each_call(options.mask)))
         work = shared.plan.work
@@ -118,7 +112,7 @@ def listed_plan(given: Mapping[str, Any], options: Options, planned: Callable[..
             return None
         shared = replace(without_mask(shared), captured={})
         found = shared, gpu.lists_of_calls(shared.plan, work)
-        remember(looked_up.calls, key, found)
+        CALLS.put(key, found)
     shared, lists_of = found
     captured = {name: array for name, array in operands.items() if name != "sink"}
     return ListedPlan.of(shared, lists_of(*contents.arrays), captured, numbers_of(options.dropout))

@@ -9,6 +9,7 @@ from typing import Any
 from ..arrays import Array
 from ..executors import checks, gpu
 from ..keywords import explains_keywords
+from ..planning._call_cache import CALLS
 from ..plans import Gradients, Plan, layout_key, named_gradients
 from .unchanged import Held, checksums, held, require_unchanged
 
@@ -77,7 +78,8 @@ class Pullback:
             require_unchanged(self._read(), self._sums)
         ready, kept, operands = self.ready, (self.q, self.k, self.v, self.o, self.lse), self.operands
         layout = layout_key(do) if dlse is None and ready.executor == "gpu" else None
-        bound_call = ready._bound_calls.get((Pullback, layout))
+        key = ready._call_key("vjp", layout)
+        bound_call = CALLS.get(key)
         if bound_call is not None and not checks.is_on():
             if operands:
                 kept = *kept, *(array for name, array in operands.items() if not ready.plan.problem.is_of_forward(name))
@@ -85,9 +87,9 @@ class Pullback:
         else:
             gradients = ready.backward(do, *kept, dlse, **operands)
             if layout is not None:
-                key, *_ = ready._arrays_of_backward((do, *kept), None, operands)
-                bound_call = ready._bound_calls.get(key)
+                of_plan, *_ = ready._arrays_of_backward((do, *kept), None, operands)
+                bound_call = CALLS.get(of_plan)
             if bound_call is not None:
-                ready._cache_bound_call((Pullback, layout), bound_call)
+                CALLS.put(key, bound_call, ready._owner)
         gpu.pin(ready.plan)
         return gradients

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..arrays import Array, is_array, namespace
 from ..blocks.work_list import WorkList
@@ -11,7 +11,8 @@ from ..executors import checks, gpu
 from ..fp8 import Quantized, kernel_calls
 from ..masks.one_array import MaskContents, at_each_call
 from ..planning.list_kernels import AT_CALL, WorkAtCall
-from ..planning.lookup import lookup, remember
+from ..planning._call_cache import CALLS
+from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..planning.scales import RowsPerScale
 from ..plans import Plan, as_arrays, layout_key
@@ -19,8 +20,6 @@ from .checked_plan import planned
 from .listed_plan import without_mask
 
 _Call = Callable[..., Sequence[Array]]
-# Calls on a GPU that are alike but for addresses. The second function makes the lists of a call, where calls do.
-_bound_calls: dict[Hashable, tuple[_Call, Callable[..., Array] | None]] = {}
 
 
 def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Options) -> tuple[Array, Array]:
@@ -36,12 +35,12 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
     rows, given = kernel_calls.rows_per_scale(q, k, v), kernel_calls.kernel_arrays(q, k, v)
     given |= {"sink": options.sink} if is_array(options.sink) else {}
     refuse(kernel_calls.location_reasons(given))
-    looked_up = lookup(options, _bound_calls, layout_key)
+    looked_up = lookup(options, layout_key)
     is_kept = options.executor == "gpu" and not checks.is_on()
     layouts = layout_key(*given.values()) if is_kept else None
-    key = looked_up.key(layouts, v.source_dtype, q.shape, k.shape, v.shape, rows)
+    key = looked_up.key("quantized", layouts, v.source_dtype, q.shape, k.shape, v.shape, rows)
     contents = None if key is None else looked_up.contents
-    found = None if key is None else looked_up.calls.get(key)
+    found = CALLS.get(key)
     if found is None:
         asked = options if contents is None else options._replace(mask=at_each_call(options.mask))
         ready, work = _ready(q, k, v, asked, rows)
@@ -53,7 +52,7 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
             gpu.pin(ready.plan)
             return o, lse
         found = _bound(ready, given, contents)
-        remember(looked_up.calls, key, found)
+        CALLS.put(key, found, looked_up.owner)
     call, lists_of = found
     if lists_of is not None and contents is not None:
         given[AT_CALL] = lists_of(*contents.arrays)

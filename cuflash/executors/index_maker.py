@@ -14,15 +14,12 @@ from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import content, mask_namespace
 from ..masks.shape import MaskShape
+from ..planning._call_cache import CALLS
 from ..planning.list_kernels import LIST_SPECS, ListSource
 from . import gpu
 from .evaluation import evaluated_source
 from .launch import LaunchTarget
 from .list_maker import ListMaker
-
-_MAX_MAKERS = 256
-
-_makers: dict[Hashable, IndexMaker | None] = {}  # keys are all that decides an index but the chosen blocks
 
 
 class IndexMaker:
@@ -115,7 +112,7 @@ def _whole(kept: Array, mask: Mask, block: tuple[int, int]) -> Mask:
 def index_key(device: int, kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Hashable:
     """Key of how an index is made, without the blocks chosen; None where the contents of the mask may change."""
     try:
-        return device, tuple(kept.shape), tuple(kept.strides), content(mask), shape, block
+        return "index", device, tuple(kept.shape), tuple(kept.strides), content(mask), shape, block
     except TypeError:
         return None
 
@@ -125,16 +122,16 @@ def maker_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) 
     key = index_key(nvrtc.current_device()[1], kept, mask, shape, block)
     if key is None:
         return None
-    if key in _makers:
-        return _makers[key]
+    cached = CALLS.get(key)
+    if cached is not None:
+        (known,) = cached
+        return known  # type: ignore[no-any-return]
     found = ListSource.of(_whole(kept, mask, block).resolve(shape), shape, block)
     maker = None
     if found is not None:
         gpu.compile_kernels(LIST_SPECS.values(), gpu.current_target())
         maker = IndexMaker(found[0], gpu.current_target())
-    if len(_makers) >= _MAX_MAKERS:
-        _makers.clear()
-    _makers[key] = maker
+    CALLS.put(key, (maker,))
     return maker
 
 

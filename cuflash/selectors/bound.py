@@ -14,6 +14,7 @@ from ..executors.index_maker import IndexMaker, maker_of
 from ..executors.selecting import (
     Chooser, Crosser, FixedSelection, Pooler, PositionChooser, Scoring, Selection, bound_kernel,
 )  # fmt: skip
+from ..planning._call_cache import CALLS
 from ..planning.launches import Workspace
 from ..planning.options import Options
 from ..planning.selection_kernels import (
@@ -25,10 +26,7 @@ from ..study.block_mass import MAX_DIM, BoundMass, bound_block_mass
 from .budget import Budget, Forced
 from .grid import Grid, of_strides
 
-_MAX_SELECTIONS = 256
 _MOST_AXES = 6  # that the kernel of means takes
-
-_selections: dict[Hashable, Selection | FixedSelection] = {}
 
 
 def key_of(
@@ -42,12 +40,13 @@ def key_of(
         return None
     if isinstance(q, np.ndarray) or budget.threshold is not None:
         return None
-    return Options(None, causal, scale=scale).key(layout_key(q, k), name, repr(block), budget, forced, repr(more))
+    key = Options(None, causal, scale=scale).key(layout_key(q, k), name, repr(block), budget, forced, repr(more))
+    return None if key is None else ("select", key)
 
 
 def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | None:
     """The index of a remembered selection; None where there is none, or where arrays lie at odd addresses."""
-    found = _selections.get(key)
+    found: Selection | FixedSelection | None = CALLS.get(key)
     if found is None or (q.data.ptr | k.data.ptr) % q.dtype.itemsize:
         return None
     return found(q, k)
@@ -60,9 +59,7 @@ def first_selected(
     selection = None if key is None else make()
     if selection is None:
         return None
-    if len(_selections) >= _MAX_SELECTIONS:
-        _selections.clear()
-    _selections[key] = selection
+    CALLS.put(key, selection)
     return selected(key, grid.q, grid.k)
 
 

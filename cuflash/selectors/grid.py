@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,15 +19,12 @@ from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
+from ..planning._call_cache import CALLS
 from ..planning.options import Options
 from ..planning.problem import problem_of, reasons_without_v
 from ..planning.selection_kernels import ChoiceRule
 from ..plans import as_arrays, as_mask_of_arrays, layout_key
 from .budget import Budget, Diagonal, Forced, choose
-
-_MAX_FACTS = 256
-
-_facts: dict[Hashable, tuple[Any, ...]] = {}  # calls share an entry if only addresses and budgets differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +91,10 @@ class Grid:
         if not isinstance(forced, Forced):
             reasons.append(f"forced must be a Forced; got {describe(forced)}: selectors.Forced(sink=1) is one")
         options = Options(mask, causal, window, scale=scale)
-        key = None if reasons else options.key(layout_key(q, k), "selectors", repr(block))
-        if key in _facts:
-            return cls(q, k, *_facts[key])
+        key = None if reasons else options.key(layout_key(q, k), "grid", repr(block))
+        known = CALLS.get(key)
+        if known is not None:
+            return cls(q, k, *known)
         q, k = as_arrays({"q": q, "k": k}).values()
         require_arrays({"q": q, "k": k})
         if namespace(q) is not namespace(k):
@@ -121,8 +119,8 @@ class Grid:
             shape, sides, resolved, is_causal, offset, mask is not None or window is not None,
             problem.softmax_scale, problem.has_heads,
         )  # fmt: skip
-        if key is not None and len(_facts) < _MAX_FACTS:
-            _facts[key] = facts
+        if key is not None:
+            CALLS.put(key, facts)
         return cls(q, k, *facts)
 
     @property

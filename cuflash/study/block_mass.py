@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,16 +15,13 @@ from ..executors import cpu_mass, gpu, sim
 from ..executors.launch import BoundPass
 from ..keywords import explains_keywords
 from ..masks.shape import block_pair
+from ..planning._call_cache import CALLS
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
 from ..planning.options import Options
-from ..planning.plan import KernelPlan
 from ..planning.problem import reasons_without_v
-from ..plans import BoundCall, Plan, as_arrays, layout_key
+from ..plans import Plan, as_arrays, layout_key
 
 MAX_DIM = 4096  # columns of q and k: a kernel sums scores over chunks of them
-_MAX_BOUND_CALLS = 256
-
-_bound_calls: dict[Hashable, tuple[KernelPlan, BoundCall]] = {}  # calls on a GPU share one if only addresses differ
 
 
 @explains_keywords
@@ -85,8 +81,9 @@ def block_mass(
         arrays = (q, k) if lse is None else (q, k, lse)
         options = Options(mask, causal, scale=scale, executor=executor)
         key = options.key(layout_key(*arrays), "block_mass", repr(block))
-    if key in _bound_calls:
-        made_plan, call = _bound_calls[key]
+    bound = CALLS.get(key)
+    if bound is not None:
+        made_plan, call = bound
         mass, *made_lse = call(*arrays)
         return _mean(mass, made_lse[0] if lse is None else lse, block_pair(block)[0], made_plan.problem.seqlen_q)
     given = as_arrays({"q": q, "k": k, "lse": lse})
@@ -104,8 +101,8 @@ def block_mass(
         made_plan = replace(ready.plan, kernels=kernels)
         if ready.executor == "gpu" and score is None:
             call = gpu.bind(made_plan, kernels.forward, inputs, made, pins=True)
-            if key is not None and len(_bound_calls) < _MAX_BOUND_CALLS:
-                _bound_calls[key] = made_plan, call
+            if key is not None:
+                CALLS.put(key, (made_plan, call))
             mass, *rest = call(*inputs.values())
             return _mean(mass, rest[0] if lse is None else lse, sides[0], problem.seqlen_q)
     results = {name: xp.zeros(each.shape, each.dtype) for name, each in made.items()}

@@ -66,7 +66,7 @@ def listed(mask: masks.Mask, shape: masks.MaskShape, block: int) -> WorkList:
     """The work of forward and backward."""
     work = work_list(mask.resolve(shape), shape, (block, block))
     if isinstance(work, ListedWork):
-        work.transposed  # noqa: B018  (made when first asked for)
+        work.make_ready()
     return work
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import cupy_machine
 import numpy as np
+from cached_calls import cached
 import pytest
 from device_lists import assert_same_blocks
 from foreign import Foreign
@@ -28,7 +29,6 @@ CLOSED = [masks.Band(), masks.Causal("bottom_right"), masks.Band(-9, 4)]
 @pytest.fixture
 def cupy(tmp_path, monkeypatch):
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
-        monkeypatch.setattr(index_maker, "_makers", {})
         yield machine
 
 
@@ -143,7 +143,7 @@ def test_an_index_is_made_inside_a_capture_once_the_kernels_are_compiled(cupy):
         stream.begin_capture()
         index = index_of(array, mask, shape, block)
         graph = stream.end_capture()
-    assert {maker.lists for maker in index_maker._makers.values()} == gpu._pinned
+    assert {maker.lists for (maker,) in cached("index").values()} == gpu._pinned
     for seed in (0, 1):
         array[...] = blocks_of(shape, block, 1, seed)
         graph.launch(stream)

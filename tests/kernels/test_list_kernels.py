@@ -5,6 +5,7 @@ from __future__ import annotations
 import cupy_machine
 import device_double as device
 import numpy as np
+from cuflash.planning._call_cache import CALLS
 import pytest
 from cuflash import api, masks
 from cuflash.compiler import nvrtc as compiling
@@ -325,7 +326,7 @@ def test_a_first_call_inside_a_capture_is_refused(cupy):
         cuflash.attention_vjp(*arrays, mask=array)[1](cupy.asarray(DO))
         for key in [key for key in compiling._loaded if key[0].family == "lists"]:  # as if it had not been called
             del compiling._loaded[key]
-        api._bound_calls.clear()
+        CALLS.clear()
         stream.begin_capture()
         with pytest.raises(RuntimeError, match="lists_classify is not compiled yet.*make the same call once"):
             cuflash.attention(*arrays, mask=array)
@@ -340,7 +341,7 @@ def test_lists_of_a_capture_are_made_anew_by_each_replay(cupy):
         o = cuflash.attention(*arrays, mask=masks.Dense(array) & masks.Causal())
         graph = stream.end_capture()
     array[...] = ~KEPT
-    api._bound_calls.clear()
+    CALLS.clear()
     graph.launch()
     assert_within_bounds(Example(q=Q, k=K, v=V, mask=masks.Dense(~KEPT) & masks.Causal()), o=o.get())
 

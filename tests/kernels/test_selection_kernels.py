@@ -7,10 +7,11 @@ from typing import Any
 
 import cupy_machine
 import numpy as np
+from cached_calls import cached
 import pytest
 from cuflash import masks, selectors
 from cuflash.arrays import DTYPES, accumulator_dtype
-from cuflash.executors import gpu, index_maker, selecting
+from cuflash.executors import gpu, selecting
 from cuflash.executors.bound_launch import BoundLaunch
 from cuflash.planning.launches import offset_of
 from cuflash.executors.sim import Simulator
@@ -341,8 +342,6 @@ def test_the_kernel_does_on_each_executor_what_the_host_does(executor: str, chec
 @pytest.fixture
 def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
-        monkeypatch.setattr(index_maker, "_makers", {})
-        monkeypatch.setattr(bound, "_selections", {})
         yield machine
 
 
@@ -381,7 +380,7 @@ def check_selections(machine: Any, num_budgets: int = 3) -> None:
 def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
     num_budgets = 3 if is_long() else 1
     check_selections(cupy, num_budgets)
-    assert len(bound._selections) == 8 * num_budgets
+    assert len(cached("select")) == 8 * num_budgets
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
@@ -522,7 +521,7 @@ def test_streams_wait_for_blocks_that_another_stream_copied(cupy: Any) -> None:
     q, options = cupy.asarray(np.zeros((2, 64, 8), np.float16)), {"block": 16, "budget": Budget(top_k=2)}
     cupy.events_are_reached = False
     selectors.local(q, q, **options)
-    (selection,) = bound._selections.values()
+    (selection,) = cached("select").values()
     (event,) = [number for kind, *_, number in cupy.log if kind == "record"]
     with cupy.cuda.Stream(non_blocking=True) as stream:
         cupy.log.clear()

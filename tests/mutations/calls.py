@@ -112,7 +112,7 @@ FAULTS = {
     },
     pickled_after_use(a_plan): {
         "a plan takes its calls along": Edit(
-            "plans.py", "Plan.__getstate__", '{**vars(self), "_bound_calls": {}}', "vars(self)"
+            "plans.py", "Plan.__getstate__", '{**vars(self), "_owner": Owner()}', "vars(self)"
         ),
     },
     pickled_after_use(an_index): {

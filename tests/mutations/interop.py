@@ -48,7 +48,8 @@ FAULTS = {
         ),
         "zeros that JAX leaves out are ones": Edit("jax.py", "_backward", "jax.numpy.zeros(", "jax.numpy.ones("),
         "plans do not differ by what gradients are asked of": Edit(
-            "jax.py", "_Call._found_or_planned", "asked.key(", "asked._replace(wrt=()).key(",
+            "jax.py", "_Call._found_or_planned", "looked_up.key(",
+            "looked_up._replace(options=options._replace(wrt=())).key(",
         ),
     },
     interop_guards.writing_is_told: {

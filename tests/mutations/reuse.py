@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 from mutations.planting import Edit
 from mutations.python_guards import part
+from test_call_cache import check_freed, check_steps
 from workspace_memory import memory, stream
 
 SIGNS = (AssertionError,)  # exceptions by which guards see a fault
@@ -60,8 +61,31 @@ def arguments_serve_one_call_at_a_time(library: ModuleType) -> None:
     assert found.take([5, 6]) is first
 
 
-WORKSPACES, ARGUMENTS = "executors/workspaces.py", "executors/arguments.py"
+def cached_calls_are_the_latest(library: ModuleType) -> None:
+    """The cache of calls is a least recently used one, and calls leave it with their owner."""
+    kind = part(library, "planning._call_cache").CallCache
+    for steps in (
+        [("put", "a", None), ("put", "b", 0), ("put", "c", None), ("get", "a"), ("put", "d", None), ("get", "b")],
+        [("put", "a", None), ("put", "b", None), ("put", "a", None), ("put", "c", 1), ("put", "d", 1), ("get", "b")],
+        [("put", "a", 0), ("put", "b", 1), ("drop", 0), ("put", "c", 0), ("put", "d", 0), ("drop", 0), ("get", "c")],
+        [("put", "a", 0), ("put", "a", None), ("get", "a"), ("clear",), ("get", "a")],
+    ):
+        check_steps(steps, kind)
+    check_freed(kind)
+
+
+WORKSPACES, ARGUMENTS, CACHE = "executors/workspaces.py", "executors/arguments.py", "planning/_call_cache.py"
 FAULTS = {
+    cached_calls_are_the_latest: {
+        "the use of a call does not count": Edit(CACHE, "CallCache.get", "self._calls.move_to_end(key)", "pass"),
+        "a call that is put again keeps its age": Edit(
+            CACHE, "CallCache.put", "self._calls.pop(key, None)", "self._calls.get(key)"
+        ),
+        "the cache grows without end": Edit(CACHE, "CallCache.put", "> self._size", "> 100 * self._size"),
+        "the latest call leaves": Edit(CACHE, "CallCache.put", "popitem(last=False)", "popitem()"),
+        "calls stay without their owner": Edit(CACHE, "CallCache.put", "keys.add(key)", "pass"),
+        "the last call stays": Edit(CACHE, "CallCache._drop", "self._last = object(), None", "pass"),
+    },
     workspaces_serve_one_call_at_a_time: {
         "a piece stays with its stream while a call has it": Edit(
             WORKSPACES, "Workspaces.take", "self._pieces[number].pop()", "self._pieces[number][-1]"

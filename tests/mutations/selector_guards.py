@@ -192,7 +192,7 @@ def an_index_hands_its_lists_over(library: ModuleType) -> None:
         shape = room.MaskShape((), 1, 64, 64)
         source, _ = kernels.ListSource.of(room.BlockPattern(kept, side).resolve(shape), shape, (side, side))
         vars(index)["carried"] = carried(kept, source)
-        found = looking_up.lookup(options(mask=index), {}, lambda array: None)
+        found = looking_up.lookup(options(mask=index), lambda array: None)
         assert found.options.mask is None and found.contents.key == source and found.contents.arrays[0] is kept
         work = kernels.work_of_kernels(at_each_call(index).resolve(shape), shape, (64, 64))
         assert work.carried is source and (work.source is source) == (side == 16)

@@ -182,8 +182,8 @@ FAULTS = {
     calls_are_told_apart: {
         "calls do not differ by their operands": Edit(
             "api.py", "run",
-            "looked_up.key(layout, len(outs), wants_lse, *operands)",
-            "looked_up.key(layout_key(q, k, v, *outs), len(outs), wants_lse)",
+            'looked_up.key("attention", layout, len(outs), wants_lse, *operands)',
+            'looked_up.key("attention", layout_key(q, k, v, *outs), len(outs), wants_lse)',
         ),
         "calls do not differ by what gradients are asked of": Edit(
             "planning/options.py", "Options.key", "draws, wrt, words,", "draws, (), words,"

@@ -185,10 +185,7 @@ def test_the_proof_s_selectors_launch_every_kernel_of_selectors(load, tmp_path, 
     proof = load("gpu_proof")
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
         machine.runs_kernels = False
-        monkeypatch.setattr("cuflash.executors.index_maker._makers", {})
         monkeypatch.setattr(selecting, "_chooser", selecting._chooser.__wrapped__)
-        monkeypatch.setattr("cuflash.selectors.bound._selections", {})
-        monkeypatch.setattr("cuflash.selectors.grid._facts", {})
         assert proof.run_selectors() == 18
         loaded = {(function.spec.entry, function.spec.dtype) for function in machine.launchable}
     expected = {(spec.entry, spec.dtype) for spec in proof.specs_of_selectors()}

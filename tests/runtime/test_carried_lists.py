@@ -8,9 +8,9 @@ from typing import Any
 
 import cupy_machine
 import numpy as np
+from cached_calls import cached
 import pytest
 from cuflash import BlockIndex, api, masks
-from cuflash.executors import index_maker
 from cuflash.executors.index_maker import index_of
 from cuflash.masks.shape import MaskShape
 
@@ -27,8 +27,6 @@ CAUSAL = masks.Causal("bottom_right")
 @pytest.fixture
 def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
-        monkeypatch.setattr(index_maker, "_makers", {})
-        monkeypatch.setattr(api, "_bound_calls", {})
         yield machine
 
 
@@ -82,15 +80,15 @@ def test_calls_walk_the_lists_that_an_index_carries(cupy: Any, is_causal: bool) 
     check(cuflash, cupy, is_causal)
 
 
-def test_calls_with_new_indices_of_one_layout_are_one_remembered_call(cupy: Any, monkeypatch: Any) -> None:
+def test_calls_with_new_indices_of_one_layout_are_one_cached_call(cupy: Any, monkeypatch: Any) -> None:
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     first = cuflash.attention(*arrays, mask=index_on(cupy, blocks(0), True))
-    (remembered,) = api._bound_calls
+    (key,) = cached("attention")
     monkeypatch.setattr(api, "planned", None)
     for seed in (0, 1):
         o = cuflash.attention(*arrays, mask=index_on(cupy, blocks(seed), True))
         assert (o.get() == first.get()).all() == (seed == 0)
-    assert list(api._bound_calls) == [remembered]
+    assert list(cached("attention")) == [key]
 
 
 def indices_and_masks(machine: Any, is_causal: bool, block: tuple[int, int]) -> list[tuple[BlockIndex, Any]]:

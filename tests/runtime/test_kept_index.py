@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+from cached_calls import cached
 import pytest
 from cuflash import BlockIndex, api, masks
 from cuflash.blocks import index as indices
@@ -104,9 +105,21 @@ def test_a_caller_s_own_arrays_stay_as_they_are():
     assert kinds.flags.writeable and not index.kinds.flags.writeable
 
 
-def test_copies_and_pickles_remember_nothing():
+def test_copies_and_pickles_have_calls_of_their_own():
     index = an_index()
     cuflash.attention(Q, K, V, mask=index)
-    assert index.remembered.calls
     for twin in (copy.copy(index), pickle.loads(pickle.dumps(index))):
-        assert twin.remembered.calls == {} and twin == index
+        assert twin.kept.owner is not index.kept.owner and twin == index
+
+
+def test_calls_leave_the_cache_with_their_index():
+    index = an_index()
+    cuflash.attention(Q, K, V, mask=index)
+    owner = weakref.ref(index.kept.owner)
+
+    def keys():
+        return [key for key in cached("attention") if key[1] == owner]
+
+    assert len(keys()) == 1
+    del index
+    assert owner() is None and keys() == []

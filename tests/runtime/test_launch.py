@@ -13,6 +13,7 @@ from functools import partial
 
 import cupy_machine
 import numpy as np
+from cuflash.planning._call_cache import CALLS
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -157,10 +158,10 @@ def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
         except (cuflash.UnsupportedProblem, TypeError) as error:
             return str(error)
 
-    api._bound_calls.clear()
+    CALLS.clear()
     together = [outcome(options) for options in drawn]
     for options, result in zip(drawn, together):
-        api._bound_calls.clear()
+        CALLS.clear()
         assert outcome(options) == result
 
 

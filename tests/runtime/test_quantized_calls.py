@@ -6,10 +6,10 @@ from typing import Any
 
 import cupy_machine
 import numpy as np
+from cached_calls import cached
 import pytest
 from cuflash import BlockIndex, Quantized, masks
 from cuflash.calls import quantized_call
-from cuflash.executors import index_maker
 from executors import needs_compiler
 
 import cuflash
@@ -22,8 +22,6 @@ X8 = [cuflash.quantize(x) for x in RNG.standard_normal((3, 2, LENGTH, 64), dtype
 @pytest.fixture
 def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
-        monkeypatch.setattr(index_maker, "_makers", {})
-        monkeypatch.setattr(quantized_call, "_bound_calls", {})
         yield machine
 
 
@@ -79,7 +77,7 @@ def test_masks_of_one_layout_are_planned_once(cupy: Any, monkeypatch: Any, name:
     for seed in range(3):
         o = cuflash.attention(*x8, mask=there(seed, cupy.asarray))
         assert is_right(o.get(), on_host(seed))
-    assert len(plans) == len(quantized_call._bound_calls) == 1
+    assert len(plans) == len(cached("quantized")) == 1
 
 
 @pytest.mark.gpu(9, 0)

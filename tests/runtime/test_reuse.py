@@ -6,6 +6,7 @@ import gc
 import threading
 
 import numpy as np
+from cuflash.planning._call_cache import CALLS
 import pytest
 
 import cuflash
@@ -133,7 +134,7 @@ def test_a_new_seed_or_offset_asks_nothing_again(cupy, monkeypatch, name):
 
 @pytest.mark.parametrize("executor", ["cpu", "sim"])
 def test_a_new_seed_or_offset_is_no_new_plan_on_the_host(monkeypatch, executor):
-    monkeypatch.setattr(api, "_bound_calls", {})
+    CALLS.clear()
     plan_cache._cached_plan.cache_clear()
     found = {cuflash.attention(Q, K, V, dropout=each, executor=executor).tobytes() for each in DROPOUTS}
     assert len(found) == 3 and plan_cache._cached_plan.cache_info().misses == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import device_double
 import numpy as np
+from cuflash.planning._call_cache import CALLS
 import pytest
 from cuflash.selectors import Budget, Forced, budget as budgets, grid as grids
 from cuflash.testing import Example, assert_within_bounds
@@ -339,7 +340,7 @@ def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
 
     fresh = []
     for change in changes:
-        monkeypatch.setattr(grids, "_facts", {})
+        CALLS.clear()
         fresh.append(found(change))
     assert [found(change) for change in changes * 2] == fresh * 2 and len({str(each) for each in fresh}) > 5
     with pytest.raises(cuflash.UnsupportedProblem, match="budget must be a Budget"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import cupy_double
 import numpy as np
+from cuflash.planning._call_cache import CALLS, CallCache
 
 from cuflash.compiler import nvrtc as compiling
 from cuflash.executors import sim as simulated
@@ -322,8 +323,6 @@ class Cupy(cupy_double.Double):
 @contextmanager
 def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     """Make the stand-in `import cupy`, and empty the caches that may hold an earlier one."""
-    from cuflash import api
-    from cuflash.calls import listed_plan
     from cuflash.executors import gpu, tensor_map
     from cuflash.planning import plan_cache
 
@@ -340,8 +339,8 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
     monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
     monkeypatch.setattr(gpu, "_pinned", set())
-    monkeypatch.setattr(api, "_bound_calls", {})
-    monkeypatch.setattr(listed_plan, "_shared_plans", {})
+    for name, fresh in vars(CallCache()).items():
+        monkeypatch.setattr(CALLS, name, fresh)
     monkeypatch.setattr(Ndarray, "machine", machine, raising=False)
     gpu._device_spec.cache_clear()
     plan_cache._cached_plan.cache_clear()

@@ -125,5 +125,4 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy
         monkeypatch.setattr(torch_gpu, "MACHINE", torch_gpu.TorchGpu())
         monkeypatch.setattr(cuflash.torch, "torch", machine)
         monkeypatch.setattr(cuflash.torch, "_PLAIN", cuflash.torch._PLAIN | {DeviceTensor})
-        monkeypatch.setattr(cuflash.torch, "_bound_calls", {})
         yield cupy, machine

@@ -1,0 +1,101 @@
+"""The cache of calls keeps the most recently used ones, and those of an owner as long as it lives."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from hypothesis import given, strategies as st
+
+from cuflash.planning._call_cache import CallCache
+
+SIZE = 3
+KEYS = st.sampled_from("abcdef")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("get"), KEYS),
+        st.tuples(st.just("put"), KEYS, st.sampled_from([None, 0, 1])),
+        st.tuples(st.just("drop"), st.sampled_from([0, 1])),
+        st.just(("clear",)),
+    ),
+    max_size=40,
+)
+
+
+class Owner:
+    """Something that calls belong to."""
+
+
+def check_steps(steps, kind=CallCache):
+    """Compare a cache with a dict in the order of use, from which the calls of dead owners are removed."""
+    cache, owners, model = kind(SIZE), {0: Owner(), 1: Owner()}, {}
+    for number, (operation, *arguments) in enumerate(steps):
+        if operation == "get":
+            (key,) = arguments
+            if key in model:
+                model[key] = model.pop(key)
+            assert cache.get(key) == (model[key][0] if key in model else None)
+        elif operation == "put":
+            key, owner = arguments
+            cache.put(key, number, owner if owner is None else owners[owner])
+            model.pop(key, None)
+            model[key] = number, owner
+            while len(model) > SIZE:
+                del model[next(iter(model))]
+        elif operation == "drop":
+            (owner,) = arguments
+            owners[owner] = Owner()
+            model = {key: value for key, value in model.items() if value[1] != owner}
+        else:
+            cache.clear()
+            model = {}
+        assert len(cache) == len(model)
+    for key, (number, _) in model.items():
+        assert cache.get(key) == number
+
+
+@given(STEPS)
+def test_it_is_a_least_recently_used_cache_without_the_calls_of_dead_owners(steps):
+    check_steps(steps)
+
+
+def check_freed(kind=CallCache):
+    """Calls that have left are freed, even the last one that was used."""
+    cache, owner, call = kind(1), Owner(), Owner()
+    seen = weakref.ref(call)
+    cache.put((weakref.ref(owner), 1), call, owner)
+    assert cache.get((weakref.ref(owner), 1)) is call
+    del owner, call
+    assert seen() is None and len(cache) == 0
+    first = Owner()
+    seen = weakref.ref(first)
+    cache.put("first", first)
+    del first
+    cache.put("second", Owner())
+    assert seen() is None and len(cache) == 1
+
+
+def test_calls_that_have_left_are_freed():
+    check_freed()
+
+
+def test_threads_may_use_it_at_the_same_time():
+    cache, errors, start = CallCache(8), [], threading.Barrier(4)
+
+    def use(first):
+        start.wait()
+        try:
+            for number in range(2000):
+                key = (first + number) % 12
+                owner = Owner()
+                assert cache.get(key) in (None, key)
+                cache.put(key, key, owner if number % 3 else None)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and len(cache) <= 8

@@ -1,0 +1,12 @@
+"""The calls in the library's cache, for tests that count them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash.planning._call_cache import CALLS
+
+
+def cached(kind: str, cache: Any = CALLS) -> dict[Any, Any]:
+    """Return what runs the cached calls of a kind, by key."""
+    return {key: call for key, (call, _) in cache._calls.items() if key[0] == kind}
