@@ -13,6 +13,7 @@ from ..arrays import Array, describe, fix_of_numbers, is_array, is_list, is_spar
 from ..errors import UnsupportedProblem, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
+from ._device_form import DeviceForm
 from .base import Mask
 from .block_set import BlockGrid, BlockSet, sorted_places
 from .coordinates import LeadingArray, checked_answer, note_call
@@ -66,6 +67,10 @@ class Dense(Mask):
     def own_lengths(self) -> tuple[int | None, int | None]:
         q, kv = (None if extent == 1 else int(extent) for extent in (1, 1, *self.allowed.shape)[-2:])
         return q, kv
+
+    @property
+    def device_form(self) -> DeviceForm | None:
+        return DeviceForm((self.allowed,))
 
     def resolve(self, shape: MaskShape) -> Mask:
         full = (*shape.batch, *shape[1:])

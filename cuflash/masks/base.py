@@ -16,11 +16,17 @@ from typing import Any, Self
 from ..arrays import Array, describe, flag_reasons, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
+from ._device_form import DeviceForm, IntervalForm
 from .content import Described, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, share_allowed, widened
 from .pictures import as_html, as_text, plotted, shown_states
 from .shape import MaskShape, block_pair, once_checked, whole_shape
 from .written import written
+
+# What a class says about the elements of its masks.
+_ANSWERS = (
+    "__call__", "intervals", "rectangle", "has_intervals", "natural_block", "device_form", "interval_form",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,7 +74,7 @@ class Mask(Described):
             return next(number for number, base in enumerate(cls.__mro__) if name in vars(base))
 
         newest = min(place("__call__"), place("intervals"))
-        for name in ("__call__", "intervals", "rectangle", "has_intervals", "natural_block"):
+        for name in _ANSWERS:
             if place(name) > newest and getattr(cls, name) is not getattr(Mask, name):
                 setattr(cls, name, vars(Mask)[name])
         if place("resolve") > newest and cls.resolve is not Mask.resolve:
@@ -173,6 +179,28 @@ class Mask(Described):
         Band(upper=3)
         """
         return self
+
+    @property
+    def device_form(self) -> DeviceForm | None:
+        """How kernels read the mask at each call if its arrays are on a device; None if they do not.
+
+        Examples
+        --------
+        >>> Band(-1, 0).device_form is None
+        True
+        """
+        return None
+
+    @property
+    def interval_form(self) -> IntervalForm | None:
+        """The row intervals of a resolved mask as a kernel evaluates them from arrays; None if no kernel does.
+
+        Examples
+        --------
+        >>> Band(-1, 0).interval_form is None
+        True
+        """
+        return None
 
     @property
     def natural_block(self) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ import numpy as np
 from ..arrays import Array, describe, fix_of_numbers, is_array, is_sparse, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
+from ._device_form import DeviceForm
 from .base import Mask
 from .block_set import BlockGrid, BlockSet, sorted_places
 from .coordinates import LeadingArray, leading_reasons, widened
@@ -107,6 +108,10 @@ class BlockPattern(Mask):
         reasons.extend(leading_reasons("blocks", leading, (*shape.batch, shape.num_heads), has_heads=True))
         if reasons:
             raise UnsupportedProblem(reasons)
+
+    @property
+    def device_form(self) -> DeviceForm | None:
+        return DeviceForm((self.blocks,), (self.block,))
 
     def resolve(self, shape: MaskShape) -> Mask:
         self.require_fit(shape)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ..arrays import Array, describe, is_array, is_integer_dtype, namespace
 from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
+from ._device_form import DeviceForm, IntervalForm
 from .base import Mask
 from .coordinates import Intervals, LeadingArray, leading_reasons
 from .fields import take_arrays
@@ -68,6 +70,11 @@ class Documents(Mask):
     def own_lengths(self) -> tuple[int | None, int | None]:
         return int(self.q_ids.shape[-1]), int((self.q_ids if self.kv_ids is None else self.kv_ids).shape[-1])
 
+    @property
+    def device_form(self) -> DeviceForm:
+        shares_ids = self.kv_ids is None or self.kv_ids is self.q_ids
+        return DeviceForm((self.q_ids,) if shares_ids else (self.q_ids, self.kv_ids))
+
     def resolve(self, shape: MaskShape) -> Mask:
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
         reasons: list[str] = []
@@ -82,11 +89,9 @@ class Documents(Mask):
         q_leading = LeadingArray.of(self.q_ids, shape.batch, 1)
         kv_leading = LeadingArray.of(kv_ids, shape.batch, 1)
         if namespace(self.q_ids) is not np:
-            bounds = _run_bounds(q_leading) if kv_ids is self.q_ids else _document_bounds(q_leading, kv_leading)
-            return SortedDocuments(*bounds)
-        if _never_decreases(self.q_ids) and _never_decreases(kv_ids):
-            return SortedDocuments(*_document_bounds(q_leading, kv_leading))
-        return ResolvedDocuments(q_leading, kv_leading)
+            return SortedDocuments(q_leading, None if kv_ids is self.q_ids else kv_leading)
+        is_sorted = _never_decreases(self.q_ids) and _never_decreases(kv_ids)
+        return (SortedDocuments if is_sorted else ResolvedDocuments)(q_leading, kv_leading)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
@@ -149,13 +154,27 @@ def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SortedDocuments(Mask):
-    """Resolved form of `Documents` whose ids never decrease."""
+    """Resolved form of `Documents` whose ids never decrease, or, without ids of keys, are runs of equal ids."""
 
-    first: LeadingArray
-    end: LeadingArray
+    q_ids: LeadingArray
+    kv_ids: LeadingArray | None
+
+    @cached_property
+    def bounds(self) -> tuple[LeadingArray, LeadingArray]:
+        """First key of each query and the one past its last; calls whose kernels find them do not use it."""
+        return _run_bounds(self.q_ids) if self.kv_ids is None else _document_bounds(self.q_ids, self.kv_ids)
+
+    @property
+    def has_intervals(self) -> bool:
+        return True
+
+    @property
+    def interval_form(self) -> IntervalForm:
+        return IntervalForm("documents", self.q_ids.array, None if self.kv_ids is None else self.kv_ids.array)
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        return self.first.at(b, i), self.end.at(b, i)
+        first, end = self.bounds
+        return first.at(b, i), end.at(b, i)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

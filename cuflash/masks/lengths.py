@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..arrays import Array
+from ..arrays import Array, is_array
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
+from ._device_form import DeviceForm, IntervalForm
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, PerBatch, of_batch, per_batch, widened
 from .fields import converted_length, take_arrays
@@ -57,6 +58,12 @@ class Lengths(Mask):
             if length is not None:
                 object.__setattr__(self, name, converted_length(name, length))
 
+    @property
+    def device_form(self) -> DeviceForm | None:
+        arrays = tuple(length for length in (self.q, self.kv) if is_array(length))
+        facts = tuple("array" if is_array(length) else length for length in (self.q, self.kv))
+        return DeviceForm(arrays, facts) if arrays else None
+
     def resolve(self, shape: MaskShape) -> Mask:
         reasons: list[str] = []
         resolved = []
@@ -78,6 +85,13 @@ class ResolvedLengths(Mask):
 
     q: PerBatch
     kv: PerBatch
+
+    @property
+    def interval_form(self) -> IntervalForm | None:
+        if isinstance(self.q, int) and isinstance(self.kv, int):
+            return None
+        q, kv = (side if isinstance(side, int) else side.array[..., None] for side in (self.q, self.kv))
+        return IntervalForm("lengths", q, kv)
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         # Queries past their length get lo = UNBOUNDED: empty, and lo still never decreases.

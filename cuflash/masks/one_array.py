@@ -1,7 +1,4 @@
-"""Masks on a device that vary by the contents of one array, or of offsets; all else is decided by how these lie.
-
-Their blocks may be listed at each call of a plan, from what the arrays then hold.
-"""
+"""Masks whose arrays are on a device, without the contents of these arrays, which kernels read at each call."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ import numpy as np
 
 from ..arrays import Array
 from ..errors import UnsupportedProblem
-from .arrays import Dense, as_mask
+from ._device_form import DeviceForm
+from .arrays import as_mask
 from .base import And, Mask, intersection
-from .block_pattern import BlockPattern
 from .content import content
-from .sequences import Sequences
 from .shape import MaskShape
 
 
@@ -29,7 +25,7 @@ class MaskContents(NamedTuple):
 
 
 def mask_contents(mask: Any, layout_of: Callable[..., Hashable]) -> MaskContents | None:
-    """Contents of a mask that is, or intersects, one array of elements or of blocks, or sequences; None of any other.
+    """Return the contents of a mask that has a `device_form`, or intersects one that has; None of any other mask.
 
     `layout_of` tells how arrays lie; masks that differ in nothing but the contents of their arrays have equal keys.
     """
@@ -37,27 +33,24 @@ def mask_contents(mask: Any, layout_of: Callable[..., Hashable]) -> MaskContents
     found: tuple[Any, ...] | None = None
     parts: tuple[Any, ...] = mask.operands if type(mask) is And else (mask,)
     for part in parts:
-        if isinstance(part, Mask) and type(part) not in (Dense, BlockPattern, Sequences):
+        form = _own_form(part) if isinstance(part, Mask) else DeviceForm((part,))
+        if form is None:
             try:
                 keys.append(content(part))
             except TypeError:  # it holds what is not looked at here
                 return None
             continue
-        arrays, more = _arrays_of(part)
-        layout = None if any(isinstance(array, np.ndarray) for array in arrays) else layout_of(*arrays)
+        layout = None if any(isinstance(array, np.ndarray) for array in form.arrays) else layout_of(*form.arrays)
         if layout is None or found is not None:
             return None
-        keys.append((type(part), *more, layout))
-        found = arrays
+        keys.append((type(part), *form.facts, layout))
+        found = form.arrays
     return None if found is None else MaskContents(tuple(keys), found)
 
 
-def _arrays_of(part: Any) -> tuple[tuple[Array, ...], tuple[Hashable, ...]]:
-    """The arrays of a part of a mask, and what decides it beside them."""
-    if type(part) is Sequences:
-        return part.arrays, (part.causal, part.window)
-    array = part.allowed if type(part) is Dense else part.blocks if type(part) is BlockPattern else part
-    return (array,), (getattr(part, "block", None),)
+def _own_form(mask: Mask) -> DeviceForm | None:
+    """Return the `device_form` that the class of a mask itself defines: a subclass may have other elements."""
+    return mask.device_form if "device_form" in vars(type(mask)) else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

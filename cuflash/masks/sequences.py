@@ -12,6 +12,7 @@ from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_int, i
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
+from ._device_form import DeviceForm, IntervalForm
 from .base import Mask
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, clipped, leading_reasons
 from .fields import converted_side, take_arrays, taken_array
@@ -161,6 +162,10 @@ class Sequences(Mask):
         """
         return (self.q_offsets,) if self.kv_offsets is None else (self.q_offsets, self.kv_offsets)
 
+    @property
+    def device_form(self) -> DeviceForm | None:
+        return DeviceForm(self.arrays, (self.causal, self.window))
+
     def resolve(self, shape: MaskShape) -> Mask:
         broken = self._offset_reasons() or self._pair_reasons()  # contents may have changed since the mask was made
         reasons = list(broken)
@@ -300,6 +305,15 @@ class ResolvedSequences(Mask):
     @property
     def has_intervals(self) -> bool:
         return True
+
+    @property
+    def interval_form(self) -> IntervalForm:
+        source = self.source
+        left, right = source.window or (None, None)
+        return IntervalForm(
+            "sequences", source.q_offsets, source.kv_offsets, left, 0 if source.causal else right,
+            source.causal == "bottom_right",
+        )  # fmt: skip
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         lo, hi = self.bounds

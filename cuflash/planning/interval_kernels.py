@@ -1,6 +1,6 @@
-"""Row intervals of packed sequences that a kernel finds at each call, from the offsets on the device.
+"""Row intervals that a kernel finds at each call, from the arrays of `Sequences`, `Lengths` or `Documents` on a device.
 
-`masks.Sequences.resolve` finds the same by operations on arrays, of any mask: it is the specification of the kernel.
+The masks' own `intervals` find the same by operations on arrays: they are the specification of the kernel.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, ShapeDtype, is_array
 from ..blocks.classify import extents, row_intervals
 from ..blocks.sequence_tiles import num_tiles
 from ..blocks.work_list import IntervalWork
 from ..masks.base import And, Mask
 from ..masks.content import held_arrays
-from ..masks.sequences import ResolvedSequences, Sequences
 from ..masks.shape import MaskShape
 from .launches import BATCH_AXES
 from .spec import KernelSpec
@@ -30,26 +29,27 @@ _POINTER = np.uint64
 _ALIGNMENT = 256  # bytes; of each result in the array that holds all of them
 _UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 _SIDES = ("q", "kv")
+_KINDS = ("sequences", "lengths", "documents")  # as `IntervalKind` of kernels_cu/lists/interval_params.cuh numbers them
 _MOST_THREADS = 1 << 30  # kernels number them in int32
 _OF_ORDERS_ALONE = ("row_lengths", "column_lengths", "tile_lengths")  # which no attention kernel reads
 # Mirrors `kernels_cu/lists/interval_params.cuh`.
 INTERVAL_PARAMS = np.dtype(
     [
-        *((f"{side}_offsets", _POINTER) for side in _SIDES),
+        *((f"{side}_integers", _POINTER) for side in _SIDES),
         *((f"{side}_batch_strides", np.int64, (BATCH_AXES,)) for side in _SIDES),
         *((f"{side}_stride", np.int64) for side in _SIDES),
         *((name, _POINTER) for name in ("rows_lo", "rows_hi")),
         *((f"rows_{axis}_stride", np.int64) for axis in ("batch", "head")),
         *((name, _POINTER) for name in ("lo", "hi", "row_lengths", "column_lengths", "row_order", "column_order")),
         *((name, _POINTER) for name in ("q_blocks", "kv_blocks", "tile_lengths", "column_entries")),
-        *((name, np.int64) for name in ("left", "right")),
+        *((name, np.int64) for name in ("left", "right", "q_length", "kv_length")),
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "num_offsets")),
         *((f"{side}_itemsize", np.int32) for side in _SIDES),
         *((f"is_{side}_signed", np.int32) for side in _SIDES),
         ("is_bottom_right", np.int32),
         *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
-        *((name, np.int32) for name in ("tile_q", "tile_kv", "num_q_tiles", "num_kv_tiles", "padding")),
+        *((name, np.int32) for name in ("tile_q", "tile_kv", "num_q_tiles", "num_kv_tiles", "kind")),
     ],
     align=True,
 )
@@ -62,33 +62,40 @@ INTERVAL_SPECS = {
 }  # fmt: skip
 
 
-class _Offsets:
-    """The layout of an array of offsets: bytes between neighbouring batch entries and sequences, and its dtype."""
+class _Integers:
+    """The layout of an array of integers: bytes between neighbours of a batch axis and of the last one, and its dtype.
 
-    def __init__(self, array: Array, num_axes: int) -> None:
-        steps = [step if extent != 1 else 0 for step, extent in zip(array.strides[:-1], array.shape)]
-        self.batch_strides = (*[0] * (num_axes - len(steps)), *steps)
-        self.stride, self.itemsize = int(array.strides[-1]), int(array.dtype.itemsize)
-        self.is_signed = array.dtype.kind == "i"
+    `number` is what the host knows instead of an array.
+    """
+
+    def __init__(self, integers: Array | int | None) -> None:
+        self.number = integers if isinstance(integers, int) else 0
+        self.is_array, self.shape = is_array(integers), tuple[int, ...]()
+        self.batch_strides, self.stride, self.itemsize, self.is_signed = (0,) * BATCH_AXES, 0, 8, True
+        if is_array(integers):
+            assert integers is not None and not isinstance(integers, int)
+            steps = [step if extent != 1 else 0 for step, extent in zip(integers.strides[:-1], integers.shape)]
+            self.shape, self.batch_strides = tuple(integers.shape), (*[0] * (BATCH_AXES - len(steps)), *steps)
+            self.stride, self.itemsize = int(integers.strides[-1]), int(integers.dtype.itemsize)
+            self.is_signed = integers.dtype.kind == "i"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class IntervalSource:
-    """Sources of row intervals: sequences whose offsets each call hands over, and intervals that the host knows.
+    """Sources of row intervals: arrays that each call hands over, and intervals that the host knows.
 
     Attributes
     ----------
-    offsets : tuple of _Offsets
-        Those of queries and of keys.
-    num_offsets : int
-    array_names : tuple of str
-        Fields of the record for the arrays that a call hands over: the keys have the queries' offsets, or their own.
+    kind : str
+        That of the `IntervalForm`.
+    sides : dict of _Integers by "q" and "kv"
+        The arrays of the form; without a key "kv" they are those of "q".
     left, right : int
         Keys on either side of the diagonal.
     is_bottom_right : bool
         The diagonal ends with each sequence; else it starts with it.
     rows : IntervalWork or None
-        Row intervals that the sequences are intersected with.
+        Row intervals with which those of the form are intersected.
     shape : MaskShape
     block : (int, int) or None
         Blocks of queries and of keys that are ordered by their lengths.
@@ -98,9 +105,8 @@ class IntervalSource:
         Queries and keys of tiles that end with their sequences.
     """
 
-    offsets: tuple[_Offsets, _Offsets]
-    num_offsets: int
-    array_names: tuple[str, ...]
+    kind: str
+    sides: Mapping[str, _Integers]
     left: int
     right: int
     is_bottom_right: bool
@@ -114,14 +120,15 @@ class IntervalSource:
 
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
-        """The sources of a resolved mask of sequences and closed forms without arrays; None of any other mask."""
-        parts = kept_and_closed(mask, lambda factor: isinstance(factor, ResolvedSequences))
+        """Return the sources of a resolved mask of one `IntervalForm` and closed forms without arrays; else None."""
+        parts = kept_and_closed(mask, lambda factor: factor.interval_form is not None)
         if parts is None or not are_served(shape):
             return None
-        kept, closed = parts
-        assert isinstance(kept, ResolvedSequences)
-        sequences, over, rows = kept.source, (1, 1), None
-        if any(extent != 1 for array in sequences.arrays for extent in array.shape[:-1]):
+        (kept, closed), over, rows = parts, (1, 1), None
+        form = kept.interval_form
+        assert form is not None
+        sides = {side: _Integers(each) for side, each in zip(_SIDES, (form.q, form.kv)) if each is not None}
+        if any(extent != 1 for each in sides.values() for extent in each.shape[:-1]):
             over = shape.num_batch, 1
         if closed:
             of_closed = extents(And(closed), shape)
@@ -130,8 +137,22 @@ class IntervalSource:
                 seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, lo=lo, hi=hi
             )
             over = max(over[0], of_closed[0]), max(over[1], of_closed[1])
-        made = cls(**_closed_form(sequences), rows=rows, shape=shape, block=block, batch=over[0], num_heads=over[1])
-        return made if made.num_threads <= _MOST_THREADS else None
+        source = cls(
+            kind=form.kind, sides=sides, left=_bounded(form.left), right=_bounded(form.right),
+            is_bottom_right=form.is_bottom_right, rows=rows, shape=shape, block=block, batch=over[0],
+            num_heads=over[1],
+        )  # fmt: skip
+        return source if source.num_threads <= _MOST_THREADS else None
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """Fields of the record for the arrays that a call hands over."""
+        return tuple(f"{side}_integers" for side, integers in self.sides.items() if integers.is_array)
+
+    @property
+    def num_offsets(self) -> int:
+        """The number of offsets of sequences; 0 for other forms."""
+        return self.sides["q"].shape[-1] if self.kind == "sequences" else 0
 
     @property
     def extents(self) -> tuple[int, int, int]:
@@ -139,8 +160,10 @@ class IntervalSource:
         return self.batch, self.num_heads, self.shape.seqlen_q
 
     @property
-    def mean_length(self) -> float:
-        """Keys of a sequence on average, or of the window where that is narrower."""
+    def mean_length(self) -> float | None:
+        """Keys of a sequence on average, or of the window if that is narrower; None if the host does not know."""
+        if self.kind != "sequences":
+            return None
         return min(self.shape.seqlen_kv / max(1, self.num_offsets - 1), self.left + self.right + 1)
 
     @property
@@ -202,17 +225,17 @@ class IntervalSource:
         """The record of the kernel, without addresses."""
         batch, record = self.shape.batch, np.zeros((), INTERVAL_PARAMS)
         missing = BATCH_AXES - len(batch)
-        for side, offsets in zip(_SIDES, self.offsets):
-            record[f"{side}_batch_strides"] = offsets.batch_strides
-            record[f"{side}_stride"], record[f"{side}_itemsize"] = offsets.stride, offsets.itemsize
-            record[f"is_{side}_signed"] = offsets.is_signed
+        for side, integers in self.sides.items():
+            record[f"{side}_batch_strides"] = integers.batch_strides
+            record[f"{side}_stride"], record[f"{side}_itemsize"] = integers.stride, integers.itemsize
+            record[f"is_{side}_signed"], record[f"{side}_length"] = integers.is_signed, integers.number
         of_rows = leading_strides(None if self.rows is None else self.rows.lo)
         record["rows_batch_stride"], record["rows_head_stride"] = of_rows
         record["left"], record["right"], record["is_bottom_right"] = self.left, self.right, self.is_bottom_right
         record["batch"] = [1] * missing + list(batch)
         record["num_matrices"], record["num_heads"] = self.batch * self.num_heads, self.num_heads
         record["seqlen_q"], record["seqlen_kv"] = self.shape.seqlen_q, self.shape.seqlen_kv
-        record["num_offsets"] = self.num_offsets
+        record["num_offsets"], record["kind"] = self.num_offsets, _KINDS.index(self.kind)
         record["block_q"], record["block_kv"] = self.block or (0, 0)
         record["num_q_blocks"], record["num_kv_blocks"] = self.num_blocks
         record["tile_q"], record["tile_kv"] = self.tile or (0, 0)
@@ -263,19 +286,8 @@ def offsets_of(nbytes: Mapping[str, int]) -> dict[str, int]:
     return dict(zip(nbytes, accumulate(map(room, nbytes.values()), initial=0)))
 
 
-def _closed_form(sequences: Sequences) -> dict[str, Any]:
-    """Return the fields of `IntervalSource` that describe sequences but for their shape."""
-    q, kv = sequences.arrays[0], sequences.arrays[-1]
-    left, right = sequences.window or (None, None)
-    if sequences.causal:
-        right = 0
-    return {
-        "offsets": (_Offsets(q, BATCH_AXES), _Offsets(kv, BATCH_AXES)), "num_offsets": int(q.shape[-1]),
-        "array_names": ("q_offsets", "kv_offsets") if sequences.kv_offsets is not None else ("q_offsets",),
-        "left": _UNLIMITED if left is None else min(left, _UNLIMITED),
-        "right": _UNLIMITED if right is None else min(right, _UNLIMITED),
-        "is_bottom_right": sequences.causal == "bottom_right",
-    }  # fmt: skip
+def _bounded(keys: int | None) -> int:
+    return _UNLIMITED if keys is None else min(keys, _UNLIMITED)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -291,7 +303,7 @@ class IntervalsAtCall(IntervalWork):
     @classmethod
     def of(cls, source: IntervalSource, tile: tuple[int, int], *, is_ordered: bool = False) -> IntervalsAtCall:
         """Work of a mask that `IntervalSource.of` takes."""
-        empty = np.broadcast_to(np.zeros((), np.int32), source.extents)
+        empty = ShapeDtype(source.extents, np.int32)
         return cls(
             seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block_q=tile[0], block_kv=tile[1],
             lo=empty, hi=empty, is_ordered=is_ordered, mean_length=source.mean_length, source=source,

@@ -1,16 +1,23 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// The parameters of the kernel that finds the row intervals of packed sequences. cuflash/planning/interval_kernels.py
-// has the same record as a NumPy dtype. A matrix is a batch entry and head of the intervals.
+// The parameters of the kernel that finds the row intervals of a mask whose arrays are on the device.
+// cuflash/planning/interval_kernels.py has the same record as a NumPy dtype. A matrix is a batch entry and head of the
+// intervals.
 namespace cuflash::lists {
 
 constexpr int kBatchAxes = 3;
 
+// The integers in the arrays of a mask.
+enum IntervalKind : int32_t {
+  kSequences = 0,  // [*batch, num_offsets] offsets: sequence n has the queries offsets[n] <= i < offsets[n + 1]
+  kLengths = 1,  // [*batch, 1] the number of queries, and of keys
+  kDocuments = 2,  // [*batch, length] the document of each query, and of each key
+};
+
 struct IntervalParams {
-  // [*batch, num_offsets] sequence n has the queries offsets[n] <= i < offsets[n + 1]
-  const void* q_offsets;
-  const void* kv_offsets;  // likewise of the keys; null if they are those of the queries
+  const void* q_integers;  // those of the queries; null for kLengths if the host knows q_length
+  const void* kv_integers;  // those of the keys; null if they are those of the queries, or the host knows kv_length
   int64_t q_batch_strides[kBatchAxes];  // in bytes, 0 where an axis is broadcast; so are the next three
   int64_t kv_batch_strides[kBatchAxes];
   int64_t q_stride, kv_stride;
@@ -30,16 +37,17 @@ struct IntervalParams {
   int32_t* kv_blocks;  // [matrix, kv tile, and one more] likewise of keys
   int32_t* tile_lengths;  // [matrix, kv tile] blocks of queries that see a tile of keys
   int32_t* column_entries;  // [matrix, kv tile] tiles of keys, the longest first
-  int64_t left, right;  // keys on either side of the diagonal
+  int64_t left, right;  // keys on either side of the diagonal of a sequence
+  int64_t q_length, kv_length;  // of kLengths, without an array
   int32_t batch[kBatchAxes];  // extents of the batch axes
   int32_t num_matrices, num_heads;
   int32_t seqlen_q, seqlen_kv, num_offsets;
-  int32_t q_itemsize, kv_itemsize;  // bytes of an offset
+  int32_t q_itemsize, kv_itemsize;  // bytes of an integer
   int32_t is_q_signed, is_kv_signed;
   int32_t is_bottom_right;  // the diagonal ends with each sequence; else it starts with it
   int32_t block_q, block_kv, num_q_blocks, num_kv_blocks;
   int32_t tile_q, tile_kv, num_q_tiles, num_kv_tiles;  // tiles that end with sequences; 0 without
-  int32_t padding;
+  IntervalKind kind;
 };
 
 }  // namespace cuflash::lists

@@ -1,5 +1,5 @@
-// Finds the keys that each query of packed sequences sees from the offsets on the device, a thread a query; and where
-// blocks are ordered, how many blocks of the other side each of them sees.
+// Finds the keys that each query sees from integers on the device, a thread a query: offsets of packed sequences, lengths,
+// or ids of documents. If blocks are ordered, it also counts the blocks of the other side that each block sees.
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>
 
@@ -9,13 +9,36 @@ constexpr int kThreads = 32 * config::kNumWarps;
 constexpr int64_t kFar = 1LL << 62;  // beyond any key
 constexpr int kMaxLength = 255;  // in blocks: orders count longer ranges as this long
 
-// The offsets of a batch entry.
-struct Offsets {
+// An integer of any type, in the order of integers.
+struct Integer {
+  bool is_beyond;  // 2^63 or more: only a uint64 is
+  int64_t bits;
+
+  CUFLASH_DEVICE bool operator==(const Integer& other) const {
+    return is_beyond == other.is_beyond && bits == other.bits;
+  }
+  CUFLASH_DEVICE bool operator<(const Integer& other) const {
+    return is_beyond == other.is_beyond ? bits < other.bits : other.is_beyond;
+  }
+};
+
+// The integers of a batch entry.
+struct Integers {
   const unsigned char* data;
   int64_t stride;
   int itemsize;
   bool is_signed;
 
+  // Return an integer exactly.
+  CUFLASH_DEVICE Integer exact(int number) const {
+    if (itemsize == 8) {
+      const int64_t bits = *reinterpret_cast<const int64_t*>(data + number * stride);
+      return {!is_signed && bits < 0, bits};
+    }
+    return {false, at(number)};
+  }
+
+  // Return an integer; those of uint64 from 2^62 on are kFar.
   CUFLASH_DEVICE int64_t at(int number) const {
     const void* const from = data + number * stride;
     if (itemsize == 8) {
@@ -28,10 +51,10 @@ struct Offsets {
   }
 };
 
-// Return the address of the offsets of a batch entry.
-CUFLASH_DEVICE const unsigned char* offsets_of(const IntervalParams& params, const void* offsets,
-                                               const int64_t* strides, int batch_entry) {
-  const unsigned char* data = static_cast<const unsigned char*>(offsets);
+// Return the address of the integers of a batch entry.
+CUFLASH_DEVICE const unsigned char* integers_of(const IntervalParams& params, const void* integers,
+                                                const int64_t* strides, int batch_entry) {
+  const unsigned char* data = static_cast<const unsigned char*>(integers);
   for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
     data += batch_entry % params.batch[axis] * strides[axis];
     batch_entry /= params.batch[axis];
@@ -48,7 +71,7 @@ struct Interval {
 };
 
 // Return the keys of a query, as masks.Sequences defines them. Queries after all sequences start beyond all keys.
-CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Offsets& q, const Offsets& kv, int query) {
+CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Integers& q, const Integers& kv, int query) {
   int after = 0;  // number of offsets that are not beyond the query
   for (int end = params.num_offsets; after < end;) {
     const int middle = (after + end) / 2;
@@ -62,25 +85,59 @@ CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Off
   return {after > last ? kFar : clipped(diagonal - params.left, start, stop), hi};
 }
 
+// Return the keys of a query, as masks.Lengths defines them. Queries past their length start beyond all keys.
+CUFLASH_DEVICE Interval keys_of_lengths(const IntervalParams& params, const Integers& q, const Integers& kv,
+                                        int query) {
+  const int64_t q_length = q.data == nullptr ? params.q_length : q.at(0);
+  return {query < q_length ? 0 : kFar, kv.data == nullptr ? params.kv_length : kv.at(0)};
+}
+
+// Return the first number of a range for which a condition holds, which holds for all that follow; else the end.
+template <class Condition>
+CUFLASH_DEVICE int first_for_which(Condition holds, int first, int end) {
+  while (first < end) {
+    const int middle = first + (end - first) / 2;
+    if (holds(middle)) end = middle;
+    else first = middle + 1;
+  }
+  return first;
+}
+
+// Return the keys of a query, as masks.Documents defines them. Queries and keys with the same ids: the run of equal ids
+// around the query. Otherwise the ids of neither decrease.
+CUFLASH_DEVICE Interval keys_of_document(const IntervalParams& params, const Integers& q, const Integers& kv,
+                                         int query) {
+  const Integer id = q.exact(query);
+  if (params.kv_integers == nullptr)
+    return {first_for_which([&](int i) { return q.exact(i) == id; }, 0, query),
+            first_for_which([&](int i) { return !(q.exact(i) == id); }, query + 1, params.seqlen_q)};
+  const int lo = first_for_which([&](int j) { return !(kv.exact(j) < id); }, 0, params.seqlen_kv);
+  return {lo, first_for_which([&](int j) { return id < kv.exact(j); }, lo, params.seqlen_kv)};
+}
+
 // The matrix of a batch entry and head.
 struct Matrix {
   const IntervalParams& params;
-  Offsets q, kv;
+  Integers q, kv;
   int64_t first_of_rows;
 
   CUFLASH_DEVICE Matrix(const IntervalParams& params, int number) : params(params) {
     const int batch_entry = number / params.num_heads, head = number % params.num_heads;
     first_of_rows = batch_entry * params.rows_batch_stride + head * params.rows_head_stride;
-    q = {offsets_of(params, params.q_offsets, params.q_batch_strides, batch_entry), params.q_stride, params.q_itemsize,
-         params.is_q_signed != 0};
-    kv = q;
-    if (params.kv_offsets != nullptr)
-      kv = {offsets_of(params, params.kv_offsets, params.kv_batch_strides, batch_entry), params.kv_stride,
-            params.kv_itemsize, params.is_kv_signed != 0};
+    q = {nullptr, params.q_stride, params.q_itemsize, params.is_q_signed != 0};
+    kv = {nullptr, params.kv_stride, params.kv_itemsize, params.is_kv_signed != 0};
+    if (params.q_integers != nullptr)
+      q.data = integers_of(params, params.q_integers, params.q_batch_strides, batch_entry);
+    if (params.kv_integers != nullptr)
+      kv.data = integers_of(params, params.kv_integers, params.kv_batch_strides, batch_entry);
+    else if (params.kind == kSequences)
+      kv = q;
   }
 
   CUFLASH_DEVICE Interval keys_of(int query) const {
-    const Interval keys = keys_of_sequence(params, q, kv, query);
+    const Interval keys = params.kind == kSequences ? keys_of_sequence(params, q, kv, query)
+                          : params.kind == kLengths ? keys_of_lengths(params, q, kv, query)
+                                                    : keys_of_document(params, q, kv, query);
     const int64_t lo = clipped(keys.lo, 0, params.seqlen_kv), hi = clipped(keys.hi, 0, params.seqlen_kv);
     if (params.rows_lo == nullptr) return {lo, hi};
     const int64_t rows_lo = params.rows_lo[first_of_rows + query], rows_hi = params.rows_hi[first_of_rows + query];
@@ -134,7 +191,7 @@ CUFLASH_DEVICE int column_length(const Matrix& matrix, int number) {
 
 // Return the first row of a tile that ends with its sequence, as cuflash/blocks/sequence_tiles.py numbers them. Rows
 // before the first sequence, and behind the last one, count as one each.
-CUFLASH_DEVICE int tile_start(const Offsets& offsets, int num_offsets, int length, int height, int number) {
+CUFLASH_DEVICE int tile_start(const Integers& offsets, int num_offsets, int length, int height, int number) {
   const auto bound = [&](int sequence) {
     return static_cast<int>(sequence == 0            ? 0
                             : sequence > num_offsets ? length

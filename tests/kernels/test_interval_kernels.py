@@ -15,6 +15,7 @@ from cuflash.executors import gpu
 from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
 from cuflash.masks import MaskShape
+from cuflash.masks.documents import SortedDocuments
 from cuflash.masks.sequences import ResolvedSequences
 from cuflash.planning.families import sm90
 from cuflash.planning.interval_kernels import IntervalsAtCall, IntervalSource
@@ -22,7 +23,7 @@ from cuflash.testing import Example, assert_within_bounds
 from executors import hostile_schedules, needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_device_masks import sent
+from test_device_masks import changed, sent
 from test_list_kernels import passes
 from test_sm90 import SIM90
 
@@ -51,12 +52,23 @@ def cases(draw):
         found = found.astype(draw(st.sampled_from(DTYPES)))
         return np.repeat(found, 2, axis=-1)[..., ::2] if draw(st.booleans()) else found
 
+    def ids(length):
+        found = np.sort(rng.integers(0, 5, (*batch, length)), axis=-1).astype(draw(st.sampled_from(DTYPES)))
+        return found - found.dtype.type(2) if found.dtype.kind == "i" else found
+
     q_offsets = offsets(shape.seqlen_q)
     window = draw(st.sampled_from([None, (5, None), (None, 2), (0, 3), (1 << 70, 1 << 70)]))
     causal = draw(st.sampled_from(["bottom_right", "top_left", *([True, False] if is_same else [])]))
     mask = masks.Sequences(
         q_offsets, None if is_same else offsets(shape.seqlen_kv), causal=causal, window=window, allow_gaps=True
     )
+    kind = draw(st.sampled_from(["sequences", "lengths", "documents"]))
+    if kind == "lengths":
+        of_q, of_kv = (rng.integers(0, 95, batch).astype(draw(st.sampled_from(DTYPES))) for _ in range(2))
+        mask = masks.Lengths(q=draw(st.sampled_from([None, 40, of_q])), kv=of_kv)
+    elif kind == "documents":
+        runs = rng.permutation(90)[np.cumsum(rng.random(shape.seqlen_q) < 0.2)]  # neighbours, in no order
+        mask = masks.Documents(runs) if is_same else masks.Documents(ids(shape.seqlen_q), ids(shape.seqlen_kv))
     closed = draw(st.sampled_from(CLOSED))
     return shape, mask if closed is None else mask & closed
 
@@ -64,9 +76,10 @@ def cases(draw):
 def found_by_kernel(mask, shape, convert, target, address, stream):
     """Return the source of a mask's intervals and the kernels' results by name; `convert` sends the offsets."""
     resolved = sent(mask, convert).resolve(shape)
-    source = replace(IntervalSource.of(resolved, shape, BLOCK), tile=TILE)
-    parts = getattr(resolved, "operands", (resolved,))
-    arrays = next(part for part in parts if isinstance(part, ResolvedSequences)).source.arrays
+    source = IntervalSource.of(resolved, shape, BLOCK)
+    source = replace(source, tile=TILE) if source.kind == "sequences" else source
+    parts = getattr(sent(mask, convert), "operands", None) or (sent(mask, convert),)
+    arrays = next(part.device_form for part in parts if part.device_form is not None).arrays
     return source, source.views(ListMaker(source, target)(map(address, arrays), stream))
 
 
@@ -75,15 +88,24 @@ def on_simulator(mask, shape, schedule=None):
     return found_by_kernel(mask, shape, device.DeviceArray, machine, lambda array: array._host.ctypes.data, None)
 
 
+def with_numbered_runs(mask):
+    """Return documents whose ids are the numbers of runs of equal ids, which never decrease."""
+    if not isinstance(mask, masks.Documents) or mask.kv_ids is not None:
+        return mask
+    return masks.Documents(np.cumsum(np.diff(mask.q_ids, prepend=mask.q_ids[:1]) != 0))
+
+
 def assert_found(mask, shape, source, found):
     """Assert that intervals and orders equal those that array operations make."""
+    mask = changed(mask, with_numbered_runs)
     sides = row_intervals(mask.resolve(shape), *shape[2:], source.batch, source.num_heads)
     lo, hi = (np.broadcast_to(side, source.extents) for side in sides)
     (seqlen_q, seqlen_kv), (block_q, block_kv) = shape[2:], BLOCK
     work = IntervalWork(
         seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, lo=lo, hi=hi, is_ordered=True
     )
-    for name, wanted in (work.lists | tiles_of_offsets(mask, shape, lo, hi)).items():
+    tiles = tiles_of_offsets(mask, shape, lo, hi) if source.kind == "sequences" else {}
+    for name, wanted in (work.lists | tiles).items():
         assert found[name].dtype == wanted.dtype == np.int32
         np.testing.assert_array_equal(found[name], wanted, err_msg=name)
 
@@ -158,7 +180,7 @@ def test_masks_that_the_kernel_does_not_serve_are_left_to_the_array_form():
 
 Q, K, V, DO = RNG.standard_normal((4, 2, 3, 40, 16), dtype=np.float32)
 OFFSETS = [np.array(offsets) for offsets in ([0, 7, 30, 40], [3, 3, 20, 21], [0, 39, 40, 40])]
-MASKS = {
+SEQUENCES = {
     "causal": lambda take, turn: masks.Sequences(take(OFFSETS[turn]), causal=True, allow_gaps=True),
     "of each entry": lambda take, turn: masks.Sequences(
         take(np.stack([OFFSETS[turn], OFFSETS[turn] // 2])), allow_gaps=True
@@ -170,6 +192,16 @@ MASKS = {
         take(OFFSETS[turn]), take(OFFSETS[turn - 1]), causal="bottom_right", window=(9, None), allow_gaps=True
     ),
 }
+LENGTHS = [np.array(lengths, np.int32) for lengths in ([7, 40], [0, 23], [39, 1])]
+IDS = [np.array(np.repeat(ids, (9, 14, 17))) for ids in ([3, 5, 9], [2, 2, 3], [-4, 0, 5])]
+MASKS = SEQUENCES | {
+    "lengths of keys": lambda take, turn: masks.Lengths(kv=take(LENGTHS[turn])) & masks.Causal(),
+    "lengths of queries": lambda take, turn: masks.Lengths(q=take(LENGTHS[turn]), kv=30),
+    "lengths of both": lambda take, turn: masks.Lengths(q=take(LENGTHS[turn]), kv=take(LENGTHS[turn - 1])),
+    "documents": lambda take, turn: masks.Documents(take(IDS[turn])) & masks.Causal(),
+    "documents of each entry": lambda take, turn: masks.Documents(take(np.stack([IDS[turn], IDS[turn - 1]]))),
+    "documents of keys": lambda take, turn: masks.Documents(take(IDS[turn]), take(IDS[turn - 1])),
+}
 
 
 def require_bounds(mask, **found):
@@ -178,12 +210,13 @@ def require_bounds(mask, **found):
 
 
 def asks_nothing_again(monkeypatch):
-    for place, name in ((api, "planned"), (gpu, "BoundPass"), (gpu, "ListMaker"), (ResolvedSequences, "bounds")):
+    resolved = ((ResolvedSequences, "bounds"), (SortedDocuments, "bounds"))
+    for place, name in ((api, "planned"), (gpu, "BoundPass"), (gpu, "ListMaker"), *resolved):
         monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_calls_with_new_sequences_share_their_launches(cupy, monkeypatch, name):
+def test_calls_with_new_arrays_share_their_launches(cupy, monkeypatch, name):
     arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
     got = []
     with monkeypatch.context() as patched:
@@ -242,30 +275,31 @@ def test_offsets_of_a_repeated_call_are_checked_again(cupy):
 
 
 @pytest.mark.gpu
-def test_new_sequences_wait_for_nothing_and_can_be_captured():
+@pytest.mark.parametrize("name", MASKS)
+def test_new_arrays_wait_for_nothing_and_can_be_captured(name):
     import cupy
 
     q, k, v = (cupy.asarray(each) for each in (Q, K, V))
-    offsets = cupy.asarray(OFFSETS[0])
-
-    def call():
-        return cuflash.attention(q, k, v, mask=masks.Sequences(offsets, causal=True))
-
+    arrays = []
+    mask = MASKS[name](lambda array: arrays.append(cupy.asarray(array)) or arrays[-1], 0)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        call()
+        cuflash.attention(q, k, v, mask=mask)
         stream.synchronize()
         stream.begin_capture()
-        o = call()
+        o = cuflash.attention(q, k, v, mask=mask)
         graph = stream.end_capture()
         for turn in (1, 2, 0):
-            offsets[...] = cupy.asarray(OFFSETS[turn])
+            new = []
+            MASKS[name](lambda array: new.append(array) or array, turn)
+            for array, contents in zip(arrays, new, strict=True):
+                array[...] = cupy.asarray(contents)
             graph.launch(stream)
             stream.synchronize()
-            require_bounds(masks.Sequences(OFFSETS[turn], causal=True, allow_gaps=True), o=o.get())
+            require_bounds(MASKS[name](np.asarray, turn), o=o.get())
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", SEQUENCES)
 def test_backward_tiles_of_new_sequences_end_with_them(cupy, monkeypatch, name):
     """Calls find the tiles of their own offsets on the device; launches are shared."""
     monkeypatch.setattr(sm90, "LONG_SEQUENCE", 0)
@@ -274,11 +308,11 @@ def test_backward_tiles_of_new_sequences_end_with_them(cupy, monkeypatch, name):
     arrays, sent_do = [cupy.asarray(each) for each in (q, k, v)], cupy.asarray(do)
     for turn in range(3):
         cupy.log.clear()
-        mask = MASKS[name](lambda offsets: cupy.asarray(offsets * scale), turn)
+        mask = SEQUENCES[name](lambda offsets: cupy.asarray(offsets * scale), turn)
         results = passes(mask, arrays, sent_do, kernel="sm90")
         assert cupy.launched == ["intervals", "interval_orders", "forward", "backward_statistics", "backward"]
         example = SIM90.rounded(
-            Example(q=q, k=k, v=v, mask=MASKS[name](lambda offsets: offsets * scale, turn), do=do)
+            Example(q=q, k=k, v=v, mask=SEQUENCES[name](lambda offsets: offsets * scale, turn), do=do)
         )
         assert_within_bounds(example, **dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=True)))
         planned = cuflash.plan(*arrays, mask=mask, kernel="sm90").plan

@@ -38,6 +38,12 @@ _CASES = (
     (MaskShape((), 1, 64, 64), masks.Sequences(np.array([3, 20, 60], np.uint64), **_GAPS) & masks.SlidingWindow(7, 3)),
     (MaskShape((), 1, 300, 5000), masks.Sequences(np.array([0, 100, 300]), np.array([0, 2900, 5000]))),
     (MaskShape((), 2, 83, 60), masks.Sequences(_offsets(60), **_GAPS) & masks.Lengths(q=80, kv=33)),
+    (MaskShape((3,), 1, 50, 60), masks.Lengths(q=np.array([9, 0, 70]), kv=np.array([61, 30, 2], np.uint8))),
+    (MaskShape((2,), 1, 50, 60), masks.Lengths(q=30, kv=np.array([60, 20], np.uint64)) & masks.Causal("top_left")),
+    (MaskShape((), 1, 50, 50), masks.Documents(np.repeat([5, -2, 9], (11, 22, 17)))),
+    (MaskShape((2,), 1, 30, 40), masks.Documents(
+        np.sort(_RNG.integers(0, 5, (2, 30))).astype(np.uint64) << 61, np.sort(_RNG.integers(0, 3, 40)) << 61
+    )),
 )  # fmt: skip
 
 
@@ -92,6 +98,14 @@ def calls_read_offsets_anew(library: ModuleType) -> None:
         of(offsets, other, causal="bottom_right"),
     )  # fmt: skip
     assert len({each.key for each in (first, *others)}) == 6 and others[-1].arrays == (offsets, other)
+    lengths, documents = library.masks.Lengths, library.masks.Documents
+    keys = [contents_of(each, layout).key for each in (
+        lengths(kv=offsets), lengths(q=offsets), lengths(q=3, kv=offsets), lengths(q=4, kv=offsets),
+    )]  # fmt: skip
+    assert len(set(keys)) == 4 and contents_of(lengths(kv=other), layout).key == keys[0]
+    assert contents_of(lengths(q=3, kv=4), layout) is None
+    assert contents_of(documents(offsets, other), layout).arrays == (offsets, other)
+    assert contents_of(documents(offsets, offsets), layout).arrays == (offsets,)
 
 
 KERNEL, ORDERS, SOURCE = "lists/intervals.cu", "lists/interval_orders.cu", "planning/interval_kernels.py"
@@ -109,13 +123,35 @@ FAULTS = {
             KERNEL, "keys_of_sequence", "params.is_bottom_right ? stop - q.at(end)", "false ? stop - q.at(end)"
         ),
         "keys have the offsets of queries": Edit(
-            KERNEL, "Matrix.Matrix", "if (params.kv_offsets != nullptr)", "if (false)"
+            KERNEL, "Matrix.Matrix", "if (params.kv_integers != nullptr)", "if (false)"
         ),
         "batch entries are one": Edit(
-            KERNEL, "offsets_of", "data += batch_entry % params.batch[axis] * strides[axis];", ""
+            KERNEL, "integers_of", "data += batch_entry % params.batch[axis] * strides[axis];", ""
         ),
         "bytes have a sign": Edit(
-            KERNEL, "Offsets.at", "is_signed ? *static_cast<const int8_t*>(", "true ? *static_cast<const int8_t*>("
+            KERNEL, "Integers.at", "is_signed ? *static_cast<const int8_t*>(", "true ? *static_cast<const int8_t*>("
+        ),
+        "the query behind a length sees keys": Edit(
+            KERNEL, "keys_of_lengths", "query < q_length", "query <= q_length"
+        ),
+        "lengths of keys that the host knows serve all": Edit(
+            KERNEL, "keys_of_lengths", "kv.data == nullptr ? params.kv_length : kv.at(0)", "params.kv_length"
+        ),
+        "lengths of queries are not read": Edit(
+            KERNEL, "keys_of_lengths", "q.data == nullptr ? params.q_length : q.at(0)", "params.seqlen_q"
+        ),
+        "a document starts with its query": Edit(KERNEL, "keys_of_document", "; }, 0, query)", "; }, query, query)"),
+        "a document ends with its query": Edit(
+            KERNEL, "keys_of_document", "query + 1, params.seqlen_q)", "query + 1, query + 1)"
+        ),
+        "a document has the keys of those before": Edit(
+            KERNEL, "keys_of_document", "return !(kv.exact(j) < id); }, 0,", "return true; }, 0,"
+        ),
+        "a document ends before its last id": Edit(
+            KERNEL, "keys_of_document", "return id < kv.exact(j); }", "return !(kv.exact(j) < id); }"
+        ),
+        "large ids are negative": Edit(
+            KERNEL, "Integers.exact", "{!is_signed && bits < 0, bits}", "{false, bits}"
         ),
         "closed forms hide nothing": Edit(KERNEL, "Matrix.keys_of", "if (params.rows_lo == nullptr)", "if (true)"),
         "a short last block reaches past the end": Edit(
@@ -231,10 +267,22 @@ FAULTS = {
     },
     calls_read_offsets_anew: {
         "windows do not count": Edit(
-            "masks/one_array.py", "_arrays_of", "(part.causal, part.window)", "(part.causal,)"
+            "masks/sequences.py", "Sequences.device_form", "(self.causal, self.window)", "(self.causal,)"
         ),
         "keys have no offsets": Edit(
-            "masks/one_array.py", "_arrays_of", "return part.arrays, ", "return part.arrays[:1], "
+            "masks/sequences.py", "Sequences.device_form", "DeviceForm(self.arrays,", "DeviceForm(self.arrays[:1],"
+        ),
+        "lengths that the host knows do not count": Edit(
+            "masks/lengths.py", "Lengths.device_form", "DeviceForm(arrays, facts)", "DeviceForm(arrays)"
+        ),
+        "lengths of queries and of keys are alike": Edit(
+            "masks/lengths.py", "Lengths.device_form", '"array" if is_array(length)', "None if is_array(length)"
+        ),
+        "ids of keys are not handed over": Edit(
+            "masks/documents.py", "Documents.device_form", "if shares_ids else", "if True else"
+        ),
+        "ids that queries and keys share are handed over twice": Edit(
+            "masks/documents.py", "Documents.device_form", "or self.kv_ids is self.q_ids", ""
         ),
     },
 }  # fmt: skip

@@ -38,7 +38,7 @@ def a_kept_index_goes_by_itself(library: ModuleType) -> None:
         for _ in range(2):
             library.attention(Q, Q, Q, mask=index)
         library.plan(Q, Q, Q, mask=index).forward(Q, Q, Q)
-        held = [weakref.ref(index), weakref.ref(index.remembered.mask)]
+        held = [weakref.ref(index), weakref.ref(index.kept.mask)]
         del index
         assert [each() for each in held] == [None, None]
     finally:
@@ -133,23 +133,31 @@ def calls_read_masks_anew(library: ModuleType) -> None:
     assert contents_of(pattern(kept, 5) & library.masks.Dense(kept), layout) is None
     assert contents_of(kept, layout).key != contents_of(pattern(kept, 1), layout).key
 
+    class Shifted(library.masks.Dense):
+        def resolve(self, shape):
+            return super().resolve(shape) & causal
+
+    assert contents_of(Shifted(kept), layout) is None
+
 
 CONTENTS, INDEX = "masks/one_array.py", "executors/index_maker.py"
 FAULTS = {
     a_kept_index_goes_by_itself: {
         "what an index remembers leads back to it": Edit(
-            "blocks/index.py", "BlockIndex.remembered", "IndexMask(replace(self))", "IndexMask(self)"
+            "blocks/index.py", "BlockIndex.kept", "IndexMask(replace(self))", "IndexMask(self)"
         ),
         "a plan holds the index itself": Edit(
-            "calls/checked_plan.py", "planned", "mask = mask.remembered.mask", "pass"
+            "calls/checked_plan.py", "planned", "mask = mask.kept.mask", "pass"
         ),
-        "a call that is remembered holds its plan": Edit(
+        "a cached call holds its plan": Edit(
             "plans.py", "Plan.bind", "executor.forward(plan, dict(zip(names, (*arrays, *made))), numbers=numbers)",
             "EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))",
         ),
     },
     an_index_is_read_once_and_never_changes: {
-        "indices share their calls": Edit("planning/lookup.py", "lookup", "Lookup(kept.calls, ", "Lookup(shared, "),
+        "indices share their calls": Edit(
+            "planning/lookup.py", "lookup", "Lookup(without, owner=mask.kept.owner)", "Lookup(without)"
+        ),
         "arrays can be written to": Edit("blocks/index.py", "_read_only", "view.flags.writeable = False", ""),
     },
     indices_are_those_of_their_blocks: {
@@ -160,13 +168,18 @@ FAULTS = {
         "one index serves all masks": Edit(INDEX, "index_key", "content(mask), shape", "shape"),
     },
     calls_read_masks_anew: {
-        "blocks of any size are alike": Edit(CONTENTS, "_arrays_of", '(getattr(part, "block", None),)', "()"),
+        "blocks of any size are alike": Edit(
+            "masks/block_pattern.py", "BlockPattern.device_form", ", (self.block,))", ")"
+        ),
         "closed forms do not count": Edit(CONTENTS, "mask_contents", "keys.append(content(part))", "content(part)"),
         "layouts do not count": Edit(
-            CONTENTS, "mask_contents", "(type(part), *more, layout)", "(type(part), *more)"
+            CONTENTS, "mask_contents", "(type(part), *form.facts, layout)", "(type(part), *form.facts)"
         ),
         "a second array is left out": Edit(
             CONTENTS, "mask_contents", "if layout is None or found is not None:", "if layout is None:"
+        ),
+        "a subclass has the elements of its parent": Edit(
+            CONTENTS, "_own_form", 'if "device_form" in vars(type(mask)) else None', ""
         ),
     },
     lists_are_those_of_the_host: {
