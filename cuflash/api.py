@@ -20,6 +20,7 @@ from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
+from .executors._layout_key import layout_key
 from .executors import checks, gpu
 from .fp8 import Quantized, operands as fp8
 from .keywords import explains_keywords
@@ -34,7 +35,7 @@ from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
     Window,
 )  # fmt: skip
-from .plans import Plan, Gradients, as_arrays, layout_key, with_numbers
+from .plans import Plan, Gradients, as_arrays, with_numbers
 from .scores import Score
 
 _Operand: TypeAlias = AnyArray | Quantized

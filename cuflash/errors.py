@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -77,7 +77,7 @@ class CompileError(RuntimeError):
         return "\n".join([f"{self.kernel} does not compile for {self.architecture}:", *lines, advice])
 
 
-def refuse(reasons: Sequence[str]) -> None:
+def refuse(reasons: Collection[str]) -> None:
     """Raise an UnsupportedProblem with reasons, if there are any."""
     if reasons:
         raise UnsupportedProblem(reasons)

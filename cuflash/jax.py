@@ -18,6 +18,7 @@ from . import api
 from .arrays import Array, ShapeDtype, describe, is_array
 from .dropout import Dropout
 from .errors import refuse
+from .executors._layout_key import layout_key
 from .executors import checks, gpu
 from .keywords import explains_keywords
 from .layouts import is_tracer, kind_of, taken
@@ -29,7 +30,7 @@ from .planning.lookup import lookup
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
-from .plans import Plan, layout_key, with_numbers
+from .plans import Plan, with_numbers
 from .scores import Score
 
 __all__ = ["attention"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -18,6 +16,7 @@ from .blocks.carried import Owner
 from .blocks.work_list import ListedWork
 from .compiler import nvrtc
 from .errors import UnsupportedProblem, refuse
+from .executors._layout_key import layout_key
 from .executors import checks, cpu, gpu, sim, without_keys
 from .keywords import explains_keywords, require_own_names
 from .masks.base import Mask
@@ -716,27 +715,6 @@ def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:
     made = replace(ready, numbers=numbers)
     object.__setattr__(made, "_owner", ready._owner)
     return made
-
-
-_host_layout = attrgetter("shape", "strides", "dtype")
-_device_layout = attrgetter("shape", "strides", "dtype", "data.device_id")
-
-
-def layout_key(*arrays: Array) -> Hashable:
-    """Kind, shape, strides, dtype and device of plain arrays; None for anything else.
-
-    Two calls for which all of it is equal are refused for the same reasons, or for none, but for odd addresses.
-    """
-    kind = type(arrays[0])
-    for array in arrays:
-        if type(array) is not kind:
-            return None
-    if kind is np.ndarray:
-        return tuple(map(_host_layout, arrays))
-    cupy = sys.modules.get("cupy")
-    if cupy is None or kind is not cupy.ndarray:
-        return None
-    return nvrtc.current_number(), *map(_device_layout, arrays)
 
 
 def as_arrays(given: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None, like: Any = None) -> dict[str, Any]:

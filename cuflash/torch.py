@@ -22,6 +22,7 @@ from .calls.model_options import model_options
 from .arrays import BFLOAT16, Array, ShapeDtype, describe, is_array, is_integer_dtype
 from .dropout import Dropout
 from .errors import UnsupportedProblem, refuse
+from .executors._layout_key import layout_key
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .keywords import explains_keywords
@@ -34,7 +35,7 @@ from .planning.lookup import Lookup, lookup
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
-from .plans import Plan, backward_names, layout_key
+from .plans import Plan, backward_names
 from .scores import Score
 
 __all__ = ["attention", "transformers_attention"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import Array, flag_reasons, is_array, is_sparse, namespace, require_callable, to_host, whole_number
-from ..errors import UnsupportedProblem, collecting, without_other_operators
+from ..errors import UnsupportedProblem, collecting, refuse, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import is_differentiated
 from ..masks.arrays import COMBINED, Sparse, as_mask, without_padding
@@ -197,8 +197,7 @@ class BlockIndex:
         with collecting(reasons):
             shape = MaskShape(batch, num_heads, seqlen_q, seqlen_kv)
             reasons += shape_reasons(shape) or length_reasons(shape)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         return cls._of_mask(given, shape, sides)
 
     @classmethod
@@ -303,8 +302,7 @@ class BlockIndex:
                 reasons.append(f"block must be given unless matrix is a BSR array of elements; got None: {fix}")
             else:
                 block = block_pair(tuple(map(int, matrix.blocksize)) if block is None else block)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         lengths = int(seqlen_q), int(seqlen_kv)
         grid = tuple(-(-length // side) for length, side in zip(lengths, block))
         padded = tuple(blocks * side for blocks, side in zip(grid, block))
@@ -575,8 +573,7 @@ class BlockIndex:
         from scipy.sparse import bsr_array, csr_array  # late: few calls need SciPy, which is slow to import
 
         row = self._row(b, h)
-        if reasons := flag_reasons("elements", elements):
-            raise UnsupportedProblem(reasons)
+        refuse(flag_reasons("elements", elements))
         starts = self.indptr[row : row + self.num_q_blocks + 1]
         start, stop = int(starts[0]), int(starts[-1])
         rows, cols = starts - start, self.indices[start:stop]
@@ -903,8 +900,7 @@ class BlockIndex:
         return self.on_host.states()[b, h]
 
     def _row(self, b: int, h: int) -> int:
-        if reasons := place_reasons(b, h, self.batch, self.num_heads):
-            raise UnsupportedProblem(reasons)
+        refuse(place_reasons(b, h, self.batch, self.num_heads))
         return (int(b) * self.num_heads + int(h)) * self.num_q_blocks
 
     def _elements(self, entry: int) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, namespace
-from ..errors import UnsupportedProblem
+from ..errors import refuse
 from ..masks.base import Mask
 from ..masks.block_set import BlockSet
 from ..masks.coordinates import LeadingArray
@@ -78,8 +78,7 @@ class IndexMask(Mask):
         ):
             if have not in (1, want):
                 reasons.append(f"the block index must have {name} 1 or {want}; got {have}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         return self
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, Namespace, describe, is_flag, is_int, namespace, to_host
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..masks.arrays import as_mask
 from ..masks.base import Band, Mask, intersection
 from ..masks.block_pattern import BlockPattern
@@ -497,8 +497,7 @@ def requested_mask(
             reasons.extend(misplaced)
             if not misplaced:
                 parts.append(given.resolve(shape))
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return intersection(parts)
 
 

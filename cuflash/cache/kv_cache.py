@@ -150,8 +150,7 @@ class KVCache:
             reasons += page_reasons(page_size, num_pages)
         if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
             reasons.append(f"xp must be the module numpy or cupy; got {describe(xp)}")
-        if reasons:
-            raise UnsupportedProblem(dict.fromkeys(reasons))
+        refuse(dict.fromkeys(reasons))
         num_own, num_positions = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
         shape = int(num_own), int(num_kv_heads), int(num_positions)
         # Made before the page tables: an array for which there is no room is an error, a list of as many items is none.

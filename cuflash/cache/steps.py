@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import Array, namespace
 from ..compiler import nvrtc
+from ..executors._layout_key import layout_key
 from ..executors import checks
 from ..executors.appending import bound_append
 from ..executors.decoding import bound_decode
@@ -22,7 +23,6 @@ from ..planning._call_cache import CALLS
 from ..planning.appending import AppendPlan
 from ..planning.decoding import DecodePlan
 from ..planning.prefill import PrefillPlan
-from ..plans import layout_key
 from ..scores import Score
 
 _ALIGNMENT = 256  # bytes, of arrays that share memory

@@ -12,6 +12,7 @@ from typing import Any
 from ..arrays import Array, ShapeDtype
 from ..blocks.index import BlockIndex
 from ..blocks.index_mask import IndexMask
+from ..executors._layout_key import layout_key
 from ..executors import gpu
 from ..masks.base import Band
 from ..masks.one_array import at_each_call
@@ -21,7 +22,7 @@ from ..planning.list_kernels import AT_CALL, WorkAtCall, list_results
 from ..planning._call_cache import CALLS
 from ..planning.lookup import lookup
 from ..planning.options import Options
-from ..plans import BoundCall, Gradients, Plan, layout_key
+from ..plans import BoundCall, Gradients, Plan
 
 _OF_INDEX = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arrays import Array
+from ..executors._layout_key import layout_key
 from ..executors import checks, gpu
 from ..keywords import explains_keywords
 from ..planning._call_cache import CALLS
-from ..plans import Gradients, Plan, layout_key, named_gradients
+from ..plans import Gradients, Plan, named_gradients
 from .unchanged import Held, checksums, held, require_unchanged
 
 

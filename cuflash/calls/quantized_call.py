@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..arrays import Array, is_array, namespace
 from ..blocks.work_list import WorkList
 from ..errors import refuse
+from ..executors._layout_key import layout_key
 from ..executors import checks, gpu
 from ..fp8 import Quantized, kernel_calls
 from ..masks.one_array import MaskContents, at_each_call
@@ -15,7 +16,7 @@ from ..planning._call_cache import CALLS
 from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..planning.scales import RowsPerScale
-from ..plans import Plan, as_arrays, layout_key
+from ..plans import Plan, as_arrays
 from .checked_plan import planned
 from .listed_plan import without_mask
 

@@ -13,8 +13,8 @@ from ..arrays import Array, describe, fix_of_numbers, is_array, is_list, is_spar
 from ..errors import UnsupportedProblem, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
-from ._device_form import DeviceForm
 from .base import Mask
+from .content import DeviceForm
 from .block_set import BlockGrid, BlockSet, sorted_places
 from .coordinates import LeadingArray, checked_answer, note_call
 from .fields import take_arrays

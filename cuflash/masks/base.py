@@ -14,19 +14,16 @@ from operator import and_, or_, xor
 from typing import Any, Self
 
 from ..arrays import Array, describe, flag_reasons, is_int, namespace
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
-from ._device_form import DeviceForm, IntervalForm
-from .content import Described, mask_namespace
+from .content import Described, DeviceForm, mask_namespace
 from .coordinates import UNBOUNDED, Intervals, clipped, elements, share_allowed, widened
 from .pictures import as_html, as_text, plotted, shown_states
 from .shape import MaskShape, block_pair, once_checked, whole_shape
 from .written import written
 
 # What a class says about the elements of its masks.
-_ANSWERS = (
-    "__call__", "intervals", "rectangle", "has_intervals", "natural_block", "device_form", "interval_form",
-)  # fmt: skip
+_ANSWERS = ("__call__", "intervals", "rectangle", "has_intervals", "natural_block", "device_form")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -187,17 +184,6 @@ class Mask(Described):
         Examples
         --------
         >>> Band(-1, 0).device_form is None
-        True
-        """
-        return None
-
-    @property
-    def interval_form(self) -> IntervalForm | None:
-        """The row intervals of a resolved mask as a kernel evaluates them from arrays; None if no kernel does.
-
-        Examples
-        --------
-        >>> Band(-1, 0).interval_form is None
         True
         """
         return None
@@ -546,8 +532,7 @@ class Band(Mask):
                 f"lower must be at most upper; got {describe(self.lower)} and {describe(self.upper)}, between which no "
                 f"key lies: exchange them, or write ~masks.Band() for nothing"
             )
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         i, lower, upper = widened(i), clipped(self.lower), clipped(self.upper)
@@ -587,8 +572,7 @@ class OnBlocks(Mask):
         reasons = flag_reasons("mirrored", self.mirrored)
         with collecting(reasons):
             object.__setattr__(self, "block", block_pair(self.block))
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     def __repr__(self) -> str:
         inner, mirrored = _in_brackets(self.mask), ", mirrored=True" if self.mirrored else ""
@@ -665,8 +649,7 @@ class _Composed(Mask):
             return tip
 
         found: Mask = _rebuilt(self, resolved, _simplified)
-        if reasons:
-            raise UnsupportedProblem(dict.fromkeys(reasons))
+        refuse(dict.fromkeys(reasons))
         return found
 
     def to(self, convert: Callable[[Array], Array]) -> Self:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, describe, fix_of_numbers, is_array, is_sparse, namespace
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
-from ._device_form import DeviceForm
 from .base import Mask
+from .content import DeviceForm
 from .block_set import BlockGrid, BlockSet, sorted_places
 from .coordinates import LeadingArray, leading_reasons, widened
 from .fields import take_arrays
@@ -65,8 +65,7 @@ class BlockPattern(Mask):
                 f"blocks must be a boolean array (..., num_q_blocks, num_kv_blocks) or a scipy.sparse array; "
                 f"got {describe(self.blocks)}{fix}"
             )
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @property
     def natural_block(self) -> tuple[int, int]:
@@ -106,8 +105,7 @@ class BlockPattern(Mask):
             )
         leading = tuple(self.blocks.shape[:-2])
         reasons.extend(leading_reasons("blocks", leading, (*shape.batch, shape.num_heads), has_heads=True))
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @property
     def device_form(self) -> DeviceForm | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
@@ -17,6 +17,21 @@ from ..keywords import explains_keywords
 from .coordinates import LeadingArray
 
 _CONTENT = "_content_of_mask"
+
+
+class DeviceForm(NamedTuple):
+    """A mask that kernels read at each call: its arrays, and whatever else it holds.
+
+    Attributes
+    ----------
+    arrays : tuple of arrays
+        In the order in which kernels take them.
+    facts : tuple of hashable
+        Masks of one class whose facts are equal, and whose arrays have equal layouts, differ in contents alone.
+    """
+
+    arrays: tuple[Array, ...]
+    facts: tuple[Hashable, ...] = ()
 
 
 class Described:

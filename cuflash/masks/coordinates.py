@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..arrays import Array, is_array, namespace
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, refuse
 from .shape import broadcasts_to
 
 UNBOUNDED = 1 << 62  # beyond any key; a coordinate may be added to it, or taken from it, in int64
@@ -131,8 +131,7 @@ def per_batch(name: str, value: Any, batch: tuple[int, ...] | None) -> PerBatch:
     if batch is None:
         raise UnsupportedProblem([f"{name} given per batch entry depends on the batch: call .resolve(shape) first"])
     reasons = leading_reasons(name, tuple(value.shape), batch)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return LeadingArray.of(value, batch, 0)
 
 

@@ -8,10 +8,11 @@ from functools import cached_property
 import numpy as np
 
 from ..arrays import Array, describe, is_array, is_integer_dtype, namespace
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
-from ._device_form import DeviceForm, IntervalForm
+from ._interval_form import IntervalForm, KernelIntervals
 from .base import Mask
+from .content import DeviceForm
 from .coordinates import Intervals, LeadingArray, leading_reasons
 from .fields import take_arrays
 from .shape import MaskShape
@@ -63,8 +64,7 @@ class Documents(Mask):
             for name, ids in given.items()
             if not (is_array(ids) and ids.ndim >= 1 and is_integer_dtype(ids.dtype))
         ]
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @property
     def own_lengths(self) -> tuple[int | None, int | None]:
@@ -84,8 +84,7 @@ class Documents(Mask):
                 missing = " (give kv_ids=)" if name == "kv_ids" and self.kv_ids is None else ""
                 reasons.append(f"{name} must have shape (..., {which}={length}); got {tuple(ids.shape)}{missing}")
             reasons.extend(leading_reasons(name, tuple(ids.shape[:-1]), shape.batch))
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         q_leading = LeadingArray.of(self.q_ids, shape.batch, 1)
         kv_leading = LeadingArray.of(kv_ids, shape.batch, 1)
         if namespace(self.q_ids) is not np:
@@ -153,7 +152,7 @@ def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SortedDocuments(Mask):
+class SortedDocuments(KernelIntervals):
     """Resolved form of `Documents` whose ids never decrease, or, without ids of keys, are runs of equal ids."""
 
     q_ids: LeadingArray
@@ -163,10 +162,6 @@ class SortedDocuments(Mask):
     def bounds(self) -> tuple[LeadingArray, LeadingArray]:
         """First key of each query and the one past its last; calls whose kernels find them do not use it."""
         return _run_bounds(self.q_ids) if self.kv_ids is None else _document_bounds(self.q_ids, self.kv_ids)
-
-    @property
-    def has_intervals(self) -> bool:
-        return True
 
     @property
     def interval_form(self) -> IntervalForm:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays import describe, is_array, is_int, is_integer_dtype, of_list, whole_number
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
 from .content import held_arrays
@@ -28,8 +28,7 @@ def take_arrays(mask: Mask, names: dict[str, str], dtype: Any = np.int64) -> Non
             array = taken_array(name, value, dtype)
             if array is not value:
                 object.__setattr__(mask, field, array)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
 
 
 def taken_array(name: str, value: Any, dtype: Any = np.int64) -> Any:

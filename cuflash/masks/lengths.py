@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arrays import Array, is_array
-from ..errors import UnsupportedProblem, collecting
+from ..errors import collecting, refuse
 from ..keywords import explains_keywords
-from ._device_form import DeviceForm, IntervalForm
+from ._interval_form import IntervalForm, KernelIntervals
 from .base import Mask
+from .content import DeviceForm
 from .coordinates import UNBOUNDED, Intervals, PerBatch, of_batch, per_batch, widened
 from .fields import converted_length, take_arrays
 from .shape import MaskShape
@@ -70,8 +71,7 @@ class Lengths(Mask):
         for name, length in (("q", self.q), ("kv", self.kv)):
             with collecting(reasons):
                 resolved.append(per_batch(name, UNBOUNDED if length is None else length, shape.batch))
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         return ResolvedLengths(*resolved)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
@@ -80,7 +80,7 @@ class Lengths(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ResolvedLengths(Mask):
+class ResolvedLengths(KernelIntervals):
     """Resolved form of `Lengths`."""
 
     q: PerBatch

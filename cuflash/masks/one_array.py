@@ -10,10 +10,9 @@ import numpy as np
 
 from ..arrays import Array
 from ..errors import UnsupportedProblem
-from ._device_form import DeviceForm
 from .arrays import as_mask
 from .base import And, Mask, intersection
-from .content import content
+from .content import DeviceForm, content
 from .shape import MaskShape
 
 

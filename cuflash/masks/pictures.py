@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, describe, is_int, to_host, whole_number
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from .content import mask_namespace
 from .coordinates import elements
 from .shape import MaskShape, block_pair
@@ -41,8 +41,7 @@ def shown_states(
         rows = -(-shape.seqlen_q // block_q) / most_rows if most_rows else 0
         step = max(1, ceil(max(cols, rows)))
     reasons += place_reasons(b, h, shape.num_batch, shape.num_heads)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     coarse = block_q * step, block_kv * step
     return states_of(mask.resolve(shape), shape, coarse, b, h), coarse
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_int, is_integer_dtype, namespace
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
-from ._device_form import DeviceForm, IntervalForm
+from ._interval_form import IntervalForm, KernelIntervals
 from .base import Mask
+from .content import DeviceForm
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, clipped, leading_reasons
 from .fields import converted_side, take_arrays, taken_array
 from .shape import MaskShape
@@ -106,8 +107,7 @@ class Sequences(Mask):
         elif not (isinstance(self.causal, str) and self.causal in _ALIGNMENTS):
             reasons.append(f"causal must be True, False, 'bottom_right' or 'top_left'; got {describe(self.causal)}")
         reasons = reasons or self._pair_reasons()
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @classmethod
     def of(
@@ -145,8 +145,7 @@ class Sequences(Mask):
         for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
             with collecting(reasons):
                 offsets.append(None if lengths is None and name == "kv_lengths" else _sums(name, lengths))
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         return cls(*offsets, causal=causal, window=window, allow_gaps=allow_gaps)
 
     @property
@@ -180,8 +179,7 @@ class Sequences(Mask):
             missing = "; give kv_offsets= where keys have other lengths" if own != name else ""
             wrong_end = [] if broken else end_reasons(own, offsets, which, length, self.allow_gaps)
             reasons += [reason + missing for reason in wrong_end]
-        if reasons:
-            raise UnsupportedProblem(dict.fromkeys(reasons))
+        refuse(dict.fromkeys(reasons))
         has_more = self.kv_offsets is not None and self._has_equal_offsets
         return ResolvedSequences(replace(self, kv_offsets=None) if has_more else self, shape)
 
@@ -283,7 +281,7 @@ class Sequences(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ResolvedSequences(Mask):
+class ResolvedSequences(KernelIntervals):
     """Resolved form of `Sequences`."""
 
     source: Sequences
@@ -301,10 +299,6 @@ class ResolvedSequences(Mask):
         for entry in np.ndindex(leading):
             lo[entry], hi[entry] = self.source.keys_of(rows, q[entry], kv[entry])
         return LeadingArray.of(lo, batch, 1), LeadingArray.of(hi, batch, 1)
-
-    @property
-    def has_intervals(self) -> bool:
-        return True
 
     @property
     def interval_form(self) -> IntervalForm:

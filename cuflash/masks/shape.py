@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..arrays import describe, is_int, whole_number
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 
 MAX_SEQLEN = 1 << 30  # the sum of two lengths, or of a length and a tile, fits int32
@@ -51,8 +51,7 @@ class MaskShape(_Extents):
         for name, value in (*extents, ("num_heads", num_heads), ("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)):
             with collecting(reasons):
                 numbers.append(whole_number(name, value, 0))
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         return super().__new__(cls, tuple(numbers[:-3]), *numbers[-3:])
 
     @property
@@ -140,8 +139,7 @@ def shape_reasons(shape: MaskShape) -> list[str]:
 def whole_shape(seqlen_q: Any, seqlen_kv: Any, batch: Any, num_heads: Any) -> MaskShape:
     """Return the shape that lengths, batch and heads make, of which arrays can be made."""
     shape = MaskShape(batch, num_heads, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv)
-    if reasons := shape_reasons(shape):
-        raise UnsupportedProblem(reasons)
+    refuse(shape_reasons(shape))
     return shape
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ..arrays import describe, is_int
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
 
 # Shared memory one thread block may ask for, in KiB, by compute capability.
@@ -78,8 +78,7 @@ class DeviceSpec:
         elif capability is not None:
             told = describe(capability)
             reasons.append(f"compute_capability must be two ints, (9, 0) say, or None for a host; got {told}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @staticmethod
     def host() -> DeviceSpec:

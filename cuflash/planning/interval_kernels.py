@@ -19,6 +19,7 @@ from ..arrays import Array, ShapeDtype, is_array
 from ..blocks.classify import extents, row_intervals
 from ..blocks.sequence_tiles import num_tiles
 from ..blocks.work_list import IntervalWork
+from ..masks._interval_form import IntervalForm, KernelIntervals
 from ..masks.base import And, Mask
 from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
@@ -121,11 +122,11 @@ class IntervalSource:
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
         """Return the sources of a resolved mask of one `IntervalForm` and closed forms without arrays; else None."""
-        parts = kept_and_closed(mask, lambda factor: factor.interval_form is not None)
+        parts = kept_and_closed(mask, lambda factor: interval_form(factor) is not None)
         if parts is None or not are_served(shape):
             return None
         (kept, closed), over, rows = parts, (1, 1), None
-        form = kept.interval_form
+        form = interval_form(kept)
         assert form is not None
         sides = {side: _Integers(each) for side, each in zip(_SIDES, (form.q, form.kv)) if each is not None}
         if any(extent != 1 for each in sides.values() for extent in each.shape[:-1]):
@@ -261,6 +262,11 @@ def kept_and_closed(mask: Mask, is_kept: Callable[[Mask], bool]) -> tuple[Mask, 
     if len(kept) != 1 or not all(each.has_intervals and next(held_arrays(each), None) is None for each in closed):
         return None
     return kept[0], tuple(closed)
+
+
+def interval_form(mask: Mask) -> IntervalForm | None:
+    """Return what a kernel computes the row intervals of a resolved mask from; None if no kernel does."""
+    return mask.interval_form if isinstance(mask, KernelIntervals) else None
 
 
 def are_served(shape: MaskShape) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import DTYPES, ShapeDtype, describe, is_array, is_number
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, refuse
 from ..masks.shape import broadcasts_to
 
 
@@ -54,8 +54,7 @@ def operands_of(given: Mapping[str, Any], heads_shape: tuple[int, ...]) -> tuple
     reasons = list[str]()
     for name, array in there.items():
         reasons += _sink_reasons(name, array, heads_shape)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return tuple(Operand(name, tuple(map(int, x.shape)), np.dtype(x.dtype)) for name, x in there.items())
 
 
@@ -100,8 +99,7 @@ def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tupl
         for name in dict.fromkeys(names)
         if name not in known
     ]
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return tuple(name for name in known if name in names)
 
 

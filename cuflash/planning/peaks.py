@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ..arrays import describe, is_number
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
 from .device import DeviceSpec
 
@@ -61,8 +61,7 @@ class Peaks:
             is_rate = is_number(value) and math.isfinite(value) and value >= least
             if not is_rate or (value == 0 and field.name in ("clock", "hbm_bytes")):
                 reasons.append(f"{field.name} must be a finite rate that is not negative; got {describe(value)}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
 
     @staticmethod
     def of(device: DeviceSpec) -> Peaks:

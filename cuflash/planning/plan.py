@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import ShapeDtype
 from ..blocks.work_list import IntervalWork, WorkList, work_list
-from ..errors import UnsupportedProblem
+from ..errors import refuse
 from ..masks.base import Band, Mask
 from ..masks.content import without_memos
 from .device import DeviceSpec
@@ -199,8 +199,7 @@ def gpu_plan(
         kernels = with_score(kernels, problem, deterministic=deterministic, is_whole=_visits_all(work))
     if problem.dropout is not None:
         kernels = with_dropout(kernels, problem.dropout)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
     return KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,

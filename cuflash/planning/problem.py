@@ -14,7 +14,7 @@ from ..arrays import (
     DTYPES, Array, ShapeDtype, accumulator_dtype, as_number, describe, is_array, is_flag, is_number, no_array,
 )  # fmt: skip
 from ..dropout import Draws
-from ..errors import UnsupportedProblem, collecting
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated
 from ..masks.shape import MaskShape, length_reasons
 from ..scores.program import Program
@@ -116,8 +116,7 @@ class Problem:
         reasons = array_reasons(arguments) + _scale_reasons(scale) + precision_reasons(q, precision)
         if not _rank_reasons(arguments):
             reasons += _shape_reasons(q, k, v)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         has_heads = q.ndim > 2
         head_dim = int(q.shape[-1])
         return cls(
@@ -252,8 +251,7 @@ def with_operands(
     integers = [array.name for array in arrays if array.kind != "real"]
     with collecting(reasons):
         wrt = wrt_of(wrt, [*names, *(array.name for array in arrays if array.name not in integers)], integers)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     problem = replace(problem, operands=operands + seeds, wrt=wrt, dropout=draws)
     return problem if score is None else replace(problem, score=score.program, numbers=numbers)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, refuse
 from ..masks.base import Mask
 from ..masks.content import held_masks
 from ..masks.sequences import Sequences
@@ -55,8 +55,7 @@ def captured_operands(
         shapes = [tuple(map(int, array.shape)) for array in score.arrays.values()]
         extents = {"b": shape.num_batch, "h": shape.num_heads, "i": shape.seqlen_q, "j": shape.seqlen_kv}
         reasons = range_reasons(score.program, shapes, shape.batch, extents, accumulator.name)
-    if reasons:
-        raise UnsupportedProblem(reasons)
+    refuse(reasons)
     return tuple(
         Operand(name, tuple(map(int, array.shape)), np.dtype(kind.dtype), is_captured=True)
         for (name, array), kind in zip(score.arrays.items(), score.program.arrays)

@@ -112,8 +112,7 @@ def within(
         starts["kv_starts"] = _starts(of_keys, held[of_keys], *of_rows, allow_gaps)
     if not reasons and not is_shared:
         reasons += pair_reasons(*held.values())
-    if reasons:
-        raise UnsupportedProblem(dict.fromkeys(reasons))
+    refuse(dict.fromkeys(reasons))
 
     if not is_shared and (is_aligned or align == "bottom_right"):
         starts["q_shifts"] = _shifts(held["q_offsets"], held["kv_offsets"], starts["q_starts"].shape[-1])

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
+from ..executors._layout_key import layout_key
 from ..executors import checks, gpu
 from ..executors.index_maker import IndexMaker, maker_of
 from ..executors.selecting import (
@@ -21,7 +22,6 @@ from ..planning.selection_kernels import (
     ChoiceRule, drawing_launch, key_scoring_launch, num_distances, num_key_runs, page_bounding_launch, runs_of_rows,
     slash_summing_launch, spreading_launch,
 )  # fmt: skip
-from ..plans import layout_key
 from ..study.block_mass import MAX_DIM, BoundMass, bound_block_mass
 from .budget import Budget, Forced
 from .grid import Grid, of_strides

@@ -13,6 +13,7 @@ from ..arrays import Array, accumulator_dtype, describe, namespace, require_arra
 from ..blocks.index import BlockIndex
 from ..blocks.work_list import requested_mask
 from ..errors import UnsupportedProblem, collecting
+from ..executors._layout_key import layout_key
 from ..executors.index_maker import index_of
 from ..executors.selecting import chosen
 from ..masks.base import Band, Mask
@@ -23,7 +24,7 @@ from ..planning._call_cache import CALLS
 from ..planning.options import Options
 from ..planning.problem import problem_of, reasons_without_v
 from ..planning.selection_kernels import ChoiceRule
-from ..plans import as_arrays, as_mask_of_arrays, layout_key
+from ..plans import as_arrays, as_mask_of_arrays
 from .budget import Budget, Diagonal, Forced, choose
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from ..api import planned
 from ..arrays import Array, ShapeDtype, describe, namespace, require_arrays
 from ..errors import UnsupportedProblem, collecting
+from ..executors._layout_key import layout_key
 from ..executors import cpu_mass, gpu, sim
 from ..executors.launch import BoundPass
 from ..keywords import explains_keywords
@@ -19,7 +20,7 @@ from ..planning._call_cache import CALLS
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
 from ..planning.options import Options
 from ..planning.problem import reasons_without_v
-from ..plans import Plan, as_arrays, layout_key
+from ..plans import Plan, as_arrays
 
 MAX_DIM = 4096  # columns of q and k: a kernel sums scores over chunks of them
 

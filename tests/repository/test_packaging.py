@@ -25,6 +25,7 @@ pytest.importorskip("setuptools", "77", reason="building needs setuptools 77: pi
 pytestmark = pytest.mark.slow
 in_the_long_profile = pytest.mark.skipif(not is_long(), reason="part of the long profile: CUFLASH_PROFILE=long")
 
+NOT_SOURCES = (".*", "build", "_build", "generated", "gallery", "*.egg-info", "__pycache__", "results")
 USE = """import numpy as np, cuflash
 from cuflash.compiler.source import KERNELS
 q = np.ones((3, 2))
@@ -64,7 +65,7 @@ def _unpacked(wheel: Path, where: Path) -> Path:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("project") / "cuflash"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "results"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_SOURCES))
     return copy
 
 

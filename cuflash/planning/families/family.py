@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...blocks.work_list import ListedWork, WorkList
-from ...errors import UnsupportedProblem
+from ...errors import refuse
 from ..device import DeviceSpec
 from ..launches import Kernels, TileOrder
 from ..problem import Problem
@@ -116,8 +116,7 @@ class Family(ABC):
             The family's kernels need another chip.
         """
         reasons = self._capability_reasons(capability)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        refuse(reasons)
         return f"sm_{capability[0]}{capability[1]}"
 
     @abstractmethod

@@ -1,26 +1,11 @@
-"""How kernels read masks whose arrays are on a device: each call hands over the arrays, and nothing waits for them."""
+"""Row intervals that a kernel computes from the arrays of a mask, which each call hands over."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
 from ..arrays import Array
-
-
-class DeviceForm(NamedTuple):
-    """A mask that kernels read at each call: its arrays, and whatever else it holds.
-
-    Attributes
-    ----------
-    arrays : tuple of arrays
-        In the order in which kernels take them.
-    facts : tuple of hashable
-        Masks of one class whose facts are equal, and whose arrays have equal layouts, differ in contents alone.
-    """
-
-    arrays: tuple[Array, ...]
-    facts: tuple[Hashable, ...] = ()
+from .base import Mask
 
 
 class IntervalForm(NamedTuple):
@@ -46,3 +31,16 @@ class IntervalForm(NamedTuple):
     left: int | None = None
     right: int | None = None
     is_bottom_right: bool = False
+
+
+class KernelIntervals(Mask):
+    """A resolved mask whose row intervals a kernel can compute; `intervals` finds the same by operations on arrays."""
+
+    @property
+    def interval_form(self) -> IntervalForm | None:
+        """What the kernel computes them from; None without an array."""
+        raise NotImplementedError
+
+    @property
+    def has_intervals(self) -> bool:
+        return True

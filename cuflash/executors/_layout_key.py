@@ -1,0 +1,32 @@
+"""The layout of a call's arrays, by which the cache of calls tells calls from each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from operator import attrgetter
+
+import numpy as np
+
+from ..arrays import Array
+from ..compiler import nvrtc
+
+_host_layout = attrgetter("shape", "strides", "dtype")
+_device_layout = attrgetter("shape", "strides", "dtype", "data.device_id")
+
+
+def layout_key(*arrays: Array) -> Hashable:
+    """Kind, shape, strides, dtype and device of plain arrays; None for anything else.
+
+    Two calls for which all of it is equal are refused for the same reasons, or for none, but for odd addresses.
+    """
+    kind = type(arrays[0])
+    for array in arrays:
+        if type(array) is not kind:
+            return None
+    if kind is np.ndarray:
+        return tuple(map(_host_layout, arrays))
+    cupy = sys.modules.get("cupy")
+    if cupy is None or kind is not cupy.ndarray:
+        return None
+    return nvrtc.current_number(), *map(_device_layout, arrays)
