@@ -183,7 +183,8 @@ class Mask(Described):
 
         Examples
         --------
-        >>> Band(-1, 0).device_form is None
+        >>> from cuflash import masks
+        >>> masks.Band(-1, 0).device_form is None
         True
         """
         return None
