@@ -40,7 +40,3 @@ class KernelIntervals(Mask):
     def interval_form(self) -> IntervalForm | None:
         """What the kernel computes them from; None without an array."""
         raise NotImplementedError
-
-    @property
-    def has_intervals(self) -> bool:
-        return True

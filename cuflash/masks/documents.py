@@ -164,6 +164,10 @@ class SortedDocuments(KernelIntervals):
         return _run_bounds(self.q_ids) if self.kv_ids is None else _document_bounds(self.q_ids, self.kv_ids)
 
     @property
+    def has_intervals(self) -> bool:
+        return True
+
+    @property
     def interval_form(self) -> IntervalForm:
         return IntervalForm("documents", self.q_ids.array, None if self.kv_ids is None else self.kv_ids.array)
 

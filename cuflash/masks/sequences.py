@@ -301,6 +301,10 @@ class ResolvedSequences(KernelIntervals):
         return LeadingArray.of(lo, batch, 1), LeadingArray.of(hi, batch, 1)
 
     @property
+    def has_intervals(self) -> bool:
+        return True
+
+    @property
     def interval_form(self) -> IntervalForm:
         source = self.source
         left, right = source.window or (None, None)
