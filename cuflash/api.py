@@ -29,7 +29,6 @@ from .masks.one_array import MaskContents, at_each_call
 from .planning.device import DeviceSpec
 from .planning.dropout_launches import numbers_of, seed_array
 from .planning.list_kernels import AT_CALL, WorkAtCall
-from .planning._call_cache import CALLS
 from .planning.lookup import lookup
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
@@ -543,7 +542,7 @@ def run(
     contents, key = looked_up.contents, None
     if not checks.is_on():
         key = looked_up.key("attention", layout, len(outs), wants_lse, *operands)
-    found = CALLS.get(key)
+    found = looked_up.find(key)
     if found is not None:
         ready, forward, lists_of = found
         if contents is not None:
@@ -555,11 +554,14 @@ def run(
             return ready, given, made[0], made[1] if len(made) > 1 else None
         given = {name: array for name, array in given.items() if name != AT_CALL}
     options = options._replace(sink=given.get("sink"))
+    snapshot = looked_up.snapshot()
+    if looked_up.is_compared and snapshot is None:
+        key = None
     ready, made, again = _first_call(
         given, out, outs, options, None if key is None else contents, key is not None, wants_lse
     )
     if again is not None:
-        CALLS.put(key, (ready, *again), looked_up.owner)
+        looked_up.keep(key, (ready, *again), snapshot)
     return ready, given, made[0], made[1] if len(made) > 1 else None
 
 
@@ -590,8 +592,8 @@ def _first_call(
         return ready, made, None
     out_o, out_lse, *_ = *outs, None, None
     ready.check_forward(given, "out" if out_lse is None else "out[0]", out_o, out_lse)
+    ready = without_mask(ready)  # nor an array of the mask
     if contents is not None and isinstance(work, WorkAtCall):
-        ready = without_mask(ready)  # nor an array of the mask
         lists_of = gpu.lists_of_calls(ready.plan, work)
         given[AT_CALL] = lists_of(*contents.arrays)
     forward: Any = (

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from . import api
 from .arrays import Array, ShapeDtype, describe, is_array
+from .calls.listed_plan import without_mask
 from .dropout import Dropout
 from .errors import refuse
 from .executors._layout_key import layout_key
@@ -25,7 +26,6 @@ from .layouts import is_tracer, kind_of, taken
 from .masks.base import Mask
 from .masks.content import held_arrays
 from .planning.dropout_launches import numbers_of, require_number
-from .planning._call_cache import CALLS
 from .planning.lookup import lookup
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
@@ -217,15 +217,16 @@ class _Call:
         looked_up, key = lookup(options, layout_key), None
         if looked_up.contents is None and not checks.is_on():
             key = looked_up.key("jax", (self._place, *shapes.values()), *self.names)
-        found: Plan | None = CALLS.get(key)
+        found: Plan | None = looked_up.find(key)
         if found is not None:
             numbers = numbers_of(options.dropout)
             return with_numbers(found, numbers) if numbers else found
         if options.executor == "auto":
             options = options._replace(executor="gpu" if self._place == "gpu" else "cpu")
+        snapshot = looked_up.snapshot()
         made = api.planned(shapes["q"], shapes["k"], shapes["v"], options)
         if key is not None:
-            CALLS.put(key, made, looked_up.owner)
+            looked_up.keep(key, without_mask(made), snapshot)
         return made
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
@@ -385,7 +384,7 @@ class Plan:
 
     def _call_key(self, kind: str, layout: Hashable, *more: Hashable) -> Hashable:
         """Return the key of a call of this plan; None if the layout of its arrays is not known."""
-        return None if layout is None else (kind, ref(self._owner), layout, more)
+        return None if layout is None else (kind, id(self._owner), layout, more)
 
     def _cached(self, key: Hashable, bound_call: BoundCall) -> BoundCall:
         """Cache a bound call and return it."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, overload
-from weakref import ref
 
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
 from . import api
-from .blocks.carried import Owner
 from .calls.listed_plan import without_mask
 from .calls.model_options import model_options
 from .arrays import BFLOAT16, Array, ShapeDtype, describe, is_array, is_integer_dtype
@@ -274,10 +272,10 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
     try:
         looked_up = lookup(options, _mask_layout)
         contents, key = looked_up.contents, _key(given, outs, looked_up, wants_lse)
-        call: _Call | None = CALLS.get(key)
+        call: _Call | None = looked_up.find(key)
         if call is None:
             lists_at_call = key is not None and contents is not None
-            call = _first(looked_up.owner, key, given, outs, options, lists_at_call, wants_lse)
+            call = _first(looked_up, key, given, outs, options, lists_at_call, wants_lse)
         if isinstance(call, _OnGpu) and (contents is not None or options.dropout is not None):
             lists_of = call.lists_of
             lists = () if contents is None or lists_of is None else (lists_of(*contents.arrays),)
@@ -445,7 +443,7 @@ class _OnGpu:
     ) -> Sequence[Tensor]:
         first = 6 + has_dlse
         tensors = *tensors[:first], *(tensors[first + place] for place, _ in self._read)
-        key = "torch backward", ref(self), has_dlse, torch_gpu.layout_key(*tensors)
+        key = "torch backward", id(self), has_dlse, torch_gpu.layout_key(*tensors)
         bound: Callable[..., Sequence[Tensor]] | None = CALLS.get(key)
         if bound is None:
             bound = self._bound_backward(has_dlse, tensors)
@@ -521,7 +519,7 @@ def _key(given: dict[str, Any], outs: _Outs, looked_up: Lookup, wants_lse: bool)
 
 
 def _first(
-    owner: Owner | None,
+    looked_up: Lookup,
     key: Hashable,
     tensors: dict[str, Any],
     outs: _Outs,
@@ -531,6 +529,7 @@ def _first(
 ) -> _OnGpu | _ByArrays:
     """Check the arguments of a call that is made for the first time, and return the function that runs it."""
     refuse(_tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, options.executor))
+    snapshot = looked_up.snapshot()
     is_on_gpu = tensors["q"].is_cuda
     if not is_on_gpu or checks.is_on():
         return _ByArrays(tensors, options, is_on_gpu)
@@ -544,11 +543,10 @@ def _first(
         given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
         work, lists_of = ready.plan.work, None
         if isinstance(work, WorkAtCall):
-            ready = without_mask(ready)
             lists_of = gpu.lists_of_calls(ready.plan, work, torch_gpu.MACHINE)
-        call = _OnGpu(ready, layouts, given, lists_of, wants_lse)
+        call = _OnGpu(without_mask(ready), layouts, given, lists_of, wants_lse)
     if key is not None and (lists_of is not None or not lists_at_call):
-        CALLS.put(key, call, owner)
+        looked_up.keep(key, call, snapshot)
     return call
 
 

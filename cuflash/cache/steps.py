@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 
@@ -233,7 +232,7 @@ class Steps:
         return Decode(step, _address(q), None, None if sink is None else _address(sink), _captured(score))
 
     def _key(self, kind: str, layout: Hashable) -> Hashable:
-        return None if layout is None else (kind, ref(self), layout)
+        return None if layout is None else (kind, id(self), layout)
 
     def _put(self, kind: str, layout: Hashable, step: AppendStep | DecodeStep) -> None:
         """Cache a step of these steps' cache, if the layout of the call is known."""

@@ -67,7 +67,7 @@ def planned(
         composed = composed_score(options, q)
         captured = as_arrays(seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays)))
     if type(mask) is BlockIndex and mask.kept is not None:
-        mask = mask.kept.mask  # so that no cached call leads back to the index
+        mask = mask.kept.mask  # which has lists of earlier calls
     # A plan for elsewhere leaves a mask's arrays where they are.
     converted = partial(as_mask_of_arrays, mask, where, q) if device is None or not isinstance(mask, Mask) else mask
     pose = partial(_posed, namespace(q) if is_array(q) else None, sink, options, composed, precision, converted)

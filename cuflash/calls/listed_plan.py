@@ -120,5 +120,5 @@ def listed_plan(given: Mapping[str, Any], options: Options, planned: Callable[..
 
 
 def without_mask(ready: Plan) -> Plan:
-    """Return `ready`, whose calls make their lists, without the arrays of the mask that it was made with."""
+    """Return `ready` without the mask that it was made with, which its calls do not read."""
     return replace(ready, plan=replace(ready.plan, mask=Band()))

@@ -12,7 +12,6 @@ from ..executors import checks, gpu
 from ..fp8 import Quantized, kernel_calls
 from ..masks.one_array import MaskContents, at_each_call
 from ..planning.list_kernels import AT_CALL, WorkAtCall
-from ..planning._call_cache import CALLS
 from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..planning.scales import RowsPerScale
@@ -41,8 +40,9 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
     layouts = layout_key(*given.values()) if is_kept else None
     key = looked_up.key("quantized", layouts, v.source_dtype, q.shape, k.shape, v.shape, rows)
     contents = None if key is None else looked_up.contents
-    found = CALLS.get(key)
+    found = looked_up.find(key)
     if found is None:
+        snapshot = looked_up.snapshot()
         asked = options if contents is None else options._replace(mask=at_each_call(options.mask))
         ready, work = _ready(q, k, v, asked, rows)
         if isinstance(work, WorkAtCall) and not ready.can_bind:
@@ -53,7 +53,7 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
             gpu.pin(ready.plan)
             return o, lse
         found = _bound(ready, given, contents)
-        CALLS.put(key, found, looked_up.owner)
+        looked_up.keep(key, found, snapshot)
     call, lists_of = found
     if lists_of is not None and contents is not None:
         given[AT_CALL] = lists_of(*contents.arrays)
@@ -72,8 +72,8 @@ def _bound(
 ) -> tuple[_Call, Callable[..., Array] | None]:
     """The function of arrays that lie as these, and the one that makes the lists of a call, where calls do."""
     work = ready.plan.work
+    ready = without_mask(ready)  # a cached call holds no array of a mask
     if contents is None or not isinstance(work, WorkAtCall):
         return ready.bind(given, pins=True), None
-    ready = without_mask(ready)  # what is remembered holds no array of a mask
     lists_of = gpu.lists_of_calls(ready.plan, work)
     return ready.bind({**given, AT_CALL: lists_of(*contents.arrays)}, pins=True), lists_of

@@ -114,14 +114,21 @@ def content(mask: Described) -> Content:
     TypeError
         The mask may hold what it does not declare, or what may change.
     """
-    known = mask.__dict__.get(_CONTENT)
+    known: Content | str | None = mask.__dict__.get(_CONTENT)  # or why there is none
     if known is None:
         tokens = _tokens(mask)
-        for token in tokens:
-            if type(token) is _Opaque:
-                raise TypeError(token.why)
-        known = mask.__dict__[_CONTENT] = Content(tokens)
+        reasons = (each.why for each in tokens if type(each) is _Opaque)
+        known = mask.__dict__[_CONTENT] = next(reasons, None) or Content(tokens)
+    if isinstance(known, str):
+        raise TypeError(known)
     return known
+
+
+def opaque_values(mask: Any) -> list[Any]:
+    """The values that a mask holds whose contents `content` does not look at; of anything else it alone."""
+    if not isinstance(mask, Described):
+        return [mask]
+    return [each.value for each in _tokens(mask) if type(each) is _Opaque]
 
 
 class _Opaque:
@@ -153,18 +160,18 @@ def _tokens(mask: Described) -> list[Any]:
         elif kind is tuple:
             parts = list(value)
         else:
-            token = _token(value)
-            if token is None:
+            held = token(value)
+            if held is None:
                 why = f"{type(holder).__name__} holds {describe(value)}, whose contents are never hashed"
-                token = _Opaque(value, why)
-            found.append(token)
+                held = _Opaque(value, why)
+            found.append(held)
             continue
         found.append((kind, len(parts)))
         rest.extend((part, holder) for part in reversed(parts))
     return found
 
 
-def _token(value: Any) -> Any:
+def token(value: Any) -> Any:
     """A value that never changes, with its type, so that 1, 1.0 and True are three; None for any other value."""
     kind = type(value)
     if kind in (int, bool, str, bytes, type(None)):
@@ -178,7 +185,7 @@ def _token(value: Any) -> Any:
     if isinstance(value, np.dtype):
         return None if value.metadata or value.kind == "O" or value.names else (np.dtype, value.type, value.str)
     if kind is frozenset:
-        parts = [_token(part) for part in value]
+        parts = [token(part) for part in value]
         return None if None in parts else (kind, frozenset(parts))
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 MAX_CALLS = 1024
@@ -26,7 +26,7 @@ class CallCache:
     def __init__(self, size: int = MAX_CALLS) -> None:
         self._size = size
         self._calls: OrderedDict[Hashable, tuple[Any, set[Hashable] | None]] = OrderedDict()
-        self._owned: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()  # keys by owner
+        self._owned: dict[int, set[Hashable]] = {}  # keys by the number of their owner
         self._last: tuple[Hashable, Any] = (object(), None)
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
 
@@ -55,7 +55,7 @@ class CallCache:
         Parameters
         ----------
         key : hashable
-            It may hold a weak reference to the owner.
+            It may hold the owner's `id`, which no other object has as long as the call is cached.
         call : object
             What runs the call. It must not refer to the owner.
         owner : object, optional
@@ -80,13 +80,20 @@ class CallCache:
         self._drop(list(self._calls))
 
     def _keys_of(self, owner: Any) -> set[Hashable]:
-        keys = self._owned.get(owner)
+        number = id(owner)
+        keys = self._owned.get(number)
         if keys is None:
-            keys = self._owned[owner] = set()
-            weakref.finalize(owner, self._drop, keys).atexit = False
+            keys = self._owned[number] = set()
+            weakref.finalize(owner, self._forget, number).atexit = False
         return keys
 
-    def _drop(self, keys: set[Hashable] | list[Hashable]) -> None:
+    def _forget(self, owner: int) -> None:
+        """Drop the calls of an owner that is about to be freed, before another object may have its number."""
+        with self._lock:
+            keys = self._owned.pop(owner, None)
+        self._drop(keys or ())
+
+    def _drop(self, keys: Collection[Hashable]) -> None:
         with self._lock:
             displaced = [self._calls.pop(key, None) for key in keys]
             if self._last[0] in keys:

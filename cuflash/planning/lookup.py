@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
-from weakref import ref
+from contextlib import suppress
+from types import FunctionType
+from typing import Any, NamedTuple
 
-from ..blocks.carried import Owner
+import numpy as np
+
+from ..arrays import is_sparse
 from ..blocks.index import BlockIndex
+from ..masks._snapshot import Snapshot
+from ..masks.base import Mask
+from ..masks.content import content
 from ..masks.one_array import MaskContents, mask_contents
+from ._call_cache import CALLS
 from .options import Options
 
 
@@ -21,13 +28,17 @@ class Lookup(NamedTuple):
         Without the mask if its contents, or its owner, stand for it.
     contents : MaskContents or None
         The arrays of a mask on a device.
-    owner : Owner or None
-        That of a block index on the host, with which the call leaves the cache.
+    owner : object or None
+        The call leaves the cache with it: the owner of a block index on the host, or a mask that holds arrays or
+        functions there.
+    is_compared : bool
+        The owner is a mask, and the call is repeated only if the mask holds what it held.
     """
 
     options: Options
     contents: MaskContents | None = None
-    owner: Owner | None = None
+    owner: Any = None
+    is_compared: bool = False
 
     def key(self, kind: str, layout: Hashable, *more: Hashable) -> Hashable:
         """Return the key of a call of this kind: `Options.key`, with the layout of the mask's arrays and its owner.
@@ -35,7 +46,26 @@ class Lookup(NamedTuple):
         None if the call cannot be cached.
         """
         key = self.options.key(layout, None if self.contents is None else self.contents.key, *more)
-        return None if key is None else (kind, None if self.owner is None else ref(self.owner), key)
+        return None if key is None else (kind, None if self.owner is None else id(self.owner), key)
+
+    def find(self, key: Hashable) -> Any:
+        """Return what runs the cached call of a key, if the mask has not been edited since; otherwise None."""
+        call = CALLS.get(key)
+        if call is None or not self.is_compared:
+            return call
+        snapshot, call = call
+        return call if snapshot.is_current() else None
+
+    def snapshot(self) -> Snapshot | None:
+        """Copy what the mask holds, before a call reads it; None if the call cannot be cached."""
+        return Snapshot.of(self.owner) if self.is_compared else None
+
+    def keep(self, key: Hashable, call: Any, snapshot: Snapshot | None) -> None:
+        """Cache what runs the call of a key, with the snapshot from before it was planned."""
+        if not self.is_compared:
+            CALLS.put(key, call, self.owner)
+        elif snapshot is not None:
+            CALLS.put(key, (snapshot, call), self.owner)
 
 
 def lookup(options: Options, layout_of: Callable[..., Hashable]) -> Lookup:
@@ -53,4 +83,12 @@ def lookup(options: Options, layout_of: Callable[..., Hashable]) -> Lookup:
         if mask.carried is not None:
             return Lookup(without, MaskContents(mask.carried.source, (mask.carried.lists,)))
     contents = mask_contents(mask, layout_of)
-    return Lookup(options if contents is None else options._replace(mask=None), contents)
+    if contents is not None:
+        return Lookup(options._replace(mask=None), contents)
+    if isinstance(mask, Mask):
+        with suppress(TypeError):
+            content(mask)
+            return Lookup(options)
+    elif type(mask) not in (np.ndarray, FunctionType) and not is_sparse(mask):
+        return Lookup(options)
+    return Lookup(options._replace(mask=None), owner=mask, is_compared=True)

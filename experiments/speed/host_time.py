@@ -40,7 +40,7 @@ from typing import Any
 import cuflash
 import numpy as np
 from command_line import Parser, check_writable
-from cuflash import BlockIndex, masks, selectors
+from cuflash import BlockIndex, masks, patterns, selectors
 from cuflash.selectors import Budget
 from harness import UNPUBLISHED, atomic_path, why_no_gpu
 
@@ -54,7 +54,8 @@ SELECTORS = tuple(
 )
 MASKS = (
     "none", "causal", "same BlockIndex", "new BlockIndex", "new BlockIndex on the device", "new bool array",
-    "new BlockPattern",
+    "new BlockPattern", "new Lengths", "new Documents", "causal and new Documents", "same NumPy BlockPattern",
+    "same NumPy bool array", "same function", "new bigbird",
 )  # fmt: skip
 LIBRARIES = ("cupy", "torch", "cuflash.torch", "jax", "cuflash.jax")
 COLUMNS = (
@@ -248,6 +249,13 @@ def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callab
     dense = [send(each) for each in rows]
     same = BlockIndex.from_blocks(kept[0], tokens, tokens, BLOCK)
     causal = masks.Causal()
+    lengths = [send(np.array(rng.integers(1, tokens + 1), np.int32)) for _ in range(PLACES)]
+    ids = [send(np.sort(rng.integers(0, 8, tokens, dtype=np.int32))) for _ in range(PLACES)]
+    pattern = masks.BlockPattern(kept[0], BLOCK)
+
+    def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return abs(i - j) < 2 * BLOCK
+
     return {
         "none": lambda turn: None,
         "causal": lambda turn: causal,
@@ -258,6 +266,13 @@ def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callab
         ),
         "new bool array": lambda turn: dense[turn % 4] | False,
         "new BlockPattern": lambda turn: masks.BlockPattern(on_device[turn % PLACES], BLOCK),
+        "new Lengths": lambda turn: masks.Lengths(kv=lengths[turn % PLACES]),
+        "new Documents": lambda turn: masks.Documents(ids[turn % PLACES]),
+        "causal and new Documents": lambda turn: causal & masks.Documents(ids[turn % PLACES]),
+        "same NumPy BlockPattern": lambda turn: pattern,
+        "same NumPy bool array": lambda turn: rows[0],
+        "same function": lambda turn: near,
+        "new bigbird": lambda turn: patterns.bigbird(tokens, block=BLOCK),
     }
 
 

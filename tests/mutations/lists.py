@@ -9,6 +9,7 @@ from types import ModuleType
 
 import device_double
 import numpy as np
+import scipy.sparse
 from cuflash import sim
 from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
@@ -140,14 +141,44 @@ def calls_read_masks_anew(library: ModuleType) -> None:
     assert contents_of(Shifted(kept), layout) is None
 
 
+def edits_of_masks_are_seen(library: ModuleType) -> None:
+    """A call with a mask of the host is repeated if all that the mask holds is the same, and only then."""
+    room = library.masks
+    kept, width = np.eye(4, dtype=bool), [3]
+    matrix = scipy.sparse.csr_array(np.tri(20) > 0)
+
+    def near(b, h, i, j, most=4):
+        return (abs(i - j) < most) & kept[i // 5, j // 5]
+
+    def edit(number):
+        kept[number, 0] = not kept[number, 0]
+
+    holders = {
+        "array": (kept, edit), "pattern": (room.BlockPattern(kept, 5), edit), "function": (near, edit),
+        "defaults": (near, lambda number: setattr(near, "__defaults__", (5 + number,))),
+        "matrix": (matrix, lambda number: matrix.data.__setitem__(number, False)),
+    }  # fmt: skip
+    taken = part(library, "masks._snapshot").Snapshot.of
+    for mask, change in holders.values():
+        for number in (1, 2):
+            snapshot = taken(mask)
+            assert snapshot.is_current()
+            change(number)
+            assert not snapshot.is_current()
+    assert taken(lambda b, h, i, j: abs(i - j) < width[0]) is None
+    mask = room.BlockPattern(kept, 5)
+    library.attention(Q[:, :20], Q[:, :20], Q[:, :20], mask=mask)
+    kept[...] = True
+    o = library.attention(Q[:, :20], Q[:, :20], Q[:, :20], mask=mask)
+    assert_within_bounds(Example(q=Q[:, :20], k=Q[:, :20], v=Q[:, :20], mask=np.ones((20, 20), bool)), o=o)
+
+
 CONTENTS, INDEX = "masks/one_array.py", "executors/index_maker.py"
+SNAPSHOT = "masks/_snapshot.py"
 FAULTS = {
     a_kept_index_goes_by_itself: {
         "what an index remembers leads back to it": Edit(
             "blocks/index.py", "BlockIndex.kept", "IndexMask(replace(self))", "IndexMask(self)"
-        ),
-        "a plan holds the index itself": Edit(
-            "calls/checked_plan.py", "planned", "mask = mask.kept.mask", "pass"
         ),
         "a cached call holds its plan": Edit(
             "plans.py", "Plan.bind", "executor.forward(plan, dict(zip(names, (*arrays, *made))), numbers=numbers)",
@@ -158,7 +189,25 @@ FAULTS = {
         "indices share their calls": Edit(
             "planning/lookup.py", "lookup", "Lookup(without, owner=mask.kept.owner)", "Lookup(without)"
         ),
+        "each call lists the index again": Edit("calls/checked_plan.py", "planned", "mask = mask.kept.mask", "pass"),
         "arrays can be written to": Edit("blocks/index.py", "_read_only", "view.flags.writeable = False", ""),
+    },
+    edits_of_masks_are_seen: {
+        "elements are not compared": Edit(
+            SNAPSHOT, "_Array.is_like", "bool((_words(value) == _words(self.copy)).all())", "True"
+        ),
+        "an array is compared with itself": Edit(SNAPSHOT, "_Array.__init__", 'array.copy("K")', "array"),
+        "what a function reads is not compared": Edit(
+            SNAPSHOT, "_parts", "yield cell.cell_contents", "yield None"
+        ),
+        "defaults are not compared": Edit(SNAPSHOT, "_parts", "yield value.__defaults__", "yield None"),
+        "sparse arrays have no elements": Edit(
+            SNAPSHOT, "_parts", "yield from (part for part in vars(value).values() if token(part) is None)", "pass"
+        ),
+        "values of any kind are compared": Edit(SNAPSHOT, "_copied", "raise _Unseen", "pass"),
+        "masks are not compared": Edit(
+            "planning/lookup.py", "Lookup.find", "call if snapshot.is_current() else None", "call"
+        ),
     },
     indices_are_those_of_their_blocks: {
         "an index has no intervals": Edit(

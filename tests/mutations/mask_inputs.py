@@ -199,11 +199,11 @@ FAULTS = {
     },
     types_are_told_apart: {
         "1 and True are one": Edit(
-            "masks/content.py", "_token",
+            "masks/content.py", "token",
             "if kind in (int, bool, str, bytes, type(None)):\n    return kind, value",
             "if kind in (int, bool, str, bytes, type(None)):\n    return int, value",
         ),
-        "0.0 and -0.0 are one": Edit("masks/content.py", "_token", "return kind, repr(value)", "return kind, value"),
+        "0.0 and -0.0 are one": Edit("masks/content.py", "token", "return kind, repr(value)", "return kind, value"),
     },
     classes_are_told_apart: {
         "masks that are no dataclasses are remembered": Edit(

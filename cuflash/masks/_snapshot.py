@@ -1,0 +1,141 @@
+"""What a mask on the host held at one time, so that a later call with the same mask sees whether it was edited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+from weakref import ref
+
+import numpy as np
+
+from ..arrays import is_sparse
+from .content import opaque_values, token
+
+_IDENTITIES = (ModuleType, BuiltinFunctionType, CodeType, np.ufunc, type)  # their contents do not matter here
+_MISSING = object()
+
+
+class Snapshot:
+    """Private copies of the NumPy arrays that a mask holds, and of all values that its functions read.
+
+    The mask's own arrays and functions are held by weak references: a snapshot keeps no mask alive.
+    """
+
+    def __init__(self, values: list[Any]) -> None:
+        if not all(type(value) in (np.ndarray, FunctionType) or is_sparse(value) for value in values):
+            raise _Unseen
+        self._held = [(ref(value), _copied(value, ())) for value in values]
+
+    @staticmethod
+    def of(mask: Any) -> Snapshot | None:
+        """Copy what a mask holds; None if it holds anything whose edits would not be seen."""
+        try:
+            return Snapshot(opaque_values(mask))
+        except _Unseen:
+            return None
+
+    def is_current(self) -> bool:
+        """Return whether the mask still holds what it held."""
+        return all(copy.is_like(held()) for held, copy in self._held)
+
+
+class _Unseen(Exception):
+    """A value may change without being another object."""
+
+
+class _Array:
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.layout, self.copy = _layout(array), array.copy("K")
+
+    def is_like(self, value: Any) -> bool:
+        if type(value) is not np.ndarray or _layout(value) != self.layout:
+            return False
+        return bool((_words(value) == _words(self.copy)).all())
+
+
+class _Parts:
+    """A function or a sparse array, by the values that make it up."""
+
+    def __init__(self, value: Any, inside: tuple[Any, ...]) -> None:
+        self.kind, self.parts = type(value), [_copied(part, (*inside, value)) for part in _parts(value)]
+
+    def is_like(self, value: Any) -> bool:
+        if type(value) is not self.kind:
+            return False
+        parts = list(_parts(value))
+        return len(parts) == len(self.parts) and all(copy.is_like(part) for copy, part in zip(self.parts, parts))
+
+
+class _Constant:
+    def __init__(self, value: Any) -> None:
+        self.token = token(value)
+
+    def is_like(self, value: Any) -> bool:
+        return bool(token(value) == self.token)
+
+
+class _Identity:
+    """A value whose contents do not matter, or a function that calls itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.held = ref(value) if type(value) is FunctionType else lambda: value
+
+    def is_like(self, value: Any) -> bool:
+        return value is self.held()
+
+
+def _copied(value: Any, inside: tuple[Any, ...]) -> _Array | _Parts | _Constant | _Identity:
+    """Copy a value that is found inside others.
+
+    Raises
+    ------
+    _Unseen
+        Its edits would not be seen.
+    """
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return _Array(value)
+    if value is _MISSING or isinstance(value, _IDENTITIES) or any(value is each for each in inside):
+        return _Identity(value)
+    if type(value) in (FunctionType, tuple) or is_sparse(value):
+        return _Parts(value, inside)
+    if token(value) is None:
+        raise _Unseen
+    return _Constant(value)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """All that a tuple, a sparse array or a function reads; names that a function may look up, found or not."""
+    if type(value) is tuple:
+        yield from value
+    elif type(value) is FunctionType:
+        yield value.__code__
+        yield value.__defaults__
+        yield tuple((value.__kwdefaults__ or {}).items())
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # it is empty
+                yield _MISSING
+        for name in _names(value.__code__):
+            yield value.__globals__.get(name, _MISSING)
+    else:  # flags of a sparse array change as it is read
+        yield value.shape
+        yield from (part for part in vars(value).values() if token(part) is None)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _layout(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    return array.shape, array.dtype
+
+
+def _words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The elements of an array in their order, as integers of eight bytes if they fill some."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return flat.view(np.uint64) if flat.nbytes % 8 == 0 else flat

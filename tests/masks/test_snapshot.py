@@ -1,0 +1,138 @@
+"""Repeated calls with a mask of NumPy arrays or functions are cached, and edits of the mask are seen."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import scipy.sparse
+from cached_calls import cached
+from cuflash import api, masks
+from cuflash.masks._snapshot import Snapshot
+from cuflash.testing import Example, assert_within_bounds
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash
+
+RNG = np.random.default_rng(0)
+LENGTH = 48
+Q, K, V = RNG.standard_normal((3, 2, LENGTH, 8), dtype=np.float32)
+WIDTH = 9  # that `near` reads
+DTYPES = [np.dtype(kind) for kind in ("bool", "int8", "int16", "int64", "uint64", "float32")]
+
+
+def near(b, h, i, j):
+    return abs(i - j) < WIDTH
+
+
+def of_closure(kept):
+    return lambda b, h, i, j: kept[i // 16, j // 16]
+
+
+def kept_blocks():
+    return RNG.random((3, 3)) < 0.5
+
+
+MASKS = {
+    "array": lambda: RNG.random((LENGTH, LENGTH)) < 0.5,
+    "blocks": lambda: masks.BlockPattern(kept_blocks(), 16),
+    "sparse blocks": lambda: masks.BlockPattern(scipy.sparse.coo_array(kept_blocks()), 16),
+    "sparse elements": lambda: scipy.sparse.csr_array(RNG.random((LENGTH, LENGTH)) < 0.5),
+    "documents": lambda: masks.Documents(np.sort(RNG.integers(0, 5, LENGTH))) & masks.Causal(),
+    "function": lambda: of_closure(kept_blocks()),
+    "mask of a function": lambda: masks.FromFunction(near) | masks.Causal(),
+}
+
+
+def arrays_in(mask):
+    """The arrays that a mask of `MASKS` was made of."""
+    if isinstance(mask, np.ndarray):
+        return [mask]
+    if callable(mask) and not isinstance(mask, masks.Mask):
+        return [cell.cell_contents for cell in mask.__closure__]
+    if isinstance(mask, masks.BlockPattern):
+        return arrays_in(mask.blocks)
+    return [mask.data] if scipy.sparse.issparse(mask) else []
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_call_with_the_same_mask_plans_nothing(monkeypatch, name):
+    mask = MASKS[name]()
+    first = cuflash.attention(Q, K, V, mask=mask)
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "planned", lambda *given, **options: pytest.fail("planned again"))
+        assert (cuflash.attention(Q, K, V, mask=mask) == first).all()
+    owner = weakref.ref(mask)
+    before = len(cached("attention"))
+    del mask
+    assert owner() is None and len(cached("attention")) == before - 1
+
+
+@pytest.mark.parametrize("name", ["array", "blocks", "sparse blocks", "sparse elements", "function"])
+def test_edits_are_seen(name):
+    mask = MASKS[name]()
+    for _ in range(3):
+        o, vjp = cuflash.attention_vjp(Q, K, V, mask=mask)
+        dq, dk, dv = vjp(o)
+        elements = cuflash.BlockIndex.from_mask(mask, LENGTH, LENGTH, 16).toarray()[0, 0]
+        assert_within_bounds(Example(q=Q, k=K, v=V, mask=elements, do=o), o=o, dq=dq, dk=dk, dv=dv)
+        for array in arrays_in(mask):
+            array[...] = RNG.permuted(array)
+            array.flat[0] = not array.flat[0]
+
+
+def test_edits_of_what_a_function_reads_are_seen(monkeypatch):
+    results = []
+    for width in (9, 20, 9):
+        monkeypatch.setitem(globals(), "WIDTH", width)
+        results.append(cuflash.attention(Q, K, V, mask=near))
+    assert (results[0] == results[2]).all() and not (results[0] == results[1]).all()
+
+
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 2**32), st.booleans())
+def test_a_snapshot_sees_any_bit_of_an_array(dtype, shape, seed, is_strided):
+    rng = np.random.default_rng(seed)
+    whole = rng.integers(0, 2, (*shape, 2)).astype(dtype)
+    array = whole[..., 0] if is_strided else np.ascontiguousarray(whole[..., 0])
+    snapshot = Snapshot.of(array)
+    assert snapshot.is_current()
+    if is_strided:
+        whole[..., 1] = 1 - whole[..., 1].astype(np.int8)  # which the array does not hold
+        assert snapshot.is_current()
+    if array.size:
+        place = tuple(rng.integers(0, extent) for extent in array.shape)
+        array[place] = 1 - int(array[place])
+        assert not snapshot.is_current()
+        array[place] = 1 - int(array[place])
+        assert snapshot.is_current()
+
+
+def test_what_cannot_be_compared_has_no_snapshot():
+    state = SimpleNamespace(width=3)
+    for mask in (
+        lambda b, h, i, j: abs(i - j) < state.width, masks.FromFunction(lambda b, h, i, j: i + state.width > j),
+        np.array([[object()]]), scipy.sparse.lil_array(np.eye(3)), scipy.sparse.dok_array(np.eye(3)),
+    ):  # fmt: skip
+        assert Snapshot.of(mask) is None
+    wide = cuflash.attention(Q, K, V, mask=lambda b, h, i, j: abs(i - j) < state.width)
+    state.width = 20
+    assert not (wide == cuflash.attention(Q, K, V, mask=lambda b, h, i, j: abs(i - j) < state.width)).all()
+
+
+def test_functions_are_compared_by_all_that_they_read():
+    def recursive(b, h, i, j, depth=1):
+        return near(b, h, i, j) if depth == 0 else recursive(b, h, i, j, depth - 1)
+
+    snapshot = Snapshot.of(recursive)
+    assert snapshot is not None and snapshot.is_current()
+    recursive.__defaults__ = (2,)
+    assert not snapshot.is_current()
+    recursive.__defaults__ = (1,)
+    assert snapshot.is_current()
+    closure = of_closure(kept_blocks())
+    snapshot = Snapshot.of(closure)
+    closure.__code__ = of_closure(None).__code__.replace(co_name="other")
+    assert not snapshot.is_current()
