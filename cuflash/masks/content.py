@@ -124,6 +124,11 @@ def content(mask: Described) -> Content:
     return known
 
 
+def has_content(mask: Described) -> bool:
+    """Return whether a mask is known to have a `content`."""
+    return type(mask.__dict__.get(_CONTENT)) is Content
+
+
 def opaque_values(mask: Any) -> list[Any]:
     """The values that a mask holds whose contents `content` does not look at; of anything else it alone."""
     if not isinstance(mask, Described):

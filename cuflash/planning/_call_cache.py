@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Collection, Hashable
+from itertools import count
 from typing import Any
 
 MAX_CALLS = 1024
+
+
+class _Entry:
+    """What runs a call, the keys of its owner, and the number of its last use."""
+
+    __slots__ = ("call", "keys", "last_use")
+
+    def __init__(self, call: Any, keys: set[Hashable] | None, last_use: int) -> None:
+        self.call, self.keys, self.last_use = call, keys, last_use
 
 
 class CallCache:
@@ -25,7 +34,8 @@ class CallCache:
 
     def __init__(self, size: int = MAX_CALLS) -> None:
         self._size = size
-        self._calls: OrderedDict[Hashable, tuple[Any, set[Hashable] | None]] = OrderedDict()
+        self._calls: dict[Hashable, _Entry] = {}
+        self._uses = count()
         self._owned: dict[int, set[Hashable]] = {}  # keys by the number of their owner
         self._last: tuple[Hashable, Any] = (object(), None)
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
@@ -38,16 +48,11 @@ class CallCache:
         last, call = self._last
         if key == last:
             return call
-        found = self._calls.get(key)
-        if found is None:
+        entry = self._calls.get(key)  # the one time that the key is hashed, which takes most of the time
+        if entry is None:
             return None
-        call, _ = found
-        try:
-            self._calls.move_to_end(key)
-        except KeyError:  # another thread has dropped it
-            return call
-        self._last = key, call
-        return call
+        entry.last_use, self._last = next(self._uses), (key, entry.call)
+        return entry.call
 
     def put(self, key: Hashable, call: Any, owner: Any = None) -> None:
         """Keep what runs the call of a key.
@@ -61,19 +66,23 @@ class CallCache:
         owner : object, optional
             The call leaves the cache as soon as nothing refers to this object.
         """
-        displaced: list[Any] = []  # destructors run after the lock is released
         with self._lock:
+            left = [self._without_owner(key)]  # destructors run after the lock is released
             keys = None if owner is None else self._keys_of(owner)
             if keys is not None:
                 keys.add(key)
-            displaced.append(self._calls.pop(key, None))
-            self._calls[key] = call, keys
+            self._calls[key] = _Entry(call, keys, next(self._uses))
             self._last = key, call
             if len(self._calls) > self._size:
-                oldest, (_, its_keys) = displaced_call = self._calls.popitem(last=False)
-                displaced.append(displaced_call)
-                if its_keys is not None:
-                    its_keys.discard(oldest)
+                left.append(self._without_owner(min(self._calls, key=lambda each: self._calls[each].last_use)))
+        del left
+
+    def _without_owner(self, key: Hashable) -> _Entry | None:
+        """Take the entry of a key out of the cache and from its owner."""
+        entry = self._calls.pop(key, None)
+        if entry is not None and entry.keys is not None:
+            entry.keys.discard(key)
+        return entry
 
     def clear(self) -> None:
         """Forget all calls."""
@@ -95,11 +104,11 @@ class CallCache:
 
     def _drop(self, keys: Collection[Hashable]) -> None:
         with self._lock:
-            displaced = [self._calls.pop(key, None) for key in keys]
-            if self._last[0] in keys:
-                displaced.append(self._last)
+            left: list[Any] = [self._without_owner(key) for key in tuple(keys)]
+            if self._last[0] not in self._calls:
+                left.append(self._last)
                 self._last = object(), None
-        del displaced
+        del left
 
 
 CALLS = CallCache()

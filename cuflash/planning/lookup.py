@@ -13,7 +13,7 @@ from ..arrays import is_sparse
 from ..blocks.index import BlockIndex
 from ..masks._snapshot import Snapshot
 from ..masks.base import Mask
-from ..masks.content import content
+from ..masks.content import content, has_content
 from ..masks.one_array import MaskContents, mask_contents
 from ._call_cache import CALLS
 from .options import Options
@@ -82,6 +82,8 @@ def lookup(options: Options, layout_of: Callable[..., Hashable]) -> Lookup:
             return Lookup(without, owner=mask.kept.owner)
         if mask.carried is not None:
             return Lookup(without, MaskContents(mask.carried.source, (mask.carried.lists,)))
+    if isinstance(mask, Mask) and has_content(mask):
+        return Lookup(options)
     contents = mask_contents(mask, layout_of)
     if contents is not None:
         return Lookup(options._replace(mask=None), contents)

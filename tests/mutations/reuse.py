@@ -68,7 +68,7 @@ def cached_calls_are_the_latest(library: ModuleType) -> None:
         [("put", "a", None), ("put", "b", 0), ("put", "c", None), ("get", "a"), ("put", "d", None), ("get", "b")],
         [("put", "a", None), ("put", "b", None), ("put", "a", None), ("put", "c", 1), ("put", "d", 1), ("get", "b")],
         [("put", "a", 0), ("put", "b", 1), ("drop", 0), ("put", "c", 0), ("put", "d", 0), ("drop", 0), ("get", "c")],
-        [("put", "a", 0), ("put", "a", None), ("get", "a"), ("clear",), ("get", "a")],
+        [("put", "a", 0), ("put", "a", None), ("drop", 0), ("get", "a"), ("clear",), ("get", "a")],
     ):
         check_steps(steps, kind)
     check_freed(kind)
@@ -77,12 +77,17 @@ def cached_calls_are_the_latest(library: ModuleType) -> None:
 WORKSPACES, ARGUMENTS, CACHE = "executors/workspaces.py", "executors/arguments.py", "planning/_call_cache.py"
 FAULTS = {
     cached_calls_are_the_latest: {
-        "the use of a call does not count": Edit(CACHE, "CallCache.get", "self._calls.move_to_end(key)", "pass"),
+        "the use of a call does not count": Edit(
+            CACHE, "CallCache.get", "entry.last_use, self._last =", "_, self._last ="
+        ),
+        "a call stays with an earlier owner": Edit(
+            CACHE, "CallCache._without_owner", "entry.keys.discard(key)", "pass"
+        ),
         "a call that is put again keeps its age": Edit(
-            CACHE, "CallCache.put", "self._calls.pop(key, None)", "self._calls.get(key)"
+            CACHE, "CallCache.put", "next(self._uses)", "getattr(left[0], 'last_use', next(self._uses))"
         ),
         "the cache grows without end": Edit(CACHE, "CallCache.put", "> self._size", "> 100 * self._size"),
-        "the latest call leaves": Edit(CACHE, "CallCache.put", "popitem(last=False)", "popitem()"),
+        "the latest call leaves": Edit(CACHE, "CallCache.put", "min(self._calls,", "max(self._calls,"),
         "calls stay without their owner": Edit(CACHE, "CallCache.put", "keys.add(key)", "pass"),
         "the last call stays": Edit(CACHE, "CallCache._drop", "self._last = object(), None", "pass"),
     },

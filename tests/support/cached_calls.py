@@ -9,4 +9,4 @@ from cuflash.planning._call_cache import CALLS
 
 def cached(kind: str, cache: Any = CALLS) -> dict[Any, Any]:
     """Return what runs the cached calls of a kind, by key."""
-    return {key: call for key, (call, _) in cache._calls.items() if key[0] == kind}
+    return {key: entry.call for key, entry in cache._calls.items() if key[0] == kind}
