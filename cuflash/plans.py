@@ -153,26 +153,31 @@ class Plan:
             require_own_names("Plan.forward", operands, (each.name for each in self.plan.problem.operands))
         if self.captured:
             operands = {**self.captured, **operands}
-        if out is None:
-            layout = layout_key(q, k, v, *operands.values())
-            if layout is None:
-                q, k, v, *others = self._taken({"q": q, "k": k, "v": v, **operands}).values()
-                operands = dict(zip(operands, others))
-                layout = layout_key(q, k, v, *others)
-            key = self._call_key("forward", layout, *operands)
-            bound_call = CALLS.get(key)
-            if bound_call is not None and not checks.is_on():
-                o, lse = bound_call(q, k, v, *operands.values(), numbers=self.numbers)
+        outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out,)
+        layout = layout_key(q, k, v, *operands.values(), *outs)
+        if layout is None and not outs:
+            q, k, v, *others = self._taken({"q": q, "k": k, "v": v, **operands}).values()
+            operands = dict(zip(operands, others))
+            layout = layout_key(q, k, v, *others)
+        key = self._call_key("forward", layout, len(outs), *operands)
+        bound_call = CALLS.get(key)
+        if bound_call is not None and not checks.is_on():
+            results = bound_call(q, k, v, *operands.values(), *outs, numbers=self.numbers)
+            if results is not None:
+                o, lse = results
                 return o, lse
-        out_o, out_lse = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
+        out_o, out_lse, *_ = *outs, None, None
         name_o = "out" if out_lse is None else "out[0]"
         given = self._taken({"q": q, "k": k, "v": v, **operands, name_o: out_o, "out[1]": out_lse})
         out_o, out_lse = given.pop(name_o), given.pop("out[1]")
         self.check_forward(given, name_o, out_o, out_lse)
         check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
-        if out is None and key is not None and check is None and self.can_bind:
-            o, lse = self._cached(key, self.bind(given))(*given.values(), numbers=self.numbers)
-            return o, lse
+        if key is not None and check is None and self.can_bind and (not outs or self.executor == "gpu"):
+            bound: Any = self.bind_into(given, dict(zip(("o", "lse"), outs)), pins=False) if outs else self.bind(given)
+            results = self._cached(key, bound)(*given.values(), *outs, numbers=self.numbers)
+            if results is not None:  # else an output may overlap another array
+                o, lse = results
+                return o, lse
         return self._run_checked(given, check, out_o, out_lse)
 
     def _run_checked(
@@ -274,7 +279,7 @@ class Plan:
         return bound_call
 
     def bind_into(
-        self, given: Mapping[str, Array], outs: Mapping[str, Array], *, wants_lse: bool = True
+        self, given: Mapping[str, Array], outs: Mapping[str, Array], *, wants_lse: bool = True, pins: bool = True
     ) -> Callable[..., Sequence[Array] | None]:
         """Return `forward` for arrays of one layout that writes to arrays of the caller's, on a GPU.
 
@@ -284,8 +289,8 @@ class Plan:
             The arrays q, k, v and the operands, of the layout to come.
         outs : dict of arrays by name
             ``o``, or ``o`` and ``lse``: arrays like those that are written to.
-        wants_lse : bool
-            Whether the function must return lse; else it may return o alone.
+        wants_lse, pins : bool
+            As `bind` takes them.
 
         Returns
         -------
@@ -309,7 +314,7 @@ class Plan:
         results = {"lse": ShapeDtype(problem.lse_shape(), problem.accumulator)} if "lse" not in outs else {}
         wanted, unwanted = (results, {}) if wants_lse else ({}, results)
         bound = gpu.bind(
-            plan, plan.kernels.forward, {**problem.keyed(given), **outs}, wanted, unwanted=unwanted, pins=True
+            plan, plan.kernels.forward, {**problem.keyed(given), **outs}, wanted, unwanted=unwanted, pins=pins
         )
         spans, first_out = [reach(array) for array in (*given.values(), *outs.values())], len(given)
 
@@ -380,7 +385,16 @@ class Plan:
         """
         if self.executor != "gpu" or self.plan.kernels is None:
             raise ValueError("backward passes are bound on a GPU alone")
-        return gpu.bind(self.plan, self.plan.kernels.backward, given, results)
+        bound, wanted = gpu.bind(self.plan, self.plan.kernels.backward, given, results), self.plan.gradients
+        if wanted == results:
+            return bound
+
+        def summed(*arrays: Array, numbers: Sequence[int] = ()) -> Sequence[Array]:
+            _refuse_captured_sums()
+            found = bound(*arrays, numbers=numbers)
+            return [_summed_to(gradient, each.shape, each.dtype) for gradient, each in zip(found, wanted.values())]
+
+        return summed
 
     def _call_key(self, kind: str, layout: Hashable, *more: Hashable) -> Hashable:
         """Return the key of a call of this plan; None if the layout of its arrays is not known."""
@@ -448,12 +462,11 @@ class Plan:
         self.require_ready()
         given_arrays = problem.keyed(given)
         wanted, made = self.plan.gradients, self.plan.gradients_made
-        is_summed = wanted != made
-        if self.executor == "gpu" and is_summed:
-            gpu.refuse_capture("gradients over broadcast axes are summed in memory that a graph would outlive")
+        if self.executor == "gpu" and wanted != made:
+            _refuse_captured_sums()
         read = {name: array for name, array in given_arrays.items() if name not in ("o", "lse")}
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
-        if key is not None and check is None and not is_summed and self.executor == "gpu" and self.can_bind:
+        if key is not None and check is None and self.executor == "gpu" and self.can_bind:
             bound_call = self._cached(key, self.bind_backward(given_arrays, made))
             return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
         empty = _empty(given["q"], check)
@@ -795,6 +808,10 @@ def named_gradients(problem: Problem, made: Sequence[Array]) -> Gradients:
     """Gradients in the order of `KernelPlan.gradients` by their names."""
     dq, dk, dv, *others = made
     return Gradients(dq, dk, dv, dict(zip(problem.wrt, others)))
+
+
+def _refuse_captured_sums() -> None:
+    gpu.refuse_capture("gradients over broadcast axes are summed in memory that a graph would outlive")
 
 
 def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -5,7 +5,7 @@ All masks of one layout (shapes and dtypes) share the launches of one plan; each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,6 +76,12 @@ class ListedPlan(Plan):
     def bind(self, given: Mapping[str, Array], *, pins: bool = False, wants_lse: bool = True) -> BoundCall:
         assert self.shared is not None
         return self.shared.bind(given, pins=pins, wants_lse=wants_lse)
+
+    def bind_into(
+        self, given: Mapping[str, Array], outs: Mapping[str, Array], *, wants_lse: bool = True, pins: bool = True
+    ) -> Callable[..., Sequence[Array] | None]:
+        assert self.shared is not None
+        return self.shared.bind_into(given, outs, wants_lse=wants_lse, pins=pins)
 
     def bind_backward(self, given: Mapping[str, Array], results: Mapping[str, ShapeDtype]) -> BoundCall:
         assert self.shared is not None

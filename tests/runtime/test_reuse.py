@@ -189,6 +189,38 @@ def test_an_output_of_another_library_is_written_by_a_repeated_call(cupy, monkey
         asks_nothing_again(monkeypatch)
 
 
+@pytest.mark.parametrize("mask", [None, DENSE[0]], ids=["no mask", "mask on the device"])
+def test_a_plan_that_writes_to_given_arrays_is_bound_once(cupy, monkeypatch, mask):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    ready = cuflash.plan(*arrays, mask=None if mask is None else cupy.asarray(mask))
+    lse_shape = ready.forward(*arrays)[1].shape
+    for turn in range(3):
+        o, lse = cupy.empty(Q.shape, np.float32), cupy.empty(lse_shape, np.float32)
+        for out in (o, (o, lse)):
+            found = ready.forward(*arrays, out=out)
+            assert found[0] is o and (len(out) != 2 or found[1] is lse or out is o)
+            require_bounds({"o": o, "lse": found[1]}, mask=mask)
+        if turn == 0:
+            monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
+    (reason,) = reasons_of(ready.forward, *arrays, out=arrays[0])
+    assert reason.startswith("out must not overlap q in memory")
+
+
+@pytest.mark.parametrize("name", ["broadcast keys", "bias"])
+def test_gradients_that_are_summed_or_rounded_afterwards_are_bound_once(cupy, monkeypatch, name):
+    bias = RNG.standard_normal((1, 1, K.shape[-2])).astype(np.float16)
+    q = np.stack([Q, Q[::-1]]) if name == "broadcast keys" else Q
+    do = np.stack([DO, DO[::-1]]) if name == "broadcast keys" else DO
+    operands = {} if name == "broadcast keys" else {"score": cuflash.scores.bias(bias), "wrt": ("bias",)}
+    options = {"bias": cupy.asarray(bias), "wrt": "bias"} if operands else {}
+    arrays = [cupy.asarray(array) for array in (q, K, V)]
+    for _ in range(2):
+        found = cuflash.attention_vjp(*arrays, **options)[1](cupy.asarray(do))
+        named = dict(zip(("dq", "dk", "dv"), found)) | ({"bias": found["bias"]} if operands else {})
+        require_bounds(named, q=q, do=do, **operands)
+        monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
+
+
 # Plans for masks on the device.
 
 
