@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import ref
@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import is_sparse
 from .content import opaque_values, token
 
-_IDENTITIES = (ModuleType, BuiltinFunctionType, CodeType, np.ufunc, type)  # their contents do not matter here
+_FIXED = frozenset({"builtins", "cupy", "math", "numpy", "operator", "scipy"})  # packages that nobody edits
 _MISSING = object()
 
 
@@ -76,7 +76,7 @@ class _Constant:
 
 
 class _Identity:
-    """A value whose contents do not matter, or a function that calls itself."""
+    """A value that stays the same as long as it is one object, or a function that calls itself."""
 
     def __init__(self, value: Any) -> None:
         self.held = ref(value) if type(value) is FunctionType else lambda: value
@@ -95,13 +95,24 @@ def _copied(value: Any, inside: tuple[Any, ...]) -> _Array | _Parts | _Constant 
     """
     if type(value) is np.ndarray and not value.dtype.hasobject:
         return _Array(value)
-    if value is _MISSING or isinstance(value, _IDENTITIES) or any(value is each for each in inside):
+    if value is _MISSING or _is_fixed(value) or any(value is each for each in inside):
         return _Identity(value)
     if type(value) in (FunctionType, tuple) or is_sparse(value):
         return _Parts(value, inside)
     if token(value) is None:
         raise _Unseen
     return _Constant(value)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a value stays the same as long as it is one object."""
+    if isinstance(value, (ModuleType, CodeType, np.ufunc)):  # what a function reads of a module is looked at apart
+        return True
+    if isinstance(value, BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, ModuleType)
+    if isinstance(value, (type, FunctionType)):
+        return str(value.__module__).partition(".")[0] in _FIXED
+    return callable(value) and value is getattr(np, getattr(value, "__name__", ""), None)
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -117,11 +128,22 @@ def _parts(value: Any) -> Iterator[Any]:
                 yield cell.cell_contents
             except ValueError:  # it is empty
                 yield _MISSING
-        for name in _names(value.__code__):
-            yield value.__globals__.get(name, _MISSING)
+        names = tuple(_names(value.__code__))
+        yield from (value.__globals__.get(name, _MISSING) for name in names)
+        yield from _read_of_modules(value.__globals__, names, [])
     else:  # flags of a sparse array change as it is read
         yield value.shape
         yield from (part for part in vars(value).values() if token(part) is None)
+
+
+def _read_of_modules(space: Mapping[str, Any], names: tuple[str, ...], seen: list[ModuleType]) -> Iterator[Any]:
+    """The values of these names in modules that a function may reach by them: an attribute is one of its names too."""
+    for name in names:
+        module = space.get(name)
+        if isinstance(module, ModuleType) and module not in seen and module.__name__.partition(".")[0] not in _FIXED:
+            seen.append(module)
+            yield from (vars(module)[each] for each in names if each in vars(module))
+            yield from _read_of_modules(vars(module), names, seen)
 
 
 def _names(code: CodeType) -> Iterator[str]:

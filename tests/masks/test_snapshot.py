@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
+from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,10 +111,48 @@ def test_a_snapshot_sees_any_bit_of_an_array(dtype, shape, seed, is_strided):
         assert snapshot.is_current()
 
 
+def within(distance):
+    return distance < settings.width
+
+
+settings, inner = ModuleType("settings"), ModuleType("inner")
+settings.width, settings.inner, settings.within = 5, inner, within
+inner.most, inner.settings = np.array(9), settings
+READERS = {
+    "attribute": lambda b, h, i, j: abs(i - j) < settings.width,
+    "attribute of a module of it": lambda b, h, i, j: i + settings.inner.most > j,
+    "function of it": lambda b, h, i, j: settings.within(abs(i - j)),
+    "function": lambda b, h, i, j: np.where(i > 3, within(abs(i - j)), i >= j),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_edits_of_a_module_that_a_function_reads_are_seen(monkeypatch, name):
+    snapshot = Snapshot.of(READERS[name])
+    assert snapshot.is_current()
+    if name == "attribute of a module of it":
+        monkeypatch.setattr(inner, "most", np.array(3))
+    else:
+        monkeypatch.setattr(settings, "width", 6)
+    assert not snapshot.is_current()
+    monkeypatch.undo()
+    assert snapshot.is_current()
+
+
+class Options:
+    width = 5
+
+
+drawn = np.random.default_rng(0).random
+by_element = np.vectorize(lambda i, j: i >= j)
+
+
 def test_what_cannot_be_compared_has_no_snapshot():
     state = SimpleNamespace(width=3)
     for mask in (
         lambda b, h, i, j: abs(i - j) < state.width, masks.FromFunction(lambda b, h, i, j: i + state.width > j),
+        lambda b, h, i, j: abs(i - j) < Options.width, lambda b, h, i, j: drawn(i.shape) < 0.5,
+        lambda b, h, i, j: by_element(i, j), partial(near, h=0),
         np.array([[object()]]), scipy.sparse.lil_array(np.eye(3)), scipy.sparse.dok_array(np.eye(3)),
     ):  # fmt: skip
         assert Snapshot.of(mask) is None

@@ -141,6 +141,14 @@ def calls_read_masks_anew(library: ModuleType) -> None:
     assert contents_of(Shifted(kept), layout) is None
 
 
+_SETTINGS = ModuleType("settings")
+_SETTINGS.width = 3
+
+
+def within_settings(b, h, i, j):
+    return abs(i - j) < _SETTINGS.width
+
+
 def edits_of_masks_are_seen(library: ModuleType) -> None:
     """A call with a mask of the host is repeated if all that the mask holds is the same, and only then."""
     room = library.masks
@@ -157,6 +165,7 @@ def edits_of_masks_are_seen(library: ModuleType) -> None:
         "array": (kept, edit), "pattern": (room.BlockPattern(kept, 5), edit), "function": (near, edit),
         "defaults": (near, lambda number: setattr(near, "__defaults__", (5 + number,))),
         "matrix": (matrix, lambda number: matrix.data.__setitem__(number, False)),
+        "module": (within_settings, lambda number: setattr(_SETTINGS, "width", _SETTINGS.width + number)),
     }  # fmt: skip
     taken = part(library, "masks._snapshot").Snapshot.of
     for mask, change in holders.values():
@@ -199,6 +208,9 @@ FAULTS = {
         "an array is compared with itself": Edit(SNAPSHOT, "_Array.__init__", 'array.copy("K")', "array"),
         "what a function reads is not compared": Edit(
             SNAPSHOT, "_parts", "yield cell.cell_contents", "yield None"
+        ),
+        "attributes of modules are not compared": Edit(
+            SNAPSHOT, "_read_of_modules", "module not in seen and", "False and"
         ),
         "defaults are not compared": Edit(SNAPSHOT, "_parts", "yield value.__defaults__", "yield None"),
         "sparse arrays have no elements": Edit(
