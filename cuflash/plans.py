@@ -107,10 +107,6 @@ class Plan:
     numbers: tuple[int, ...] = ()
     _owner: Owner = field(default_factory=Owner, init=False, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state that a pickle or a copy holds, which owns no cached calls."""
-        return {**vars(self), "_owner": Owner()}
-
     def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
         """Compute o and lse of these arrays.
 

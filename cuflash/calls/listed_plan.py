@@ -60,7 +60,7 @@ class ListedPlan(Plan):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "guard": None}
+        return {**vars(self), "guard": None}
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
         self._wait_for_lists()

@@ -110,11 +110,6 @@ FAULTS = {
         ),
         "any mask imports SciPy": Edit("arrays.py", "is_sparse", 'if "scipy.sparse" not in sys.modules:', "if False:"),
     },
-    pickled_after_use(a_plan): {
-        "a plan takes its calls along": Edit(
-            "plans.py", "Plan.__getstate__", '{**vars(self), "_owner": Owner()}', "vars(self)"
-        ),
-    },
     pickled_after_use(an_index): {
         "an index takes its memos along": Edit(
             "blocks/index.py", "BlockIndex.__getstate__", "return without_memos(self)", "return dict(vars(self))"
