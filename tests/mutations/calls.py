@@ -70,14 +70,6 @@ def pickled_after_use(make):
     return takes(call)
 
 
-def a_plan(library, is_used):
-    index = library.BlockIndex.from_blocks(np.eye(5, dtype=bool), 10, 10, 2)
-    ready = library.plan(Q, Q, Q, mask=index)
-    if is_used:
-        ready.backward(Q, Q, Q, Q, *ready.forward(Q, Q, Q))
-    return ready
-
-
 def a_pullback(library, is_used):
     _, vjp = library.attention_vjp(Q, Q, Q)
     if is_used:
