@@ -47,7 +47,10 @@ from harness import UNPUBLISHED, atomic_path, why_no_gpu
 PLACES = 64
 LAUNCH_EACH = 8  # calls of a case between two empty launches
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, PAGE = 16, 4, 64, 64, 16
-OPERATIONS = ("attention", "grouped heads", "out=", "dropout", "attention_vjp", "vjp", "plan.forward", "plan.backward")
+OPERATIONS = (
+    "attention", "grouped heads", "out=", "dropout", "attention_vjp", "vjp", "plan.forward", "plan.backward",
+    "plan.forward(out=)", "vjp of a bias", "merge", "recall", "BlockIndex.from_mask",
+)  # fmt: skip
 SELECTORS = tuple(
     f"selectors.{name}"
     for name in ("pooled", "antidiagonal", "nsa", "vertical_slash", "quest", "oracle", "local", "random")
@@ -130,7 +133,41 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
 
     yield Case(library, "plan.backward", after_forward, lambda ready, *arrays: ready.backward(*arrays))
     if library == "cupy":
+        yield from cases_beside_attention(inputs, planned)
         yield from cases_of_selectors(inputs)
+
+
+def cases_beside_attention(inputs: Inputs, planned: Callable[[int, Any], tuple[Any, ...]]) -> Iterator[Case]:
+    """Further calls on CuPy's arrays; `planned` returns a plan and q, k, v and do."""
+    import cupy
+
+    tokens = inputs.places[0][0].shape[-2]
+    bias = cupy.zeros((HEADS, 1, tokens), np.float16)
+    halves = masks.Band(0, tokens // 2), masks.Band(None, -1)
+    parts = [
+        list(zip(*(cuflash.attention(*place[:3], mask=half, return_lse=True) for half in halves)))
+        for place in inputs.places[:2]
+    ]
+    window, pattern = masks.SlidingWindow(tokens // 4, 0), masks.Dense(cupy.ones((tokens, tokens), bool))
+    yield Case(
+        "cupy", "plan.forward(out=)", lambda turn, mask: (*planned(turn, mask), inputs.outs[turn]),
+        lambda ready, q, k, v, do, out: ready.forward(q, k, v, out=out),
+    )  # fmt: skip
+    yield Case(
+        "cupy", "vjp of a bias",
+        lambda turn, mask: (
+            cuflash.attention_vjp(*inputs.places[turn][:3], bias=bias, wrt="bias")[1], inputs.places[turn][3],
+        ),
+        lambda vjp, do: vjp(do), takes_mask=False,
+    )  # fmt: skip
+    yield Case("cupy", "merge", lambda turn, mask: tuple(parts[turn % 2]), cuflash.merge, takes_mask=False)
+    yield Case(
+        "cupy", "recall", lambda turn, mask: (*inputs.places[turn][:3], window), cuflash.recall, takes_mask=False
+    )
+    yield Case(
+        "cupy", "BlockIndex.from_mask", lambda turn, mask: (pattern,),
+        lambda mask: BlockIndex.from_mask(mask, tokens, tokens, BLOCK), takes_mask=False,
+    )  # fmt: skip
 
 
 def cases_of_selectors(inputs: Inputs) -> Iterator[Case]:
