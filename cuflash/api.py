@@ -542,9 +542,9 @@ def run(
     contents, key = looked_up.contents, None
     if not checks.is_on():
         key = looked_up.key("attention", layout, len(outs), wants_lse, *operands)
-    found = looked_up.find(key)
-    if found is not None:
-        ready, forward, lists_of = found
+    cached_call = looked_up.find(key)
+    if cached_call is not None:
+        ready, forward, lists_of = cached_call
         if contents is not None:
             given[AT_CALL] = lists_of(*contents.arrays)
         if options.dropout is not None:

@@ -1,4 +1,4 @@
-"""What a block index carries for calls with it: its lists on a device, or a mask and an owner of cached calls."""
+"""Records attached to a block index: its lists on a device, or its mask and the owner of its cached calls."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .index_mask import IndexMask
 
 
 class Owner:
-    """An object to which cached calls belong; they leave the cache with it. Keys hold weak references to it."""
+    """Own cached calls: they leave the cache of calls when nothing refers to this object. Their keys hold its `id`."""
 
 
 class KeptIndex(NamedTuple):
-    """What a block index on the host keeps for calls with it.
+    """The mask of a block index on the host, which keeps its work lists, and the owner of its cached calls.
 
     Nothing here may lead back to the index: a circle would keep memory of a device until Python's collector runs.
 

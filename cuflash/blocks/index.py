@@ -205,7 +205,7 @@ class BlockIndex:
         """Classify every block of a mask, whose shape and block were checked."""
         resolved = mask.resolve(shape)
         if mask_namespace(mask) is not np:
-            assert make_on_device is not None  # whoever makes plans, or has an index, has imported the executors
+            assert make_on_device is not None  # set when the executors are imported
             return make_on_device(None, resolved, shape, block)
         found = classify(resolved, shape, block)
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **found._asdict())
@@ -439,7 +439,7 @@ class BlockIndex:
 
     @cached_property
     def kept(self) -> KeptIndex | None:
-        """What an index on the host keeps for later calls with it; None for an index on a device.
+        """Return the record that calls with an index on the host share, or None for an index on a device.
 
         Examples
         --------

@@ -111,16 +111,16 @@ def listed_plan(given: Mapping[str, Any], options: Options, planned: Callable[..
     contents = looked_up.contents
     if contents is None or key is None:
         return None
-    found = CALLS.get(key)  # the plan that binds the launches of a layout, and what launches the kernels of its lists
-    if found is None:
+    shared_call = CALLS.get(key)  # a plan that binds the launches of a layout, and the function that makes its lists
+    if shared_call is None:
         shared = planned(q, k, v, options._replace(mask=at_each_call(options.mask)))
         work = shared.plan.work
         if not isinstance(work, WorkAtCall) or not shared.can_bind:
             return None
         shared = replace(without_mask(shared), captured={})
-        found = shared, gpu.lists_of_calls(shared.plan, work)
-        CALLS.put(key, found)
-    shared, lists_of = found
+        shared_call = shared, gpu.lists_of_calls(shared.plan, work)
+        CALLS.put(key, shared_call)
+    shared, lists_of = shared_call
     captured = {name: array for name, array in operands.items() if name != "sink"}
     return ListedPlan.of(shared, lists_of(*contents.arrays), captured, numbers_of(options.dropout))
 

@@ -40,8 +40,8 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
     layouts = layout_key(*given.values()) if is_kept else None
     key = looked_up.key("quantized", layouts, v.source_dtype, q.shape, k.shape, v.shape, rows)
     contents = None if key is None else looked_up.contents
-    found = looked_up.find(key)
-    if found is None:
+    cached_call = looked_up.find(key)
+    if cached_call is None:
         snapshot = looked_up.snapshot()
         asked = options if contents is None else options._replace(mask=at_each_call(options.mask))
         ready, work = _ready(q, k, v, asked, rows)
@@ -52,9 +52,9 @@ def attention_on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Opti
             o, lse = ready._run_checked(given, check)
             gpu.pin(ready.plan)
             return o, lse
-        found = _bound(ready, given, contents)
-        looked_up.keep(key, found, snapshot)
-    call, lists_of = found
+        cached_call = _bound(ready, given, contents)
+        looked_up.keep(key, cached_call, snapshot)
+    call, lists_of = cached_call
     if lists_of is not None and contents is not None:
         given[AT_CALL] = lists_of(*contents.arrays)
     o, lse = call(*given.values())

@@ -16,9 +16,9 @@ _device_layout = attrgetter("shape", "strides", "dtype", "data.device_id")
 
 
 def layout_key(*arrays: Array) -> Hashable:
-    """Kind, shape, strides, dtype and device of plain arrays; None for anything else.
+    """Return kind, shape, strides, dtype and device of plain arrays; None for anything else.
 
-    Two calls for which all of it is equal are refused for the same reasons, or for none, but for odd addresses.
+    Calls with equal keys are refused for the same reasons, or for none, except for misaligned addresses.
     """
     kind = type(arrays[0])
     for array in arrays:

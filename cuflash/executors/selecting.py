@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
+from ..planning._call_cache import CALLS
 from ..planning.launches import Launch, Workspace, offset_of
 from ..planning.selection_kernels import (
     CHOICE, CHOICES, POOLING, ChoiceRule, Rows, crossing_launch, drawing_launch, means_shape, num_words,
@@ -131,7 +131,11 @@ def chosen(
     if 0 in scores.shape:
         return xp.zeros(scores.shape, bool)
     target = gpu.current_target()
-    chooser = _chooser(nvrtc.current_device()[1], rule, scores.shape, scores.dtype)
+    key = "choose", nvrtc.current_device()[1], rule, scores.shape, scores.dtype
+    chooser: Chooser | None = CALLS.get(key)
+    if chooser is None:
+        chooser = Chooser(rule, scores.shape, scores.dtype, target)
+        CALLS.put(key, chooser)
     given = [xp.ascontiguousarray(scores), None if shares is None else xp.ascontiguousarray(shares)]
     for each in (allowed, forced):
         given.append(None if each is None else xp.ascontiguousarray(xp.broadcast_to(each, scores.shape)))
@@ -139,12 +143,6 @@ def chosen(
     kept = xp.empty(scores.shape, bool)
     chooser(target.address(kept), of_scores, of_shares, target.stream(), of_allowed, of_forced)
     return kept
-
-
-@lru_cache(maxsize=256)
-def _chooser(device: int, rule: ChoiceRule, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Chooser:
-    """The kernel that chooses blocks on a device, which is current."""
-    return Chooser(rule, shape, dtype, gpu.current_target())
 
 
 class Pooler:

@@ -38,5 +38,5 @@ class KernelIntervals(Mask):
 
     @property
     def interval_form(self) -> IntervalForm | None:
-        """What the kernel computes them from; None without an array."""
+        """Return from what the kernel computes the intervals, or None if the mask holds no array."""
         raise NotImplementedError

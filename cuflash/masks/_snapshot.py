@@ -1,4 +1,4 @@
-"""What a mask on the host held at one time, so that a later call with the same mask sees whether it was edited."""
+"""Detect edits of a mask on the host between two calls, by private copies of its contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from ..arrays import is_sparse
 from .content import opaque_values, token
 
-_FIXED = frozenset({"builtins", "cupy", "math", "numpy", "operator", "scipy"})  # packages that nobody edits
+# Packages whose functions count as constant.
+_FIXED = frozenset({"builtins", "cupy", "math", "numpy", "operator", "scipy"})
 _MISSING = object()
 
 

@@ -22,7 +22,7 @@ from .pictures import as_html, as_text, plotted, shown_states
 from .shape import MaskShape, block_pair, once_checked, whole_shape
 from .written import written
 
-# What a class says about the elements of its masks.
+# Methods and properties that describe the elements of a mask; a class must define them together.
 _ANSWERS = ("__call__", "intervals", "rectangle", "has_intervals", "natural_block", "device_form")
 
 

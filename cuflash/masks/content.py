@@ -20,7 +20,7 @@ _CONTENT = "_content_of_mask"
 
 
 class DeviceForm(NamedTuple):
-    """A mask that kernels read at each call: its arrays, and whatever else it holds.
+    """The arrays of a mask that kernels read at each call, and all else that decides the mask.
 
     Attributes
     ----------
@@ -243,7 +243,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _held(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Any]:
-    """A mask, or a part of one, and all values that it holds, but for those inside objects of the kinds `besides`."""
+    """A mask, or a part of one, and all values that it holds, except inside objects of the kinds `besides`."""
     rest = [value]
     while rest:
         value = rest.pop()

@@ -1,4 +1,4 @@
-"""The cache of calls: what runs a repeated call, under a key that is known before the call is checked."""
+"""The cache of calls. A key is computed before a call is checked, so that a repeated call skips the checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_CALLS = 1024
 
 
 class _Entry:
-    """What runs a call, the keys of its owner, and the number of its last use."""
+    """A cached call: the callable or plan that runs it, all keys of its owner, and the number of its last use."""
 
     __slots__ = ("call", "keys", "last_use")
 
@@ -21,7 +21,7 @@ class _Entry:
 
 
 class CallCache:
-    """What runs repeated calls, by key; if there are too many, the least recently used one leaves.
+    """A least recently used cache of the callables and plans that run repeated calls.
 
     A key starts with the kind of call, so that one cache serves all kinds. It holds no array, and nothing that would
     keep one alive.

@@ -288,7 +288,7 @@ def room(nbytes: int) -> int:
 
 
 def offsets_of(nbytes: Mapping[str, int]) -> dict[str, int]:
-    """The offset of each result, of so many bytes, in the array that holds all of them."""
+    """Return the byte offset of each result, given its size, in the array that holds all of them."""
     return dict(zip(nbytes, accumulate(map(room, nbytes.values()), initial=0)))
 
 

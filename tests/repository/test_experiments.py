@@ -17,7 +17,6 @@ import cuflash
 import cupy_machine
 import numpy as np
 import pytest
-from cuflash.executors import selecting
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
@@ -185,7 +184,6 @@ def test_the_proof_s_selectors_launch_every_kernel_of_selectors(load, tmp_path, 
     proof = load("gpu_proof")
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
         machine.runs_kernels = False
-        monkeypatch.setattr(selecting, "_chooser", selecting._chooser.__wrapped__)
         assert proof.run_selectors() == 18
         loaded = {(function.spec.entry, function.spec.dtype) for function in machine.launchable}
     expected = {(spec.entry, spec.dtype) for spec in proof.specs_of_selectors()}
