@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 
-from .arrays import Array, ShapeDtype, describe, flag_reasons
-from .calls.checked_plan import composed_score, further_reasons, planned as planned, require_plain
-from .calls.foreign import with_known_arrays
-from .calls.listed_plan import listed_plan, without_mask
+from .arrays import Array, ShapeDtype
+from .calls._forward import run
+from .calls._call import planned
+from .calls.listed_plan import listed_plan
 from .calls.pullback import Pullback
-from .calls.quantized_call import attention_on_kernels
 from .calls.unchanged import writeable
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .dropout import Dropout
-from .errors import UnsupportedProblem, collecting
-from .executors._layout_key import layout_key
-from .executors import checks, gpu
-from .fp8 import Quantized, operands as fp8
+from .executors import checks
+from .fp8 import Quantized
 from .keywords import explains_keywords
-from .layouts import is_foreign
-from .masks.one_array import MaskContents, at_each_call
 from .planning.device import DeviceSpec
-from .planning.dropout_launches import numbers_of, seed_array
-from .planning.list_kernels import AT_CALL, WorkAtCall
-from .planning.lookup import lookup
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
     Window,
 )  # fmt: skip
-from .plans import Plan, Gradients, as_arrays, with_numbers
-from .scores import Score
+from .plans import Gradients, Plan, as_arrays
 
 _Operand: TypeAlias = AnyArray | Quantized
 
@@ -132,19 +121,18 @@ def attention(
     executor : {"auto", "cpu", "gpu", "sim"}
         "auto" takes "gpu" for arrays on a CUDA device, which must be CuPy's current one; everything runs on its
         current stream. It takes "cpu" for all other arrays. "sim" runs the GPU's kernels on a simulator, for tests.
-    precision : {"ieee", "tf32", "tf32x3", "fp8"}
+    precision : {"ieee", "tf32", "tf32x3"}
         "ieee" multiplies and sums in float32 (float64 for float64). The others multiply float32 on tensor cores of
         compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
         makes three products of their upper and lower halves and errs about as "ieee" does, except that a product with
-        an infinite operand is NaN. `error_bound` bounds each. "fp8" quantises q, k and v as
-        `quantize` does, in blocks of 128 rows, with one rotation of q and k; on a GPU it needs compute capability 9.0.
+        an infinite operand is NaN. `error_bound` bounds each. For FP8 products pass `Quantized` q, k and v.
     deterministic : bool
         Whether dq, and gradients of arrays of a score function, must be bitwise repeatable on a GPU. Otherwise thread
         blocks add to them in the order in which they arrive, where that is faster. All other results are bitwise
         repeatable either way.
     out : array, or pair (o, lse), optional
-        Arrays that are written to instead of new ones. They must not overlap q, k or v. Only a call without
-        `Quantized` operands and without `precision="fp8"` takes it.
+        Arrays that are written to instead of new ones. They must not overlap q, k or v. A call with `Quantized`
+        operands does not take it.
     return_lse : bool
         Also return lse.
 
@@ -199,11 +187,7 @@ def attention(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
         deterministic,
     )  # fmt: skip
-    require_flag("return_lse", return_lse, lambda: _reasons(q, k, v, options))
-    if fp8.is_asked_for(q, k, v, precision):
-        o, lse = _quantized_attention(q, k, v, options, out)
-    else:
-        _, _, o, lse = run(q, k, v, options, out, wants_lse=return_lse)
+    _, _, o, lse = run(q, k, v, options, out, return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -302,12 +286,10 @@ def attention_vjp(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
         deterministic,
     )  # fmt: skip
-    require_flag("return_lse", return_lse, lambda: _reasons(q, k, v, options))
-    require_plain(q, k, v, precision)
     with writeable(out):
-        ready, given, o, lse = run(q, k, v, options, out)
-    operands = {name: array for name, array in given.items() if name not in ("q", "k", "v")}
-    return ((o, lse) if return_lse else o), Pullback(ready, given["q"], given["k"], given["v"], o, lse, operands)
+        plan, arrays, o, lse = run(q, k, v, options, out, return_lse, has_gradient=True)
+    operands = {name: array for name, array in arrays.items() if name not in ("q", "k", "v")}
+    return ((o, lse) if return_lse else o), Pullback(plan, arrays["q"], arrays["k"], arrays["v"], o, lse, operands)
 
 
 @explains_keywords
@@ -388,12 +370,7 @@ def plan(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
         deterministic,
     )  # fmt: skip
-    listed = None
-    if options.mask is not None and device is None and not checks.is_on():
-        asked, operands = with_one_score(options, q)
-        with suppress(UnsupportedProblem):  # `planned` raises this again, with all other reasons
-            given, _, asked = with_known_arrays({"q": q, "k": k, "v": v, **operands}, (), asked)
-            listed = listed_plan(given, asked, planned)
+    listed = listed_plan(q, k, v, options) if options.mask is not None and device is None else None
     return listed or planned(q, k, v, options, device)
 
 
@@ -464,160 +441,7 @@ def precompile(
         q, k, v = (ShapeDtype(x.shape, x.dtype) if type(x) is np.ndarray else x for x in (q, k, v))
     ready = planned(q, k, v, options, device)
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
-    if capability is None:
-        raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu('H100') is one"])
+    assert capability is not None
     if device is None:
         return nvrtc.precompile(map(checks.with_watchdog, specs), capability)
     return nvrtc.precompile(specs, nvrtc.architecture(next(iter(specs)), capability))
-
-
-def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Array, Array]:
-    """Attention of quantised operands, and its lse."""
-    reasons: list[str] = []
-    is_asked = isinstance(options.precision, str) and options.precision == fp8.PRECISION
-    if is_asked:
-        options = options._replace(precision="ieee")
-        with collecting(reasons):
-            q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}, dict.fromkeys("qkv", np.float32)))
-    else:
-        reasons += fp8.operand_reasons({"q": q, "k": k, "v": v})
-    options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
-    reasons += fp8.place_reasons(q, k, v, options.executor)
-    if out is not None:
-        what = "with precision='fp8'" if is_asked else "for Quantized q, k and v"
-        reasons.append(f"out must be None {what}; got {describe(out)}: leave it out, and copy what comes back")
-    if reasons:
-        raise UnsupportedProblem(reasons + further_reasons(q, k, v, options))
-    if options.executor != "cpu":
-        return attention_on_kernels(q, k, v, options)
-    _, _, o, lse = run(q.scaled(), k.scaled(), v.scaled(), options, None)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return o.astype(v.source_dtype, copy=False), lse
-
-
-_FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("score", "wrt"))
-
-
-def with_one_score(options: Options, q: Any = None) -> tuple[Options, dict[str, Any]]:
-    """Options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v by name.
-
-    A bias that is a list becomes an array where q lies.
-    """
-    score, softcap, bias, sink, dropout = options[_FIRST_OPERAND:_END_OF_OPERANDS]
-    if score is softcap is bias is sink is dropout is None:
-        return options, {}
-    operands = ({} if sink is None else {"sink": sink}) | seed_array(dropout)
-    if score is softcap is bias is None:
-        return options, operands
-    if softcap is bias is None and type(score) is Score:
-        return options, operands | score.arrays
-    try:
-        composed = composed_score(options, q)
-    except UnsupportedProblem:  # `planned` raises this again, with all other reasons
-        return options, operands
-    assert composed is not None
-    one = *options[:_FIRST_OPERAND], composed, None, None, *options[_FIRST_OPERAND + 3 :]
-    return Options._make(one), operands | composed.arrays
-
-
-def run(
-    q: Any, k: Any, v: Any, options: Options, out: Any, *, wants_lse: bool = True
-) -> tuple[Plan, dict[str, Any], Any, Any]:
-    """Run the forward pass of a call: the plan that ran it, its arrays by name, o and lse; equal calls are looked up.
-
-    Where the call makes the lists of its mask, they are the last of the arrays. An lse that is not wanted may be None.
-    """
-    options, operands = with_one_score(options, q)
-    if type(options.causal) is np.bool:
-        options = options._replace(causal=bool(options.causal))
-    given = {"q": q, "k": k, "v": v, **operands}
-    outs: tuple[Any, ...] = ()
-    if out is not None:
-        outs = tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
-    layout = layout_key(*given.values(), *outs)
-    if layout is None or options.mask is not None and is_foreign(options.mask):
-        given, outs, options = with_known_arrays(given, outs, options)
-        layout = layout_key(*given.values(), *outs)
-    looked_up = lookup(options, layout_key)
-    contents, key = looked_up.contents, None
-    if not checks.is_on():
-        key = looked_up.key("attention", layout, len(outs), wants_lse, *operands)
-    cached_call = looked_up.find(key)
-    if cached_call is not None:
-        ready, forward, lists_of = cached_call
-        if contents is not None:
-            given[AT_CALL] = lists_of(*contents.arrays)
-        if options.dropout is not None:
-            ready = with_numbers(ready, numbers_of(options.dropout))
-        made = forward(*given.values(), *outs, numbers=ready.numbers)
-        if made is not None:
-            return ready, given, made[0], made[1] if len(made) > 1 else None
-        given = {name: array for name, array in given.items() if name != AT_CALL}
-    options = options._replace(sink=given.get("sink"))
-    snapshot = looked_up.snapshot()
-    if looked_up.is_compared and snapshot is None:
-        key = None
-    ready, made, again = _first_call(
-        given, out, outs, options, None if key is None else contents, key is not None, wants_lse
-    )
-    if again is not None:
-        looked_up.keep(key, (ready, *again), snapshot)
-    return ready, given, made[0], made[1] if len(made) > 1 else None
-
-
-def _first_call(
-    given: dict[str, Any],
-    out: Any,
-    outs: tuple[Any, ...],
-    options: Options,
-    contents: MaskContents | None,
-    is_repeatable: bool,
-    wants_lse: bool,
-) -> tuple[Plan, Sequence[Array], tuple[Any, ...] | None]:
-    """A call that is planned: what ran it, o and lse, and what runs it again, None if that is all of this.
-
-    Where the call makes lists, it adds them to `given`.
-    """
-    q, k, v = given["q"], given["k"], given["v"]
-    asked = options if contents is None else options._replace(mask=at_each_call(options.mask))
-    ready = planned(q, k, v, asked)
-    work, lists_of = ready.plan.work, None
-    if isinstance(work, WorkAtCall) and not ready.can_bind:
-        ready = planned(q, k, v, options)
-    ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
-    is_bound = is_repeatable and ready.can_bind and (not outs or ready.executor == "gpu")
-    if not is_bound or contents is not None and not isinstance(work, WorkAtCall):
-        made: Any = ready.forward(**given, out=out)
-        gpu.pin(ready.plan)
-        return ready, made, None
-    out_o, out_lse, *_ = *outs, None, None
-    ready.check_forward(given, "out" if out_lse is None else "out[0]", out_o, out_lse)
-    ready = without_mask(ready)  # nor an array of the mask
-    if contents is not None and isinstance(work, WorkAtCall):
-        lists_of = gpu.lists_of_calls(ready.plan, work)
-        given[AT_CALL] = lists_of(*contents.arrays)
-    forward: Any = (
-        ready.bind_into(given, dict(zip(("o", "lse"), outs)), wants_lse=wants_lse)
-        if outs
-        else ready.bind(given, pins=True, wants_lse=wants_lse)
-    )
-    made = forward(*given.values(), *outs, numbers=ready.numbers)
-    if made is None:  # an output may lie in the gaps of another array
-        made = ready.forward(**given, out=out)
-    return ready, made, (forward, lists_of)
-
-
-def require_flag(name: str, value: Any, further: Callable[[], list[str]] = list) -> None:
-    """Refuse an argument that is neither True nor False; `further` finds the other reasons to refuse the call."""
-    if type(value) is not bool and (reasons := flag_reasons(name, value)):
-        raise UnsupportedProblem(reasons + further())
-
-
-def _reasons(q: Any, k: Any, v: Any, options: Options) -> list[str]:
-    """Why a call is refused, but for `out` and `return_lse`."""
-    if fp8.is_asked_for(q, k, v, options.precision):
-        return further_reasons(q, k, v, options)
-    reasons: list[str] = []
-    with collecting(reasons):
-        planned(q, k, v, options)
-    return reasons

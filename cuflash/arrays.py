@@ -121,6 +121,19 @@ def times_power_of_two(array: Array, exponent: int) -> Array:
         return namespace(array).ldexp(wide, exponent).astype(array.dtype, copy=False)
 
 
+def summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return the sum over the leading axes that were broadcast, rounded once."""
+    if gradient.shape == shape:  # a sum over no axes would copy
+        return gradient.astype(dtype, copy=False)
+    missing = gradient.ndim - len(shape)
+    summed_axes = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
+    # Values that float16 cannot hold become inf or 0, and sums of inf NaN, as in the results that need no sum.
+    with np.errstate(all="ignore"):
+        # Without keepdims NumPy's sum over every axis is a number, which reshape leaves one.
+        summed = gradient.sum(axis=(*range(missing), *summed_axes), keepdims=True)
+        return summed.reshape(shape).astype(dtype, copy=False)
+
+
 def to_host(array: Array) -> Array:
     """Return the array as NumPy's. For a device array this waits and copies, so that only displays call it."""
     return array if namespace(array) is np else array.get()

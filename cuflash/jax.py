@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from . import api
-from .arrays import Array, ShapeDtype, describe, is_array
-from .calls.listed_plan import without_mask
+from .arrays import Array, describe, flag_reasons, is_array, ShapeDtype
+from .calls._forward import with_one_score
+from .calls._call import planned
 from .dropout import Dropout
 from .errors import refuse
 from .executors._layout_key import layout_key
@@ -140,13 +140,13 @@ def attention(
     >>> dq.shape, dbias.shape
     ((2, 4, 100, 64), (4, 100, 100))
     """
-    api.require_flag("return_lse", return_lse)
+    refuse(flag_reasons("return_lse", return_lse))
     require_number(dropout)
     options = Options(
         mask, causal, window, scale, _with_arrays_of_jax(score), softcap, _of_jax(bias), _of_jax(sink), dropout, (),
         kernel, executor, precision, deterministic,
     )  # fmt: skip
-    options, operands = api.with_one_score(options)
+    options, operands = with_one_score(options)
     given = {"q": _of_jax(q), "k": _of_jax(k), "v": _of_jax(v), **operands}
     refuse(_array_reasons(given, executor) + _traced_reasons(options))
     call = _Call(tuple(given), options, _platform(given.values()))
@@ -224,9 +224,9 @@ class _Call:
         if options.executor == "auto":
             options = options._replace(executor="gpu" if self._place == "gpu" else "cpu")
         snapshot = looked_up.snapshot()
-        made = api.planned(shapes["q"], shapes["k"], shapes["v"], options)
+        made = planned(shapes["q"], shapes["k"], shapes["v"], options)
         if key is not None:
-            looked_up.keep(key, without_mask(made), snapshot)
+            looked_up.keep(key, made._without_arrays(), snapshot)
         return made
 
 

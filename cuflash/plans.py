@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import (
-    Array, ShapeDtype, describe, is_array, is_list, is_ragged, namespace, no_array, of_list, times_power_of_two,
+    Array, describe, is_array, is_list, is_ragged, namespace, no_array, of_list,
 )  # fmt: skip
 from .blocks.carried import Owner
 from .blocks.work_list import ListedWork
 from .compiler import nvrtc
 from .errors import UnsupportedProblem, refuse
 from .executors._layout_key import layout_key
-from .executors import checks, cpu, gpu, sim, without_keys
+from .executors._bound_plan import BoundPlan
+from .executors import checks, gpu
+from .executors.launch import Lists
 from .keywords import explains_keywords, require_own_names
-from .masks.base import Mask
+from .masks.base import Band, Mask
 from .masks.content import held_arrays
 from .layouts import (
     COPIES, device_number, dtypes_of_lists, is_broadcast, is_foreign, is_on_cuda, is_tracer, kind_of, layout_reasons,
-    overlap, reach, taken,
+    overlap, taken,
 )  # fmt: skip
 from .planning._call_cache import CALLS
 from .planning.device import other_device_reasons
@@ -30,8 +33,6 @@ from .planning.explain import explain
 from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning.plan import KernelPlan
 from .planning.problem import Problem
-
-EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
 
 @explains_keywords
@@ -72,7 +73,6 @@ class Gradients:
         return self.others[name]
 
 
-BoundCall = Callable[..., Sequence[Array]]
 _NAMESPACES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
 
 
@@ -106,6 +106,7 @@ class Plan:
     captured: Mapping[str, Array] = field(default_factory=dict, repr=False)
     numbers: tuple[int, ...] = ()
     _owner: Owner = field(default_factory=Owner, init=False, repr=False)
+    _lists: ListsOfPlan | None = field(default=None, repr=False)
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
         """Compute o and lse of these arrays.
@@ -149,257 +150,8 @@ class Plan:
             require_own_names("Plan.forward", operands, (each.name for each in self.plan.problem.operands))
         if self.captured:
             operands = {**self.captured, **operands}
-        outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out,)
-        layout = layout_key(q, k, v, *operands.values(), *outs)
-        if layout is None and not outs:
-            q, k, v, *others = self._taken({"q": q, "k": k, "v": v, **operands}).values()
-            operands = dict(zip(operands, others))
-            layout = layout_key(q, k, v, *others)
-        key = self._call_key("forward", layout, len(outs), *operands)
-        bound_call = CALLS.get(key)
-        if bound_call is not None and not checks.is_on():
-            results = bound_call(q, k, v, *operands.values(), *outs, numbers=self.numbers)
-            if results is not None:
-                o, lse = results
-                return o, lse
-        out_o, out_lse, *_ = *outs, None, None
-        name_o = "out" if out_lse is None else "out[0]"
-        given = self._taken({"q": q, "k": k, "v": v, **operands, name_o: out_o, "out[1]": out_lse})
-        out_o, out_lse = given.pop(name_o), given.pop("out[1]")
-        self.check_forward(given, name_o, out_o, out_lse)
-        check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
-        if key is not None and check is None and self.can_bind and (not outs or self.executor == "gpu"):
-            bound: Any = self.bind_into(given, dict(zip(("o", "lse"), outs)), pins=False) if outs else self.bind(given)
-            results = self._cached(key, bound)(*given.values(), *outs, numbers=self.numbers)
-            if results is not None:  # else an output may overlap another array
-                o, lse = results
-                return o, lse
-        return self._run_checked(given, check, out_o, out_lse)
-
-    def _run_checked(
-        self, given: dict[str, Array], check: checks.Check | None, out_o: Any = None, out_lse: Any = None
-    ) -> tuple[Array, Array]:
-        """Compute o and lse of arrays that have been checked.
-
-        Parameters
-        ----------
-        given : dict of arrays by name
-            The arrays q, k, v and the operands; scales of 8-bit q, k and v are operands.
-        check : Check, optional
-            Compares what is around the results after the call.
-        out_o, out_lse : array, optional
-            Arrays that are written to instead of new ones.
-        """
-        problem, empty = self.plan.problem, _empty(given["q"], check)
-        o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
-        lse = empty("lse", problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
-        if self.plan.is_empty:
-            without_keys.forward(self.plan, {**given, "o": o, "lse": lse})
-        else:
-            q, k = ("q", "k") if problem.rows_per_scale is None else ("q_scale", "k_scale")
-            given[q], given[k] = self._scaled(given[q], given[k])
-            arrays = {**problem.keyed(given), "o": o, "lse": lse}
-            EXECUTORS[self.executor].forward(self.plan, arrays, check, self.numbers)
-            if self.executor == "gpu":
-                gpu.keep_for_capture(
-                    self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None)
-                )
-        if check is not None:
-            check.after(f"the {self.executor} executor", {"o": o, "lse": lse})
+        o, lse = self._run("forward", {"q": q, "k": k, "v": v, **operands}, named_outputs(out))
         return o, lse
-
-    @property
-    def can_bind(self) -> bool:
-        """Return whether calls on arrays that lie alike differ in nothing but addresses.
-
-        Examples
-        --------
-        >>> import numpy as np, cuflash
-        >>> q = k = v = np.ones((2, 16, 8), np.float32)
-        >>> ready = cuflash.plan(q, k, v, causal=True)
-        >>> ready.can_bind
-        True
-        """
-        return not self.plan.is_empty and self.executor != "sim" and not self._scales_arrays
-
-    @property
-    def _scales_arrays(self) -> bool:
-        """Return whether q and k are multiplied by powers of two, since the scale is far from 1."""
-        return any(self.plan.problem.scaling[1:])
-
-    def _scaled(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """q and k, or their gradients, times the powers of two that `Problem.scaling` takes out of the scale."""
-        scaling = self.plan.problem.scaling
-        return times_power_of_two(q, scaling.q_exponent), times_power_of_two(k, scaling.k_exponent)
-
-    def bind(self, given: Mapping[str, Array], *, pins: bool = False, wants_lse: bool = True) -> BoundCall:
-        """Return `forward` without its checks, for arrays of the same layout as these, which it has accepted.
-
-        Parameters
-        ----------
-        given : dict of arrays by name
-            The arrays q, k, v and the operands, of the layout to come.
-        pins : bool
-            Whether what a capture needs stays for ever, since the caller does not hold the plan.
-        wants_lse : bool
-            Whether the function must return lse; else it may return o alone.
-
-        Returns
-        -------
-        callable
-            Takes the arrays in that order, and `numbers`, and returns o and lse.
-
-        Examples
-        --------
-        >>> import numpy as np, cuflash
-        >>> q = k = v = np.ones((2, 16, 8), np.float32)
-        >>> ready = cuflash.plan(q, k, v, causal=True)
-        >>> o, lse = ready.bind({"q": q, "k": k, "v": v})(q, k, v)
-        >>> o.shape
-        (2, 16, 8)
-        """
-        plan, problem = self.plan, self.plan.problem
-        given = problem.keyed(given)
-        o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
-        if self.executor == "gpu":
-            assert plan.kernels is not None
-            wanted, unwanted = ({"o": o, "lse": lse}, {}) if wants_lse else ({"o": o}, {"lse": lse})
-            return gpu.bind(plan, plan.kernels.forward, given, wanted, unwanted=unwanted, pins=pins)
-        names, executor = (*given, "o", "lse"), EXECUTORS[self.executor]
-
-        def bound_call(*arrays: Array, numbers: Sequence[int] = ()) -> tuple[Array, Array]:
-            made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
-            executor.forward(plan, dict(zip(names, (*arrays, *made))), numbers=numbers)
-            return made
-
-        return bound_call
-
-    def bind_into(
-        self, given: Mapping[str, Array], outs: Mapping[str, Array], *, wants_lse: bool = True, pins: bool = True
-    ) -> Callable[..., Sequence[Array] | None]:
-        """Return `forward` for arrays of one layout that writes to arrays of the caller's, on a GPU.
-
-        Parameters
-        ----------
-        given : dict of arrays by name
-            The arrays q, k, v and the operands, of the layout to come.
-        outs : dict of arrays by name
-            ``o``, or ``o`` and ``lse``: arrays like those that are written to.
-        wants_lse, pins : bool
-            As `bind` takes them.
-
-        Returns
-        -------
-        callable
-            Takes the arrays in that order, and `numbers`, and returns o and lse; None, and nothing is done, where an
-            array that is written to may overlap another one.
-
-        Examples
-        --------
-        >>> import numpy as np, cuflash
-        >>> q = k = v = np.ones((2, 16, 8), np.float32)
-        >>> ready = cuflash.plan(q, k, v, causal=True)
-        >>> ready.bind_into({"q": q, "k": k, "v": v}, {"o": q})
-        Traceback (most recent call last):
-            ...
-        ValueError: calls that write to given arrays are bound on a GPU alone
-        """
-        plan, problem = self.plan, self.plan.problem
-        if self.executor != "gpu" or plan.kernels is None:
-            raise ValueError("calls that write to given arrays are bound on a GPU alone")
-        results = {"lse": ShapeDtype(problem.lse_shape(), problem.accumulator)} if "lse" not in outs else {}
-        wanted, unwanted = (results, {}) if wants_lse else ({}, results)
-        bound = gpu.bind(
-            plan, plan.kernels.forward, {**problem.keyed(given), **outs}, wanted, unwanted=unwanted, pins=pins
-        )
-        spans, first_out = [reach(array) for array in (*given.values(), *outs.values())], len(given)
-
-        def call(*arrays: Array, numbers: Sequence[int] = ()) -> Sequence[Array] | None:
-            starts = [array.data.ptr for array in arrays]
-            ends = [start + high for start, (_, high) in zip(starts, spans)]
-            starts = [start + low for start, (low, _) in zip(starts, spans)]
-            for out in range(first_out, len(arrays)):
-                for other in range(out):
-                    if starts[out] < ends[other] and starts[other] < ends[out]:
-                        return None
-            return (*arrays[first_out:], *bound(*arrays, numbers=numbers))
-
-        return call
-
-    def _arrays_of_backward(
-        self, arrays: tuple[Array, ...], dlse: Array | None, operands: Mapping[str, Array]
-    ) -> tuple[Hashable, tuple[Array, ...], dict[str, Array]]:
-        """The arrays of a backward pass as kernels take them, the key of their layouts, and the operands among them.
-
-        Parameters
-        ----------
-        arrays : tuple of arrays
-            do, q, k, v, o and lse.
-        dlse : array, optional
-        operands : dict of arrays by name
-            Those that a call gives in place of captured ones.
-        """
-        if dlse is not None:
-            arrays = *arrays, dlse
-        if operands:
-            require_own_names("Plan.backward", operands, (each.name for each in self.plan.problem.operands))
-        if self.captured:
-            operands = {**self.captured, **operands}
-        read = {}
-        if operands:
-            read = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
-            arrays = *arrays, *read.values()
-        layout = layout_key(*arrays)
-        if layout is None:
-            arrays = tuple(self._taken(dict(zip(backward_names(dlse is not None, read), arrays))).values())
-            layout = layout_key(*arrays)
-        return self._call_key("backward", layout, dlse is None, *read), arrays, read
-
-    def bind_backward(self, given: Mapping[str, Array], results: Mapping[str, ShapeDtype]) -> BoundCall:
-        """Return `backward` without its checks, on a GPU, for arrays of the same layout as these.
-
-        Parameters
-        ----------
-        given : dict of arrays by name
-            The arrays of the backward pass by the names that kernels have for them, of the layout to come.
-        results : dict of ShapeDtype by name
-            The gradients.
-
-        Returns
-        -------
-        callable
-            Takes the arrays in that order, and `numbers`, and returns the gradients.
-
-        Examples
-        --------
-        >>> import numpy as np, cuflash
-        >>> q = k = v = np.ones((2, 16, 8), np.float32)
-        >>> cuflash.plan(q, k, v).bind_backward({}, {})
-        Traceback (most recent call last):
-            ...
-        ValueError: backward passes are bound on a GPU alone
-        """
-        if self.executor != "gpu" or self.plan.kernels is None:
-            raise ValueError("backward passes are bound on a GPU alone")
-        bound, wanted = gpu.bind(self.plan, self.plan.kernels.backward, given, results), self.plan.gradients
-        if wanted == results:
-            return bound
-
-        def summed(*arrays: Array, numbers: Sequence[int] = ()) -> Sequence[Array]:
-            _refuse_captured_sums()
-            found = bound(*arrays, numbers=numbers)
-            return [_summed_to(gradient, each.shape, each.dtype) for gradient, each in zip(found, wanted.values())]
-
-        return summed
-
-    def _call_key(self, kind: str, layout: Hashable, *more: Hashable) -> Hashable:
-        """Return the key of a call of this plan; None if the layout of its arrays is not known."""
-        return None if layout is None else (kind, id(self._owner), layout, more)
-
-    def _cached(self, key: Hashable, bound_call: BoundCall) -> BoundCall:
-        """Cache a bound call and return it."""
-        CALLS.put(key, bound_call, self._owner)
-        return bound_call
 
     def backward(
         self,
@@ -421,7 +173,7 @@ class Plan:
         q, k, v, o, lse : arrays
             What `forward` took and returned.
         dlse : array, optional
-            The gradient of lse, of lse's shape and dtype; zero unless given.
+            The gradient of lse, of lse's shape and dtype; zero by default.
         **operands : arrays
             Arrays that `forward` took by name.
 
@@ -449,34 +201,89 @@ class Plan:
         >>> round(float(dv.sum()), 2)              # each of 2 x 16 queries hands 8 gradients of 1 to its keys
         256.0
         """
-        key, arrays, operands = self._arrays_of_backward((do, q, k, v, o, lse), dlse, operands)
-        bound_call, problem = CALLS.get(key), self.plan.problem
-        if bound_call is not None and not checks.is_on():
-            return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
-        given = dict(zip(backward_names(dlse is not None, operands), arrays))
-        refuse(self._input_reasons(given, self.plan.problem.wrt))
-        self.require_ready()
-        given_arrays = problem.keyed(given)
-        wanted, made = self.plan.gradients, self.plan.gradients_made
-        if self.executor == "gpu" and wanted != made:
-            _refuse_captured_sums()
-        read = {name: array for name, array in given_arrays.items() if name not in ("o", "lse")}
-        check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
-        if key is not None and check is None and self.executor == "gpu" and self.can_bind:
-            bound_call = self._cached(key, self.bind_backward(given_arrays, made))
-            return named_gradients(problem, bound_call(*arrays, numbers=self.numbers))
-        empty = _empty(given["q"], check)
-        results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}
-        if self.plan.is_empty:
-            without_keys.backward(self.plan, given_arrays | results)
-        else:
-            given_arrays["q"], given_arrays["k"] = self._scaled(given_arrays["q"], given_arrays["k"])
-            EXECUTORS[self.executor].backward(self.plan, given_arrays | results, check, self.numbers)
-        if check is not None:
-            check.after(f"the {self.executor} executor", results)
-        results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])
-        found = [_summed_to(results[name], each.shape, each.dtype) for name, each in wanted.items()]
-        return named_gradients(problem, found)
+        arrays = self._arrays_of_backward({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}, dlse, operands)
+        return named_gradients(self.plan.problem, self._run("backward", arrays, {}))
+
+    def _arrays_of_backward(
+        self, arrays: dict[str, Array], dlse: Array | None, operands: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Return the arrays that a backward pass reads, by name and in order.
+
+        Parameters
+        ----------
+        arrays : dict by name
+            do, q, k, v, o and lse.
+        dlse : array, optional
+        operands : dict of arrays by name
+            Those that a call passes in place of captured ones.
+        """
+        if dlse is not None:
+            arrays["dlse"] = dlse
+        if operands:
+            require_own_names("Plan.backward", operands, (each.name for each in self.plan.problem.operands))
+        for name, array in {**self.captured, **operands}.items():
+            if not self.plan.problem.is_of_forward(name):
+                arrays[name] = array
+        return arrays
+
+    def _run(self, name: str, arrays: dict[str, Array], outs: Mapping[str, Array]) -> Sequence[Array]:
+        """Run a pass on arrays by name; results for which there is no array in `outs` are allocated."""
+        if self._lists is not None:
+            self._lists.guard.use(gpu.current_target().stream())
+        layout = layout_key(*arrays.values(), *outs.values())
+        if layout is None:
+            arrays, outs = self._as_planned(arrays), outputs_as_arrays(outs)
+            layout = layout_key(*arrays.values(), *outs.values())
+        key = None if layout is None else (name, id(self._owner), layout, *arrays, *outs)
+        bound = None if checks.is_on() else CALLS.get(key)
+        if bound is None:
+            self._require(name, arrays, outs)
+            bound = self._bind(name, arrays, outs)
+            if not checks.is_on():
+                CALLS.put(key, bound, self._owner)
+        elif outs and bound.may_overlap(arrays, outs):
+            self._require(name, arrays, outs)
+        return bound.run(arrays, outs, self.numbers)
+
+    def _bind(
+        self,
+        name: str,
+        arrays: Mapping[str, Array],
+        outs: Mapping[str, Array] = MappingProxyType({}),
+        *,
+        wants_lse: bool = True,
+        pins: bool = False,
+        axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        machine: gpu.Gpu | None = None,
+    ) -> BoundPlan:
+        """Bind a pass to the layouts of arrays, which `_require` has accepted.
+
+        Parameters
+        ----------
+        name : str
+            The pass, "forward" or "backward".
+        arrays : dict by name
+            The arrays that the pass reads, in the order of later calls; layouts are enough on a GPU.
+        outs : dict of arrays by name
+            Results that the caller allocates.
+        wants_lse : bool
+            Whether lse must be among the results of "forward".
+        pins : bool
+            Whether memory that a captured call uses is kept for ever, since its caller does not hold the plan.
+        axes, machine : optional
+            As `executors.gpu.bind` takes them.
+
+        Returns
+        -------
+        BoundPlan
+        """
+        plan = self.plan if self._lists is None else self._lists.shared
+        return BoundPlan(plan, self.executor, name, arrays, outs, wants_lse, pins, axes, machine)
+
+    def _without_arrays(self) -> Plan:
+        """Return the plan without the arrays of its mask and score function, which its bound calls do not read.
+        """
+        return replace(self, plan=replace(self.plan, mask=Band()), captured={})
 
     @property
     def workspace_bytes(self) -> int:
@@ -550,44 +357,41 @@ class Plan:
         self._require_own_device()
         gpu.make_ready(self.plan)
 
-    def check_forward(
-        self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any, machine: gpu.Gpu | None = None
+    def _require(
+        self, name: str, arrays: Mapping[str, Array], outs: Mapping[str, Array], machine: gpu.Gpu | None = None
     ) -> None:
-        """Refuse arrays that `forward` does not take.
+        """Refuse arrays that a pass of the plan does not take, before anything is allocated or launched.
 
         Parameters
         ----------
-        given : dict of arrays by name
-            The inputs.
-        name_o : str
-            The name of `out_o` in messages.
-        out_o, out_lse : array or None
-            Arrays that are written to.
+        name : str
+            The pass, "forward" or "backward".
+        arrays, outs : dict of arrays by name
+            Arrays that the pass reads, and that it writes to.
         machine : optional
-            The machine that runs the kernels, where it is not the one for CuPy's arrays.
+            The machine that runs the kernels; the one for CuPy's arrays by default.
 
         Raises
         ------
+        TypeError
+            One is not an array.
         UnsupportedProblem
             An array is not what was planned. It lists every reason.
-
-        Examples
-        --------
-        >>> import numpy as np, cuflash
-        >>> q = k = v = np.ones((2, 16, 8), np.float32)
-        >>> ready = cuflash.plan(q, k, v, causal=True)
-        >>> ready.check_forward({"q": q, "k": k, "v": v}, "out", None, None)
+        RuntimeError
+            The stream is captured and something is not ready: `compile` makes it so.
         """
         problem = self.plan.problem
-        reasons = self._input_reasons(given, [operand.name for operand in problem.operands])
-        reasons += self._output_reasons(name_o, out_o, problem.o_shape(), problem.dtype, given)
-        reasons += self._output_reasons("out[1]", out_lse, problem.lse_shape(), problem.accumulator, given)
-        if out_o is not None and out_lse is not None and not reasons and overlap(out_o, out_lse):
+        needed = problem.wrt if name == "backward" else [operand.name for operand in problem.operands]
+        reasons = self._input_reasons(arrays, needed)
+        for result, array in outs.items():
+            shape, dtype = self._wanted[result]
+            reasons += self._output_reasons(_name_of_out(result, outs), array, shape, dtype, arrays)
+        if len(outs) == 2 and not reasons and overlap(*outs.values()):
             reasons.append("out[0] and out[1] must not overlap in memory: give each its own")
         refuse(reasons)
-        self.require_ready(machine)
+        self._require_ready(machine)
 
-    def require_ready(self, machine: gpu.Gpu | None = None) -> None:
+    def _require_ready(self, machine: gpu.Gpu | None = None) -> None:
         """Refuse to run where something is missing, before anything is allocated or launched.
 
         Parameters
@@ -601,19 +405,10 @@ class Plan:
             The plan is for another GPU than the current one.
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
-
-        Examples
-        --------
-        >>> import numpy as np, cuflash
-        >>> q = k = v = np.ones((2, 16, 8), np.float32)
-        >>> ready = cuflash.plan(q, k, v, causal=True)
-        >>> ready.require_ready()
         """
         if self.executor != "gpu":
             return
         self._require_own_device()
-        if self._scales_arrays:
-            gpu.refuse_capture("for a scale so far from 1 q and k are copied to memory that a graph would outlive")
         if not self.plan.is_empty:
             gpu.require_capturable(self.plan, machine)
 
@@ -634,12 +429,13 @@ class Plan:
             "dlse": (problem.lse_shape(), problem.accumulator),
         }
 
-    def _taken(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`as_arrays`, with lists in the planned dtypes."""
+    def _as_planned(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arrays of other libraries as `as_arrays` takes them, and lists in the planned dtypes.
+        """
         has_lists = any(map(is_list, given.values()))
         return as_arrays(given, {name: dtype for name, (_, dtype) in self._wanted.items()} if has_lists else None)
 
-    def _input_reasons(self, given: dict[str, Array], needed: Sequence[str]) -> list[str]:
+    def _input_reasons(self, given: Mapping[str, Array], needed: Sequence[str]) -> list[str]:
         """Why arrays are not what was planned; operands that are needed must be among them."""
         wanted = self._wanted
         if isinstance(self.plan.work, WorkAtCall):
@@ -676,7 +472,7 @@ class Plan:
         return reasons + (device_reasons(name, array) if self.executor == "gpu" else [])
 
     def _output_reasons(
-        self, name: str, array: Any, shape: tuple[int, ...], dtype: Any, inputs: dict[str, Array]
+        self, name: str, array: Any, shape: tuple[int, ...], dtype: Any, inputs: Mapping[str, Array]
     ) -> list[str]:
         """Why an array cannot be written to as a result."""
         if array is None:
@@ -716,6 +512,39 @@ def device_reasons(name: str, array: Array) -> list[str]:
 def backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
     """Return the names of a backward pass's arrays in the order in which it takes them."""
     return "do", "q", "k", "v", "o", "lse", *(("dlse",) if has_dlse else ()), *operands
+
+
+class ListsOfPlan(NamedTuple):
+    """What a plan keeps of lists that kernels made on the device when it was planned.
+
+    Attributes
+    ----------
+    shared : KernelPlan
+        The plan of all masks of the layout, which holds no list: its launches are bound.
+    guard : Lists
+        Makes other streams wait for the lists before they read them, and the memory of the lists wait for those
+        streams before it is freed.
+    """
+
+    shared: KernelPlan
+    guard: Lists
+
+
+def named_outputs(out: Any) -> dict[str, Any]:
+    """Return the arrays of `out=` by the names of the results, without those that are None."""
+    pair = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out,)
+    return {name: array for name, array in zip(("o", "lse"), pair) if array is not None}
+
+
+def _name_of_out(result: str, outs: Mapping[str, Any]) -> str:
+    """Return how a message names an array of `out=`."""
+    return "out[1]" if result == "lse" else "out[0]" if "lse" in outs else "out"
+
+
+def outputs_as_arrays(outs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `as_arrays` of arrays that a call writes to, by the names of the results."""
+    arrays = as_arrays({_name_of_out(result, outs): array for result, array in outs.items()})
+    return dict(zip(outs, arrays.values()))
 
 
 def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:
@@ -794,30 +623,7 @@ def as_mask_of_arrays(mask: Any, executor: str, like: Any = None) -> Any:
     return mask if is_known else mask.to(take)
 
 
-def _empty(like: Array, check: checks.Check | None) -> Callable[..., Array]:
-    """Return the function that allocates a result (name, shape, dtype), with margins around it if they are checked."""
-    xp = namespace(like)
-    return check.empty if check is not None else lambda name, shape, dtype: xp.empty(shape, dtype)
-
-
 def named_gradients(problem: Problem, made: Sequence[Array]) -> Gradients:
     """Gradients in the order of `KernelPlan.gradients` by their names."""
     dq, dk, dv, *others = made
     return Gradients(dq, dk, dv, dict(zip(problem.wrt, others)))
-
-
-def _refuse_captured_sums() -> None:
-    gpu.refuse_capture("gradients over broadcast axes are summed in memory that a graph would outlive")
-
-
-def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Sum over the leading axes that were broadcast, and round once."""
-    if gradient.shape == shape:  # a sum over no axes would copy
-        return gradient.astype(dtype, copy=False)
-    missing = gradient.ndim - len(shape)
-    summed_axes = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
-    # Values that float16 cannot hold become inf or 0, and sums of inf NaN, as in the results that need no sum.
-    with np.errstate(all="ignore"):
-        # Without keepdims NumPy's sum over every axis is a number, which reshape leaves one.
-        summed = gradient.sum(axis=(*range(missing), *summed_axes), keepdims=True)
-        return summed.reshape(shape).astype(dtype, copy=False)

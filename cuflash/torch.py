@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from . import api
-from .calls.listed_plan import without_mask
+from .calls._forward import run, with_one_score
+from .calls._call import planned
 from .calls.model_options import model_options
-from .arrays import BFLOAT16, Array, ShapeDtype, describe, is_array, is_integer_dtype
+from .arrays import BFLOAT16, Array, ShapeDtype, describe, flag_reasons, is_array, is_integer_dtype
 from .dropout import Dropout
 from .errors import UnsupportedProblem, refuse
+from .executors._bound_plan import BoundPlan
 from .executors._layout_key import layout_key
 from .executors import checks, gpu, torch_gpu
-from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
+from .executors.torch_gpu import NUMPY_DTYPES, Layout
 from .keywords import explains_keywords
 from .layouts import dtype_of, has_dual_level, is_batched, is_tensor, taken, tensor_reasons
 from .masks.one_array import at_each_call
@@ -257,10 +258,10 @@ def transformers_attention(
 
 def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_lse: bool) -> Any:
     """`attention` with its options as one value."""
-    api.require_flag("return_lse", return_lse)
+    refuse(flag_reasons("return_lse", return_lse))
     require_number(options.dropout)
     outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
-    options, operands = api.with_one_score(options)
+    options, operands = with_one_score(options)
     if operands and is_tensor(q):
         operands = {name: _own_integers(name, each, q) for name, each in operands.items()}
     given = {"q": q, "k": k, "v": v, **operands}
@@ -387,8 +388,8 @@ class _ByArrays:
             out = None if outs == (None, None) else tuple(None if each is None else self._array(each) for each in outs)
             arrays = dict(zip(self._names, map(self._array, tensors)))
             q, k, v = (arrays[name] for name in self._names[:3])
-            self._ready, _, *made = api.run(q, k, v, _over(arrays, self._options), out)
-        return _returned(outs, (_as_tensor(array) for array, each in zip(made, outs) if each is None))
+            self._ready, _, *results = run(q, k, v, _over(arrays, self._options), out)
+        return _returned(outs, (_as_tensor(array) for array, each in zip(results, outs) if each is None))
 
     def backward(self, has_dlse: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         assert self._ready is not None
@@ -405,38 +406,31 @@ class _OnGpu:
         self,
         ready: Plan,
         layouts: dict[str, Layout],
-        given: dict[str, Layout],
+        outs: dict[str, Layout],
         lists_of: Callable[[Any], Tensor] | None,
         wants_lse: bool,
     ) -> None:
-        plan, problem = ready.plan, ready.plan.problem
-        assert plan.kernels is not None
-        results = {
-            "o": ShapeDtype(problem.o_shape(), problem.dtype),
-            "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
-        }
-        made = {name: result for name, result in results.items() if name not in given}
-        self._ready, self._is_given, self.lists_of = ready, bool(given), lists_of
-        work = plan.work
+        work, problem = ready.plan.work, ready.plan.problem
+        self._ready, self._outs, self.lists_of = ready, tuple(outs), lists_of
         self._lists = {AT_CALL: Layout.of_lists(work.source.nbytes)} if isinstance(work, WorkAtCall) else {}
+        self._names = *layouts, *self._lists
         self._read = [(place, name) for place, name in enumerate([*layouts][3:]) if not problem.is_of_forward(name)]
-        unwanted = {} if wants_lse or "lse" not in made else {"lse": made.pop("lse")}
-        self._makes_lse = "lse" in made
         q_axes = torch_gpu.axes_in_memory(layouts["q"])
-        axes = {"o": q_axes} if q_axes is not None and len(q_axes) == len(results["o"].shape) else {}
-        self._forward = torch_gpu.bind(
-            plan, plan.kernels.forward, problem.keyed(layouts) | given | self._lists, made, unwanted, axes
+        axes = {"o": q_axes} if q_axes is not None and len(q_axes) == len(problem.o_shape()) else {}
+        self._forward = ready._bind(
+            "forward", layouts | self._lists, outs, wants_lse=wants_lse, pins=True, axes=axes, machine=torch_gpu.MACHINE
         )
 
     def forward(
         self, outs: _Outs, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
     ) -> Sequence[Any]:
-        """o and lse; None for an lse that is not wanted."""
-        if self._is_given:
+        """Return o and lse; None for an lse that is not wanted."""
+        arrays = dict(zip(self._names, (*tensors, *lists)))
+        if self._outs:
             written = (each for each in outs if each is not None)
-            return _returned(outs, self._forward(*tensors, *written, *lists, numbers=numbers))
-        made = self._forward(*tensors, *lists, numbers=numbers)
-        return made if self._makes_lse else (made[0], None)
+            return _returned(outs, self._forward.run(arrays, dict(zip(self._outs, written)), numbers))
+        results = self._forward.run(arrays, numbers=numbers)
+        return results if len(results) == 2 else (results[0], None)
 
     def backward(
         self, has_dlse: bool, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
@@ -444,30 +438,23 @@ class _OnGpu:
         first = 6 + has_dlse
         tensors = *tensors[:first], *(tensors[first + place] for place, _ in self._read)
         key = "torch backward", id(self), has_dlse, torch_gpu.layout_key(*tensors)
-        bound: Callable[..., Sequence[Tensor]] | None = CALLS.get(key)
+        names = *backward_names(has_dlse, (name for _, name in self._read)), *self._lists
+        bound: BoundPlan | None = CALLS.get(key)
         if bound is None:
-            bound = self._bound_backward(has_dlse, tensors)
+            bound = self._bound_backward(dict(zip(names, map(Layout.of, tensors))))
             CALLS.put(key, bound, self)
-        return bound(*tensors, *lists, numbers=numbers)
+        return bound.run(dict(zip(names, (*tensors, *lists))), numbers=numbers)
 
-    def _bound_backward(self, has_dlse: bool, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    def _bound_backward(self, layouts: dict[str, Layout]) -> BoundPlan:
         plan = self._ready.plan
-        assert plan.kernels is not None
-        names = backward_names(has_dlse, (name for _, name in self._read))
-        wanted, made = plan.gradients, plan.gradients_made
-        layouts = plan.problem.keyed(dict(zip(names, map(Layout.of, tensors)))) | self._lists
         with torch_gpu.stream():
-            self._ready.require_ready(torch_gpu.MACHINE)
-            found = {f"d{name}": torch_gpu.axes_in_memory(layouts[name]) for name in ("q", "k", "v")}
-            axes = {name: each for name, each in found.items() if each and wanted[name] == made[name]}
-            bound = torch_gpu.bind(plan, plan.kernels.backward, layouts, made, axes=axes)
-        if wanted == made:
-            return bound
-        summed = [(result.shape, TORCH_DTYPES[result.dtype]) for result in wanted.values()]
-        return lambda *tensors, numbers: [
-            gradient.sum_to_size(shape).to(dtype)
-            for gradient, (shape, dtype) in zip(bound(*tensors, numbers=numbers), summed)
-        ]
+            self._ready._require_ready(torch_gpu.MACHINE)
+            in_memory = {f"d{name}": torch_gpu.axes_in_memory(layouts[name]) for name in ("q", "k", "v")}
+            wanted, results = plan.results("backward"), plan.kernel_results("backward")
+            axes = {name: each for name, each in in_memory.items() if each and wanted[name] == results[name]}
+            return self._ready._bind(
+                "backward", layouts | self._lists, pins=True, axes=axes, machine=torch_gpu.MACHINE
+            )
 
 
 class _WithContents(NamedTuple):
@@ -536,15 +523,14 @@ def _first(
     with torch_gpu.stream():
         layouts: dict[str, Any] = {name: Layout.of(tensor) for name, tensor in tensors.items()}
         ready = _planned(layouts, options, lists_at_call)
-        out_o, out_lse = (None if each is None else Layout.of(each) for each in outs)
-        ready.check_forward(layouts, "out" if out_lse is None else "out[0]", out_o, out_lse, torch_gpu.MACHINE)
-        if not ready.can_bind:
+        written = {name: Layout.of(each) for name, each in zip(("o", "lse"), outs) if each is not None}
+        ready._require("forward", layouts, written, torch_gpu.MACHINE)
+        if not ready.plan.is_kernels_alone:
             return _ByArrays(tensors, options, is_on_gpu)
-        given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
         work, lists_of = ready.plan.work, None
         if isinstance(work, WorkAtCall):
             lists_of = gpu.lists_of_calls(ready.plan, work, torch_gpu.MACHINE)
-        call = _OnGpu(without_mask(ready), layouts, given, lists_of, wants_lse)
+        call = _OnGpu(ready._without_arrays(), layouts, written, lists_of, wants_lse)
     if key is not None and (lists_of is not None or not lists_at_call):
         looked_up.keep(key, call, snapshot)
     return call
@@ -555,10 +541,10 @@ def _planned(layouts: dict[str, Any], options: Options, lists_at_call: bool) -> 
     shapes = {name: ShapeDtype(layout.shape, layout.dtype) for name, layout in layouts.items()}
     q, k, v, options = layouts["q"], layouts["k"], layouts["v"], _over(shapes, options)
     if lists_at_call:
-        ready = api.planned(q, k, v, options._replace(mask=at_each_call(options.mask)))
-        if ready.can_bind:
+        ready = planned(q, k, v, options._replace(mask=at_each_call(options.mask)))
+        if ready.plan.is_kernels_alone:
             return ready
-    return api.planned(q, k, v, options)
+    return planned(q, k, v, options)
 
 
 def _executor_reasons(device: Any, executor: Any) -> list[str]:

@@ -218,7 +218,8 @@ def _bounds_of_plan(
     reasons += flag_reasons("probable", probable)
     if fp8.are_quantized(*qkv):
         raise UnsupportedProblem([*reasons, "plan must be None for Quantized q, k and v: plans are of plain arrays"])
-    q, k, v, do, dlse, sink = host_arrays(plan._taken(dict(zip("qkv", qkv)) | {"do": do, "dlse": dlse, "sink": sink}))
+    arrays = dict(zip("qkv", qkv)) | {"do": do, "dlse": dlse, "sink": sink}
+    q, k, v, do, dlse, sink = host_arrays(plan._as_planned(arrays))
     problem = plan.plan.problem
     reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})
     reasons += _cotangent_reasons("do", do, problem.o_shape())

@@ -208,17 +208,9 @@ def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
 def option_reasons(like: ShapeDtype, scale: Any, kernel: Any, executor: Any, precision: Any) -> list[str]:
     """Why options of attention are refused whatever the rows are, for rows like some."""
     reasons: list[str] = []
-    precision = "ieee" if isinstance(precision, str) and precision == "fp8" else precision  # it has no plan
     with collecting(reasons):
         plan(like, like, like, scale=scale, kernel=kernel, executor=executor, precision=precision)
     return reasons
-
-
-def second_rounding_reasons(is_of_8_bits: bool, precision: Any) -> list[str]:
-    """Why a precision is refused that would round the rows of a cache of 8 bits once more."""
-    if not is_of_8_bits or not isinstance(precision, str) or precision != "fp8":
-        return []
-    return ["precision must not be 'fp8' for a cache of float8_e4m3fn, whose rows are rounded already: leave it out"]
 
 
 def checked_window(window: Any) -> tuple[int | None, int | None] | None:

@@ -25,7 +25,7 @@ from ..scores import Score
 from .arguments import (
     PAGE_SIZE, capacity_reason, checked_window, dtype_of, excess_reasons, growth_reasons, listed_ints, not_served,
     numbers, option_reasons, out_reasons, overlap_reasons, page_reasons, part_reasons, require_appended, row_reasons,
-    second_rounding_reasons, sequence_reasons, shortage_reason, shown_numbers, sink_reasons, size_reasons,
+    sequence_reasons, shortage_reason, shown_numbers, sink_reasons, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
 from .given_pages import checked_pages
@@ -763,8 +763,7 @@ class KVCache:
             As in `cuflash.attention`. A sink with numbers of its own for each sequence, (batch, num_heads), takes one
             call for each sequence.
         precision : str
-            As in `cuflash.attention`. With "fp8", q and the rows of each sequence are rounded to 8 bits at each call,
-            which costs a pass over all rows. A cache of float8_e4m3fn refuses it, since its rows are rounded already.
+            As in `cuflash.attention`.
         out : array [batch, num_heads, n, value_dim], optional
             Written to instead of a new array; overlaps neither q nor the cache.
         return_lse : bool
@@ -812,7 +811,6 @@ class KVCache:
         with collecting(reasons):
             limits = checked_window(window)
         reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
-        reasons += second_rounding_reasons(self._arrays.is_quantized, precision)
         reasons = self._query_reasons(q, counts, out, sink, scored, reasons)
         if reasons:
             like = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0])

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arrays import Array
+from ..executors import checks
+from ..executors._bound_plan import BoundPlan
 from ..executors._layout_key import layout_key
-from ..executors import checks, gpu
 from ..keywords import explains_keywords
 from ..planning._call_cache import CALLS
 from ..plans import Gradients, Plan, named_gradients
@@ -77,20 +78,19 @@ class Pullback:
         """
         if self._sums:
             require_unchanged(self._read(), self._sums)
-        ready, kept, operands = self.ready, (self.q, self.k, self.v, self.o, self.lse), self.operands
-        layout = layout_key(do) if dlse is None and ready.executor == "gpu" else None
-        key = ready._call_key("vjp", layout)
-        bound_call = CALLS.get(key)
-        if bound_call is not None and not checks.is_on():
-            if operands:
-                kept = *kept, *(array for name, array in operands.items() if not ready.plan.problem.is_of_forward(name))
-            gradients = named_gradients(ready.plan.problem, bound_call(do, *kept, numbers=ready.numbers))
-        else:
-            gradients = ready.backward(do, *kept, dlse, **operands)
-            if layout is not None:
-                of_plan, *_ = ready._arrays_of_backward((do, *kept), None, operands)
-                bound_call = CALLS.get(of_plan)
-            if bound_call is not None:
-                CALLS.put(key, bound_call, ready._owner)
-        gpu.pin(ready.plan)
-        return gradients
+        ready, problem = self.ready, self.ready.plan.problem
+        arrays = {"do": do, "q": self.q, "k": self.k, "v": self.v, "o": self.o, "lse": self.lse}
+        arrays = ready._arrays_of_backward(arrays, dlse, self.operands)
+        cotangents = ("do",) if dlse is None else ("do", "dlse")
+        layout = layout_key(*map(arrays.__getitem__, cotangents))
+        if layout is None:
+            arrays = ready._as_planned(arrays)
+            layout = layout_key(*map(arrays.__getitem__, cotangents))
+        key = None if layout is None or checks.is_on() else ("vjp", id(ready._owner), layout)
+        bound: BoundPlan | None = CALLS.get(key)
+        if bound is None:
+            ready._require("backward", arrays, {})
+            bound = ready._bind("backward", arrays, pins=True)
+            if key is not None:
+                CALLS.put(key, bound, ready._owner)
+        return named_gradients(problem, bound.run(arrays, numbers=ready.numbers))

@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, ShapeDtype
 from ..blocks.classify import BlockKind
 from ..blocks.work_list import ListedWork, Segment, WorkList
 from ..planning.dropout_launches import SEED
 from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
+from .checks import Check
 from .host_threads import run
+from .launch import BoundCall
 from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
 
@@ -30,36 +33,77 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 
-def forward(
-    plan: KernelPlan, arrays: Mapping[str, Array], check: object = None, numbers: Sequence[int] = ()
-) -> None:
+def bind(
+    plan: KernelPlan,
+    name: str,
+    given: Mapping[str, Array],
+    results: Mapping[str, ShapeDtype],
+    *,
+    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
+    **options: Any,
+) -> BoundCall:
+    """Return the function that runs the pass "forward" or "backward" on arrays named as in `given`.
+
+    Of `given` the names alone are read, and of the options of `gpu.bind` none but `unwanted`.
+    """
+    names, run_pass, tiles = tuple(given), _PASSES[name], _KeptTiles(plan)
+
+    def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
+        empty = _empty if check is None else check.empty
+        new = {name: empty(name, each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
+        run_pass(_HostCall.of(plan, tiles, numbers, **dict(zip(names, arrays)), **new), new)
+        if check is not None:
+            check.after("the cpu executor", new)
+        return [new[name] for name in results]
+
+    return call
+
+
+def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    return np.empty(shape, dtype)
+
+
+def _forward(call: _HostCall, results: Mapping[str, Array]) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    call = _HostCall.of(plan, numbers, **arrays)
-    run(call.tiling, (call.forward_rows, _batches(call.tiling, call.row_tiles())))
+    run(call.tiling, (call.forward_rows, call.tiles.of_rows()))
 
 
-def backward(
-    plan: KernelPlan, arrays: Mapping[str, Array], check: object = None, numbers: Sequence[int] = ()
-) -> None:
+def _backward(call: _HostCall, results: Mapping[str, Array]) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and dsink
     [*batch, heads] and gradients of a score function's arrays if they are among the arrays."""
-    lse = arrays["lse"]
+    lse, accumulator = call.arrays["lse"], call.plan.problem.accumulator
     empty = lse == -np.inf
     # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
     with np.errstate(all="ignore"):
-        in_unit = lse * LOG2_E if plan.problem.score is None else lse
-        shift = np.where(empty, np.inf, in_unit).astype(plan.problem.accumulator, copy=False)
-    derived = {"shift": shift, "delta": np.empty_like(shift), "empty": empty if empty.any() else None}
-    call = _HostCall.of(plan, numbers, **arrays, **derived)
-    rows = call.backward_rows, _batches(call.tiling, call.row_tiles())
-    columns = call.backward_columns, _batches(call.tiling, call.column_tiles())
+        in_unit = lse * LOG2_E if call.score is None else lse
+        call.arrays["shift"] = np.where(empty, np.inf, in_unit).astype(accumulator, copy=False)
+    call.arrays["delta"] = np.empty_like(call.arrays["shift"])
+    if empty.any():
+        call.arrays["empty"] = empty
+    rows, columns = (call.backward_rows, call.tiles.of_rows()), (call.backward_columns, call.tiles.of_columns())
     if call.score is not None and call.score.adds_gradients:
         run(call.tiling, rows, in_order=True)  # sums of many tiles in one array must not depend on which is done first
         run(call.tiling, columns)
     else:
         run(call.tiling, rows, columns)
-    if "dsink" in arrays:
-        arrays["dsink"][...] = call.sink_gradient()
+    if "dsink" in results:
+        results["dsink"][...] = call.sink_gradient()
+
+
+_PASSES = {"forward": _forward, "backward": _backward}
+
+
+class _PartialSegment:
+    """A segment that needs a mask, the slice of its rows among those of a step, and its intervals once they are known.
+
+    The intervals are the first and last keys of each query of the tile.
+    """
+
+    __slots__ = ("bounds", "rows", "segment")
+
+    def __init__(self, segment: Segment, rows: slice) -> None:
+        self.segment, self.rows = segment, rows
+        self.bounds: tuple[Array, Array] | None = None
 
 
 class _Step(NamedTuple):
@@ -67,7 +111,7 @@ class _Step(NamedTuple):
 
     rows: slice | Array
     num_rows: int
-    partial: list[tuple[Segment, slice]]  # with where the segment's rows lie among the step's
+    partial: list[_PartialSegment]
 
 
 class _VisitedRows(NamedTuple):
@@ -94,6 +138,64 @@ class _Tile(NamedTuple):
     visits: tuple[_VisitedRows, ...]
 
 
+_MOST_KEPT_TILES = 4096  # some hundred bytes each
+
+
+class _KeptTiles:
+    """The batches of tiles of a plan, which the first call makes and later calls use if they are not too many."""
+
+    def __init__(self, plan: KernelPlan) -> None:
+        self._plan = plan
+        self._kept: dict[str, list[list[_Tile]]] = {}
+
+    @property
+    def _tiling(self) -> HostTiling:
+        assert self._plan.tiling is not None
+        return self._plan.tiling
+
+    def of_rows(self) -> Iterator[list[_Tile]]:
+        """Yield batches of tiles of queries, last first: under a causal mask those are the longest."""
+        return self._batches("rows", self._row_tiles)
+
+    def of_columns(self) -> Iterator[list[_Tile]]:
+        """Yield batches of tiles of keys."""
+        return self._batches("columns", self._column_tiles)
+
+    def _batches(self, side: str, tiles: Callable[[], Iterator[_Tile]]) -> Iterator[list[_Tile]]:
+        if side not in self._kept:
+            if self._tiling.num_tiles > _MOST_KEPT_TILES:
+                return _batches(self._tiling, tiles())
+            self._kept[side] = list(_batches(self._tiling, tiles()))
+        return iter(self._kept[side])
+
+    def _row_tiles(self) -> Iterator[_Tile]:
+        problem, work = self._plan.problem, self._plan.work
+        for rows in _reversed_tiles(problem.seqlen_q, work.block_q):
+            visits_of: dict[_BatchHead, _VisitedRows] = {}
+            for b, h in product(range(problem.mask_shape.num_batch), range(problem.num_heads)):
+                yield _Tile(b, h, rows, (self._visit(visits_of, work.row, (b, h), rows),))
+
+    def _column_tiles(self) -> Iterator[_Tile]:
+        problem, work = self._plan.problem, self._plan.work
+        block, group_size = work.block_kv if isinstance(work, ListedWork) else work.block_q, problem.group_size
+        for rows in _reversed_tiles(problem.seqlen_kv, block):
+            visits_of: dict[_BatchHead, _VisitedRows] = {}
+            for b, kv_head in product(range(problem.mask_shape.num_batch), range(problem.num_kv_heads)):
+                heads = range(kv_head * group_size, (kv_head + 1) * group_size)
+                yield _Tile(b, kv_head, rows, tuple(self._visit(visits_of, work.column, (b, h), rows) for h in heads))
+
+    def _visit(
+        self, visits_of: dict[_BatchHead, _VisitedRows], visited: Callable[..., list[Segment]], batch_head: _BatchHead,
+        rows: slice
+    ) -> _VisitedRows:  # fmt: skip
+        """Return the segments that some rows of a head visit, made once for all heads that share them."""
+        shared = self._plan.work.owner(*batch_head)
+        if shared not in visits_of:
+            width = self._tiling.step_width(rows.stop - rows.start)
+            visits_of[shared] = _VisitedRows.of(visited(*shared, rows.start, rows.stop), width)
+        return visits_of[shared]
+
+
 _OF_HEADS = ("sink", "dsink")  # arrays of one number a head
 _OF_SCORE = ("score.", "dscore.")  # names of a score function's arrays and of their gradients start so
 _BatchHead: TypeAlias = tuple[int, int]  # batch entry, head
@@ -111,6 +213,7 @@ class _HostCall:
     """
 
     plan: KernelPlan
+    tiles: _KeptTiles
     arrays: dict[str, Array]
     batch_indices: tuple[tuple[int, ...], ...]  # indices into the leading axes, by flat batch index
     wide: Any  # the accumulator's scalar type
@@ -121,7 +224,9 @@ class _HostCall:
     dropout: TileDropout | None = None
 
     @classmethod
-    def of(cls, plan: KernelPlan, numbers: Sequence[int] = (), **arrays: Array | None) -> _HostCall:
+    def of(
+        cls, plan: KernelPlan, tiles: _KeptTiles, numbers: Sequence[int] = (), **arrays: Array | None
+    ) -> _HostCall:
         problem, batch = plan.problem, plan.problem.batch
         broadcast = {}
         score = None if problem.score is None else TileScores.of(problem, arrays)
@@ -141,7 +246,7 @@ class _HostCall:
         lift = max(exponent, 0)
         factors = math.ldexp(mantissa, exponent - lift), 2.0**lift
         dropout = None if problem.dropout is None else TileDropout.of(problem, numbers, arrays.get(SEED))
-        return cls(plan, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors, score, dropout)
+        return cls(plan, tiles, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors, score, dropout)
 
     @property
     def power(self) -> Any:
@@ -157,35 +262,6 @@ class _HostCall:
     def tiling(self) -> HostTiling:
         assert self.plan.tiling is not None
         return self.plan.tiling
-
-    def row_tiles(self) -> Iterator[_Tile]:
-        """Tiles of queries, last first: under a causal mask those are the longest."""
-        problem, work = self.plan.problem, self.plan.work
-        for rows in _reversed_tiles(problem.seqlen_q, work.block_q):
-            visits_of: dict[_BatchHead, _VisitedRows] = {}
-            for b, h in product(range(problem.mask_shape.num_batch), range(problem.num_heads)):
-                yield _Tile(b, h, rows, (self._visit(visits_of, work.row, (b, h), rows),))
-
-    def column_tiles(self) -> Iterator[_Tile]:
-        """Tiles of keys."""
-        problem, work = self.plan.problem, self.plan.work
-        block = work.block_kv if isinstance(work, ListedWork) else work.block_q
-        for rows in _reversed_tiles(problem.seqlen_kv, block):
-            visits_of: dict[_BatchHead, _VisitedRows] = {}
-            for b, kv_head in product(range(problem.mask_shape.num_batch), range(problem.num_kv_heads)):
-                heads = range(kv_head * self.group_size, (kv_head + 1) * self.group_size)
-                yield _Tile(b, kv_head, rows, tuple(self._visit(visits_of, work.column, (b, h), rows) for h in heads))
-
-    def _visit(
-        self, visits_of: dict[_BatchHead, _VisitedRows], visited: Callable[..., list[Segment]], batch_head: _BatchHead,
-        rows: slice
-    ) -> _VisitedRows:
-        """Return the segments that some rows of a place visit, made once for all places that share them."""
-        shared = self.plan.work.owner(*batch_head)
-        if shared not in visits_of:
-            width = self.tiling.step_width(rows.stop - rows.start)
-            visits_of[shared] = _VisitedRows.of(visited(*shared, rows.start, rows.stop), width)
-        return visits_of[shared]
 
     def row_index(self, batch_heads: list[_BatchHead], rows: Sequence[slice | Array]) -> _RowIndex:
         """The index of some rows of each place: slices, which make a view, for one run of neighbouring heads."""
@@ -341,19 +417,21 @@ class _HostCall:
     def _mask_keys(self, tiles: list[_Tile], steps: tuple[_Step, ...], x: Array, value: float) -> None:
         """Set scores, or dS, of masked keys to a value."""
         for number, (tile, step) in enumerate(zip(tiles, steps)):
-            for segment, here in step.partial:
-                masked = _masked_elements(self.plan.work, (tile.b, tile.h), segment, tile.rows, slice(*segment[:2]))
-                np.copyto(x[number, here], value, where=masked)
+            for each in step.partial:
+                keys = slice(*each.segment[:2])
+                masked = _masked_elements(self.plan.work, (tile.b, tile.h), each, tile.rows, keys)
+                np.copyto(x[number, each.rows], value, where=masked)
 
     def _mask_queries(
         self, tiles: list[_Tile], batch_heads: list[_BatchHead], steps: tuple[_Step, ...], *weights: Array
     ) -> None:
         """Set P, or P and dS, of masked queries to 0."""
         for number, (tile, batch_head, step) in enumerate(zip(tiles, batch_heads, steps)):
-            for segment, here in step.partial:
-                masked = _masked_elements(self.plan.work, batch_head, segment, slice(*segment[:2]), tile.rows)
+            for each in step.partial:
+                queries = slice(*each.segment[:2])
+                masked = _masked_elements(self.plan.work, batch_head, each, queries, tile.rows)
                 for x in weights:
-                    np.copyto(x[number, :, here], 0, where=masked)
+                    np.copyto(x[number, :, each.rows], 0, where=masked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,12 +479,12 @@ def over_queries(
     plan: KernelPlan, arrays: Mapping[str, Array], visit: Callable[[QueryTiles], None], *, in_order: bool
 ) -> None:
     """Visit all tiles of queries of a call, on several threads or in order."""
-    call = _HostCall.of(plan, **arrays)
+    call = _HostCall.of(plan, _KeptTiles(plan), **arrays)
 
     def step(tiles: list[_Tile], scratch: Array) -> None:
         visit(QueryTiles(call, tiles, scratch))
 
-    run(call.tiling, (step, _batches(call.tiling, call.row_tiles())), in_order=in_order)
+    run(call.tiling, (step, call.tiles.of_rows()), in_order=in_order)
 
 
 def _steps_side_by_side(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
@@ -419,7 +497,7 @@ def _step(segments: list[Segment]) -> _Step:
     for segment in segments:
         first, count = count, count + segment.stop - segment.start
         if segment.kind != BlockKind.FULL:
-            partial.append((segment, slice(first, count)))
+            partial.append(_PartialSegment(segment, slice(first, count)))
     start, stop = segments[0].start, segments[-1].stop
     if stop - start == count:  # they follow each other without a gap
         return _Step(slice(start, stop), count, partial)
@@ -511,14 +589,18 @@ def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
         yield group
 
 
-def _masked_elements(work: WorkList, batch_head: _BatchHead, segment: Segment, rows: slice, keys: slice) -> Array:
+def _masked_elements(
+    work: WorkList, batch_head: _BatchHead, part: _PartialSegment, rows: slice, keys: slice
+) -> Array:
     """Return which elements of a partial segment are masked, bool [keys, queries]."""
-    if segment.kind == BlockKind.BITS:
+    if part.segment.kind == BlockKind.BITS:
         assert isinstance(work, ListedWork)
         first_row, first_key = rows.start % work.block_q, keys.start % work.block_kv
-        tile = work.bit_tile(segment.tile)
+        tile = work.bit_tile(part.segment.tile)
         tile = tile[first_row : first_row + rows.stop - rows.start, first_key : first_key + keys.stop - keys.start]
         return ~tile.T
-    lo, hi = work.bounds(*batch_head, rows.start, rows.stop)
+    if part.bounds is None:
+        part.bounds = work.bounds(*batch_head, rows.start, rows.stop)
+    lo, hi = part.bounds
     j = np.arange(keys.start, keys.stop)
     return (j[:, None] < lo) | (j[:, None] >= hi)

@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-from ..arrays import Array, ShapeDtype
+import numpy as np
+
+from ..arrays import Array, ShapeDtype, summed_to
 from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
@@ -24,7 +26,7 @@ from ..planning.spec import KernelSpec
 from . import checks
 from .arguments import KernelArguments
 from ..planning.list_kernels import WorkAtCall
-from .launch import BoundPass, Lists, run
+from .launch import BoundCall, BoundPass, Lists, Machine
 from .list_maker import ListMaker
 from .params import View
 from .tensor_map import Template, BoxedArray, encoded, template
@@ -124,6 +126,7 @@ class Gpu:
         self._pieces: dict[int, dict[int, list[Piece]]] = {}
         self._lock = threading.Lock()
 
+    executor = "gpu"
     address: Callable[[Array], int] = attrgetter("data.ptr")
     mask_address: Callable[[Array], int] = attrgetter("data.ptr")
 
@@ -163,6 +166,14 @@ class Gpu:
         """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
         return array
 
+    def sum_to(self, gradient: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return the sum of a gradient over the axes that were broadcast, rounded once."""
+        return summed_to(gradient, shape, dtype)
+
+    def refuse_copies(self, reason: str) -> None:
+        """Refuse a call under capture that allocates memory which a graph would outlive."""
+        refuse_capture(reason)
+
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
         """Hold what a captured call allocated, and with `pins` its plan, since each replay writes there."""
         _captured.setdefault(plan, []).extend(arrays)
@@ -176,6 +187,12 @@ class Gpu:
     def kept_pieces(self) -> dict[int, list[Piece]]:
         """Pieces for the workspaces of calls on the current device, by the stream that keeps them."""
         return self._pieces.setdefault(nvrtc.current_device()[1], {})
+
+    def prepare(self, kernels: Pass) -> None:
+        """Compile the kernels of a pass side by side, so that a first call waits for the slowest alone."""
+        not_compiled = _not_compiled(kernels.launches.values())
+        if len(not_compiled) > 1:
+            nvrtc.precompile(not_compiled, _capability())
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> Workspaces:
         """The memory of the workspaces of a pass."""
@@ -281,13 +298,6 @@ def _not_compiled(launches: Iterable[Launch]) -> list[KernelSpec]:
     return [spec for spec, nbytes in guarded if not nvrtc.is_loaded(spec, capability, nbytes)]
 
 
-def _compile_in_parallel(kernels: Pass) -> None:
-    """Compile the kernels of a pass side by side, so that a first call waits for the slowest alone."""
-    not_compiled = _not_compiled(kernels.launches.values())
-    if len(not_compiled) > 1:
-        nvrtc.precompile(not_compiled, _capability())
-
-
 def namespace() -> Any:
     """CuPy.
 
@@ -310,8 +320,7 @@ def make_ready(plan: KernelPlan) -> None:
 
 
 def _launches(plan: KernelPlan) -> tuple[Launch, ...]:
-    assert plan.kernels is not None
-    return (*plan.kernels.forward.launches.values(), *plan.kernels.backward.launches.values())
+    return tuple(launch for each in plan.passes.values() for launch in each.launches.values())
 
 
 def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
@@ -355,19 +364,22 @@ def refuse_capture(reason: str) -> None:
 
 def bind(
     plan: KernelPlan,
-    kernels: Pass,
+    name: str,
     given: Mapping[str, Array],
     results: Mapping[str, ShapeDtype],
     *,
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
     axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     pins: bool = False,
-    machine: Gpu | None = None,
-) -> Callable[..., list[Array]]:
-    """A pass as a function for arrays of one layout on the current device: without checks, but for alignment.
+    machine: Machine | None = None,
+) -> BoundCall:
+    """Return the function that runs a pass on arrays of one layout on the current device, checked for alignment alone.
 
     Parameters
     ----------
+    plan : KernelPlan
+    name : str
+        The pass, "forward" or "backward".
     given : dict of arrays by name
         Operands whose layout later calls share.
     results : dict of ShapeDtype by name
@@ -378,21 +390,23 @@ def bind(
         The axes of a result in memory from the outermost inwards, where that is not C order.
     pins : bool
         Whether memory that a captured call uses is kept for ever, because its caller does not hold the plan.
-    machine : Gpu, optional
-        The library of the arrays; CuPy unless given. `given` needs no more than their layouts.
+    machine : Machine, optional
+        The machine that runs the kernels, and the library of its arrays; CuPy's current device by default. `given` may
+        hold layouts alone.
 
     Returns
     -------
     callable
-        Takes arrays in the order of `given`, and the `numbers` of the features of the pass, and returns new results.
+        Takes arrays in the order of `given`, the `numbers` of the features of the pass, and the checks of the call, and
+        returns new results.
 
     Raises
     ------
     UnsupportedProblem
-        The function returned does, of arrays that do not start at a multiple of their item size.
+        The function returned raises it for arrays that do not start at a multiple of their item size.
     """
     machine = machine or _GPU
-    bound = bound_pass(plan, kernels, given, results, unwanted=unwanted, axes=axes, machine=machine)
+    bound = bound_pass(plan, name, given, results, unwanted=unwanted, axes=axes, machine=machine)
     names, item_bits = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
     any_bits = reduce(or_, item_bits)
     makers = [machine.maker(result.shape, result.dtype, axes.get(name)) for name, result in results.items()]
@@ -400,7 +414,7 @@ def bind(
         machine.current_stream, machine.address, machine.layout, machine.keep_captured
     )  # fmt: skip
 
-    def call(*arrays: Array, numbers: Sequence[int] = ()) -> list[Array]:
+    def call(*arrays: Array, numbers: Sequence[int] = (), check: checks.Check | None = None) -> list[Array]:
         addresses = list(map(address, arrays))
         if reduce(or_, addresses) & any_bits and any(map(and_, addresses, item_bits)):
             raise UnsupportedProblem(
@@ -408,6 +422,11 @@ def bind(
             )
         stream = current_stream()
         is_capturing = stream.is_capturing()
+        if check is not None:
+            checked = {name: check.empty(name, result.shape, result.dtype) for name, result in results.items()}
+            bound([*arrays, *checked.values()], stream, check, numbers)
+            check.after(f"the {machine.executor} executor", checked)
+            return list(checked.values())
         made = [make() for make in makers]
         if bound.sets_zeros:
             workspaces = bound([*arrays, *made], stream, numbers=numbers)
@@ -423,21 +442,22 @@ def bind(
 
 def bound_pass(
     plan: KernelPlan,
-    kernels: Pass,
+    name: str,
     given: Mapping[str, Array],
     results: Mapping[str, ShapeDtype],
     *,
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
     axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
-    machine: Gpu | None = None,
+    machine: Machine | None = None,
 ) -> BoundPass:
-    """The launches of a pass for operands of the layouts of `given` and results; all as `bind` takes it."""
-    _compile_in_parallel(kernels)
+    """Return the launches of a pass for operands of the layouts of `given` and results; all as `bind` takes it."""
+    kernels, machine = plan.passes[name], machine or _GPU
+    machine.prepare(kernels)
     views = *starmap(View.of, given.items()), *(
         View.of_new(name, result, axes.get(name)) for name, result in results.items()
     )
     besides = {name: Workspace(result.shape, result.dtype) for name, result in unwanted.items()}
-    return BoundPass(plan, kernels, views, machine or _GPU, besides)
+    return BoundPass(plan, kernels, views, machine, besides)
 
 
 def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
@@ -483,45 +503,8 @@ def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = Non
     return call
 
 
-def run_pass(
-    plan: KernelPlan, kernels: Pass, arrays: Mapping[str, Array], check: checks.Check | None, numbers: Sequence[int]
-) -> None:
-    """Run a pass once on operands and results by name; a capture keeps its workspaces."""
-    _compile_in_parallel(kernels)
-    keep_for_capture(plan, *run(plan, kernels, _GPU, arrays, check, numbers))
-
-
-def forward(
-    plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None, numbers: Sequence[int] = ()
-) -> None:
-    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    assert plan.kernels is not None
-    run_pass(plan, plan.kernels.forward, arrays, check, numbers)
-
-
-def backward(
-    plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None, numbers: Sequence[int] = ()
-) -> None:
-    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    assert plan.kernels is not None
-    run_pass(plan, plan.kernels.backward, arrays, check, numbers)
-    keep_for_capture(plan, *(arrays[name] for name in plan.gradients))
-
-
 _captured: WeakKeyDictionary[KernelPlan, list[Array]] = WeakKeyDictionary()
 _pinned: set[Any] = set()
-
-
-def keep_for_capture(plan: KernelPlan, *arrays: Array) -> None:
-    """Hold what was allocated inside a stream capture as long as the plan: its graph writes there at each replay."""
-    if namespace().cuda.get_current_stream().is_capturing():
-        _captured.setdefault(plan, []).extend(arrays)
-
-
-def pin(plan: KernelPlan) -> None:
-    """Keep a plan for ever that only its caller holds, if a graph needs what the plan keeps."""
-    if plan in _captured:
-        hold(plan)
 
 
 def hold(kept: Hashable) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,6 +17,14 @@ from .checks import Check, check_lists
 from .params import ParamsTemplate, View
 from .tensor_map import Template, BoxedArray
 from .workspaces import SeparateWorkspaces, Taken, Workspaces
+
+
+class BoundCall(Protocol):
+    """A pass on arrays of one layout: it takes them in order, and returns the results that it allocates."""
+
+    def __call__(
+        self, *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None
+    ) -> Sequence[Array]: ...
 
 
 PACKET_BYTES = 16  # of a store of neighbouring elements
@@ -63,6 +71,34 @@ class LaunchTarget(Protocol):
         """Wait until a launch has ended; raises RuntimeError where it failed."""
 
 
+class Machine(LaunchTarget, Protocol):
+    """A device that runs kernels on arrays of one library, for which passes are bound."""
+
+    @property
+    def executor(self) -> str:
+        """The name of the executor."""
+
+    @property
+    def current_stream(self) -> Callable[[], Any]:
+        """A function that returns the current stream."""
+
+    @property
+    def address(self) -> Callable[[Array], int]:
+        """A function that returns the address of an array's first element."""
+
+    def prepare(self, kernels: Pass) -> None:
+        """Compile the kernels of a pass, if that saves time."""
+
+    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
+        """Return a function that allocates an array, its axes in memory from the outermost inwards."""
+
+    def layout(self, array: Array) -> Array:
+        """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
+
+    def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
+        """Hold what a captured call allocated, and with `pins` its plan, since each replay writes there."""
+
+
 class BoundPass:
     """The launches of a pass over arrays of one layout, complete but for the addresses of the arrays.
 
@@ -91,7 +127,7 @@ class BoundPass:
         made = tuple(View.of_new(name, workspace) for name, workspace in needs.items())
         records = ParamsTemplate.of(plan, (*views, *made), kernels.boxes, target.tensor_map, kernels.features)
         num_batch = plan.problem.mask_shape.num_batch // len(records.templates)
-        self._plan, self._kernels, self._target = plan, kernels, target
+        self._plan, self._kernels, self._target, self._needs = plan, kernels, target, needs
         self._names = tuple(view.name for view in (*views, *made))
         self._lists = target.lists(plan.work)
         grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
@@ -161,7 +197,7 @@ class BoundPass:
         if not isinstance(self._plan.work, WorkAtCall):
             check_lists(self._plan.work, self._lists.arrays)
         made = []
-        for name, workspace in self._kernels.workspaces.items():
+        for name, workspace in self._needs.items():
             made.append(check.empty(name, workspace.shape, workspace.dtype))
             if workspace.is_zeroed:
                 made[-1].fill(0)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, ClassVar
 
 import numpy as np
 
 from .. import sim
-from ..arrays import Array
+from ..arrays import Array, ShapeDtype
 from ..blocks.work_list import WorkList
 from ..compiler.source import source
-from ..planning.launches import Launch, Workspace
+from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
+from . import gpu
 from .arguments import KernelArguments
-from .checks import Check
-from .launch import Lists, run
+from .launch import BoundCall, Lists
 from .tensor_map import Template, BoxedArray, simulated, template
 from .workspaces import SeparateWorkspaces
+
+
+class _NoStream:
+    """The stream of a machine that has ended each launch before the next one starts."""
+
+    ptr = 0
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+_NO_STREAM = _NoStream()
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class Simulator:
         Seconds for each launch.
     """
 
+    executor: ClassVar[str] = "sim"
     schedule: sim.Schedule = sim.Schedule()
     sanitize: sim.Sanitizer = ""
     time_limit: float = 60.0
@@ -47,8 +60,27 @@ class Simulator:
     def set_zero(self, array: Array) -> None:
         array.fill(0)
 
-    def stream(self) -> None:
-        """The simulator has no streams: every launch ends before it returns."""
+    def stream(self) -> _NoStream:
+        """Return the stream of all launches, each of which ends before it returns."""
+        return _NO_STREAM
+
+    @property
+    def current_stream(self) -> Callable[[], _NoStream]:
+        return self.stream
+
+    def prepare(self, kernels: Pass) -> None:
+        """Compile nothing: a kernel is compiled when it is launched."""
+
+    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
+        """Return a function that allocates an array."""
+        assert axes is None, "results of the simulator are in C order"
+        return partial(np.empty, shape, dtype)
+
+    def layout(self, array: Array) -> Array:
+        return array
+
+    def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
+        """Keep nothing: the simulator has no captures."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces:
         return SeparateWorkspaces(self.allocator(needs), self.address)
@@ -90,17 +122,8 @@ def _kernel(spec: KernelSpec, sanitize: sim.Sanitizer) -> sim.Kernel:
 _SIMULATOR = Simulator()
 
 
-def forward(
-    plan: KernelPlan, arrays: Mapping[str, Array], check: Check | None = None, numbers: Sequence[int] = ()
-) -> None:
-    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    assert plan.kernels is not None
-    run(plan, plan.kernels.forward, _SIMULATOR, arrays, check, numbers)
-
-
-def backward(
-    plan: KernelPlan, arrays: Mapping[str, Array], check: Check | None = None, numbers: Sequence[int] = ()
-) -> None:
-    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    assert plan.kernels is not None
-    run(plan, plan.kernels.backward, _SIMULATOR, arrays, check, numbers)
+def bind(
+    plan: KernelPlan, name: str, given: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
+) -> BoundCall:
+    """Return the function that runs a pass on the simulator, as `gpu.bind` does on a GPU."""
+    return gpu.bind(plan, name, given, results, **options, machine=_SIMULATOR)

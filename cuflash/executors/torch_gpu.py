@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..arrays import BFLOAT16, Array, Namespace, ShapeDtype
+from ..arrays import BFLOAT16, Array, Namespace
 from ..blocks.work_list import WorkList
 from ..layouts import dense_strides, dtype_of
-from ..planning.launches import Pass
 from ..planning.plan import KernelPlan
 from . import gpu
 
@@ -137,6 +135,13 @@ class TorchGpu(gpu.Gpu):
     def layout(self, array: Array) -> Array:
         return Layout.of(array)
 
+    def sum_to(self, gradient: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return the sum of a gradient over the axes that were broadcast, rounded once."""
+        return gradient.sum_to_size(shape).to(TORCH_DTYPES[dtype])
+
+    def refuse_copies(self, reason: str) -> None:
+        """Refuse nothing: a graph of PyTorch owns the memory that its capture allocates."""
+
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
         """Hold the plan and with it its work list; a graph of PyTorch owns the memory that its capture allocated."""
         if pins and plan.work.nbytes:
@@ -156,15 +161,3 @@ MACHINE = TorchGpu()
 def stream() -> Any:
     """PyTorch's current stream as CuPy's stream; a `with` block makes it CuPy's current one."""
     return MACHINE.stream()
-
-
-def bind(
-    plan: KernelPlan,
-    kernels: Pass,
-    given: Mapping[str, Any],
-    results: Mapping[str, ShapeDtype],
-    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
-    axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
-) -> Callable[..., list[Any]]:
-    """`gpu.bind` for tensors: `given` has the layouts of operands; the function returned takes and makes tensors."""
-    return gpu.bind(plan, kernels, given, results, unwanted=unwanted, axes=axes, pins=True, machine=MACHINE)

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, namespace
+from ..arrays import Array, ShapeDtype, namespace
 from ..planning.plan import KernelPlan
+from .checks import Check
+from .launch import BoundCall
 
 
-def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
-    """o = 0 and lse = -inf, or the sink; NaN in both where the sink is NaN or +inf."""
+def bind(
+    plan: KernelPlan,
+    name: str,
+    given: Mapping[str, Array],
+    results: Mapping[str, ShapeDtype],
+    *,
+    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
+    **options: Any,
+) -> BoundCall:
+    """Return the function that runs the pass "forward" or "backward" on arrays named as in `given`."""
+    names, run_pass = tuple(given), _PASSES[name]
+
+    def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
+        xp = namespace(arrays[0])
+        new = {name: xp.empty(each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
+        run_pass(plan, {**dict(zip(names, arrays)), **new})
+        return [new[name] for name in results]
+
+    return call
+
+
+def _forward(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
+    """Write o = 0 and lse = -inf, or the sink; NaN in both where the sink is NaN or +inf."""
     if "sink" not in arrays:
         arrays["o"][...], arrays["lse"][...] = 0, -np.inf
         return
@@ -21,9 +46,9 @@ def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None)
     arrays["o"][...] = xp.where(xp.isnan(lse), np.nan, 0)[..., None]
 
 
-def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
-    """Gradients are 0, but for the sink's: lse is the sink, so that it is the sum of dlse."""
-    for name in plan.gradients_made:
+def _backward(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
+    """Write gradients of 0, but for the sink's: lse is the sink, so that it is the sum of dlse."""
+    for name in plan.kernel_results("backward"):
         arrays[name][...] = 0
     if "dsink" not in arrays:
         return
@@ -31,6 +56,9 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
     terms = xp.zeros_like(lse) if arrays.get("dlse") is None else arrays["dlse"]
     terms = xp.where(xp.isneginf(lse), 0, xp.where(xp.isnan(lse), lse, terms))
     arrays["dsink"][...] = terms.sum(axis=-1)
+
+
+_PASSES = {"forward": _forward, "backward": _backward}
 
 
 def _sink_of_rows(plan: KernelPlan, sink: Array) -> Array:

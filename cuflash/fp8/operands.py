@@ -7,23 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, require_arrays
-from ..errors import UnsupportedProblem, collecting, refuse
-from .quantize import SOURCES, Quantized, quantize
-from .rotation import Rotation
-
-PRECISION = "fp8"
+from ..arrays import describe
+from .quantize import Quantized
 
 
 def are_quantized(*arrays: Any) -> bool:
     """Tell whether one of the arguments is quantised."""
     return any(isinstance(array, Quantized) for array in arrays)
-
-
-def is_asked_for(q: Any, k: Any, v: Any, precision: Any) -> bool:
-    """Tell whether a call has quantised operands, or quantises its operands."""
-    is_quantized = type(q) is Quantized or type(k) is Quantized or type(v) is Quantized
-    return is_quantized or type(precision) is str and precision == PRECISION
 
 
 def operand_reasons(given: Mapping[str, Any]) -> list[str]:
@@ -69,15 +59,19 @@ def place_reasons(q: Any, k: Any, v: Any, executor: Any) -> list[str]:
     return [f"{told}: copy them explicitly"]
 
 
-def gradient_reasons(*arrays: Any, precision: Any = None) -> list[str]:
-    """Why a call that has to have gradients, or a plan of plain arrays, is refused."""
-    reasons = []
-    if are_quantized(*arrays):
-        reasons.append(
-            "q, k and v must not be Quantized here, as 8 bits have neither gradients nor plans: give dequantized()"
-        )
-    if isinstance(precision, str) and precision == PRECISION:
-        reasons.append("precision must not be 'fp8' here, as it has neither gradients nor plans: use cuflash.attention")
+def gradient_reasons(*arrays: Any) -> list[str]:
+    """Return why a call that has gradients, or a plan, is refused if one of its arrays is `Quantized`."""
+    if not are_quantized(*arrays):
+        return []
+    return ["q, k and v must not be Quantized here, since FP8 has neither gradients nor plans: pass q.dequantized()"]
+
+
+def call_reasons(q: Any, k: Any, v: Any, executor: Any, out: Any) -> list[str]:
+    """Return why a call of `Quantized` operands is refused for what they are, where they are, or its `out`."""
+    reasons = operand_reasons({"q": q, "k": k, "v": v}) + place_reasons(q, k, v, executor)
+    if out is not None:
+        fix = "leave it out, and copy the result"
+        reasons.append(f"out must be None for Quantized q, k and v; got {describe(out)}: {fix}")
     return reasons
 
 
@@ -92,24 +86,3 @@ def bound_reasons(q: Any, k: Any, v: Any, do: Any, precision: Any) -> list[str]:
     if precision != "ieee":
         reasons.append(f"precision must be 'ieee' for Quantized q, k and v; got {describe(precision)}: leave it out")
     return reasons
-
-
-def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantized, Quantized]:
-    """Quantise plain arrays for precision="fp8": blocks of 128 rows, and one rotation of q and k."""
-    reasons: list[str] = []
-    if are_quantized(q, k, v):
-        reasons.append("precision must not be 'fp8' where q, k or v is Quantized already: leave it out")
-        raise UnsupportedProblem(reasons + operand_reasons({"q": q, "k": k, "v": v}))
-    given = {"q": q, "k": k, "v": v}
-    require_arrays(given)
-    for name, x in given.items():
-        if x.dtype not in SOURCES or x.ndim < 2:
-            reasons.append(
-                f"{name} must be of float16, bfloat16 or float32 and have two axes or more with precision='fp8'; "
-                f"got {describe(x)}: cast it"
-            )
-    rotation = None
-    with collecting(reasons):
-        rotation = Rotation(q.shape[-1]) if q.ndim else None
-    refuse(reasons)
-    return quantize(q, rotate=rotation), quantize(k, rotate=rotation), quantize(v)

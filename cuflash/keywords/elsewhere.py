@@ -230,7 +230,7 @@ _TABLE: tuple[tuple[str, *tuple[str, ...]], ...] = (
         "q_descale k_descale v_descale q_scale k_scale v_scale scale_q scale_k scale_v",
         "leave it out: pass q, k and v as cuflash.quantize(x) returns them, with their scales",
     ),
-    ("use_fp8 fp8", 'use precision="fp8"'),
+    ("use_fp8 fp8", 'pass cuflash.quantize(q), and so for k and v'),
     ("allow_tf32 use_tf32 input_precision matmul_precision", 'use precision="tf32" or precision="ieee"'),
     (
         "precision_config preferred_element_type softmax_precision force_fp32_for_softmax use_fp16_qk_reduction",

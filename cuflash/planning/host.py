@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..blocks.work_list import IntervalWork, WorkList
 from .device import DeviceSpec
@@ -54,22 +55,22 @@ class HostTiling:
     block_kv: int
     work: WorkList
 
-    @property
+    @cached_property
     def is_small(self) -> bool:
         """Return whether the work is too little to share among threads, whatever their number."""
         return self.problem.num_batch_heads * self.problem.seqlen_q * self.problem.seqlen_kv < _SHARED_SCORES
 
-    @property
+    @cached_property
     def num_workers(self) -> int:
         """Threads that a call uses; one, beside BLAS's own, where the work is too little to share."""
         return 1 if self.is_small else max(1, min(self.device.num_processors, self.num_tiles))
 
-    @property
+    @cached_property
     def num_tiles(self) -> int:
         """Tiles of queries over all batch entries and heads."""
         return self.problem.num_batch_heads * -(-self.problem.seqlen_q // self.work.block_q)
 
-    @property
+    @cached_property
     def batch_area(self) -> int:
         """Scores that the tiles of a batch hold together, unless a single tile is larger.
 
@@ -77,7 +78,7 @@ class HostTiling:
         """
         return (1 + self.is_small) * self.block_q * self.block_kv
 
-    @property
+    @cached_property
     def scratch_scores(self) -> int:
         """The most scores that a batch holds: those of some tiles, or all that there are."""
         rows, problem = max(self.block_q, self.work.block_q, self.work.block_kv), self.problem

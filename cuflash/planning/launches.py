@@ -249,3 +249,8 @@ class Kernels:
     order: TileOrder = TileOrder()
     num_splits: int = 1
     is_repeatable: bool = True
+
+    @property
+    def passes(self) -> Mapping[str, Pass]:
+        """The passes by name."""
+        return {"forward": self.forward, "backward": self.backward}

@@ -17,7 +17,7 @@ Causality: TypeAlias = bool | Literal["bottom_right", "top_left"]
 Window: TypeAlias = tuple[int | None, int | None]
 KernelFamily: TypeAlias = Literal["auto", "sm90", "sm80", "simt", "fa1", "naive"]
 ExecutorName: TypeAlias = Literal["auto", "cpu", "gpu", "sim"]
-Precision: TypeAlias = Literal["ieee", "tf32", "tf32x3", "fp8"]
+Precision: TypeAlias = Literal["ieee", "tf32", "tf32x3"]
 
 
 class AnyArray(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,7 +19,7 @@ from .device import DeviceSpec
 from .dropout_launches import with_dropout
 from .families.family import Family
 from .host import HostTiling, host_tile, in_flat_tiles
-from .launches import Kernels
+from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
 from .problem import Problem
 from .routing import named, rerouted, routed
@@ -69,15 +70,25 @@ class KernelPlan:
         return 0 in (self.problem.num_batch_heads, self.problem.seqlen_q, self.problem.seqlen_kv)
 
     @property
+    def is_kernels_alone(self) -> bool:
+        """Return whether kernels do all that a call does: it is not empty, and q and k need no scaling before."""
+        return not self.is_empty and not any(self.problem.scaling[1:])
+
+    @property
     def product_dtype(self) -> np.dtype[Any]:
         """The dtype that P and dS are rounded to before they multiply v, do, k and q."""
         is_rounded = self.family is not None and self.family.rounds_weights and self.problem.dtype.itemsize == 2
         return self.problem.dtype if is_rounded else self.problem.accumulator
 
+    @property
+    def passes(self) -> Mapping[str, Pass]:
+        """The launches of each pass by its name; empty on the host."""
+        return {} if self.kernels is None else self.kernels.passes
+
     @cached_property
     def specs(self) -> dict[str, KernelSpec]:
         """The specifications of all kernels, by entry in the order of their launches; none on the host."""
-        return {} if self.kernels is None else self.kernels.forward.specs | self.kernels.backward.specs
+        return {entry: spec for each in self.passes.values() for entry, spec in each.specs.items()}
 
     @property
     def list_bytes(self) -> int:
@@ -103,6 +114,22 @@ class KernelPlan:
             return self.tiling.workspace_bytes
         backward = self.kernels.backward.nbytes + self._summed_bytes
         return max(self.kernels.forward.nbytes, backward) + self.list_bytes
+
+    def results(self, name: str) -> dict[str, ShapeDtype]:
+        """Return the results of a pass by name, as callers get them."""
+        return self._forward_results if name == "forward" else self.gradients
+
+    def kernel_results(self, name: str) -> dict[str, ShapeDtype]:
+        """Return the results of a pass by name, as the executor writes them."""
+        return self._forward_results if name == "forward" else self.gradients_made
+
+    @property
+    def _forward_results(self) -> dict[str, ShapeDtype]:
+        problem = self.problem
+        return {
+            "o": ShapeDtype(problem.o_shape(), problem.dtype),
+            "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
+        }
 
     @property
     def gradients(self) -> dict[str, ShapeDtype]:
@@ -222,7 +249,7 @@ def _tile_reasons(kernels: Kernels, num_batch: int) -> list[str]:
     """Why a problem has more tiles than kernels can number."""
     advice = "call once for each part of the batch or of the heads"
     limit = f"q, k and v must make at most {MAX_TILES} tiles for"
-    launches = (*kernels.forward.launches.values(), *kernels.backward.launches.values())
+    launches = (launch for each in kernels.passes.values() for launch in each.launches.values())
     return [
         f"{limit} {launch.spec.name}; got {launch.tiles * num_batch}: {advice}"
         for launch in launches

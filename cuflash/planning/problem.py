@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..arrays import (
 from ..dropout import Draws
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated
+from ..masks.content import without_memos
 from ..masks.shape import MaskShape, length_reasons
 from ..scores.program import Program
 from ..scores.score import Score
@@ -26,6 +28,7 @@ from .score_operands import captured_operands, numbers_of
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
+FP8 = "fp8"  # the precision of a problem of `Quantized` operands, which no call names
 _MAX_EXPONENT = 64  # a scale of at most 2^64 multiplies products in float32 as it is; float64 has eight times the range
 
 
@@ -37,7 +40,7 @@ class Scaling(NamedTuple):
     k_exponent: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """Everything about a call but its mask and its data.
 
@@ -96,6 +99,9 @@ class Problem:
     dropout: Draws | None = None
     rows_per_scale: RowsPerScale | None = None
 
+    def __getstate__(self) -> Any:
+        return without_memos(self)
+
     @classmethod
     def of(
         cls, q: Array, k: Array, v: Array, *, scale: float | None = None, precision: str = "ieee"
@@ -136,25 +142,25 @@ class Problem:
             precision=precision,
         )
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
 
-    @property
+    @cached_property
     def num_batch_heads(self) -> int:
         """Pairs of batch entry and query head."""
         return self.mask_shape.num_batch * self.num_heads
 
-    @property
+    @cached_property
     def mask_shape(self) -> MaskShape:
         return MaskShape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
 
-    @property
+    @cached_property
     def accumulator(self) -> np.dtype[Any]:
         return accumulator_dtype(self.dtype)
 
-    @property
+    @cached_property
     def scaling(self) -> Scaling:
         """The factors by which executors apply the scale: to products alone, or to q and k as well if far from 1."""
         scale = self.softmax_scale
@@ -337,13 +343,10 @@ def _scale_reasons(scale: Any) -> list[str]:
 
 def precision_reasons(q: Array, precision: str) -> list[str]:
     """Why products of q's dtype cannot be made at a precision."""
-    if isinstance(precision, str) and precision == "fp8":  # of a call that does not quantise
-        return [
-            "precision must not be 'fp8' here, as it stands for q, k and v in 8 bits: give what cuflash.quantize makes "
-            "of them"
-        ]
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        return [f"precision must be {', '.join(map(repr, (*PRECISIONS, 'fp8')))}; got {describe(precision)}"]
+        is_fp8 = isinstance(precision, str) and precision == FP8
+        fix = ": pass cuflash.quantize(q), and so for k and v" if is_fp8 else ""
+        return [f"precision must be {', '.join(map(repr, PRECISIONS))}; got {describe(precision)}{fix}"]
     dtype = getattr(q, "dtype", np.float32)  # another check refuses what is no array
     if precision != "ieee" and dtype != np.float32:
         return [f"precision={precision!r} is for float32; got {dtype}: use precision='ieee'"]

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..api import planned
 from ..arrays import Array, ShapeDtype, describe, namespace, require_arrays
+from ..calls._call import planned
 from ..errors import UnsupportedProblem, collecting
+from ..executors._bound_plan import EXECUTORS
 from ..executors._layout_key import layout_key
-from ..executors import cpu_mass, gpu, sim
+from ..executors import checks, cpu_mass, gpu
 from ..executors.launch import BoundPass
 from ..keywords import explains_keywords
 from ..masks.shape import block_pair
@@ -82,7 +83,7 @@ def block_mass(
         arrays = (q, k) if lse is None else (q, k, lse)
         options = Options(mask, causal, scale=scale, executor=executor)
         key = options.key(layout_key(*arrays), "block_mass", repr(block))
-    bound = CALLS.get(key)
+    bound = None if checks.is_on() else CALLS.get(key)
     if bound is not None:
         made_plan, call = bound
         mass, *made_lse = call(*arrays)
@@ -97,22 +98,21 @@ def block_mass(
         return xp.zeros(result.shape, result.dtype)
     inputs = given if lse is None else given | {"lse": lse}
     made = {"mass": result, "lse": new_lse} if lse is None else {"mass": result}
-    if ready.executor != "cpu":
+    arrays_by_name = problem.keyed({**inputs, **ready.captured})
+    if ready.executor == "cpu":
+        results = [xp.zeros(each.shape, each.dtype) for each in made.values()]
+        of_call = arrays_by_name | dict(zip(made, results))
+        cpu_mass.block_mass(ready.plan, of_call, sides, has_lse=lse is not None)
+    else:
         kernels = mass_kernels(problem, ready.plan.device, sides, ready.plan.work, has_lse=lse is not None)
         made_plan = replace(ready.plan, kernels=kernels)
-        if ready.executor == "gpu" and score is None:
-            call = gpu.bind(made_plan, kernels.forward, inputs, made, pins=True)
-            if key is not None:
-                CALLS.put(key, (made_plan, call))
-            mass, *rest = call(*inputs.values())
-            return _mean(mass, rest[0] if lse is None else lse, sides[0], problem.seqlen_q)
-    results = {name: xp.zeros(each.shape, each.dtype) for name, each in made.items()}
-    arrays_by_name = problem.keyed({**inputs, **ready.captured}) | results
-    if ready.executor == "cpu":
-        cpu_mass.block_mass(ready.plan, arrays_by_name, sides, has_lse=lse is not None)
-    else:
-        (gpu if ready.executor == "gpu" else sim).forward(made_plan, arrays_by_name)
-    return _mean(results["mass"], results["lse"] if lse is None else lse, sides[0], problem.seqlen_q)
+        call = EXECUTORS[ready.executor].bind(made_plan, "forward", arrays_by_name, made, pins=True)
+        if key is not None and not checks.is_on():
+            CALLS.put(key, (made_plan, call))
+        check = checks.Check(xp, arrays_by_name) if checks.is_on() else None
+        results = call(*arrays_by_name.values(), check=check)
+    mass, *rest = results
+    return _mean(mass, rest[0] if lse is None else lse, sides[0], problem.seqlen_q)
 
 
 def require_served(q: Array, k: Array, scale: float, executor: str) -> None:
@@ -170,7 +170,7 @@ def bound_block_mass(
         "mass": ShapeDtype(mass_shape(problem, sides), problem.accumulator),
         "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
     }
-    return BoundMass(gpu.bound_pass(replace(plan, kernels=kernels), kernels.forward, {"q": q, "k": k}, made), made)
+    return BoundMass(gpu.bound_pass(replace(plan, kernels=kernels), "forward", {"q": q, "k": k}, made), made)
 
 
 def _planned(
@@ -197,7 +197,7 @@ def _planned(
         of_dim = 1 / math.sqrt(dim) if scale is None and has_dims else scale
         options = Options(mask, causal, scale=of_dim, score=score, executor=executor)
         ready = planned(*arguments, options)
-        ready.check_forward(dict(zip("qkv", arguments)) | dict(ready.captured), "out", None, None)
+        ready._require("forward", dict(zip("qkv", arguments)) | dict(ready.captured), {})
     reasons += reasons_without_v(found, q, k, arguments)
     if ready is not None:
         reasons += _lse_reasons(ready, q, lse) + _scale_reasons(ready)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from cuflash.calls import checked_plan
+from cuflash.calls import _call
 from cuflash.planning import plan_cache
 from cuflash.planning.families import sm90, sm90_dq
 from cuflash.planning.families.sm90_dq import ArrivalUse
@@ -81,9 +81,9 @@ def on_few_processors(number: int = 3, *, finishes: bool = True) -> Iterator[Non
 
     Small calls have enough tiles for such a GPU.
     """
-    device = checked_plan._device
+    device = _call._device
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checked_plan, "_device", lambda executor: replace(device(executor), num_processors=number))
+        patch.setattr(_call, "_device", lambda executor: replace(device(executor), num_processors=number))
         patch.setattr(sm90_dq, "_is_faster", lambda *_: finishes)
         with plans_of_its_own():
             yield

@@ -7,7 +7,8 @@ from dataclasses import replace
 import device_double as device
 import numpy as np
 import pytest
-from cuflash import api, masks
+from cuflash.calls._call import Call
+from cuflash import masks
 from cuflash.blocks.classify import row_intervals
 from cuflash.blocks.sequence_tiles import tile_starts
 from cuflash.blocks.work_list import IntervalWork
@@ -211,7 +212,7 @@ def require_bounds(mask, **found):
 
 def asks_nothing_again(monkeypatch):
     resolved = ((ResolvedSequences, "bounds"), (SortedDocuments, "bounds"))
-    for place, name in ((api, "planned"), (gpu, "BoundPass"), (gpu, "ListMaker"), *resolved):
+    for place, name in ((Call, "of"), (gpu, "BoundPass"), (gpu, "ListMaker"), *resolved):
         monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 from cached_calls import cached
-from cuflash import api, masks
+from cuflash.calls._call import Call
+from cuflash import masks
 from cuflash.masks._snapshot import Snapshot
 from cuflash.testing import Example, assert_within_bounds
 from hypothesis import given
@@ -64,7 +65,7 @@ def test_a_call_with_the_same_mask_plans_nothing(monkeypatch, name):
     mask = MASKS[name]()
     first = cuflash.attention(Q, K, V, mask=mask)
     with monkeypatch.context() as patched:
-        patched.setattr(api, "planned", lambda *given, **options: pytest.fail("planned again"))
+        patched.setattr(Call, "of", lambda *given, **options: pytest.fail("planned again"))
         assert (cuflash.attention(Q, K, V, mask=mask) == first).all()
     owner = weakref.ref(mask)
     before = len(cached("attention"))

@@ -110,8 +110,8 @@ FAULTS = {
     pickled_after_use(a_pullback): {
         "a vjp is a closure": Edit(
             "api.py", "attention_vjp",
-            'Pullback(ready, given["q"], given["k"], given["v"], o, lse, operands)',
-            "(lambda do, dlse=None: ready.backward(do, q, k, v, o, lse, dlse))",
+            'Pullback(plan, arrays["q"], arrays["k"], arrays["v"], o, lse, operands)',
+            "(lambda do, dlse=None: plan.backward(do, q, k, v, o, lse, dlse))",
         ),
     },
     refuses(attends(k=np.float32(1)), "k must be an array; got np.float32(1.0)"): {
@@ -130,8 +130,8 @@ FAULTS = {
     },
     refuses(lambda library: a_pullback(library, False)(None), "do must be an array; got None"): {
         "do may be left out": Edit(
-            "plans.py", "Plan.backward", "given = dict(zip(backward_names(dlse is not None, operands), arrays))",
-            "given = {n: x for n, x in zip(backward_names(dlse is not None, operands), arrays) if x is not None}",
+            "calls/pullback.py", "Pullback.__call__", "ready._arrays_of_backward(arrays, dlse, self.operands)",
+            "ready._arrays_of_backward({n: x for n, x in arrays.items() if x is not None}, dlse, self.operands)",
         ),
     },
     refuses(attends(scale=True), "scale must be a finite number or None; got True"): {
@@ -161,7 +161,7 @@ FAULTS = {
     },
     refuses(attends(executor=Q), "executor must be 'auto'"): {
         "executors are arrays": Edit(
-            "calls/checked_plan.py", "_executor", "if not isinstance(executor, str) or executor !=", "if executor !="
+            "calls/_call.py", "_executor", "if not isinstance(executor, str) or executor !=", "if executor !="
         ),
     },
     takes(lambda library: (library.attention(Q, Q.tolist(), Q.tolist()) == library.attention(Q, Q, Q)).all()): {
@@ -186,12 +186,13 @@ FAULTS = {
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
         "a flag is whatever is true": Edit(
-            "calls/checked_plan.py", "planned", 'reasons += flag_reasons("deterministic", options.deterministic)', ""
+            "calls/_call.py", "_deterministic_reasons", 'flag_reasons("deterministic", call.options.deterministic)',
+            "[]",
         ),
     },
     refuses(attends(return_lse=1), "return_lse must be True or False; got 1"): {
         "lse is returned for whatever is true": Edit(
-            "api.py", "require_flag", "if type(value) is not bool and (reasons :=", "if False and (reasons :="
+            "calls/_forward.py", "run", 'flag_reasons("return_lse", return_lse)', "[]"
         ),
     },
     refuses(twice({"scale": 2}, {"scale": 2 + 0j}), "scale must be a finite number or None; got (2+0j)"): {

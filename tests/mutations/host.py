@@ -98,22 +98,19 @@ FAULTS = {
             "planning/problem.py", "Problem.scaling", "exponent - exponent // 2", "exponent // 2"
         ),
         "gradients keep the powers of two": Edit(
-            "plans.py", "Plan.backward",
-            'results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])',
-            "pass",
+            "executors/_bound_plan.py", "BoundPlan._finished", "name[1:] in self._exponents", "False"
         ),
         "calls are repeated without the powers of two": Edit(
-            "plans.py", "Plan.can_bind", "and not self._scales_arrays", ""
+            "executors/_bound_plan.py", "BoundPlan.__init__", "not (outs or self._exponents or", "not (outs or"
         ),
         "gradients read q and k as they are": Edit(
-            "plans.py", "Plan.backward",
-            'given_arrays["q"], given_arrays["k"] = self._scaled(given_arrays["q"], given_arrays["k"])',
-            "pass",
+            "executors/_bound_plan.py", "BoundPlan.run", "[self._scaled(name, array) for",
+            "[array if self._is_backward else self._scaled(name, array) for",
         ),
     },
     nothing_is_raised: {
         "what the caller has NumPy raise comes out of lse": Edit(
-            "executors/cpu.py", "backward", 'with np.errstate(all="ignore"):', "if True:"
+            "executors/cpu.py", "_backward", 'with np.errstate(all="ignore"):', "if True:"
         ),
         "what the caller has NumPy raise comes out of batches": Edit(
             "executors/host_threads.py", "_work_off", 'np.errstate(all="ignore"), _scratch(tiling)', "_scratch(tiling)"

@@ -190,15 +190,15 @@ FAULTS = {
             "blocks/index.py", "BlockIndex.kept", "IndexMask(replace(self))", "IndexMask(self)"
         ),
         "a cached call holds its plan": Edit(
-            "plans.py", "Plan.bind", "executor.forward(plan, dict(zip(names, (*arrays, *made))), numbers=numbers)",
-            "EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))",
+            "plans.py", "Plan._bind", "return BoundPlan(",
+            "return (lambda *of: vars(bound := BoundPlan(*of)).update(plan=self) or bound)(",
         ),
     },
     an_index_is_read_once_and_never_changes: {
         "indices share their calls": Edit(
             "planning/lookup.py", "lookup", "Lookup(without, owner=mask.kept.owner)", "Lookup(without)"
         ),
-        "each call lists the index again": Edit("calls/checked_plan.py", "planned", "mask = mask.kept.mask", "pass"),
+        "each call lists the index again": Edit("calls/_call.py", "_Arguments.of", "mask = mask.kept.mask", "pass"),
         "arrays can be written to": Edit("blocks/index.py", "_read_only", "view.flags.writeable = False", ""),
     },
     edits_of_masks_are_seen: {

@@ -53,7 +53,7 @@ FAULTS = {
             "executors/cpu.py", "_batches", "key = height, *visited", "key = (height,)"
         ),
         "broadcast gradients are not summed": Edit(
-            "plans.py", "_summed_to", "gradient.sum(axis=(*range(missing), *", "gradient.max(axis=(*range(missing), *"
+            "arrays.py", "summed_to", "gradient.sum(axis=(*range(missing), *", "gradient.max(axis=(*range(missing), *"
         ),
         "the scale is left to q alone": Edit(
             "executors/cpu.py", "_HostCall.of", "problem.scaling.scale * unit", "unit"
@@ -64,7 +64,7 @@ FAULTS = {
     },
     rows_without_a_score_are_right: {
         "an empty row is exponentiated": Edit(
-            "executors/cpu.py", "backward", "np.where(empty, np.inf, in_unit)", "np.asarray(in_unit)"
+            "executors/cpu.py", "_backward", "np.where(empty, np.inf, in_unit)", "np.asarray(in_unit)"
         ),
     },
     work_is_right: {

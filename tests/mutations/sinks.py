@@ -142,13 +142,13 @@ FAULTS = {
             "executors/cpu.py", "_HostCall.forward_rows", "1]).reshape(len(tiles), 1)", "1]).reshape(len(tiles), 1)[:1]"
         ),
         "without keys lse is as without a sink": Edit(
-            "executors/without_keys.py", "forward", 'arrays["lse"][...] = lse', 'arrays["lse"][...] = -np.inf'
+            "executors/without_keys.py", "_forward", 'arrays["lse"][...] = lse', 'arrays["lse"][...] = -np.inf'
         ),
         "without keys o is 0 whatever the sink": Edit(
-            "executors/without_keys.py", "forward", "xp.where(xp.isnan(lse), np.nan, 0", "xp.where(xp.isnan(lse), 0, 0"
+            "executors/without_keys.py", "_forward", "xp.where(xp.isnan(lse), np.nan, 0", "xp.where(xp.isnan(lse), 0, 0"
         ),
         "without keys a sink has no gradient": Edit(
-            "executors/without_keys.py", "backward", '["dsink"][...] = terms.sum(axis=-1)', '["dsink"][...] = 0'
+            "executors/without_keys.py", "_backward", '["dsink"][...] = terms.sum(axis=-1)', '["dsink"][...] = 0'
         ),
         "gradients over broadcast axes are not summed": Edit(
             "planning/plan.py", "KernelPlan.gradients_made", "= self.kernels is None or self.", "= self."
@@ -159,7 +159,7 @@ FAULTS = {
         "dlse of rows without keys is forgotten": Edit(
             "executors/cpu.py", "_HostCall.sink_gradient", 'if "dlse" in self.arrays', "if False"
         ),
-        "a gradient without axes is a number": Edit("plans.py", "_summed_to", "keepdims=True", "keepdims=False"),
+        "a gradient without axes is a number": Edit("arrays.py", "summed_to", "keepdims=True", "keepdims=False"),
     },
     bounds_are_sharp: {
         "the sink's weight has no error": Edit(
@@ -181,9 +181,9 @@ FAULTS = {
     },
     calls_are_told_apart: {
         "calls do not differ by their operands": Edit(
-            "api.py", "run",
-            'looked_up.key("attention", layout, len(outs), wants_lse, *operands)',
-            'looked_up.key("attention", layout_key(q, k, v, *outs), len(outs), wants_lse)',
+            "calls/_forward.py", "run",
+            'looked_up.key("attention", layout, *outs, wants_lse, *operands, *facts)',
+            'looked_up.key("attention", layout_key(q, k, v, *outs.values()), *outs, wants_lse, *facts)',
         ),
         "calls do not differ by what gradients are asked of": Edit(
             "planning/options.py", "Options.key", "draws, wrt, words,", "draws, (), words,"

@@ -19,7 +19,7 @@ cuflash.attention(q, q, q, mask=lambda b, h, i, j: j <= i, score=lambda s, b, h,
 cuflash.attention(q, q, q, mask=cuflash.BlockIndex.from_mask(masks.Causal(), 4, 4, 2), scale=2, deterministic=True)
 cuflash.attention(q, q, q, mask=scipy.sparse.eye_array(4), score=cuflash.scores.softcap(5.0) @ cuflash.scores.bias(q))
 cuflash.attention_vjp(q, q, q, wrt=("sink",), sink=q[:, 0, 0])
-cuflash.attention(q, cuflash.quantize(q), q, precision="fp8", dropout=cuflash.Dropout(0.1, seed=3))
+cuflash.attention(q, cuflash.quantize(q), q, precision="tf32", dropout=cuflash.Dropout(0.1, seed=3))
 cuflash.attention("q", "k", "v")  # type: ignore[call-overload]
 cuflash.attention(q, q, q, dropout=0.1)  # type: ignore[call-overload]
 cuflash.attention(q, q, q, executor="cuda")  # type: ignore[call-overload]

@@ -13,7 +13,8 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 from jax import test_util  # noqa: E402
 
 import cuflash.jax  # noqa: E402
-from cuflash import BlockIndex, api, masks, scores  # noqa: E402
+from cuflash.calls._call import Call  # noqa: E402
+from cuflash import BlockIndex, masks, scores  # noqa: E402
 from cuflash.testing import Example, assert_within_bounds  # noqa: E402
 from executors import GPU  # noqa: E402
 from refusals import reasons_of  # noqa: E402
@@ -107,8 +108,8 @@ def test_masks_are_arrays_and_indexes(make):
 @pytest.mark.parametrize("kind", ["index", "array"])
 def test_calls_with_one_mask_plan_once(monkeypatch, kind):
     kept = RNG.random((20, 20)) < 0.6
-    index, planned, plans = BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4), api.planned, []
-    monkeypatch.setattr(api, "planned", lambda *args, **options: plans.append(args) or planned(*args, **options))
+    index, planned, plans = BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4), Call.of, []
+    monkeypatch.setattr(Call, "of", lambda *args, **options: plans.append(args) or planned(*args, **options))
     for _ in range(2):
         found = attention(*given(), mask=index if kind == "index" else kept)
     o, vjp = jax.vjp(partial(attention, mask=index if kind == "index" else kept), *given())

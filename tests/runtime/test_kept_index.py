@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 from cached_calls import cached
 import pytest
-from cuflash import BlockIndex, api, masks
+from cuflash.calls._call import Call
+from cuflash import BlockIndex, masks
 from cuflash.blocks import index as indices
 from cuflash.executors import gpu
 from cuflash.testing import Example, assert_within_bounds
@@ -53,7 +54,7 @@ def test_a_second_call_with_an_index_asks_nothing_again_in_both_passes(cupy, mon
     o, vjp = cuflash.attention_vjp(*arrays, mask=index)
     first = [o.get(), *(gradient.get() for gradient in vjp(do))]
     before = copies(cupy)
-    for place, name in ((api, "planned"), (gpu, "BoundPass"), (indices, "classify")):
+    for place, name in ((Call, "of"), (gpu, "BoundPass"), (indices, "classify")):
         monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("asked again"))
     o, vjp = cuflash.attention_vjp(*arrays, mask=index)
     again = [o.get(), *(gradient.get() for gradient in vjp(do))]

@@ -9,7 +9,7 @@ import numpy as np
 from cached_calls import cached
 import pytest
 from cuflash import BlockIndex, Quantized, masks
-from cuflash.calls import quantized_call
+from cuflash.calls import _forward
 from executors import needs_compiler
 
 import cuflash
@@ -70,14 +70,14 @@ def is_right(o: Any, mask: Any) -> bool:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_one_layout_are_planned_once(cupy: Any, monkeypatch: Any, name: str) -> None:
     on_host, there = MASKS[name]
-    x8, plans, planned = [on_device(cupy, x) for x in X8], [], quantized_call.planned
+    x8, plans, planned = [on_device(cupy, x) for x in X8], [], _forward.planned
     monkeypatch.setattr(
-        quantized_call, "planned", lambda *given, **more: plans.append(planned(*given, **more)) or plans[-1]
+        _forward, "planned", lambda *given, **more: plans.append(planned(*given, **more)) or plans[-1]
     )
     for seed in range(3):
         o = cuflash.attention(*x8, mask=there(seed, cupy.asarray))
         assert is_right(o.get(), on_host(seed))
-    assert len(plans) == len(cached("quantized")) == 1
+    assert len(plans) == len(cached("attention")) == 1
 
 
 @pytest.mark.gpu(9, 0)

@@ -15,7 +15,8 @@ import torch_machine  # noqa: E402
 from torch_machine import on_device  # noqa: E402
 
 import cuflash.torch  # noqa: E402
-from cuflash import Score, api, masks, scores  # noqa: E402
+from cuflash.calls._call import Call  # noqa: E402
+from cuflash import Score, masks, scores  # noqa: E402
 from cuflash.testing import Example, assert_within_bounds  # noqa: E402
 from refusals import reasons_of  # noqa: E402
 from warped_score import warped  # noqa: E402
@@ -279,7 +280,7 @@ def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkey
             for options in calls:
                 o = attention(*map(on_device, (q, k, v)), **sent(options))
                 require_bounds({"o": o}, **sent(options, as_numpy))
-        monkeypatch.setattr(api, "planned", lambda *given: pytest.fail("planned again"))
+        monkeypatch.setattr(Call, "of", lambda *given: pytest.fail("planned again"))
         attention(*map(on_device, (q, k, v)), **sent({"score": scores.alibi(2 * SLOPE.float())}))
 
 

@@ -67,7 +67,6 @@ CORE = {
     "v of error_bound": lambda put: cuflash.error_bound(Q, K, put(V)),
     "do of error_bound": lambda put: cuflash.error_bound(Q, K, V, put(Q)),
     "x": lambda put: cuflash.quantize(put(Q)),
-    "q in 8 bits": lambda put: cuflash.attention(put(Q), K, V, precision="fp8"),
     "q of a selector": lambda put: selectors.pooled(put(Q), K, block=4, budget=selectors.Budget(top_k=1)),
     "k of a selector": lambda put: selectors.antidiagonal(
         Q, put(K), stride=4, block=4, budget=selectors.Budget(top_k=1)

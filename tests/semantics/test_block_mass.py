@@ -16,7 +16,7 @@ from test_recall import EXACT, problems, tolerance, weights
 
 import cuflash
 from cuflash import DeviceSpec, masks
-from cuflash.calls import checked_plan
+from cuflash.calls import _call
 
 
 def summed(p: Any, block: tuple[int, int]) -> Any:
@@ -112,7 +112,7 @@ def check_on_chip(chip: str, num_processors: int | None = None, **case: Any) -> 
     """Check masses on a simulator of another chip, or of one with fewer multiprocessors."""
     device = replace(DeviceSpec.gpu(chip), name="simulator")
     device = device if num_processors is None else replace(device, num_processors=num_processors)
-    with patch.object(checked_plan, "_SIMULATED", device):
+    with patch.object(_call, "_SIMULATED", device):
         check_halves(SIM, **case)
 
 

@@ -149,9 +149,9 @@ WRONG = {
         lambda cache: cache.attention(ROWS.astype(BFLOAT16), out=ROWS.copy()),
         "out must have shape (2, 2, 3, 16) and dtype bfloat16; got (2, 2, 3, 16) and float32",
     ),
-    "a second rounding, and a scale": (
+    "a precision that is not one, and a scale": (
         lambda cache: cache.attention(ROWS, precision="fp8", scale="large"),
-        "2 reasons:\n- precision must not be 'fp8' for a cache of float8_e4m3fn, whose rows are rounded already",
+        "precision must be 'ieee', 'tf32', 'tf32x3'; got 'fp8'",
     ),
     "pages without scales": (
         lambda cache: KVCache.over(cache.k, cache.v, np.zeros((2, 1), int), [0, 0]),

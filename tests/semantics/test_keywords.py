@@ -22,7 +22,6 @@ Q = np.ones((2, 4, 8), np.float32)
 # What masks answer to the library, and plans to its executors, by position.
 ASKED_BY_THE_LIBRARY = {
     *("intervals", "rectangle", "resolve", "closed_form"),
-    *("bind", "bind_into", "bind_backward", "check_forward", "require_ready"),
 }
 # Names of the caller's own, of arrays or of results, are keywords of these.
 OPEN = {"Plan.forward", "Plan.backward", "Score", "Score.of_reserved", "Score.remade_by", "Example.but"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from cuflash.plans import _summed_to
+from cuflash.arrays import summed_to
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure
 from executors import Run
@@ -112,7 +112,7 @@ def call(
     run_pass(plan, plan.kernels.backward, machine, given | results)
     backward = {}
     for name, each in gradients.items():
-        backward[f"d{name}"] = _summed_to(each.result(f"d{name}", run), shapes[name], problem.dtype)
+        backward[f"d{name}"] = summed_to(each.result(f"d{name}", run), shapes[name], problem.dtype)
     check(**backward)
     return forward | backward
 

@@ -58,7 +58,7 @@ class Sm90Fp8(Family):
         for name, columns in (("q", problem.head_dim), ("v", problem.value_dim)):
             if columns > _DIMS[-1]:
                 reasons.append(
-                    f"{name} must have at most {_DIMS[-1]} columns with precision='fp8' on a GPU, as registers hold "
+                    f"{name} must have at most {_DIMS[-1]} columns for FP8 on a GPU, as registers hold "
                     f"two accumulators of as many; got {columns}: use executor='cpu', or give dequantized()"
                 )
         rows = problem.rows_per_scale
@@ -70,7 +70,7 @@ class Sm90Fp8(Family):
             if count % _MIN_KEYS
         ]
         if device is not None and device.compute_capability not in (None, self.oldest):
-            reasons.append(f"precision='fp8' needs compute capability 9.0; got {device.name}: use executor='cpu'")
+            reasons.append(f"FP8 needs compute capability 9.0; got {device.name}: use executor='cpu'")
         return reasons
 
     def architecture(self, capability: tuple[int, int]) -> str:

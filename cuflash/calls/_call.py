@@ -1,0 +1,377 @@
+"""The door of every call: its arguments are checked once, and what is wrong with them is raised together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from ..arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namespace
+from ..blocks.work_list import requested_mask
+from ..compiler import nvrtc
+from ..errors import collecting, refuse
+from ..executors import gpu
+from ..executors._bound_plan import EXECUTORS
+from ..executors.index_maker import BlockIndex  # plans list the blocks of masks on a device, which its module does
+from ..fp8 import operands as fp8
+from ..layouts import device_number, is_differentiated
+from ..masks.base import Mask
+from ..masks.content import held_arrays
+from ..planning.device import DeviceSpec
+from ..planning.dropout_launches import numbers_of, seed_array
+from ..planning.options import Options
+from ..planning.plan_cache import plan_for
+from ..planning.problem import FP8, Problem, precision_reasons, problem_of, with_operands
+from ..planning.routing import EIGHT_BITS, FAMILIES, named, routed
+from ..planning.scales import RowsPerScale
+from ..planning.score_operands import alignment_reasons
+from ..plans import Plan, as_arrays, as_mask_of_arrays
+from ..scores import Score
+from ..scores.composition import composition
+from ._call_text import call_digest, call_text, parsed_call
+
+_SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
+_host = lru_cache(maxsize=1)(DeviceSpec.host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Everything about a call but its arrays, the numbers of its dropout and its device, checked.
+
+    Attributes
+    ----------
+    problem : Problem
+    mask : Mask
+        The intersection of all masks of the call, resolved for the problem's shape.
+    executor : str
+        "cpu", "gpu" or "sim".
+    kernel : str
+        "auto", or the family of kernels.
+    is_deterministic : bool
+        Every gradient must be bitwise repeatable.
+    """
+
+    problem: Problem
+    mask: Mask
+    executor: str
+    kernel: str = "auto"
+    is_deterministic: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        options: Options,
+        device: DeviceSpec | None = None,
+        rows: RowsPerScale | None = None,
+        reasons: Iterable[str] = (),
+    ) -> Call:
+        """Check the arguments of a call.
+
+        Parameters
+        ----------
+        q, k, v : arrays
+            Arrays, or their shapes and dtypes.
+        options : Options
+            The other arguments.
+        device : DeviceSpec, optional
+            The device that the call is planned for; the current one by default.
+        rows : RowsPerScale, optional
+            The rows of q, k and v that share a scale, if these are FP8 operands.
+        reasons : iterable of str
+            Why the call is refused already.
+
+        Raises
+        ------
+        TypeError
+            An argument is not of a kind that it can be.
+        UnsupportedProblem
+            Arguments break their rules. It lists every reason.
+        """
+        arguments = _Arguments.of(q, k, v, options, device, rows)
+        refuse([*reasons, *(reason for rule in _RULES for reason in rule(arguments))])
+        problem, mask = arguments.problem, arguments.mask
+        assert problem is not None and mask is not None
+        kernel = "auto" if arguments.executor == "cpu" else options.kernel
+        return cls(
+            problem=problem, mask=mask, executor=arguments.executor, kernel=kernel,
+            is_deterministic=bool(options.deterministic),
+        )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """A text from which `parse` makes an equal call.
+
+        Raises
+        ------
+        TypeError
+            The mask holds arrays or functions.
+        """
+        return call_text(self)
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits of the text."""
+        return call_digest(self.text)
+
+    @classmethod
+    def parse(cls, text: str) -> Call:
+        """Return the call of a text."""
+        call: Call = parsed_call(text, cls)
+        return call
+
+    def plan(self, device: DeviceSpec | None = None) -> Plan:
+        """Return the plan of the call for a device, by default the current one of its executor.
+
+        Raises
+        ------
+        UnsupportedProblem
+            No kernel serves the call on the device. It names each family that could, with its reasons.
+        """
+        device = device or _device(self.executor)
+        if self.executor == "cpu":
+            return Plan(plan_for(self.problem, self.mask, device, None, self.is_deterministic), "cpu")
+        family = routed(self.problem, device)[0] if self.kernel == "auto" else named(self.kernel, self.problem)
+        refuse(family.reasons(self.problem, device))
+        return Plan(plan_for(self.problem, self.mask, device, self.kernel, self.is_deterministic), self.executor)
+
+
+def _device(executor: str) -> DeviceSpec:
+    """Return the current device of an executor."""
+    if executor == "gpu":
+        return gpu.current_device()
+    return _host() if executor == "cpu" else _SIMULATED
+
+
+def planned(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options,
+    device: DeviceSpec | None = None,
+    rows: RowsPerScale | None = None,
+    reasons: Iterable[str] = (),
+) -> Plan:
+    """Return the plan of a call with the arrays of its score function; all arguments are those of `Call.of`."""
+    plan = Call.of(q, k, v, options, device, rows, reasons).plan(device)
+    captured = {name: each for name, each in _captured(options, q).items() if not isinstance(each, ShapeDtype)}
+    return replace(plan, captured=captured, numbers=numbers_of(options.dropout))
+
+
+def composed_score(options: Options, q: Any = None) -> Score | None:
+    """Return score, softcap and bias as one Score, over tensors of PyTorch and arrays of JAX where these are passed.
+
+    A bias that is a list becomes an array where q is.
+    """
+    return composition(options.score, options.softcap, options.bias, partial(_as_bias, q))
+
+
+def _as_bias(q: Any, bias: Any) -> Any:
+    return bias if is_differentiated(bias) else as_arrays({"bias": bias}, like=q)["bias"]
+
+
+def _captured(options: Options, q: Any) -> dict[str, Any]:
+    """Return the arrays of the score function and the seed of dropout, by name."""
+    composed = composed_score(options, q)
+    return as_arrays(seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Arguments:
+    """The arguments of a call as rules read them, and the problem and mask that they make.
+
+    Attributes
+    ----------
+    arrays : dict by name
+        q, k and v.
+    options : Options
+    executor : str
+        "auto" is resolved. Empty if the argument is not a string.
+    device : DeviceSpec, optional
+    rows : RowsPerScale, optional
+    problem : Problem, optional
+        None if there is none.
+    mask : Mask, optional
+        Resolved; None if there is none.
+    reasons : list of str
+        Why there is no problem, or no mask.
+    """
+
+    arrays: Mapping[str, Array]
+    options: Options
+    executor: str
+    device: Any
+    rows: RowsPerScale | None
+    problem: Problem | None
+    mask: Mask | None
+    reasons: list[str]
+
+    @classmethod
+    def of(
+        cls, q: Any, k: Any, v: Any, options: Options, device: Any, rows: RowsPerScale | None
+    ) -> _Arguments:
+        if rows is None:
+            refuse(fp8.gradient_reasons(q, k, v))
+        q, k, v, sink = as_arrays({"q": q, "k": k, "v": v, "sink": options.sink}).values()
+        executor = _executor((q, k, v), options.executor, device)
+        executor = executor if isinstance(executor, str) else ""
+        reasons: list[str] = []
+        composed = None
+        with collecting(reasons):
+            composed = composed_score(options, q)
+            _captured(options, q)
+        mask = options.mask
+        if type(mask) is BlockIndex and mask.kept is not None:
+            mask = mask.kept.mask  # which has lists of earlier calls
+        # A plan for elsewhere leaves a mask's arrays where they are.
+        is_kept = device is not None and isinstance(mask, Mask)
+        converted = mask if is_kept else partial(as_mask_of_arrays, mask, executor, q)
+        precision = "ieee" if precision_reasons(q, options.precision) else options.precision  # other reasons count too
+        pose = partial(_posed, namespace(q) if is_array(q) else None, sink, options, composed, precision, converted)
+        problem, resolved, further = pose(q, k, v)
+        reasons += _with_turn(further, pose, q, k, v) if further else []
+        if problem is not None and rows is not None:
+            problem = replace(problem, precision=FP8, rows_per_scale=rows)
+        return cls({"q": q, "k": k, "v": v}, options, executor, device, rows, problem, resolved, reasons)
+
+
+def _executor(arrays: tuple[Any, ...], executor: Any, device: Any) -> Any:
+    """Return the executor that "auto" stands for: where the arrays are, or what a device given is."""
+    if not isinstance(executor, str) or executor != "auto":
+        return executor
+    if isinstance(device, DeviceSpec):
+        return "cpu" if device.compute_capability is None else "gpu"
+    return "gpu" if any(namespace(array).__name__ == "cupy" for array in arrays) else "cpu"
+
+
+def _posed(
+    where: Any, sink: Any, options: Options, composed: Score | None, precision: Any, mask: Any, q: Any, k: Any, v: Any
+) -> tuple[Problem | None, Mask | None, list[str]]:
+    """Return the problem of a call and its resolved mask, and why there is none; a `partial` makes the mask.
+
+    `where` is the namespace of q, if q is an array.
+    """
+    reasons, resolved = list[str](), None
+    problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
+    with collecting(reasons):
+        if problem is not None:
+            problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
+    if problem is not None:
+        with collecting(reasons):
+            mask = mask() if isinstance(mask, partial) else mask
+            resolved = requested_mask(mask, options.causal, options.window, problem.mask_shape, where)
+        reasons += alignment_reasons(composed, mask, options.causal, problem.mask_shape)
+    return problem, resolved, reasons
+
+
+def _with_turn(reasons: list[str], pose: Callable[..., Any], *arrays: Any) -> list[str]:
+    """Return reasons to refuse a call; those that vanish if tokens come before heads say how such arrays are passed.
+
+    Arrays look so if they have as many tokens as heads, or more. `pose` returns the reasons for other q, k and v last.
+    """
+    shapes = [tuple(array.shape) for array in arrays]
+    if any(len(shape) < 3 or shape[-3] < shape[-2] for shape in shapes):
+        return reasons
+    turned = ((*shape[:-3], shape[-2], shape[-3], shape[-1]) for shape in shapes)
+    still = set(pose(*(ShapeDtype(shape, array.dtype) for shape, array in zip(turned, arrays)))[-1])
+    if not still < set(reasons):
+        return reasons
+    layout = "(seqlen, heads, dim)" if len(shapes[0]) == 3 else "(batch, seqlen, heads, dim)"
+    fix = f"; if your arrays are {layout}, pass x.swapaxes(-3, -2)"
+    return [reason if reason in still else reason + fix for reason in reasons]
+
+
+def _executor_reasons(call: _Arguments) -> list[str]:
+    executor = call.options.executor
+    if call.executor in EXECUTORS:
+        return []
+    return [f"executor must be 'auto', {', '.join(map(repr, EXECUTORS))}; got {describe(executor)}"]
+
+
+def _kind_reasons(call: _Arguments) -> list[str]:
+    if call.executor not in EXECUTORS:
+        return []
+    kinds = {namespace(array).__name__ for array in call.arrays.values() if is_array(array)}
+    if len(kinds) > 1:
+        return [f"q, k and v must be of one kind; got arrays of {', '.join(sorted(kinds))}: copy them explicitly"]
+    if call.device is not None or not kinds - {"cupy" if call.executor == "gpu" else "numpy"}:
+        return []
+    wanted, fix = ("CuPy", "cupy.asarray(q)") if call.executor == "gpu" else ("NumPy", "cupy.asnumpy(q)")
+    came = f"got {kinds.pop()}'s as q, k and v"
+    return [f"executor={call.executor!r} takes {wanted} arrays; {came}: pass {fix}, or leave executor= out"]
+
+
+def _kernel_reasons(call: _Arguments) -> list[str]:
+    kernel, families = call.options.kernel, ", ".join(map(repr, FAMILIES))
+    if call.executor not in EXECUTORS:
+        return []
+    is_name = isinstance(kernel, str)
+    if call.executor == "cpu" and not (is_name and kernel == "auto"):
+        others = f"{families} are for executor='gpu' and 'sim'"
+        return [f"kernel must be 'auto' on the CPU ({others}); got {describe(kernel)}: leave kernel= out"]
+    if not is_name or kernel not in ("auto", *FAMILIES):
+        return [f"kernel must be 'auto', {families}; got {describe(kernel)}"]
+    if call.rows is not None and kernel not in ("auto", EIGHT_BITS):
+        return [f"kernel must be 'auto' or {EIGHT_BITS!r} for 8-bit q, k and v; got {kernel!r}"]
+    return []
+
+
+def _precision_reasons(call: _Arguments) -> list[str]:
+    precision = call.options.precision
+    if call.executor not in EXECUTORS:
+        return []
+    reasons = precision_reasons(call.arrays["q"], precision)
+    if reasons or precision == "ieee":
+        return reasons
+    if call.rows is not None:
+        return [f"precision must be 'ieee' for Quantized q, k and v; got {precision!r}: leave it out"]
+    if call.executor == "cpu":
+        return [f"precision={precision!r} needs a GPU's tensor cores; executor='cpu' has precision='ieee'"]
+    return []
+
+
+def _deterministic_reasons(call: _Arguments) -> list[str]:
+    return flag_reasons("deterministic", call.options.deterministic)
+
+
+def _problem_reasons(call: _Arguments) -> list[str]:
+    return call.reasons
+
+
+def _device_reasons(call: _Arguments) -> list[str]:
+    device, executor = call.device, call.executor
+    if device is None:
+        return []
+    if not isinstance(device, DeviceSpec):
+        return [f"device must be a DeviceSpec or None; got {describe(device)}: write DeviceSpec.gpu('H100')"]
+    if (executor == "cpu") == (device.compute_capability is None):
+        return []
+    kind, fix = ("the host", "DeviceSpec.host()") if executor == "cpu" else ("a GPU", "DeviceSpec.gpu('H100')")
+    return [f"device must be {kind} for executor={executor!r}; got {device.name}: write {fix}"]
+
+
+def _family_reasons(call: _Arguments) -> list[str]:
+    kernel = call.options.kernel
+    if call.problem is None or call.executor == "cpu" or not isinstance(kernel, str) or kernel not in FAMILIES:
+        return []
+    return named(kernel, call.problem).reasons(call.problem, None)
+
+
+def _mask_device_reasons(call: _Arguments) -> list[str]:
+    """Return why kernels on the current device cannot read what the mask holds."""
+    if call.mask is None or call.executor != "gpu" or call.device is not None:
+        return []
+    numbers = {device_number(array) for array in held_arrays(call.mask)} - {None}
+    if not numbers:
+        return []
+    _, current = nvrtc.current_device()
+    return [f"mask's arrays must be on the current device, {current}; got device {n}" for n in numbers - {current}]
+
+
+_RULES: tuple[Callable[[_Arguments], list[str]], ...] = (
+    _executor_reasons, _kind_reasons, _kernel_reasons, _precision_reasons, _deterministic_reasons, _problem_reasons,
+    _device_reasons, _family_reasons, _mask_device_reasons,
+)  # fmt: skip

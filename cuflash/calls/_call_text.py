@@ -1,0 +1,75 @@
+"""The canonical text of a call: JSON of its records, each with the name of its class; `Call.parse` reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from ..dropout import Draws
+from ..masks.base import Mask
+from ..planning.operands import Operand
+from ..planning.problem import Problem
+from ..planning.scales import RowsPerScale
+from ..scores.program import ArrayType, Instruction, Program
+
+_RECORDS = (Problem, Operand, Draws, RowsPerScale, Program, Instruction, ArrayType)
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def call_text(call: Any) -> str:
+    """Return the text of a frozen record.
+
+    Raises
+    ------
+    TypeError
+        It holds something that has no text, such as an array or a function.
+    """
+    return json.dumps(_encoded(call), separators=(",", ":"))
+
+
+def call_digest(text: str) -> str:
+    """Return 32 hexadecimal digits that two texts are not expected to share."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def parsed_call(text: str, kind: type[Any]) -> Any:
+    """Return the record of a text, of a class `kind`."""
+    classes = {each.__name__: each for each in (kind, *_RECORDS, *_masks(Mask))}
+    return _decoded(json.loads(text), classes)
+
+
+def _masks(kind: type[Mask]) -> Iterator[type[Mask]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _masks(each)
+
+
+def _encoded(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is tuple:
+        return [_encoded(each) for each in value]
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    name = type(value).__name__
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: {each.name: _encoded(getattr(value, each.name)) for each in fields(value) if each.init}}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: {field: _encoded(each) for field, each in value._asdict().items()}}
+    raise TypeError(f"a call with {name} has no text: write a mask in closed form, such as masks.Causal()")
+
+
+def _decoded(value: Any, classes: dict[str, type[Any]]) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list):
+        return tuple(_decoded(each, classes) for each in value)
+    ((name, content),) = value.items()
+    if name == "dtype":
+        return np.dtype(content)
+    return classes[name](**{field: _decoded(each, classes) for field, each in content.items()})

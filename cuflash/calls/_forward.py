@@ -1,0 +1,201 @@
+"""The forward pass of a call: repeated calls are looked up, others are planned, bound and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, ShapeDtype, flag_reasons, is_array, namespace
+from ..errors import UnsupportedProblem, collecting, refuse
+from ..executors import checks, gpu
+from ..executors._bound_plan import BoundPlan
+from ..executors._layout_key import layout_key
+from ..fp8 import Quantized, kernel_calls, operands as fp8
+from ..layouts import is_foreign
+from ..masks.one_array import at_each_call
+from ..planning.dropout_launches import numbers_of, seed_array
+from ..planning.list_kernels import AT_CALL, WorkAtCall
+from ..planning.lookup import lookup
+from ..planning.options import Options
+from ..planning.scales import RowsPerScale
+from ..plans import Plan, as_arrays, as_mask_of_arrays, named_outputs, outputs_as_arrays, with_numbers
+from ..scores import Score
+from ._call import Call, composed_score, planned
+
+
+class RepeatedCall(NamedTuple):
+    """What runs a repeated call.
+
+    Attributes
+    ----------
+    plan : Plan
+        Without the arrays of the call that it was made for.
+    forward : BoundPlan
+    lists_of : callable, optional
+        Makes the lists of the mask from its arrays, if each call makes them.
+    """
+
+    plan: Plan
+    forward: BoundPlan
+    lists_of: Callable[..., Array] | None
+
+
+class Forward(NamedTuple):
+    """A forward pass that has run.
+
+    Attributes
+    ----------
+    plan : Plan
+    arrays : dict by name
+        What the pass read, with the lists of the mask if the call made them.
+    o, lse : array
+        lse may be None if it is not wanted.
+    """
+
+    plan: Plan
+    arrays: dict[str, Array]
+    o: Array
+    lse: Array
+
+
+def run(
+    q: Any, k: Any, v: Any, options: Options, out: Any, return_lse: bool = True, *, has_gradient: bool = False
+) -> Forward:
+    """Run the forward pass of a call. Its arguments are as a user passed them; the first call like it checks them.
+
+    A call that has a gradient returns lse whatever `return_lse` is.
+    """
+    options, operands = with_one_score(options, q)
+    if type(options.causal) is np.bool:
+        options = options._replace(causal=bool(options.causal))
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+    rows: RowsPerScale | None = None
+    facts: tuple[Any, ...] = ()
+    if type(q) is Quantized or type(k) is Quantized or type(v) is Quantized:
+        if has_gradient:
+            refuse(fp8.gradient_reasons(q, k, v))
+        options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
+        _refuse_quantized(q, k, v, options, fp8.call_reasons(q, k, v, options.executor, out))
+        if options.executor == "cpu":
+            scaled = run(q.scaled(), k.scaled(), v.scaled(), options, None, return_lse)
+            with np.errstate(over="ignore", invalid="ignore"):
+                return scaled._replace(o=scaled.o.astype(v.source_dtype, copy=False))
+        arrays, rows = kernel_calls.kernel_arrays(q, k, v), kernel_calls.rows_per_scale(q, k, v)
+        facts = (v.source_dtype, q.shape, k.shape, v.shape, rows)
+    arrays |= operands
+    outs = {} if out is None else named_outputs(out)
+    layout = layout_key(*arrays.values(), *outs.values())
+    if layout is None or options.mask is not None and is_foreign(options.mask):
+        arrays, outs, options = with_known_arrays(arrays, outs, options)
+        layout = layout_key(*arrays.values(), *outs.values())
+    looked_up = lookup(options, layout_key)
+    contents, key = looked_up.contents, None
+    wants_lse = has_gradient or return_lse
+    if not checks.is_on() and type(return_lse) is bool:
+        key = looked_up.key("attention", layout, *outs, wants_lse, *operands, *facts)
+    call: RepeatedCall | None = looked_up.find(key)
+    if call is None:
+        snapshot = looked_up.snapshot()
+        if looked_up.is_compared and snapshot is None:
+            key = None
+        options = options._replace(sink=arrays.get("sink"))
+        if key is not None and contents is not None:
+            options = options._replace(mask=at_each_call(options.mask))
+        plan = _planned(q, k, v, arrays, outs, options, rows, flag_reasons("return_lse", return_lse))
+        work, lists_of = plan.plan.work, None
+        if isinstance(work, WorkAtCall) and contents is not None:
+            lists_of = gpu.lists_of_calls(plan.plan, work)
+            arrays[AT_CALL] = lists_of(*contents.arrays)
+        elif contents is not None:
+            key = None
+        plan = plan._without_arrays()
+        call = RepeatedCall(plan, plan._bind("forward", arrays, outs, wants_lse=wants_lse, pins=True), lists_of)
+        if key is not None:
+            looked_up.keep(key, call, snapshot)
+    else:
+        if contents is not None and call.lists_of is not None:
+            arrays[AT_CALL] = call.lists_of(*contents.arrays)
+        if options.dropout is not None:
+            call = call._replace(plan=with_numbers(call.plan, numbers_of(options.dropout)))
+        if outs and call.forward.may_overlap(arrays, outs):
+            call.plan._require("forward", arrays, outs)
+    o, *lse = call.forward.run(arrays, outs, call.plan.numbers)
+    return Forward(call.plan, arrays, o, lse[0] if lse else None)
+
+
+def _planned(
+    q: Any,
+    k: Any,
+    v: Any,
+    arrays: dict[str, Array],
+    outs: dict[str, Array],
+    options: Options,
+    rows: RowsPerScale | None,
+    reasons: list[str],
+) -> Plan:
+    """Return the plan of a call, which takes its arrays; q, k and v are `Quantized` if there are rows of a scale.
+
+    `reasons` refuse the call already.
+    """
+    if rows is None:
+        with collecting(reasons):
+            outs = outputs_as_arrays(outs)
+        plan = planned(arrays["q"], arrays["k"], arrays["v"], options, reasons=reasons)
+        plan._require("forward", arrays, outs)
+    else:
+        refuse(kernel_calls.location_reasons(arrays))
+        plan = planned(*kernel_calls.shapes(q, k, v), options, rows=rows, reasons=reasons)
+        plan._require_ready()
+    return plan
+
+
+def _refuse_quantized(q: Any, k: Any, v: Any, options: Options, reasons: list[str]) -> None:
+    """Refuse `Quantized` operands if there are reasons, with the reasons to refuse the other arguments."""
+    if reasons and all(isinstance(x, Quantized) or is_array(x) for x in (q, k, v)):
+        rows = None if options.executor == "cpu" else kernel_calls.rows_per_scale(q, k, v)
+        q, k, v = (ShapeDtype(x.shape, np.dtype(np.float32)) for x in (q, k, v))
+        Call.of(q, k, v, options, rows=rows, reasons=reasons)
+    refuse(reasons)
+
+
+def with_known_arrays(
+    arrays: dict[str, Any], outs: dict[str, Any], options: Options
+) -> tuple[dict[str, Any], dict[str, Any], Options]:
+    """Return a call with arrays of other libraries as `as_arrays` takes them; the plan refuses what cannot be taken."""
+    arrays = as_arrays(arrays)
+    if outs:
+        with suppress(UnsupportedProblem):
+            outs = outputs_as_arrays(outs)
+    if options.mask is not None:
+        with suppress(UnsupportedProblem):
+            executor = "gpu" if namespace(arrays["q"]).__name__ == "cupy" else "cpu"
+            options = options._replace(mask=as_mask_of_arrays(options.mask, executor, arrays["q"]))
+    return arrays, outs, options
+
+
+_FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("score", "wrt"))
+
+
+def with_one_score(options: Options, q: Any = None) -> tuple[Options, dict[str, Any]]:
+    """Return options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v.
+
+    A bias that is a list becomes an array where q is.
+    """
+    score, softcap, bias, sink, dropout = options[_FIRST_OPERAND:_END_OF_OPERANDS]
+    if score is softcap is bias is sink is dropout is None:
+        return options, {}
+    operands = ({} if sink is None else {"sink": sink}) | seed_array(dropout)
+    if score is softcap is bias is None:
+        return options, operands
+    if softcap is bias is None and type(score) is Score:
+        return options, operands | score.arrays
+    try:
+        composed = composed_score(options, q)
+    except UnsupportedProblem:  # `planned` raises this again, with all other reasons
+        return options, operands
+    assert composed is not None
+    one = *options[:_FIRST_OPERAND], composed, None, None, *options[_FIRST_OPERAND + 3 :]
+    return Options._make(one), operands | composed.arrays

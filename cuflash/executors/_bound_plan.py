@@ -1,0 +1,119 @@
+"""A pass of a plan that is bound to the layouts of arrays: what runs every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from ..arrays import Array, ShapeDtype, namespace, summed_to, times_power_of_two
+from ..layouts import reach
+from ..planning.plan import KernelPlan
+from . import checks, cpu, gpu, sim, without_keys
+
+EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
+
+
+_SCALED = "for a scale so far from 1 q and k are copied to memory that a graph would outlive"
+_SUMMED = "gradients over broadcast axes are summed in memory that a graph would outlive"
+
+
+class BoundPlan:
+    """A pass of a plan for arrays of one layout.
+
+    Parameters
+    ----------
+    plan : KernelPlan
+    executor : str
+        "cpu", "gpu" or "sim".
+    name : str
+        The pass, "forward" or "backward".
+    arrays, outs : dict of arrays by name
+        What the pass reads, and results that the caller allocates; layouts are enough on a GPU.
+    wants_lse, pins, axes, machine
+        As `Plan._bind` takes them.
+    """
+
+    def __init__(
+        self,
+        plan: KernelPlan,
+        executor: str,
+        name: str,
+        arrays: Mapping[str, Array],
+        outs: Mapping[str, Array] = MappingProxyType({}),
+        wants_lse: bool = True,
+        pins: bool = False,
+        axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        machine: gpu.Gpu | None = None,
+    ) -> None:
+        problem, wanted, results = plan.problem, plan.results(name), plan.kernel_results(name)
+        new = {result: each for result, each in results.items() if result not in outs}
+        unwanted = {"lse": new.pop("lse")} if name == "forward" and not wants_lse and "lse" in new else {}
+        self._names, self._results = tuple(arrays), tuple(each for each in results if each not in unwanted)
+        self._is_checked, self._is_backward = checks.is_on(), name == "backward"
+        self._machine = (machine or gpu.current_target()) if executor == "gpu" else None
+        of_scale = ("q", "k") if problem.rows_per_scale is None else ("q_scale", "k_scale")
+        exponents = dict(zip(of_scale, problem.scaling[1:])) if any(problem.scaling[1:]) else {}
+        self._exponents = {name: exponent for name, exponent in exponents.items() if exponent}
+        self._sums = {} if wanted == results else wanted
+        self._copies = _SCALED if self._exponents else _SUMMED if self._sums else ""
+        read = {each: self._scaled(each, array) for each, array in arrays.items()}
+        options = {"machine": self._machine} if machine is not None else {}
+        executes = without_keys if plan.is_empty else EXECUTORS[executor]
+        self._call = executes.bind(
+            plan, name, {**problem.keyed(read), **outs}, new, unwanted=unwanted, axes=axes, pins=pins, **options
+        )
+        self._is_plain = not (outs or self._exponents or self._sums or self._is_checked)
+        self._spans = [reach(array) for array in (*arrays.values(), *outs.values())] if outs and self._machine else []
+
+    def run(
+        self, arrays: Mapping[str, Array], outs: Mapping[str, Array] = MappingProxyType({}), numbers: Sequence[int] = ()
+    ) -> Sequence[Array]:
+        """Return the results of the pass on arrays of the layouts that it was bound to, in the order of the plan's.
+
+        An lse that is not wanted is left out. `numbers` are the seed and offset of dropout.
+        """
+        if self._is_plain:
+            results: Sequence[Array] = self._call(*arrays.values(), numbers=numbers)
+            return results
+        if self._machine is not None and self._copies:
+            self._machine.refuse_copies(self._copies)
+        read = [self._scaled(name, array) for name, array in arrays.items()]
+        check = None
+        if self._is_checked:
+            is_read = [not self._is_backward or name not in ("o", "lse") for name in self._names]
+            inputs = {name: array for name, array, is_input in zip(self._names, read, is_read) if is_input}
+            check = checks.Check(namespace(read[0]), inputs)
+        new = iter(self._call(*read, *outs.values(), numbers=numbers, check=check))
+        return [self._finished(name, outs[name] if name in outs else next(new)) for name in self._results]
+
+    def may_overlap(self, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> bool:
+        """Return whether memory of `outs` may overlap that of another array; True on the host, which is not looked at.
+
+        Memory between an array's first and last element counts as its own.
+        """
+        if self._machine is None:
+            return True
+        starts = [self._machine.address(array) for array in (*arrays.values(), *outs.values())]
+        ends = [start + high for start, (_, high) in zip(starts, self._spans)]
+        starts = [start + low for start, (low, _) in zip(starts, self._spans)]
+        first_out = len(self._names)
+        return any(
+            starts[out] < ends[other] and starts[other] < ends[out]
+            for out in range(first_out, len(starts))
+            for other in range(out)
+        )
+
+    def _scaled(self, name: str, array: Array) -> Array:
+        """Return q or k times the power of two that `Problem.scaling` takes out of the scale; all else as it is."""
+        return times_power_of_two(array, self._exponents[name]) if name in self._exponents else array
+
+    def _finished(self, name: str, result: Array) -> Array:
+        """Return a gradient times its power of two, and summed over broadcast axes."""
+        if self._is_backward and name[1:] in self._exponents:
+            result = times_power_of_two(result, self._exponents[name[1:]])
+        if not self._sums:
+            return result
+        wanted: ShapeDtype = self._sums[name]
+        sum_to: Callable[..., Array] = summed_to if self._machine is None else self._machine.sum_to
+        return sum_to(result, wanted.shape, wanted.dtype)
