@@ -426,10 +426,8 @@ class _OnGpu:
     ) -> Sequence[Any]:
         """Return o and lse; None for an lse that is not wanted."""
         arrays = dict(zip(self._names, (*tensors, *lists)))
-        if self._outs:
-            written = (each for each in outs if each is not None)
-            return _returned(outs, self._forward.run(arrays, dict(zip(self._outs, written)), numbers))
-        results = self._forward.run(arrays, numbers=numbers)
+        written = dict(zip(self._outs, (each for each in outs if each is not None)))
+        results = self._forward.run(arrays, written, numbers)
         return results if len(results) == 2 else (results[0], None)
 
     def backward(

@@ -355,9 +355,10 @@ def _device_reasons(call: _Arguments) -> list[str]:
 
 def _family_reasons(call: _Arguments) -> list[str]:
     kernel = call.options.kernel
-    if call.problem is None or call.executor == "cpu" or not isinstance(kernel, str) or kernel not in FAMILIES:
+    if call.problem is None or call.executor == "cpu" or not isinstance(kernel, str):
         return []
-    return named(kernel, call.problem).reasons(call.problem, None)
+    is_named = kernel in FAMILIES or call.rows is not None  # one family serves FP8, and others are chosen by device
+    return named(kernel, call.problem).reasons(call.problem, None) if is_named else []
 
 
 def _mask_device_reasons(call: _Arguments) -> list[str]:

@@ -18,6 +18,7 @@ from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import gpu
 from .arguments import KernelArguments
+from .checks import Check
 from .launch import BoundCall, Lists
 from .tensor_map import Template, BoxedArray, simulated, template
 from .workspaces import SeparateWorkspaces
@@ -125,5 +126,16 @@ _SIMULATOR = Simulator()
 def bind(
     plan: KernelPlan, name: str, given: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
 ) -> BoundCall:
-    """Return the function that runs a pass on the simulator, as `gpu.bind` does on a GPU."""
-    return gpu.bind(plan, name, given, results, **options, machine=_SIMULATOR)
+    """Return the function that runs a pass on the simulator, as `gpu.bind` does on a GPU.
+
+    The pass is bound once for each simulator that stands in for the usual one, as tests have it.
+    """
+    bound: dict[Simulator, BoundCall] = {}
+
+    def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> Sequence[Array]:
+        machine = _SIMULATOR
+        if machine not in bound:
+            bound[machine] = gpu.bind(plan, name, given, results, **options, machine=machine)
+        return bound[machine](*arrays, numbers=numbers, check=check)
+
+    return call

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ..blocks.work_list import IntervalWork, WorkList
+from ..masks.content import without_memos
 from .device import DeviceSpec
 from .problem import Problem
 
@@ -54,6 +56,9 @@ class HostTiling:
     block_q: int
     block_kv: int
     work: WorkList
+
+    def __getstate__(self) -> Any:
+        return without_memos(self)
 
     @cached_property
     def is_small(self) -> bool:
