@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import DTYPES, Array, as_dtype, describe, flag_reasons, to_host
-from ..blocks.work_list import requested_mask
+from ..calls._call import Call, composed_score
 from ..dropout import Dropout
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..fp8 import e4m3, operands as fp8
@@ -17,12 +17,9 @@ from ..fp8.cuts import Cuts
 from ..keywords import explains_keywords
 from ..planning.dropout_launches import SEED
 from ..planning.options import Options
-from ..planning.problem import problem_of, with_operands
-from ..planning.score_operands import alignment_reasons
 from ..planning.staged_array import gradient_in_parts
-from ..plans import Plan, as_mask_of_arrays
+from ..plans import Plan
 from ..reference import allowed_of, expand_heads, with_heads
-from ..scores import library
 from ..scores.values import Operands
 from .captured import Captured
 from .forward import Weights, forward_tolerances
@@ -168,23 +165,22 @@ def error_bound(
         refuse(reasons)
         storage, (q, k, v) = v.source_dtype, (x.scaled(np.float64) for x in (q, k, v))
     q, k, v, do, dlse, sink = host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
-    composed = None
-    with collecting(reasons):
-        composed = library.composed(score, softcap, bias)
-    problem = problem_of(reasons, q, k, v, scale=scale, precision=precision)
-    with collecting(reasons):
-        problem = problem and with_operands(problem, {"sink": sink}, wrt, composed, dropout)
     with collecting(reasons):
         product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
-    if problem is not None:
-        reasons += _cotangent_reasons("do", do, problem.o_shape())
-        reasons += _cotangent_reasons("dlse", dlse, problem.lse_shape())
-        with collecting(reasons):
-            asked = requested_mask(as_mask_of_arrays(mask, "cpu"), causal, window, problem.mask_shape, np)
-        reasons += alignment_reasons(composed, mask, causal, problem.mask_shape)
-    if reasons or problem is None:
+    # A call on the simulator may have any precision.
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, executor="sim", precision=precision
+    )
+    call = None
+    with collecting(reasons):
+        call = Call.of(q, k, v, options)
+    if call is not None:
+        reasons += _cotangent_reasons("do", do, call.problem.o_shape())
+        reasons += _cotangent_reasons("dlse", dlse, call.problem.lse_shape())
+    if reasons or call is None:
         raise UnsupportedProblem(reasons)
-    allowed = asked.toarray(**problem.mask_shape._asdict())
+    problem, composed = call.problem, composed_score(options, q)
+    allowed = call.mask.toarray(**problem.mask_shape._asdict())
     model = Rounding.of(storage or problem.dtype, precision, product_dtype, probable)
     cuts = None
     if storage is not None:
