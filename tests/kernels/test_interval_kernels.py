@@ -212,7 +212,7 @@ def require_bounds(mask, **found):
 
 def asks_nothing_again(monkeypatch):
     resolved = ((ResolvedSequences, "bounds"), (SortedDocuments, "bounds"))
-    for place, name in ((Call, "of"), (gpu, "BoundPass"), (gpu, "ListMaker"), *resolved):
+    for place, name in ((Call, "plan"), (gpu, "BoundPass"), (gpu, "ListMaker"), *resolved):
         monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
 
 

@@ -191,7 +191,7 @@ def test_a_call_makes_its_lists_by_kernels_and_reads_the_mask_anew(cupy, monkeyp
         require_bounds(got, mask=make(np.roll(contents, number, axis=-1)))
         array[...] = np.roll(array.get(), 1, axis=-1)  # in place: the next call sees it
         if number == 0:
-            monkeypatch.setattr(Call, "of", lambda *args, **options: pytest.fail("planned again"))
+            monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
             monkeypatch.setattr(gpu, "ListMaker", lambda *args: pytest.fail("bound again"))
 
 
@@ -264,7 +264,7 @@ def test_a_repeated_call_writes_to_given_arrays_and_asks_nothing_again(cupy, mon
         assert cuflash.attention(*arrays, causal=True, out=(both, lse)) is both
         assert (both.get() == out.get()).all()
         assert_within_bounds(example, o=out.get(), lse=lse.get())
-        monkeypatch.setattr(Call, "of", lambda *args, **options: pytest.fail("planned again"))
+        monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
 
 
 def test_outputs_that_overlap_arrays_are_refused_by_repeated_calls_too(cupy):

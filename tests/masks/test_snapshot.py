@@ -65,7 +65,7 @@ def test_a_call_with_the_same_mask_plans_nothing(monkeypatch, name):
     mask = MASKS[name]()
     first = cuflash.attention(Q, K, V, mask=mask)
     with monkeypatch.context() as patched:
-        patched.setattr(Call, "of", lambda *given, **options: pytest.fail("planned again"))
+        patched.setattr(Call, "plan", lambda *given, **options: pytest.fail("planned again"))
         assert (cuflash.attention(Q, K, V, mask=mask) == first).all()
     owner = weakref.ref(mask)
     before = len(cached("attention"))

@@ -96,7 +96,7 @@ def scores_of_jax_are_right(library: ModuleType) -> None:
             score = library.Score(gathered, table=table, places=places)
             return module.attention(q, k, v, score=score, bias=bias, sink=sink)
 
-        with watched(module.calls._call.Call, "of") as calls:
+        with watched(module.calls._call.Call, "plan") as calls:
             ours = call(table, places, bias)
             found, of_table = jax.vjp(lambda table, places: call(table, places, bias), table, places)
             _, of_bias = jax.vjp(lambda bias: call(table, places, bias), bias)

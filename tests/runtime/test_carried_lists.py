@@ -85,7 +85,7 @@ def test_calls_with_new_indices_of_one_layout_are_one_cached_call(cupy: Any, mon
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     first = cuflash.attention(*arrays, mask=index_on(cupy, blocks(0), True))
     (key,) = cached("attention")
-    monkeypatch.setattr(Call, "of", None)
+    monkeypatch.setattr(Call, "plan", None)
     for seed in (0, 1):
         o = cuflash.attention(*arrays, mask=index_on(cupy, blocks(seed), True))
         assert (o.get() == first.get()).all() == (seed == 0)
@@ -108,8 +108,8 @@ def test_indices_in_other_blocks_or_intersected_are_listed_by_kernels_and_planne
     cupy: Any, monkeypatch: Any, block: tuple[int, int], options: dict[str, Any], is_causal: bool
 ) -> None:
     arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
-    indices, plans, planned = indices_and_masks(cupy, is_causal, block), [], Call.of
-    monkeypatch.setattr(Call, "of", lambda *given: plans.append(planned(*given)) or plans[-1])
+    indices, plans, planned = indices_and_masks(cupy, is_causal, block), [], Call.plan
+    monkeypatch.setattr(Call, "plan", lambda *given: plans.append(planned(*given)) or plans[-1])
     results_of_each = []
     for index, _ in indices:
         cupy.log.clear()

@@ -108,8 +108,8 @@ def test_masks_are_arrays_and_indexes(make):
 @pytest.mark.parametrize("kind", ["index", "array"])
 def test_calls_with_one_mask_plan_once(monkeypatch, kind):
     kept = RNG.random((20, 20)) < 0.6
-    index, planned, plans = BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4), Call.of, []
-    monkeypatch.setattr(Call, "of", lambda *args, **options: plans.append(args) or planned(*args, **options))
+    index, planned, plans = BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4), Call.plan, []
+    monkeypatch.setattr(Call, "plan", lambda *args, **options: plans.append(args) or planned(*args, **options))
     for _ in range(2):
         found = attention(*given(), mask=index if kind == "index" else kept)
     o, vjp = jax.vjp(partial(attention, mask=index if kind == "index" else kept), *given())

@@ -54,7 +54,7 @@ def test_a_second_call_with_an_index_asks_nothing_again_in_both_passes(cupy, mon
     o, vjp = cuflash.attention_vjp(*arrays, mask=index)
     first = [o.get(), *(gradient.get() for gradient in vjp(do))]
     before = copies(cupy)
-    for place, name in ((Call, "of"), (gpu, "BoundPass"), (indices, "classify")):
+    for place, name in ((Call, "plan"), (gpu, "BoundPass"), (indices, "classify")):
         monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("asked again"))
     o, vjp = cuflash.attention_vjp(*arrays, mask=index)
     again = [o.get(), *(gradient.get() for gradient in vjp(do))]

@@ -85,7 +85,7 @@ def test_empty_problems_have_shaped_results_without_a_launch(cupy, monkeypatch, 
 
 def test_a_repeated_call_gives_what_the_first_gave_and_asks_nothing_again(cupy, monkeypatch):
     first = cuflash.attention(*map(cupy.asarray, (Q, K, V)), mask=LISTED)
-    monkeypatch.setattr(Call, "of", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
     monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
     monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
     again = cuflash.attention(*map(cupy.asarray, (Q.copy(), K.copy(), V.copy())), mask=masks.Dilated(3))
@@ -103,7 +103,7 @@ def test_repeated_gradients_are_what_the_first_call_gave_and_ask_nothing_again(c
         return lse, pulled(vjp, cupy.asarray(DO), lse if has_dlse else None)
 
     _, first = call(Q)
-    monkeypatch.setattr(Call, "of", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
     monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
     monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
     _, again = call(Q)

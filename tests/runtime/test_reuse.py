@@ -31,7 +31,7 @@ MASKS = {
 
 
 def asks_nothing_again(monkeypatch):
-    for place, name in ((Call, "of"), (gpu, "BoundPass"), (gpu, "ListMaker")):
+    for place, name in ((Call, "plan"), (gpu, "BoundPass"), (gpu, "ListMaker")):
         monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
 
 

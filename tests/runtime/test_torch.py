@@ -373,7 +373,7 @@ def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, mon
         check(of_host(each), turn)
     with pytorch.stream(stream):
         check(step(), 0)
-        monkeypatch.setattr(Call, "of", lambda *args, **options: pytest.fail("planned again"))
+        monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
         with torch.no_grad():
             kept.copy_(~KEPT)
         check(step(), 1)
@@ -400,7 +400,7 @@ def test_a_new_seed_or_offset_of_dropout_asks_nothing_again(machines, monkeypatc
         return attention(*given, mask=there, dropout=dropout, out=out)
 
     torch.autograd.grad(call(dropouts[0]), given, DO)
-    monkeypatch.setattr(Call, "of", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
     monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
     made = [call(each) for each in dropouts]
     examples = [example_of(mask=mask.numpy() if mask is KEPT else mask, dropout=each) for each in dropouts]

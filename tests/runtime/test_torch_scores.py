@@ -280,7 +280,7 @@ def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkey
             for options in calls:
                 o = attention(*map(on_device, (q, k, v)), **sent(options))
                 require_bounds({"o": o}, **sent(options, as_numpy))
-        monkeypatch.setattr(Call, "of", lambda *given: pytest.fail("planned again"))
+        monkeypatch.setattr(Call, "plan", lambda *given: pytest.fail("planned again"))
         attention(*map(on_device, (q, k, v)), **sent({"score": scores.alibi(2 * SLOPE.float())}))
 
 
