@@ -12,9 +12,10 @@ from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
 from ..executors import gpu
 from ..layouts import address, device_number, layout_reasons
-from ..planning.decoding import CacheLayout, DecodePlan, chunk_reasons, decode_plan, decode_reasons
+from ..planning.decoding import CacheLayout, chunk_reasons, decode_pass, decode_reasons
 from ..planning.device import DeviceSpec
 from ..planning.families import SM80
+from ..planning.launches import Pass
 from ..planning.problem import Problem, with_operands
 from .scoring import ScoreKind
 
@@ -47,22 +48,22 @@ class DecodeOptions(NamedTuple):
     score: ScoreKind | None = None
 
 
-def decode_plan_of(
+def decode_pass_of(
     arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions
-) -> DecodePlan | None:
-    """The plan of the decode kernel for a call; None where the kernel does not serve it.
+) -> Pass | None:
+    """The launch of the decode kernel for a call; None where the kernel does not serve it.
 
     Parameters
     ----------
     arrays : dict by name
-        q, k, v, o, lse and sink, as `executors.decoding.bound_decode` takes them, and scales of 8-bit numbers.
+        q, k, v, o, lse and sink, and scales of 8-bit numbers.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     device = device_of(options, given, _KERNELS)
     if device is None or not has_layout(given):
         return None
     try:
-        return _plan(*shapes_of(given), layout, device, options, "k_scale" in given)
+        return _pass(*shapes_of(given), layout, device, options, "k_scale" in given)
     except (UnsupportedProblem, TypeError):  # `attention` says all that is wrong with a call
         return None
 
@@ -94,7 +95,7 @@ def shapes_of(given: dict[str, Array]) -> tuple[ShapeDtype, ShapeDtype, ShapeDty
 
 
 @lru_cache(maxsize=256)
-def _plan(
+def _pass(
     q: ShapeDtype,
     k: ShapeDtype,
     v: ShapeDtype,
@@ -103,13 +104,13 @@ def _plan(
     device: DeviceSpec,
     options: DecodeOptions,
     is_quantized: bool,
-) -> DecodePlan | None:
-    """The kernel's plan for pages of q's dtype, or of 8-bit numbers; None where it does not serve the problem."""
+) -> Pass | None:
+    """The kernel's launch for pages of q's dtype, or of 8-bit numbers; None where it does not serve the problem."""
     k, v = (ShapeDtype(x.shape, q.dtype) if is_quantized else x for x in (k, v))
     problem = problem_of(q, k, v, sink, layout, options)
     if problem is None or decode_reasons(problem, device, is_quantized=is_quantized):
         return None
-    return decode_plan(
+    return decode_pass(
         problem, device, layout, left=options.left, right=options.right, part_keys=options.part_keys,
         is_quantized=is_quantized,
     )  # fmt: skip

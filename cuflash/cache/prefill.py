@@ -6,25 +6,26 @@ from functools import lru_cache
 
 from ..arrays import Array, ShapeDtype
 from ..errors import UnsupportedProblem
-from ..executors.prefill import boxed_array
+from ..executors._records import View
 from ..planning.decoding import MOST_ROWS, CacheLayout
 from ..planning.device import DeviceSpec
-from ..planning.prefill import PrefillPlan, prefill_plan, prefill_reasons
+from ..planning.launches import Pass
+from ..planning.prefill import prefill_pass, prefill_reasons
 from ..planning.routing import PREFILL_FAMILIES
 from .decoding import DecodeOptions, device_of, has_layout, shapes_of, problem_of
 
 _KERNELS = ("auto", *PREFILL_FAMILIES)  # names of families that may be asked for
 
 
-def prefill_plan_of(
+def prefill_pass_of(
     arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions
-) -> PrefillPlan | None:
-    """The plan of the first family whose kernels serve a call; None where none does.
+) -> Pass | None:
+    """The launches of the first family whose kernels serve a call; None where none does.
 
     Parameters
     ----------
     arrays : dict by name
-        q, k, v, o, lse and sink, as `executors.prefill.BoundPrefill` takes them.
+        q, k, v, o, lse and sink.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     device = device_of(options, given, _KERNELS)
@@ -35,22 +36,22 @@ def prefill_plan_of(
         return None
     for family in PREFILL_FAMILIES if options.kernel == "auto" else (options.kernel,):
         try:
-            plan = _plan(*shapes_of(given), layout, device, options, family)
+            kernels = _pass(*shapes_of(given), layout, device, options, family)
         except (UnsupportedProblem, TypeError):  # `attention` says all that is wrong with a call
             return None
-        if plan is not None and _has_maps(plan, given):
-            return plan
+        if kernels is not None and _has_maps(kernels, given):
+            return kernels
     return None
 
 
-def _has_maps(plan: PrefillPlan, given: dict[str, Array]) -> bool:
-    """Tell whether the hardware copies boxes of keys and values, where the plan's kernel has it do so."""
-    boxes = plan.launch.boxes
-    return not boxes or not any(boxed_array(given[name], boxes[name]).reasons(address=0) for name in ("k", "v"))
+def _has_maps(kernels: Pass, given: dict[str, Array]) -> bool:
+    """Tell whether the hardware copies boxes of keys and values, where the kernels have it do so."""
+    boxes = [each for feature in kernels.features for each in feature.boxes.values() if each[0] in ("k", "v")]
+    return not any(View.of(name, given[name]).boxes(box).reasons(address=0) for name, box in boxes)
 
 
 @lru_cache(maxsize=256)
-def _plan(
+def _pass(
     q: ShapeDtype,
     k: ShapeDtype,
     v: ShapeDtype,
@@ -59,9 +60,9 @@ def _plan(
     device: DeviceSpec,
     options: DecodeOptions,
     family: str,
-) -> PrefillPlan | None:
-    """A family's plan for a cache's pages; None where it does not serve the problem."""
+) -> Pass | None:
+    """A family's launches for a cache's pages; None where it does not serve the problem."""
     problem = problem_of(q, k, v, sink, layout, options)
     if problem is None or prefill_reasons(problem, device, family):
         return None
-    return prefill_plan(problem, device, layout, family, left=options.left, right=options.right)
+    return prefill_pass(problem, device, layout, family, left=options.left, right=options.right)

@@ -13,15 +13,11 @@ from ..arrays import Array, namespace
 from ..compiler import nvrtc
 from ..executors._layout_key import layout_key
 from ..executors import checks
-from ..executors.appending import bound_append
-from ..executors.decoding import bound_decode
-from ..executors.launch import LaunchTarget
-from ..executors.prefill import BoundPrefill
+from ..executors.launch import BoundPass, LaunchTarget
 from ..layouts import reach, tensors_layout
 from ..planning._call_cache import CALLS
-from ..planning.appending import AppendPlan
-from ..planning.decoding import DecodePlan
-from ..planning.prefill import PrefillPlan
+from ..planning.launches import Pass
+from ..planning.score_launches import array_name
 from ..scores import Score
 
 _ALIGNMENT = 256  # bytes, of arrays that share memory
@@ -36,21 +32,23 @@ class AppendStep:
 
     Attributes
     ----------
-    plan : AppendPlan
     is_checked : bool
         CUFLASH_CHECK was on, so that the launch is waited for; such a step serves one call alone.
+    wait : callable
+        Waits for the kernel.
 
     Parameters
     ----------
+    kernels : Pass
     arrays : dict by name
-        As `executors.appending.bound_append` takes them.
+        As `BoundPass.of` takes them.
     target : LaunchTarget
     """
 
-    def __init__(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
-        self.plan, self.is_checked = plan, checks.is_on()
+    def __init__(self, kernels: Pass, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
+        bound = BoundPass.of(kernels, arrays, ("k", "v", "counts"), target)
+        self.is_checked, self.wait, self._launch = checks.is_on(), bound.wait, bound.launch
         self._rows = [_Place(arrays[name]) for name in ("k", "v")]
-        self._start = bound_append(plan, arrays, ("k", "v", "counts"), target)
 
     def takes(self, k: int, v: int, own: Iterable[Extent]) -> bool:
         """Tell whether rows at these addresses need no check: they lie apart from the cache's own memory."""
@@ -59,7 +57,7 @@ class AppendStep:
 
     def run(self, k: int, v: int, counts: int, stream: Any) -> None:
         """Launch the kernel on rows at these addresses, and counts at theirs or at 0 for all rows."""
-        self._start((k, v, counts), stream)
+        self._launch((k, v, counts), stream)
 
 
 class DecodeStep:
@@ -67,8 +65,7 @@ class DecodeStep:
 
     Attributes
     ----------
-    plan : DecodePlan or PrefillPlan
-    is_checked : bool
+    is_checked, wait
         As of `AppendStep`.
     nbytes : int
         Memory of the kernel's workspaces, and of lse where the caller does not want it.
@@ -77,28 +74,28 @@ class DecodeStep:
 
     Parameters
     ----------
+    kernels : Pass
     arrays : dict by name
-        As `executors.decoding.bound_decode` takes them; workspaces that hold nothing between calls are None.
+        As `BoundPass.of` takes them, with the workspaces that hold something between calls.
     target : LaunchTarget
+    captured : sequence of str
+        The names of the score function's arrays.
     """
 
-    def __init__(self, plan: DecodePlan | PrefillPlan, arrays: Mapping[str, Any], target: LaunchTarget) -> None:
-        self.plan, self.is_checked = plan, checks.is_on()
+    def __init__(
+        self, kernels: Pass, arrays: Mapping[str, Any], target: LaunchTarget, captured: Sequence[str] = ()
+    ) -> None:
         q, o, lse, sink = (arrays[name] for name in ("q", "o", "lse", "sink"))
-        captured = () if plan.score is None else plan.score.tables
-        shared = [each for each in plan.workspaces if arrays[each] is None]
-        sizes = [lse.nbytes, *(plan.workspaces[name].nbytes for name in shared)]
+        shared = {name: each for name, each in kernels.workspaces.items() if name not in arrays}
+        sizes = [lse.nbytes, *(each.nbytes for each in shared.values())]
         *self._offsets, self.nbytes = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
         xp = namespace(q)
         self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
         self._q, self._o, self._sink = _Place(q), _Place(o), None if sink is None else _Place(sink)
         self._captured = [_Place(arrays[name]) for name in captured]
         names = ("lse", *shared, "q", "o", "counts", *(() if sink is None else ("sink",)), *captured)
-        self._start = (
-            BoundPrefill(plan, arrays, names, target)
-            if isinstance(plan, PrefillPlan)
-            else bound_decode(plan, arrays, names, target)
-        )
+        bound = BoundPass.of(kernels, arrays, names, target)
+        self.is_checked, self.wait, self._launch = checks.is_on(), bound.wait, bound.launch
 
     def takes(
         self, q: int, out: int | None, sink: int | None, own: Iterable[Extent], captured: Sequence[int] = ()
@@ -123,7 +120,7 @@ class DecodeStep:
         if lse is not None:
             addresses[0] = lse
         addresses += (q, o, counts) if sink is None else (q, o, counts, sink)
-        self._start((*addresses, *captured), stream)
+        self._launch((*addresses, *captured), stream)
 
 
 class _Place:
@@ -213,21 +210,22 @@ class Steps:
         takes = step.takes(of_q, of_out, of_sink, self._own, captured)
         return Decode(step, of_q, of_out, of_sink, captured) if takes else None
 
-    def bind_append(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> Append:
+    def bind_append(self, kernels: Pass, arrays: Mapping[str, Array | None], target: LaunchTarget) -> Append:
         """The step for rows that have been checked."""
         key = _append_key(arrays["k"], arrays["v"])
-        step = CALLS.get(self._key("append", key)) or AppendStep(plan, arrays, target)
+        step = CALLS.get(self._key("append", key)) or AppendStep(kernels, arrays, target)
         self._put("append", key, step)
         return Append(step, _address(arrays["k"]), _address(arrays["v"]))
 
     def bind_decode(
-        self, plan: DecodePlan | PrefillPlan, arrays: Mapping[str, Array | None], out: Any, options: tuple[Any, ...],
+        self, kernels: Pass, arrays: Mapping[str, Array | None], out: Any, options: tuple[Any, ...],
         target: LaunchTarget, score: Score | None = None,
     ) -> Decode:  # fmt: skip
         """The step for a call that has been checked; `out` is None where each call has an array made."""
         q, sink = arrays["q"], arrays["sink"]
         key = _decode_key(q, out, sink, options, score)
-        step = CALLS.get(self._key("decode", key)) or DecodeStep(plan, arrays, target)
+        names = [] if score is None else list(map(array_name, score.arrays))
+        step = CALLS.get(self._key("decode", key)) or DecodeStep(kernels, arrays, target, names)
         self._put("decode", key, step)
         return Decode(step, _address(q), None, None if sink is None else _address(sink), _captured(score))
 

@@ -11,14 +11,13 @@ from ..arrays import Array, accumulator_dtype, namespace
 from ..blocks.index import BlockIndex
 from ..compiler import nvrtc
 from ..planning._call_cache import CALLS
-from ..planning.launches import Launch, Workspace, offset_of
+from ..planning.launches import Pass, Workspace
 from ..planning.selection_kernels import (
-    CHOICE, CHOICES, POOLING, ChoiceRule, Rows, crossing_launch, drawing_launch, means_shape, num_words,
-    pooling_launch, wide_choosing_launch,
+    ChoiceRule, Rows, crossing, drawing, means_shape, num_words, pooling, wide_choosing,
 )  # fmt: skip
 from . import gpu
-from .bound_launch import BoundLaunch
 from .index_maker import IndexMaker
+from .launch import BoundPass
 
 
 class Chooser:
@@ -36,9 +35,8 @@ class Chooser:
     """
 
     def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], dtype: np.dtype[Any], target: gpu.Gpu) -> None:
-        made = rule.launch(shape, dtype, gpu.current_device().tile_memory_bytes)
-        offsets = [offset_of(CHOICE, name) for name in ("scores", "shares", "allowed", "forced", "kept")]
-        self._launch = bound_kernel(made, target, offsets)
+        kernels = rule.kernels(shape, dtype, gpu.current_device().tile_memory_bytes)
+        self._launch = bound_kernel(kernels, target, ("scores", "shares", "allowed", "forced", "kept")).launch
         self.kept = Workspace(shape, np.dtype(bool))
 
     def __call__(self, kept: int, scores: int, shares: int, stream: Any, allowed: int = 0, forced: int = 0) -> None:
@@ -68,10 +66,9 @@ class PositionChooser:
         dtype: np.dtype[Any], target: gpu.Gpu, has_shares: tuple[bool, ...] = (True, True),
     ) -> None:  # fmt: skip
         self._has_shares = has_shares
-        made = wide_choosing_launch(rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True)
-        starts = [offset_of(CHOICES, part) for part in ("first", "second")]
-        offsets = [at + offset_of(CHOICE, name) for at in starts for name in ("scores", "shares", "kept")]
-        self._launch = bound_kernel(made, target, offsets)
+        kernels = wide_choosing(rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True)
+        names = [name + of_grid for of_grid in ("", ".second") for name in ("scores", "shares", "kept")]
+        self._launch = bound_kernel(kernels, target, names).launch
         self._start_of_distances = 4 * num_words(shapes[0])
         self.chosen = Workspace((sum(map(num_words, shapes)),), np.dtype(np.uint32))
 
@@ -95,7 +92,7 @@ class Crosser:
     """
 
     def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], target: gpu.Gpu) -> None:
-        self._launch = bound_kernel(crossing_launch(rule, shape), target)
+        self._launch = bound_kernel(crossing(rule, shape), target).launch
         self.kept = Workspace(shape, np.dtype(bool))
 
     def __call__(self, kept: int, chosen: int, shares: int, stream: Any) -> None:
@@ -159,9 +156,7 @@ class Pooler:
     """
 
     def __init__(self, q: Array | Rows, k: Array | Rows, block: tuple[int, int], target: gpu.Gpu) -> None:
-        of_means = offset_of(POOLING["q"], "means")
-        offsets = [offset_of(POOLING, name) + inner for name in "qk" for inner in (0, of_means)]
-        self._launch = bound_kernel(pooling_launch((q, k), block), target, offsets)
+        self._launch = bound_kernel(pooling((q, k), block), target, ("q", "means_of_q", "k", "means_of_k")).launch
         dtype = accumulator_dtype(q.dtype)
         self.means = tuple(Workspace(means_shape(x.shape, side), dtype) for x, side in zip((q, k), block))
 
@@ -170,31 +165,27 @@ class Pooler:
         self._launch((q, means_of_q, k, means_of_k), stream)
 
 
-def bound_kernel(
-    made: tuple[Launch, int, Any], target: gpu.Gpu, offsets: Sequence[int] | None = None
-) -> BoundLaunch:
+def bound_kernel(kernels: Pass, target: gpu.Gpu, names: Sequence[str] = ()) -> BoundPass:
     """A kernel, compiled now, that takes the addresses of what it reads and then of what it writes.
 
     Parameters
     ----------
-    made : (Launch, int, record)
-        The launch, its thread blocks, and its record. Its fields have the names of the arrays, and hold an address or,
-        first of all, begin with one.
+    kernels : Pass
+        Of one launch.
     target : Gpu
-    offsets : sequence of int, optional
-        The offsets in bytes of the addresses that the kernel takes instead.
+    names : sequence of str, optional
+        The arrays whose addresses the kernel takes instead.
     """
-    launch, grid, record = made
-    gpu.compile_kernels([launch.spec], target)
-    offsets = offsets or [offset_of(record.dtype, name) for name in (*launch.reads, *launch.writes)]
-    return BoundLaunch(launch, grid, [record], [(0, offset) for offset in offsets], target)
+    gpu.compile_kernels(kernels.specs.values(), target)
+    (launch,) = kernels.launches.values()
+    return BoundPass.of(kernels, {}, names or (*launch.reads, *launch.writes), target)
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Array:
     """Draw scores for the blocks of a grid by the kernel, on the current device."""
     target = gpu.current_target()
     numbers = gpu.namespace().empty(shape, np.float32)
-    bound_kernel(drawing_launch(shape, seed), target)((target.address(numbers),), target.stream())
+    bound_kernel(drawing(shape, seed), target).launch((target.address(numbers),), target.stream())
     return numbers
 
 

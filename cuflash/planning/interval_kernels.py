@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,13 @@ from ..masks._interval_form import IntervalForm, KernelIntervals
 from ..masks.base import And, Mask
 from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
-from .launches import BATCH_AXES
+from ._params import UNLIMITED
+from .launches import BATCH_AXES, Feature, Launch, Pass
 from .spec import KernelSpec
 
+AT_CALL = "lists"  # the argument of executors for lists that are made at each call
 _POINTER = np.uint64
 _ALIGNMENT = 256  # bytes; of each result in the array that holds all of them
-_UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 _SIDES = ("q", "kv")
 _KINDS = ("sequences", "lengths", "documents")  # as `IntervalKind` of kernels_cu/lists/interval_params.cuh numbers them
 _MOST_THREADS = 1 << 30  # kernels number them in int32
@@ -117,7 +117,6 @@ class IntervalSource:
     batch: int
     num_heads: int
     tile: tuple[int, int] | None = None
-    row_names = MappingProxyType({"lo": "rows_lo", "hi": "rows_hi"})  # fields of the record for the arrays of `rows`
 
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
@@ -222,35 +221,55 @@ class IntervalSource:
             for name, start in self.written.items()
         }
 
-    def params(self) -> Any:
-        """The record of the kernel, without addresses."""
-        batch, record = self.shape.batch, np.zeros((), INTERVAL_PARAMS)
-        missing = BATCH_AXES - len(batch)
-        for side, integers in self.sides.items():
-            record[f"{side}_batch_strides"] = integers.batch_strides
-            record[f"{side}_stride"], record[f"{side}_itemsize"] = integers.stride, integers.itemsize
-            record[f"is_{side}_signed"], record[f"{side}_length"] = integers.is_signed, integers.number
-        of_rows = leading_strides(None if self.rows is None else self.rows.lo)
-        record["rows_batch_stride"], record["rows_head_stride"] = of_rows
-        record["left"], record["right"], record["is_bottom_right"] = self.left, self.right, self.is_bottom_right
-        record["batch"] = [1] * missing + list(batch)
-        record["num_matrices"], record["num_heads"] = self.batch * self.num_heads, self.num_heads
-        record["seqlen_q"], record["seqlen_kv"] = self.shape.seqlen_q, self.shape.seqlen_kv
-        record["num_offsets"], record["kind"] = self.num_offsets, _KINDS.index(self.kind)
-        record["block_q"], record["block_kv"] = self.block or (0, 0)
-        record["num_q_blocks"], record["num_kv_blocks"] = self.num_blocks
-        record["tile_q"], record["tile_kv"] = self.tile or (0, 0)
-        record["num_q_tiles"], record["num_kv_tiles"] = self.num_tiles
-        return record
-
-    def launches(self) -> list[tuple[KernelSpec, int, int]]:
-        """The kernels with their thread blocks, and the bytes of their shared memory."""
+    @cached_property
+    def kernels(self) -> Pass:
+        """The kernels. They take the arrays of `array_names`, and the array of bytes that holds all results."""
         threads = {"intervals": self.num_threads}
         if self.block is not None:
             ordered = sum(self.num_blocks) + self.num_tiles[1]
             threads["interval_orders"] = 32 * self.batch * self.num_heads * ordered
-        specs = ((INTERVAL_SPECS[entry], number) for entry, number in threads.items())
-        return [(spec, -(-number // spec.num_threads), 0) for spec, number in specs]
+        feature = Feature(
+            "lists", INTERVAL_PARAMS, self._numbers(), (*self.array_names, "lo", "hi", AT_CALL), starts=self.written,
+            names={"rows_lo": "lo", "rows_hi": "hi"} | dict.fromkeys(self.written, AT_CALL),
+        )  # fmt: skip
+        grids = {entry: -(-number // INTERVAL_SPECS[entry].num_threads) for entry, number in threads.items()}
+        return Pass(
+            {entry: list_launch(INTERVAL_SPECS[entry], grid, self.array_names) for entry, grid in grids.items()},
+            features=(feature,),
+        )
+
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers of the kernels' record."""
+        batch = self.shape.batch
+        numbers: dict[str, Any] = {}
+        for side, integers in self.sides.items():
+            numbers |= {
+                f"{side}_batch_strides": integers.batch_strides, f"{side}_stride": integers.stride,
+                f"{side}_itemsize": integers.itemsize, f"is_{side}_signed": integers.is_signed,
+                f"{side}_length": integers.number,
+            }  # fmt: skip
+        of_rows = leading_strides(None if self.rows is None else self.rows.lo)
+        return numbers | {
+            "rows_batch_stride": of_rows[0], "rows_head_stride": of_rows[1], "left": self.left, "right": self.right,
+            "is_bottom_right": self.is_bottom_right, "batch": [1] * (BATCH_AXES - len(batch)) + list(batch),
+            "num_matrices": self.batch * self.num_heads, "num_heads": self.num_heads,
+            "seqlen_q": self.shape.seqlen_q, "seqlen_kv": self.shape.seqlen_kv, "num_offsets": self.num_offsets,
+            "kind": _KINDS.index(self.kind), **_sides("block_{}", self.block or (0, 0)),
+            **_sides("num_{}_blocks", self.num_blocks), **_sides("tile_{}", self.tile or (0, 0)),
+            **_sides("num_{}_tiles", self.num_tiles),
+        }  # fmt: skip
+
+
+def list_launch(spec: KernelSpec, grid: int, arrays: tuple[str, ...], shared_bytes: int = 0) -> Launch:
+    """A kernel that makes what a call reads of a mask, from arrays."""
+    return Launch(
+        spec=spec, tiles=grid, shared_bytes=shared_bytes, reads=arrays, writes=(AT_CALL,), features=("lists",)
+    )
+
+
+def _sides(name: str, numbers: tuple[int, int]) -> dict[str, int]:
+    """Numbers of queries and of keys by the names of their fields."""
+    return {name.format(side): number for side, number in zip(_SIDES, numbers)}
 
 
 def kept_and_closed(mask: Mask, is_kept: Callable[[Mask], bool]) -> tuple[Mask, tuple[Mask, ...]] | None:
@@ -293,7 +312,7 @@ def offsets_of(nbytes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _bounded(keys: int | None) -> int:
-    return _UNLIMITED if keys is None else min(keys, _UNLIMITED)
+    return UNLIMITED if keys is None else min(keys, UNLIMITED)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,13 @@ from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
 from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
-from .interval_kernels import IntervalsAtCall, IntervalSource, are_served, kept_and_closed, offsets_of, room
-from .launches import BATCH_AXES
+from .interval_kernels import AT_CALL as AT_CALL
+from .interval_kernels import (
+    IntervalsAtCall, IntervalSource, are_served, kept_and_closed, list_launch, offsets_of, room,
+)  # fmt: skip
+from .launches import BATCH_AXES, Feature, Pass
 from .spec import KernelSpec
 
-AT_CALL = "lists"  # the argument of executors for lists that are made at each call
 _POINTER = np.uint64
 _RESULTS = (
     "grid_kinds", "ranks", "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers",
@@ -205,47 +206,45 @@ class ListSource:
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """Fields of the record for the arrays that each call hands over."""
+        """Fields of the record for the arrays that each call hands over; those of `rows` are lo and hi."""
         return ("mask",) if self.given_rows is None else ("mask", "lo", "hi")
-
-    row_names = MappingProxyType({"lo": "lo", "hi": "hi"})  # and for those of `rows`
 
     @property
     def written(self) -> dict[str, int]:
         """Return the offset of each result that kernels write."""
         return {name: start for name, start in self.offsets.items() if name != "bits" or not self.is_whole}
 
-    def params(self) -> Any:
-        """The record of the kernels, without addresses."""
+    @cached_property
+    def kernels(self) -> Pass:
+        """The kernels. They take the arrays of `array_names`, and the array of bytes that holds all results."""
+        feature = Feature(
+            "lists", LIST_PARAMS, self._numbers(), ("mask", "lo", "hi", AT_CALL), starts=self.written,
+            names=dict.fromkeys(self.written, AT_CALL),
+        )  # fmt: skip
+        launches = {}
+        for entry, grid in self._grids().items():
+            nbytes = _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads
+            launches[entry] = list_launch(LIST_SPECS[entry], grid, self.array_names, nbytes)
+        return Pass(launches, features=(feature,))
+
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers of the kernels' record."""
         matrices, num_rows, num_columns = self.grid
-        batch = self.shape.batch
-        missing = BATCH_AXES - len(batch)
-        record = np.zeros((), LIST_PARAMS)
-        record["mask_batch_strides"] = (*[0] * missing, *self.strides[:-3])
-        for axis, step in zip(("head", "row", "column"), self.strides[-3:]):
-            record[f"mask_{axis}_stride"] = step
-        over = self.given_rows
+        missing, over = (1,) * (BATCH_AXES - len(self.shape.batch)), self.given_rows
         if self.rows is not None:
             assert self.rows.lo is not None
             over = self.rows.lo.shape[:2]
-        if over is not None:
-            (over_batch, over_heads), length = over, self.shape.seqlen_q
-            record["interval_batch_stride"] = over_heads * length if over_batch > 1 else 0
-            record["interval_head_stride"] = length if over_heads > 1 else 0
-        record["batch"] = [1] * missing + list(batch)
+        over_batch, over_heads = over or (1, 1)
         values = (matrices, self.num_heads, *self.shape[2:], *self.block, num_rows, num_columns, *self.element)
-        for name, value in zip(_SIZES, values, strict=True):
-            record[name] = value
-        return record
+        return {
+            "mask_batch_strides": (*(0 for _ in missing), *self.strides[:-3]),
+            **{f"mask_{axis}_stride": step for axis, step in zip(("head", "row", "column"), self.strides[-3:])},
+            "interval_batch_stride": over_heads * self.shape.seqlen_q if over_batch > 1 else 0,
+            "interval_head_stride": self.shape.seqlen_q if over_heads > 1 else 0,
+            "batch": (*missing, *self.shape.batch), **dict(zip(_SIZES, values, strict=True)),
+        }  # fmt: skip
 
-    def launches(self) -> list[tuple[KernelSpec, int, int]]:
-        """The kernels in order, each with its thread blocks and the bytes of their shared memory."""
-        return [
-            (LIST_SPECS[entry], grid, _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads)
-            for entry, grid in self.grids().items()
-        ]
-
-    def grids(self) -> dict[str, int]:
+    def _grids(self) -> dict[str, int]:
         """Thread blocks of each launch, in order."""
         matrices, num_rows, num_columns = self.grid
         rows, columns = matrices * num_rows, matrices * num_columns

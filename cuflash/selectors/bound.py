@@ -19,8 +19,8 @@ from ..planning._call_cache import CALLS
 from ..planning.launches import Workspace
 from ..planning.options import Options
 from ..planning.selection_kernels import (
-    ChoiceRule, drawing_launch, key_scoring_launch, num_distances, num_key_runs, page_bounding_launch, runs_of_rows,
-    slash_summing_launch, spreading_launch,
+    ChoiceRule, drawing, key_scoring, num_distances, num_key_runs, page_bounding, runs_of_rows, slash_summing,
+    spreading,
 )  # fmt: skip
 from ..study.block_mass import MAX_DIM, BoundMass, bound_block_mass
 from .budget import Budget, Forced
@@ -154,7 +154,7 @@ def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget,
     group_size = grid.shape.num_heads // grid.k.shape[-3] if grid.has_heads else 1
     parts = length // stride, grid.block[1] // stride
     made, scores = mass.results["mass"], Workspace((*grid.heads, *grid.size), of_queries.dtype)
-    spread = bound_kernel(spreading_launch(made.shape, grid.size[1], group_size, parts, made.dtype), target)
+    spread = bound_kernel(spreading(made.shape, grid.size[1], group_size, parts, made.dtype), target).launch
 
     def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
         of_scores, of_mass, of_lse, of_q, of_k = room
@@ -180,9 +180,9 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
     first, heads, dtype = max(seqlen_q - num_queries, 0), grid.heads, accumulator_dtype(grid.q.dtype)
     diagonal, distances = first + grid.offset, num_distances(seqlen_q, grid.offset)
     last, last_key = grid.q[..., first:, :], diagonal if grid.is_causal else None
-    score_keys = bound_kernel(key_scoring_launch(last, grid.k, grid.shape.batch, grid.scale, last_key), target)
+    score_keys = bound_kernel(key_scoring(last, grid.k, grid.shape.batch, grid.scale, last_key), target).launch
     score_shape = (*heads, seqlen_q - first, seqlen_kv)
-    add = bound_kernel(slash_summing_launch(score_shape, diagonal, distances, dtype), target)
+    add = bound_kernel(slash_summing(score_shape, diagonal, distances, dtype), target).launch
     rules = _rule_of_row(vertical, seqlen_kv), _rule_of_row(slash, distances)
     shapes = (*heads, 1, seqlen_kv), (*heads, 1, distances)
     choose = PositionChooser(rules, shapes, dtype, target, tuple(x.density is None for x in (vertical, slash)))
@@ -216,8 +216,8 @@ def of_page_bounds(grid: Grid, budget: Budget, forced: Forced) -> Selection | No
     """The selection of pages by bounds of their scores; None where the kernels do not serve it."""
     if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES:
         return None
-    made = page_bounding_launch(grid.q, grid.k, grid.shape.batch, grid.block[1])
-    bound_pages = bound_kernel(made, gpu.current_target())
+    made = page_bounding(grid.q, grid.k, grid.shape.batch, grid.block[1])
+    bound_pages = bound_kernel(made, gpu.current_target()).launch
 
     def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
         bound_pages((q.data.ptr, k.data.ptr, room[0]), stream)
@@ -232,7 +232,7 @@ def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selectio
     if _is_empty(grid):
         return None
     shape = (*grid.heads, *grid.size)
-    draw = bound_kernel(drawing_launch(shape, seed), gpu.current_target())
+    draw = bound_kernel(drawing(shape, seed), gpu.current_target()).launch
 
     def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
         draw((room[0],), stream)

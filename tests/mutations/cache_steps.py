@@ -35,6 +35,8 @@ class Recording:
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
 
+    tensor_map = None
+
     def address(self, array: Any) -> int:
         return int(array.data.ptr)
 
@@ -54,21 +56,21 @@ def given() -> dict[str, Any]:
     return {"q": zeros(3, 4, 1, 64), "o": zeros(3, 4, 1, 64), **single, **pages, **tables}
 
 
-def decode_plan_of(library: ModuleType, arrays: dict[str, Any]) -> Any:
+def decode_pass_of(library: ModuleType, arrays: dict[str, Any]) -> Any:
     planning, problems = part(library, "planning.decoding"), part(library, "planning.problem")
     shapes = {name: library.ShapeDtype(array.shape, array.dtype) for name, array in arrays.items()}
     problem = problems.with_operands(problems.Problem.of(*(shapes[name] for name in "qkv")), {"sink": shapes["sink"]})
     layout = planning.CacheLayout(100, 100, 3, 1)
-    return planning.decode_plan(problem, library.DeviceSpec.gpu("H100"), layout, left=None, right=0)
+    return planning.decode_pass(problem, library.DeviceSpec.gpu("H100"), layout, left=None, right=0)
 
 
 def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
     """All other bytes of the records equal those of a new binding; calls at the same time have records of their own."""
-    steps, decoding, target = part(library, "cache.steps"), part(library, "executors.decoding"), Recording()
+    steps, target = part(library, "cache.steps"), Recording()
     first, second = given(), given()
     second |= {name: first[name] for name in ("k", "v", "table", "lengths", "num_faults", "arrivals")}
-    plan = decode_plan_of(library, first)
-    step = steps.DecodeStep(plan, first | {"o_parts": None, "stats_parts": None}, target)
+    kernels = decode_pass_of(library, first)
+    step = steps.DecodeStep(kernels, first, target)
     memory = zeros(step.nbytes, dtype=np.uint8)
     for arrays, lse in ((first, None), (second, second["lse"].data.ptr)):
         q, o, counts, sink = (arrays[name].data.ptr for name in ("q", "o", "counts", "sink"))
@@ -79,11 +81,11 @@ def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
     ))  # fmt: skip
     for name in parts:
         parts[name].data.ptr = int(record[name][0])
-    decoding.bound_decode(plan, second | parts, (), target)((), None)
+    part(library, "executors.launch").BoundPass.of(kernels, second | parts, (), target).launch((), None)
     assert [each.tobytes() for each in target.launched[1]] == [each.tobytes() for each in target.launched[2]]
     assert target.launched[0][0].tobytes() != target.launched[1][0].tobytes()
     starts = [memory.data.ptr, *(each.data.ptr for each in parts.values()), memory.data.ptr + memory.nbytes]
-    sizes = [first["lse"].nbytes, *(plan.workspaces[name].nbytes for name in parts)]
+    sizes = [first["lse"].nbytes, *(kernels.workspaces[name].nbytes for name in parts)]
     assert all(start + size <= end for start, size, end in zip(starts, sizes, starts[1:]))
     assert all((start - memory.data.ptr) % 256 == 0 for start in starts)
 
@@ -92,9 +94,7 @@ def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
     """Steps refuse arrays that are not aligned or may overlap others, and options of types that need a check."""
     steps, arrays = part(library, "cache.steps"), given()
     q, o, sink = (arrays[name].data.ptr for name in ("q", "o", "sink"))
-    step = steps.DecodeStep(
-        decode_plan_of(library, arrays), arrays | {"o_parts": None, "stats_parts": None}, Recording()
-    )
+    step = steps.DecodeStep(decode_pass_of(library, arrays), arrays, Recording())
     far = (0, 16)
     assert step.takes(q, o, sink, [far]) and step.takes(q, None, sink, [far])
     start, end = o, o + arrays["o"].nbytes
@@ -172,15 +172,15 @@ def shared_memory_is_as_large_as_the_largest_call(library: ModuleType) -> None:
     assert steps._memory[0] is small
 
 
-FILE, LAUNCH, ARGUMENTS = "cache/steps.py", "executors/bound_launch.py", "executors/arguments.py"
+FILE, RECORDS, ARGUMENTS = "cache/steps.py", "executors/_records.py", "executors/arguments.py"
 FAULTS = {
     steps_write_the_addresses_of_their_call: {
         "an address is not written": Edit(ARGUMENTS, "Arguments.take", "addresses[number] + offset", "words[word]"),
         "a sink's address goes to the first record": Edit(
-            LAUNCH, "BoundLaunch.__init__", "ends[number] + offset // 8", "offset // 8"
+            RECORDS, "LaunchRecord.of", "places.append(Place(start + word,", "places.append(Place(word,"
         ),
         "counts are written before the record of the cache": Edit(
-            "planning/launches.py", "offset_of", "int(start) + offset_of(kind, name)", "offset_of(kind, name)"
+            "planning/launches.py", "leaves", "(inner, offset + start)", "(inner, start)"
         ),
         "an lse that is wanted is not written": Edit(
             FILE, "DecodeStep.run", "addresses[0] = lse", "pass"

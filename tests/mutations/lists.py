@@ -223,7 +223,7 @@ FAULTS = {
     },
     indices_are_those_of_their_blocks: {
         "an index has no intervals": Edit(
-            INDEX, "IndexMaker.__init__", "self._facts |= self.lists.intervals", "pass"
+            INDEX, "IndexMaker.__init__", "self._facts |= self.lists.launches.lists", "pass"
         ),
         "batch entries are one": Edit(INDEX, "IndexMaker.__init__", '"batch": source.batch', '"batch": 1'),
         "one index serves all masks": Edit(INDEX, "index_key", "content(mask), shape", "shape"),

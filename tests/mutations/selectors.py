@@ -260,10 +260,10 @@ FAULTS = {
         "all batch entries share keys": Edit(
             LAUNCHES, "_of_rows", "step if extent == size else 0", "0"
         ),
-        "exponentials are in base e": Edit(LAUNCHES, "key_scoring_launch", "scale * log2(e)", "scale"),
+        "exponentials are in base e": Edit(LAUNCHES, "key_scoring", "scale * log2(e)", "scale"),
         "queries before key 0 have distances": Edit(LAUNCHES, "num_distances", "seqlen_q + offset", "seqlen_q"),
         "blocks have as many parts as compressed keys": Edit(
-            LAUNCHES, "spreading_launch", '"parts_of_block": parts[1]', '"parts_of_block": parts[0]'
+            LAUNCHES, "spreading", '"parts_of_block": parts[1]', '"parts_of_block": parts[0]'
         ),
     },
     selector_guards.fixed_blocks_stay: {
