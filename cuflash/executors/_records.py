@@ -77,9 +77,8 @@ class Argument(NamedTuple):
         Arrays of the type of those of Params are as `fill` leaves them.
         """
         argument, fields = cls(record_of(feature.dtype, feature.values), [], []), leaves(feature.dtype)
-        words = argument.words
         for path, start in feature.starts.items():
-            words[fields[path][1] // 8] = start
+            argument.words.view(np.int64)[fields[path][1] // 8] = start
         for name, _, offset in feature.addresses():
             argument.addresses.append((offset // 8, name))
             if (steps := f"{name}_strides") in fields and name in views:
@@ -210,10 +209,11 @@ class LaunchRecord:
             slices.append({})
             for name, argument in arguments.items():
                 words = argument.words.copy()
+                signed = words.view(np.int64)
                 for word, array in argument.addresses:
-                    words[word] += np.uint64(fixed.get(array, 0))
+                    signed[word] += fixed.get(array, 0)
                     if array in given:
-                        places.append(Place(start + word, int(words[word]), given[array]))
+                        places.append(Place(start + word, int(signed[word]), given[array]))
                 places += (Place(start + word, int(words[word]), next(number)) for word in argument.numbers)
                 parts.append(words)
                 slices[-1][name] = slice(start, start + len(words))
@@ -227,4 +227,38 @@ class LaunchRecord:
                 for launch, grid in grids if grid
                 for one in slices
             ),
+        )  # fmt: skip
+
+    @classmethod
+    def joined(
+        cls, parts: Sequence[tuple[LaunchRecord, Mapping[str, str]]], names: Sequence[str],
+        workspaces: Mapping[str, Workspace],
+    ) -> LaunchRecord:  # fmt: skip
+        """The launches of records that take no numbers, one record after the other.
+
+        Parameters
+        ----------
+        parts : sequence of (LaunchRecord, dict of str by name)
+            Each record with the names that its arrays have here, where these are others.
+        names : sequence of str
+            The arrays whose addresses calls give. An array that is no workspace either has the address 0.
+        workspaces : dict of Workspace by name
+            Further ones than those of the records.
+        """
+        every = {**workspaces, **{name: each for record, _ in parts for name, each in record.workspaces.items()}}
+        given = {name: number for number, name in enumerate((*names, *every))}
+        kernels, places, start = list[KernelRecord](), list[Place](), 0
+        for record, renamed in parts:
+            own = [renamed.get(name, name) for name in (*record.names, *record.workspaces)]
+            places += (
+                Place(start + word, offset, given[own[number]])
+                for word, offset, number in record.places if own[number] in given
+            )  # fmt: skip
+            for launch, grid, arguments in record.kernels:
+                moved = tuple(slice(start + each.start, start + each.stop) for each in arguments)
+                kernels.append(KernelRecord(launch, grid, moved))
+            start += len(record.words)
+        return cls(
+            words=np.concatenate([record.words for record, _ in parts]), places=tuple(places),
+            kernels=tuple(kernels), names=tuple(names), zeroed=(), workspaces=every,
         )  # fmt: skip

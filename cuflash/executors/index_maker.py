@@ -50,7 +50,11 @@ class IndexMaker:
 
     def __call__(self, mask: int, stream: Any) -> BlockIndex:
         """The index of the mask at an address, once the stream has come so far."""
-        return BlockIndex._of_lists(CarriedLists(self.lists((mask,), stream), self._source), **self._facts)
+        return self.index_of(self.lists((mask,), stream))
+
+    def index_of(self, lists: Array) -> BlockIndex:
+        """The index that lists make."""
+        return BlockIndex._of_lists(CarriedLists(lists, self._source), **self._facts)
 
 
 def index_of(kept: Array | None, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:

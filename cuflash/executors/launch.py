@@ -108,22 +108,24 @@ class BoundPass:
     Attributes
     ----------
     record : LaunchRecord
+    works : sequence of WorkList
     lists : dict of arrays by name
-        Those of the work, where kernels read them.
+        Those of the works, where kernels read them.
 
     Parameters
     ----------
     record : LaunchRecord
     target : LaunchTarget
         What runs the kernels; they are compiled now.
-    work : WorkList, optional
+    works : sequence of WorkList
         Whose arrays kernels read.
     """
 
-    def __init__(self, record: LaunchRecord, target: LaunchTarget, work: WorkList | None = None) -> None:
-        self.record, self._target, self._work = record, target, work
-        lists = Lists({}) if work is None else target.lists(work)
-        self.lists, self._use_lists = lists.arrays, lists.use if lists.arrays else None
+    def __init__(self, record: LaunchRecord, target: LaunchTarget, works: Sequence[WorkList] = ()) -> None:
+        self.record, self.works, self._target = record, works, target
+        found = [lists for lists in map(target.lists, works) if lists.arrays]
+        self.lists = {name: array for lists in found for name, array in lists.arrays.items()}
+        self._uses = [lists.use for lists in found]
         self._arguments = Arguments(record.words, [kernel.arguments for kernel in record.kernels], record.places)
         self._workspaces = target.workspaces(record.workspaces) if record.workspaces else None
         self._starts = [
@@ -147,32 +149,15 @@ class BoundPass:
         if any(launch.spec.fuses_dq_epilogue for launch in kernels.launches.values()):
             _require_whole_packets(views)
         lists = {name: target.address(array) for name, array in target.lists(plan.work).arrays.items()}
-        return cls(attention_record(plan, kernels, views, target.tensor_map, lists, unwanted), target, plan.work)
+        return cls(attention_record(plan, kernels, views, target.tensor_map, lists, unwanted), target, [plan.work])
 
     @classmethod
     def of(
         cls, kernels: Pass, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget,
         work: WorkList | None = None,
     ) -> BoundPass:  # fmt: skip
-        """The launches of a pass whose records its features describe.
-
-        Parameters
-        ----------
-        arrays : dict by name
-            Those whose layout or address the records hold; None where the kernels take none.
-        names : sequence of str
-            The arrays, or workspaces, whose addresses each call gives, in this order. Only their layouts matter.
-        work : WorkList, optional
-            Its arrays are among those that kernels read.
-        """
-        views = {name: View.of(name, array) for name, array in arrays.items() if array is not None}
-        held = {name: arrays[name] for name in views if name not in names}
-        held |= {} if work is None else target.lists(work).arrays
-        fixed = {name: target.address(array) for name, array in held.items()}
-        views |= {name: View.of_new(name, each) for name, each in kernels.workspaces.items() if name not in views}
-        workspaces = {name: each for name, each in kernels.workspaces.items() if name not in {*names, *fixed}}
-        arguments = arguments_of(kernels.features, views, target.tensor_map)
-        return cls(LaunchRecord.of(kernels, [arguments], names, workspaces, fixed), target, work)
+        """The launches of a pass, as `record_of` takes them."""
+        return cls(record_of(kernels, arrays, names, target, work), target, [] if work is None else [work])
 
     def __call__(
         self, arrays: Sequence[Array], stream: Any, check: Check | None = None, numbers: Sequence[int] = ()
@@ -192,8 +177,8 @@ class BoundPass:
         if self._workspaces is not None:
             taken = self._workspaces.take(stream)
             addresses = [*addresses, *taken.addresses]
-        if self._use_lists is not None:
-            self._use_lists(stream)
+        for use in self._uses:
+            use(stream)
         buffer = self._arguments.take(addresses)
         for start, arguments in zip(self._starts, buffer.kernels):
             start(arguments, stream)
@@ -211,10 +196,11 @@ class BoundPass:
         self, arrays: Sequence[Array], addresses: Sequence[int], stream: Any, check: Check
     ) -> list[Array]:
         """Launch the kernels one by one, wait for each, and check the arrays that it wrote."""
-        if self._work is not None and not isinstance(self._work, WorkAtCall):
-            check_lists(self._work, self.lists)
-        if self._use_lists is not None:
-            self._use_lists(stream)
+        for work in self.works:
+            if not isinstance(work, WorkAtCall):
+                check_lists(work, self.lists)
+        for use in self._uses:
+            use(stream)
         made = {name: check.workspace(name, each) for name, each in self.record.workspaces.items()}
         buffer = self._arguments.take([*addresses, *map(self._target.address, made.values())])
         named = {**dict(zip(self.record.names, arrays)), **made}
@@ -225,6 +211,33 @@ class BoundPass:
             self._target.wait(launch)
             check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
         return list(made.values())
+
+
+def record_of(
+    kernels: Pass, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget,
+    work: WorkList | None = None,
+) -> LaunchRecord:  # fmt: skip
+    """The launches of a pass whose records its features describe.
+
+    Parameters
+    ----------
+    arrays : dict by name
+        Those whose layout or address the records hold; None where the kernels take none.
+    names : sequence of str
+        The arrays, or workspaces, whose addresses each call gives, in this order. Only their layouts matter.
+    target : LaunchTarget
+        Where the arrays are.
+    work : WorkList, optional
+        Its arrays are among those that kernels read.
+    """
+    views = {name: View.of(name, array) for name, array in arrays.items() if array is not None}
+    held = {name: arrays[name] for name in views if name not in names}
+    held |= {} if work is None else target.lists(work).arrays
+    fixed = {name: target.address(array) for name, array in held.items()}
+    views |= {name: View.of_new(name, each) for name, each in kernels.workspaces.items() if name not in views}
+    workspaces = {name: each for name, each in kernels.workspaces.items() if name not in {*names, *fixed}}
+    arguments = arguments_of(kernels.features, views, target.tensor_map)
+    return LaunchRecord.of(kernels, [arguments], names, workspaces, fixed)
 
 
 def _require_whole_packets(views: Sequence[View]) -> None:

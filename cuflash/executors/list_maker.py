@@ -17,6 +17,13 @@ from .launch import BoundPass, LaunchTarget
 class ListMaker:
     """Kernels that list the blocks, or find the row intervals, of masks of one layout.
 
+    Attributes
+    ----------
+    launches : BoundPass
+        For the addresses of arrays and of the bytes that hold the lists.
+    allocate : callable (stream)
+        Makes these bytes, as the one array of a list.
+
     Parameters
     ----------
     source : ListSource or IntervalSource
@@ -26,11 +33,11 @@ class ListMaker:
 
     def __init__(self, source: ListSource | IntervalSource, target: LaunchTarget) -> None:
         self.launches = BoundPass.of(source.kernels, {}, (*source.array_names, AT_CALL), target, source.rows)
-        self._allocate = target.allocator({AT_CALL: Workspace((source.nbytes,), np.dtype(np.uint8))})
+        self.allocate = target.allocator({AT_CALL: Workspace((source.nbytes,), np.dtype(np.uint8))})
         self._address = target.address
 
     def __call__(self, arrays: Iterable[int], stream: Any) -> Array:
         """Launch the kernels on arrays at these addresses; return the bytes that hold the lists once they have run."""
-        (lists,) = self._allocate(stream)
+        (lists,) = self.allocate(stream)
         self.launches.launch((*arrays, self._address(lists)), stream)
         return lists

@@ -3,101 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, namespace
+from ..arrays import Array, namespace
 from ..blocks.index import BlockIndex
+from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..planning._call_cache import CALLS
 from ..planning.launches import Pass, Workspace
-from ..planning.selection_kernels import (
-    ChoiceRule, Rows, crossing, drawing, means_shape, num_words, pooling, wide_choosing,
-)  # fmt: skip
+from ..planning.list_kernels import AT_CALL
+from ..planning.selection_kernels import ChoiceRule, drawing
 from . import gpu
+from ._records import LaunchRecord
 from .index_maker import IndexMaker
-from .launch import BoundPass
+from .launch import BoundPass, record_of
 
-
-class Chooser:
-    """The kernel that chooses blocks, for scores of one shape and one rule.
-
-    Parameters
-    ----------
-    rule : ChoiceRule
-    shape : tuple of int
-        [..., rows, columns]
-    dtype : numpy.dtype
-        Of scores and shares: float32 or float64.
-    target : Gpu
-        The device; the kernel is compiled now.
-    """
-
-    def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], dtype: np.dtype[Any], target: gpu.Gpu) -> None:
-        kernels = rule.kernels(shape, dtype, gpu.current_device().tile_memory_bytes)
-        self._launch = bound_kernel(kernels, target, ("scores", "shares", "allowed", "forced", "kept")).launch
-        self.kept = Workspace(shape, np.dtype(bool))
-
-    def __call__(self, kept: int, scores: int, shares: int, stream: Any, allowed: int = 0, forced: int = 0) -> None:
-        """Write the blocks that are kept, for arrays at these addresses; 0 where there is none."""
-        self._launch((scores, shares, allowed, forced, kept), stream)
-
-
-class PositionChooser:
-    """The kernel that chooses keys, and distances between queries and keys, by sums of their masses, in one launch.
-
-    Parameters
-    ----------
-    rules : (ChoiceRule, ChoiceRule)
-        For keys and for distances.
-    shapes : (tuple of int, tuple of int)
-        [..., 1, keys] and [..., 1, distances]
-    dtype : numpy.dtype
-        Of sums: float32 or float64.
-    target : Gpu
-        The device; the kernel is compiled now.
-    has_shares : (bool, bool)
-        Whether sums are the shares that count for a rule's mass, of keys and of distances; else each counts alike.
-    """
-
-    def __init__(
-        self, rules: tuple[ChoiceRule, ChoiceRule], shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        dtype: np.dtype[Any], target: gpu.Gpu, has_shares: tuple[bool, ...] = (True, True),
-    ) -> None:  # fmt: skip
-        self._has_shares = has_shares
-        kernels = wide_choosing(rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True)
-        names = [name + of_grid for of_grid in ("", ".second") for name in ("scores", "shares", "kept")]
-        self._launch = bound_kernel(kernels, target, names).launch
-        self._start_of_distances = 4 * num_words(shapes[0])
-        self.chosen = Workspace((sum(map(num_words, shapes)),), np.dtype(np.uint32))
-
-    def __call__(self, chosen: int, keys: int, distances: int, stream: Any) -> None:
-        """Write a bit for each that is chosen, all keys before all distances, for arrays at these addresses."""
-        of_keys, of_distances = (x if has else 0 for x, has in zip((keys, distances), self._has_shares))
-        self._launch((keys, of_keys, chosen, distances, of_distances, chosen + self._start_of_distances), stream)
-
-
-class Crosser:
-    """The kernel that keeps the blocks which chosen keys and distances cross.
-
-    Parameters
-    ----------
-    rule : ChoiceRule
-        Which blocks are forced, and which may be kept.
-    shape : tuple of int
-        [..., rows, columns] of the blocks.
-    target : Gpu
-        The device; the kernel is compiled now.
-    """
-
-    def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], target: gpu.Gpu) -> None:
-        self._launch = bound_kernel(crossing(rule, shape), target).launch
-        self.kept = Workspace(shape, np.dtype(bool))
-
-    def __call__(self, kept: int, chosen: int, shares: int, stream: Any) -> None:
-        """Write the blocks that are kept, as `Chooser` does; what is chosen has the place of scores, without shares."""
-        self._launch((chosen, kept), stream)
+Step = tuple[Pass | BoundPass, Mapping[str, str]]
 
 
 def chosen(
@@ -129,40 +52,17 @@ def chosen(
         return xp.zeros(scores.shape, bool)
     target = gpu.current_target()
     key = "choose", nvrtc.current_device()[1], rule, scores.shape, scores.dtype
-    chooser: Chooser | None = CALLS.get(key)
+    chooser: BoundPass | None = CALLS.get(key)
     if chooser is None:
-        chooser = Chooser(rule, scores.shape, scores.dtype, target)
+        kernels = rule.kernels(scores.shape, scores.dtype, gpu.current_device().tile_memory_bytes)
+        chooser = bound_kernel(kernels, target, ("scores", "shares", "allowed", "forced", "kept"))
         CALLS.put(key, chooser)
     given = [xp.ascontiguousarray(scores), None if shares is None else xp.ascontiguousarray(shares)]
     for each in (allowed, forced):
         given.append(None if each is None else xp.ascontiguousarray(xp.broadcast_to(each, scores.shape)))
-    of_scores, of_shares, of_allowed, of_forced = (0 if each is None else target.address(each) for each in given)
     kept = xp.empty(scores.shape, bool)
-    chooser(target.address(kept), of_scores, of_shares, target.stream(), of_allowed, of_forced)
+    chooser.launch([0 if each is None else target.address(each) for each in (*given, kept)], target.stream())
     return kept
-
-
-class Pooler:
-    """The kernel that makes means of blocks of rows, for q and k of one layout.
-
-    Parameters
-    ----------
-    q, k : arrays or Rows
-        Their layouts alone matter.
-    block : (int, int)
-        Rows of a block of each.
-    target : Gpu
-        The device; the kernel is compiled now.
-    """
-
-    def __init__(self, q: Array | Rows, k: Array | Rows, block: tuple[int, int], target: gpu.Gpu) -> None:
-        self._launch = bound_kernel(pooling((q, k), block), target, ("q", "means_of_q", "k", "means_of_k")).launch
-        dtype = accumulator_dtype(q.dtype)
-        self.means = tuple(Workspace(means_shape(x.shape, side), dtype) for x, side in zip((q, k), block))
-
-    def __call__(self, q: int, means_of_q: int, k: int, means_of_k: int, stream: Any) -> None:
-        """Write the means of q and of k, for arrays at these addresses."""
-        self._launch((q, means_of_q, k, means_of_k), stream)
 
 
 def bound_kernel(kernels: Pass, target: gpu.Gpu, names: Sequence[str] = ()) -> BoundPass:
@@ -177,8 +77,13 @@ def bound_kernel(kernels: Pass, target: gpu.Gpu, names: Sequence[str] = ()) -> B
         The arrays whose addresses the kernel takes instead.
     """
     gpu.compile_kernels(kernels.specs.values(), target)
+    return BoundPass.of(kernels, {}, names or arrays_of(kernels), target)
+
+
+def arrays_of(kernels: Pass) -> tuple[str, ...]:
+    """The arrays of a pass of one launch: those that it reads, and then those that it writes."""
     (launch,) = kernels.launches.values()
-    return BoundPass.of(kernels, {}, names or (*launch.reads, *launch.writes), target)
+    return (*launch.reads, *launch.writes)
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Array:
@@ -189,24 +94,6 @@ def drawn(shape: tuple[int, ...], seed: int) -> Array:
     return numbers
 
 
-class Scoring(NamedTuple):
-    """Kernels that score blocks, for q and k of one layout, in memory that they are given.
-
-    Attributes
-    ----------
-    workspaces : dict of Workspace by name
-        The first one holds the scores, or what else blocks are chosen by.
-    launch : callable (q, k, addresses, stream)
-        `addresses` are those of the workspaces. It returns the arrays that the kernels read or write besides.
-    has_shares : bool
-        Whether scores are masses, or multiples of them in each row; else all blocks count alike.
-    """
-
-    workspaces: Mapping[str, Workspace]
-    launch: Callable[[Array, Array, Sequence[int], Any], Sequence[Array]]
-    has_shares: bool
-
-
 class Selection:
     """A selection of blocks by kernels alone, for q and k of one layout.
 
@@ -214,32 +101,46 @@ class Selection:
 
     Parameters
     ----------
-    scoring : Scoring
-    choose : Chooser or Crosser
+    steps : sequence of (Pass or BoundPass, dict of str by name)
+        The kernels, compiled now, each with the names that its arrays have here, where these are others. They read q
+        and k, and write to the workspaces, at last to "kept".
+    workspaces : dict of Workspace by name
     make_index : IndexMaker
     target : Gpu
+    prepare : callable (q, k), optional
+        Makes the arrays that are read in place of q and k.
     """
 
-    def __init__(self, scoring: Scoring, choose: Chooser | Crosser, make_index: IndexMaker, target: gpu.Gpu) -> None:
-        self._score, self._has_shares = scoring.launch, scoring.has_shares
-        self._choose, self._make_index = choose, make_index
-        self._workspaces = target.workspaces({**scoring.workspaces, "kept": choose.kept})
-        self._current_stream = target.current_stream
+    def __init__(
+        self, steps: Sequence[Step], workspaces: Mapping[str, Workspace], make_index: IndexMaker, target: gpu.Gpu,
+        prepare: Callable[[Array, Array], tuple[Array, Array]] | None = None,
+    ) -> None:  # fmt: skip
+        own = [spec for step, _ in steps if isinstance(step, Pass) for spec in step.specs.values()]
+        gpu.compile_kernels(own, target)
+        lists = make_index.lists
+        parts, works = list[tuple[LaunchRecord, Mapping[str, str]]](), list[WorkList]()
+        for step, names in (*steps, (lists.launches, {"mask": "kept"})):
+            if isinstance(step, Pass):
+                parts.append((record_of(step, {}, arrays_of(step), target), names))
+            else:
+                parts.append((step.record, names))
+                works += step.works
+        self._launches = BoundPass(LaunchRecord.joined(parts, ("q", "k", AT_CALL), workspaces), target, works)
+        self._make_index, self._allocate, self._address = make_index.index_of, lists.allocate, target.address
+        self._current_stream, self._prepare = target.current_stream, prepare
         self._captured: list[Array] = []
 
     def __call__(self, q: Array, k: Array) -> BlockIndex:
         """The blocks chosen, in an index on the device."""
         stream = self._current_stream()
-        taken = self._workspaces.take(stream)
-        *room, kept = taken.addresses
-        made = self._score(q, k, room, stream)
-        self._choose(kept, room[0], room[0] if self._has_shares else 0, stream)
-        index = self._make_index(kept, stream)
-        self._workspaces.give_back(stream, taken)
+        if self._prepare is not None:
+            q, k = self._prepare(q, k)
+        (lists,) = self._allocate(stream)
+        taken = self._launches.launch((self._address(q), self._address(k), self._address(lists)), stream)
         if stream.is_capturing():  # each replay writes there, and reads what lists are made of
-            self._captured += [*taken.arrays, *made]
+            self._captured += [*taken, q, k]
             gpu.hold(self)
-        return index
+        return self._make_index(lists)
 
 
 class FixedSelection:

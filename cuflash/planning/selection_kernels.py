@@ -198,9 +198,8 @@ class ChoiceRule:
 
 
 def wide_choosing(
-    rules: Sequence[ChoiceRule], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], room: int = _ROOM,
-    *, keeps_bits: bool = False,
-) -> Pass:  # fmt: skip
+    rules: Sequence[ChoiceRule], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], room: int = _ROOM
+) -> Pass:
     """Return the launch with a thread block for each row of one or two grids.
 
     Parameters
@@ -210,25 +209,25 @@ def wide_choosing(
         [..., rows, columns]
     dtype, room
         As `ChoiceRule.kernels` takes them.
-    keeps_bits : bool
-        What is kept has a bit, not a byte: the lowest of a word first, in as many as `num_words` tells.
 
     Returns
     -------
     Pass
-        Of the arrays that `ChoiceRule.kernels` names, and for a second grid of scores.second and so on.
+        Of the arrays that `ChoiceRule.kernels` names, and for a second grid of scores_2, shares_2, allowed_2 and
+        forced_2. What is kept of two grids has a bit, not a byte: the lowest of a word first, in as many words as
+        `num_words` tells, those of the second grid behind those of the first.
     """
     spec, numbers, names = selection_spec("choose_wide", dtype), dict[str, Any](), dict[str, str]()
     of_sums = most = _SUM_BYTES * spec.num_warps
-    for part, rule, shape in zip(("first", "second"), rules, shapes):
+    for part, suffix, rule, shape in zip(("first", "second"), ("", "_2"), rules, shapes):
         needed = of_sums + 4 * shape[-1]
-        numbers[part] = rule._numbers(shape, needed <= room, keeps_bits=keeps_bits)
+        numbers[part] = rule._numbers(shape, needed <= room, keeps_bits=len(rules) == 2)
         most = max(most, needed if needed <= room else 0)
-        names |= {f"{part}.{name}": name if part == "first" else f"{name}.{part}" for name in _OF_CHOICE}
-    arrays = tuple(names.values())
+        names |= {f"{part}.{name}": name + suffix for name in _OF_CHOICE[:-1]} | {f"{part}.kept": "kept"}
     return _pass(
-        spec, sum(prod(shape[:-1]) for shape in shapes), CHOICES, numbers, reads=arrays, writes=(), names=names,
-        shared_bytes=most,
+        spec, sum(prod(shape[:-1]) for shape in shapes), CHOICES, numbers,
+        reads=tuple(name for name in names.values() if name != "kept"), writes=("kept",), names=names,
+        starts={"second.kept": 4 * num_words(shapes[0])} if len(rules) == 2 else {}, shared_bytes=most,
     )  # fmt: skip
 
 
@@ -326,7 +325,9 @@ def spreading(
     return _pass_of_threads("spread", dtype, SPREAD, numbers, num_cells, reads=("masses",), writes=("scores",))
 
 
-def key_scoring(q: Any, k: Any, batch: tuple[int, ...], scale: float, first_diagonal_key: int | None) -> Pass:
+def key_scoring(
+    q: Any, k: Any, batch: tuple[int, ...], scale: float, first_diagonal_key: int | None, first_row: int = 0
+) -> Pass:
     """Return the launch that scores single keys: of the arrays q, k, scores and runs.
 
     Parameters
@@ -339,8 +340,10 @@ def key_scoring(q: Any, k: Any, batch: tuple[int, ...], scale: float, first_diag
         The softmax scale.
     first_diagonal_key : int or None
         The last key, which need not exist, that the first query sees under a causal mask; None without one.
+    first_row : int
+        The row of q that is the first query.
     """
-    num_rows, num_keys = q.shape[-2], k.shape[-2]
+    num_rows, num_keys = q.shape[-2] - first_row, k.shape[-2]
     num_matrices, numbers = _of_rows(q, k, batch)
     numbers |= {
         "scale_log2": scale * log2(e), "first_diagonal_key": first_diagonal_key or 0, "num_rows": num_rows,
@@ -350,7 +353,7 @@ def key_scoring(q: Any, k: Any, batch: tuple[int, ...], scale: float, first_diag
     pitch = spec.head_dim + 16 // spec.accumulator.itemsize  # a row of a tile has 16 bytes of padding
     return _pass(
         spec, num_matrices * -(-num_rows // spec.block_q) * num_key_runs(num_keys), KEY_SCORES, numbers,
-        reads=("q", "k"), writes=("scores", "runs"), names=_OF_ROWS,
+        reads=("q", "k"), writes=("scores", "runs"), names=_OF_ROWS, starts={"q.data": first_row * q.strides[-2]},
         shared_bytes=(spec.block_q + spec.block_kv) * pitch * spec.accumulator.itemsize,
     )  # fmt: skip
 
@@ -467,13 +470,15 @@ def _pass_of_threads(
 
 def _pass(
     spec: KernelSpec, grid: int, layout: np.dtype[Any], numbers: dict[str, Any], *, reads: tuple[str, ...],
-    writes: tuple[str, ...], names: Mapping[str, str] = MappingProxyType({}), shared_bytes: int = 0,
+    writes: tuple[str, ...], names: Mapping[str, str] = MappingProxyType({}),
+    starts: Mapping[str, int] = MappingProxyType({}), shared_bytes: int = 0,
 ) -> Pass:  # fmt: skip
     """Return a launch with so many thread blocks and a record of a layout, whose fields have the arrays' names."""
     launch = Launch(
         spec=spec, tiles=grid, shared_bytes=shared_bytes, reads=reads, writes=writes, features=(spec.entry,)
     )  # fmt: skip
-    return Pass({spec.entry: launch}, features=(Feature(spec.entry, layout, numbers, (*reads, *writes), names=names),))
+    feature = Feature(spec.entry, layout, numbers, (*reads, *writes), names=names, starts=starts)
+    return Pass({spec.entry: launch}, features=(feature,))
 
 
 def drawing(shape: tuple[int, ...], seed: int) -> Pass:

@@ -125,17 +125,17 @@ def check_pair(planning: Any = selection_kernels) -> None:
     rules = [rule_of(budget, Forced(diagonal=False), (1, x.shape[-1]), (1, 1), 0, False)
              for budget, x in zip(budgets, grids)]  # fmt: skip
     shapes = [x.shape for x in grids]
-    kernels = planning.wide_choosing(rules, shapes, grids[0].dtype, keeps_bits=True)
+    kernels = planning.wide_choosing(rules, shapes, grids[0].dtype)
     assert kernels.launches["choose_wide"].grid(1) == 12
-    names = [name + of_grid for of_grid in ("", ".second") for name in ("scores", "shares", "kept")]
+    words = [planning.num_words(x.shape) for x in grids]
     for order in ("round_robin", "first_warp", "last_warp"):
-        kept = [np.full((6, planning.num_words(x.shape) // 6), 7, np.uint32) for x in grids]
-        machine = Simulator(schedule=Schedule(order=order))
-        arrays = [x for scores, found in zip(grids, kept) for x in (scores, scores, found)]
-        run_alone(kernels, dict(zip(names, arrays)), machine)
-        for scores, found, budget in zip(grids, kept, budgets):
+        kept = np.full(sum(words), 7, np.uint32)
+        arrays = dict(zip(("scores", "scores_2", "shares", "shares_2"), (*grids, *grids)))
+        run_alone(kernels, {**arrays, "kept": kept}, Simulator(schedule=Schedule(order=order)))
+        found = kept[: words[0]].reshape(6, -1), kept[words[0] :].reshape(6, -1)
+        for scores, of_grid, budget in zip(grids, found, budgets):
             expected = choose(scores, scores, None, None, budget).reshape(6, -1)
-            np.testing.assert_array_equal(found, words_of(expected))
+            np.testing.assert_array_equal(of_grid, words_of(expected))
 
 
 def words_of(kept: Any) -> Any:

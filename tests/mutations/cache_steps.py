@@ -35,7 +35,7 @@ class Recording:
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
 
-    tensor_map = None
+    tensor_map = lists = None
 
     def address(self, array: Any) -> int:
         return int(array.data.ptr)
