@@ -16,7 +16,7 @@ from ..planning.launches import Pass
 from ..scores import Score
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
-from .steps import Append, AppendStep, Decode, DecodeStep, Steps
+from .steps import Found, Step, Steps
 
 
 class OnDevice:
@@ -91,30 +91,30 @@ class OnDevice:
         namespace(self.k).minimum(self.lengths, self.numbers("lengths", lengths), out=self.lengths)
 
     def append(
-        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: Append | None
+        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: Found | None
     ) -> None:
         """Launch the kernel that writes rows and adds to the lengths; the host then has the lengths, or has not.
 
         The step is bound unless one is found.
         """
         counts = self.numbers("counts", counts)
-        step, of_k, of_v = found or self._bound_append(k, v, counts)
+        step, addresses = found or self._bound_append(k, v, counts)
         stream = self.steps.current_stream()
-        step.run(of_k, of_v, 0 if counts is None else counts.data.ptr, stream)
+        step.launch((*addresses, 0 if counts is None else counts.data.ptr), stream)
         self._known_lengths = None if new_lengths is None else list(new_lengths)  # the cache changes its own
         self._after(step, stream, k, v, counts)
 
-    def _bound_append(self, k: Array, v: Array, counts: Array | None) -> Append:
+    def _bound_append(self, k: Array, v: Array, counts: Array | None) -> Found:
         shape, dtype = tuple(map(int, k.shape)), np.dtype(k.dtype)
         kernels = append_pass(shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales))
         self._require_ready(kernels)
         arrays = {**self.tables(counts), **self.scales, "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
-        return self.steps.bind_append(kernels, arrays | {"arrivals": self._arrived_blocks}, gpu.current_target())
+        return self.steps.bound_append(kernels, arrays | {"arrivals": self._arrived_blocks}, gpu.current_target())
 
     def bound_decode(
         self, kernels: Pass, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...],
         score: Score | None,
-    ) -> Decode:  # fmt: skip
+    ) -> Found:  # fmt: skip
         """The step of a call of `attention`; counts of arrived parts, which the kernel leaves at 0, are the cache's.
 
         Parameters
@@ -131,21 +131,21 @@ class OnDevice:
         self._require_ready(kernels)
         arrived = {name: self._arrived_parts for name, each in kernels.workspaces.items() if each.is_zeroed}
         given = arrays | self.tables(None) | arrived
-        return self.steps.bind_decode(kernels, given, out, options, gpu.current_target(), score)
+        return self.steps.bound_decode(kernels, given, out, options, gpu.current_target(), score)
 
     def decode(
-        self, found: Decode, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
+        self, found: Found, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
         score: Score | None = None,
     ) -> None:  # fmt: skip
         """Launch the decode kernel; lse is None if the caller does not need it."""
-        step, of_q, _, of_sink, captured = found
+        step, addresses = found
         counts, stream = self.numbers("counts", counts), self.steps.current_stream()
         memory = self.steps.memory(step.nbytes)
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
-        step.run(of_q, o.data.ptr, of_lse, of_counts, of_sink, memory.data.ptr, stream, captured)
+        step.launch((*addresses, o.data.ptr, of_counts, *step.places(memory.data.ptr, of_lse)), stream)
         self._after(step, stream, q, o, lse, counts, sink, memory, *(() if score is None else score.arrays.values()))
 
-    def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
+    def _after(self, step: Step, stream: Any, *arrays: Any) -> None:
         """Keep what a captured call uses as long as the cache, as replays write there; wait if the step is checked."""
         if stream.is_capturing():
             self._captured.extend(arrays)

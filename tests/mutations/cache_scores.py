@@ -176,10 +176,10 @@ FAULTS = {
     },
     steps_are_of_their_score: {
         "numbers are those of the first call": Edit(
-            "cache/steps.py", "_decode_key", "(score.program, score.numbers)", "score.program"
+            "cache/steps.py", "decode_key", "(score.program, score.numbers)", "score.program"
         ),
         "any arrays are taken": Edit(
-            "cache/steps.py", "_decode_key", "_layout(*arrays) if arrays else _NOT_GIVEN", "_NOT_GIVEN"
+            "cache/steps.py", "decode_key", "_layout(*arrays) if arrays else _NOT_GIVEN", "_NOT_GIVEN"
         ),
     },
     positions_restart: {
