@@ -26,13 +26,12 @@ from .arguments import (
     numbers, option_reasons, out_reasons, overlap_reasons, page_reasons, part_reasons, require_appended, row_reasons,
     sequence_reasons, shortage_reason, shown_numbers, sink_reasons, size_reasons,
 )  # fmt: skip
-from .decoding import DecodeOptions, decode_pass_of
+from ._passes import DecodeOptions, pass_of
 from .given_pages import checked_pages
 from .on_device import OnDevice, capture_reasons, device_reasons, is_capturing, is_on_device
 from .one_by_one import OwnRows, attend_one_by_one
 from .paged_rows import PagedRows
 from .pages import Growth, OwnPages, PagePool, growths, length_faults
-from .prefill import prefill_pass_of
 from .scoring import ScoreKind, arrays_of, fit_reasons, score_of
 
 
@@ -822,7 +821,7 @@ class KVCache:
         options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision, self._part_keys, kind)
         arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink, **self._arrays.scales}
         arrays |= {} if scored is None else arrays_of(scored)
-        kernels = decode_pass_of(arrays, self._layout, options) or prefill_pass_of(arrays, self._layout, options)
+        kernels = pass_of(arrays, self._layout, options)
         if kernels is not None:
             self._decode(kernels, arrays, None if counts is None else news, out, asked, scored)
         elif self._is_counted_on_device:

@@ -130,6 +130,11 @@ class Gpu:
     address: Callable[[Array], int] = attrgetter("data.ptr")
     mask_address: Callable[[Array], int] = attrgetter("data.ptr")
 
+    @property
+    def device(self) -> int:
+        """The number of the current device."""
+        return nvrtc.current_number()
+
     def set_zero(self, array: Array) -> None:
         """Set an array to zeros, on the current stream."""
         array.fill(0)
@@ -197,14 +202,6 @@ class Gpu:
     def workspaces(self, needs: Mapping[str, Workspace]) -> Workspaces:
         """The memory of the workspaces of a pass."""
         return Workspaces(needs, self)
-
-    def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
-        """A function that makes new arrays for workspaces on a stream, zeros where they must be zero."""
-        zeros = {name: partial(self.zeros, each.shape, each.dtype) for name, each in workspaces.items()}
-        makers = [
-            zeros[name] if each.is_zeroed else self.maker(each.shape, each.dtype) for name, each in workspaces.items()
-        ]
-        return lambda stream: [make() for make in makers]
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list on the current device, put there once."""

@@ -11,7 +11,6 @@ from ..blocks import index as indices
 from ..blocks.carried import CarriedLists
 from ..blocks.index import BlockIndex as BlockIndex
 from ..compiler import nvrtc
-from ..layouts import device_number
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import content, mask_namespace
@@ -103,7 +102,7 @@ def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: 
         empty = BlockIndex.from_mask(Band(), block=block, **shape._asdict())
         return empty.to(lambda array: xp.zeros(array.shape, dtype=array.dtype))
     source, arrays = evaluated_source(mask, shape, block)
-    key = "list", target, device_number(arrays[0]), *_LAYOUT(source)
+    key = "list", target, target.device, *_LAYOUT(source)
     make = CALLS.get(key)
     if make is None:
         make = ListMaker(source, target)

@@ -58,8 +58,8 @@ class LaunchTarget(Protocol):
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces | Workspaces:
         """The memory of the workspaces of a pass."""
 
-    def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
-        """A function that makes new arrays for workspaces on a stream, zeros where they must be zero."""
+    def maker(self, shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
+        """A function that allocates an array."""
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list, put where kernels can read them."""

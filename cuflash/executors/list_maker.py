@@ -9,7 +9,6 @@ import numpy as np
 
 from ..arrays import Array
 from ..planning.interval_kernels import IntervalSource
-from ..planning.launches import Workspace
 from ..planning.list_kernels import AT_CALL, ListSource
 from .launch import BoundPass, LaunchTarget
 
@@ -21,8 +20,8 @@ class ListMaker:
     ----------
     launches : BoundPass
         For the addresses of arrays and of the bytes that hold the lists.
-    allocate : callable (stream)
-        Makes these bytes, as the one array of a list.
+    allocate : callable
+        Makes these bytes.
 
     Parameters
     ----------
@@ -33,11 +32,11 @@ class ListMaker:
 
     def __init__(self, source: ListSource | IntervalSource, target: LaunchTarget) -> None:
         self.launches = BoundPass.of(source.kernels, {}, (*source.array_names, AT_CALL), target, source.rows)
-        self.allocate = target.allocator({AT_CALL: Workspace((source.nbytes,), np.dtype(np.uint8))})
+        self.allocate = target.maker((source.nbytes,), np.dtype(np.uint8))
         self._address = target.address
 
     def __call__(self, arrays: Iterable[int], stream: Any) -> Array:
         """Launch the kernels on arrays at these addresses; return the bytes that hold the lists once they have run."""
-        (lists,) = self.allocate(stream)
+        lists = self.allocate()
         self.launches.launch((*arrays, self._address(lists)), stream)
         return lists

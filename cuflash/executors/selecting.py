@@ -135,7 +135,7 @@ class Selection:
         stream = self._current_stream()
         if self._prepare is not None:
             q, k = self._prepare(q, k)
-        (lists,) = self._allocate(stream)
+        lists = self._allocate()
         taken = self._launches.launch((self._address(q), self._address(k), self._address(lists)), stream)
         if stream.is_capturing():  # each replay writes there, and reads what lists are made of
             self._captured += [*taken, q, k]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, namespace
-from ..compiler.nvrtc import current_number
 from ..executors import checks, gpu
 from ..executors.launch import BoundPass
 from ..layouts import address, device_number
@@ -56,7 +55,7 @@ def transposed_bytes(data: Array) -> Array | None:
 def _launch(key: tuple[Hashable, ...], make: Callable[[], Pass], arrays: dict[str, Array | None]) -> None:
     """Launch a kernel on arrays; one for arrays of the same layout is bound once on each device."""
     target, is_checked = gpu.current_target(), checks.is_on()
-    key = *key, current_number(), is_checked
+    key = *key, target.device, is_checked
     bound = CALLS.get(key)
     if bound is None:
         bound = BoundPass.of(make(), {}, tuple(arrays), target)

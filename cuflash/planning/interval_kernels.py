@@ -5,7 +5,7 @@ The masks' own `intervals` find the same by operations on arrays: they are the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -23,7 +23,7 @@ from ..masks.base import And, Mask
 from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
-from .launches import BATCH_AXES, Feature, Launch, Pass
+from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .spec import KernelSpec
 
 AT_CALL = "lists"  # the argument of executors for lists that are made at each call
@@ -81,8 +81,42 @@ class _Integers:
             self.is_signed = integers.dtype.kind == "i"
 
 
+class SourceOfResults:
+    """A source of results that kernels write into one array of bytes."""
+
+    @cached_property
+    def results(self) -> Mapping[str, Workspace]:
+        """All results by name."""
+        raise NotImplementedError
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """The offset of each result in bytes."""
+        return dict(zip(self.results, accumulate(map(_room, self.results.values()), initial=0)))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the array that holds all results."""
+        return sum(map(_room, self.results.values()))
+
+    def views(self, found: Array, names: Iterable[str] | None = None) -> dict[str, Array]:
+        """Results by name, all unless some are named, as views of the array of bytes that holds them."""
+        made, elements = {}, {dtype: found.view(dtype) for dtype in {each.dtype for each in self.results.values()}}
+        for name in self.results if names is None else names:
+            result = self.results[name]
+            itemsize, start, size = result.dtype.itemsize, self.offsets[name], prod(result.shape)
+            flat = elements[result.dtype][start // itemsize : start // itemsize + size]
+            made[name] = flat if len(result.shape) == 1 else flat.reshape(result.shape)
+        return made
+
+
+def _room(result: Workspace) -> int:
+    """Bytes that a result takes in the array that holds all of them."""
+    return -(-result.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class IntervalSource:
+class IntervalSource(SourceOfResults):
     """Sources of row intervals: arrays that each call hands over, and intervals that the host knows.
 
     Attributes
@@ -191,35 +225,16 @@ class IntervalSource:
         return self.batch * self.num_heads * (self.shape.seqlen_q + rows + starts + 32 * (columns + tiles))
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all results by name, int32."""
+    def results(self) -> Mapping[str, Workspace]:
         rows, columns = ((self.batch * self.num_heads * number,) for number in self.num_blocks)
-        found: dict[str, tuple[int, ...]] = {"lo": self.extents, "hi": self.extents}
+        shapes: dict[str, tuple[int, ...]] = {"lo": self.extents, "hi": self.extents}
         if self.block is not None:
-            found |= {"row_lengths": rows, "column_lengths": columns, "row_order": rows, "column_order": columns}
+            shapes |= {"row_lengths": rows, "column_lengths": columns, "row_order": rows, "column_order": columns}
         if self.tile is not None:
             matrices, (of_q, of_kv) = self.batch * self.num_heads, self.num_tiles
-            found |= {"q_blocks": (matrices, of_q + 1), "kv_blocks": (matrices, of_kv + 1)}
-            found |= {"tile_lengths": (matrices, of_kv), "column_entries": (matrices, of_kv)}
-        return found
-
-    @cached_property
-    def written(self) -> dict[str, int]:
-        """Return the offset of each result in the array of bytes that holds all of them."""
-        return offsets_of({name: 4 * prod(shape) for name, shape in self.shapes.items()})
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array that holds all results."""
-        return sum(room(4 * prod(shape)) for shape in self.shapes.values())
-
-    def views(self, found: Array) -> dict[str, Array]:
-        """Results by name, as views of the array of bytes that holds them."""
-        words = found.view(np.int32)
-        return {
-            name: words[start // 4 : start // 4 + prod(self.shapes[name])].reshape(self.shapes[name])
-            for name, start in self.written.items()
-        }
+            shapes |= {"q_blocks": (matrices, of_q + 1), "kv_blocks": (matrices, of_kv + 1)}
+            shapes |= {"tile_lengths": (matrices, of_kv), "column_entries": (matrices, of_kv)}
+        return {name: Workspace(shape, np.dtype(np.int32)) for name, shape in shapes.items()}
 
     @cached_property
     def kernels(self) -> Pass:
@@ -229,8 +244,8 @@ class IntervalSource:
             ordered = sum(self.num_blocks) + self.num_tiles[1]
             threads["interval_orders"] = 32 * self.batch * self.num_heads * ordered
         feature = Feature(
-            "lists", INTERVAL_PARAMS, self._numbers(), (*self.array_names, "lo", "hi", AT_CALL), starts=self.written,
-            names={"rows_lo": "lo", "rows_hi": "hi"} | dict.fromkeys(self.written, AT_CALL),
+            "lists", INTERVAL_PARAMS, self._numbers(), (*self.array_names, "lo", "hi", AT_CALL), starts=self.offsets,
+            names={"rows_lo": "lo", "rows_hi": "hi"} | dict.fromkeys(self.offsets, AT_CALL),
         )  # fmt: skip
         grids = {entry: -(-number // INTERVAL_SPECS[entry].num_threads) for entry, number in threads.items()}
         return Pass(
@@ -301,16 +316,6 @@ def leading_strides(side: Array | None) -> tuple[int, int]:
     return heads * rows if batch > 1 else 0, rows if heads > 1 else 0
 
 
-def room(nbytes: int) -> int:
-    """Bytes that a result takes in the array that holds all of them."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def offsets_of(nbytes: Mapping[str, int]) -> dict[str, int]:
-    """Return the byte offset of each result, given its size, in the array that holds all of them."""
-    return dict(zip(nbytes, accumulate(map(room, nbytes.values()), initial=0)))
-
-
 def _bounded(keys: int | None) -> int:
     return UNLIMITED if keys is None else min(keys, UNLIMITED)
 
@@ -357,4 +362,4 @@ class IntervalsAtCall(IntervalWork):
     @property
     def offsets(self) -> Mapping[str, int]:
         """Return the offset of each array that attention kernels read in the array of bytes."""
-        return {name: start for name, start in self.source.written.items() if name not in _OF_ORDERS_ALONE}
+        return {name: start for name, start in self.source.offsets.items() if name not in _OF_ORDERS_ALONE}

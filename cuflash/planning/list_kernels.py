@@ -25,9 +25,9 @@ from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from .interval_kernels import AT_CALL as AT_CALL
 from .interval_kernels import (
-    IntervalsAtCall, IntervalSource, are_served, kept_and_closed, list_launch, offsets_of, room,
+    IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch,
 )  # fmt: skip
-from .launches import BATCH_AXES, Feature, Pass
+from .launches import BATCH_AXES, Feature, Pass, Workspace
 from .spec import KernelSpec
 
 _POINTER = np.uint64
@@ -71,7 +71,7 @@ LIST_SPECS = {
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ListSource:
+class ListSource(SourceOfResults):
     """Sources of the lists that kernels make: a boolean array on the device, and row intervals that the host knows.
 
     Attributes
@@ -171,55 +171,38 @@ class ListSource:
         return self.batch * self.num_heads, rows, columns
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all results by name; `dtype` has their dtypes."""
+    def results(self) -> Mapping[str, Workspace]:
         matrices, num_rows, num_columns = self.grid
         rows, columns = matrices * num_rows, matrices * num_columns
         cells = rows * num_columns
         bits = (0 if self.is_whole else cells, self.block[0], -(-self.block[1] // 8))
         sides = {"row_pointers": rows + 1, "column_pointers": columns + 1, "row_order": rows, "column_order": columns}
-        return {name: bits if name == "bits" else (sides.get(name, cells),) for name in _RESULTS}
-
-    def dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype of a result."""
-        return np.dtype(np.uint8 if name in _BYTES else np.int32)
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """Return the offset of each result in the array of bytes that holds all of them."""
-        return offsets_of({name: prod(shape) * self.dtype(name).itemsize for name, shape in self.shapes.items()})
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the array that holds all results."""
-        last = _RESULTS[-1]
-        return self.offsets[last] + room(prod(self.shapes[last]) * 4)
+        shapes = {name: bits if name == "bits" else (sides.get(name, cells),) for name in _RESULTS}
+        return {
+            name: Workspace(shape, np.dtype(np.uint8 if name in _BYTES else np.int32))
+            for name, shape in shapes.items()
+        }
 
     def lists_of(self, lists: Array) -> dict[str, Array]:
         """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
-        return list_results(lists, self, tuple(name for name in _RESULTS if name not in _OF_LISTS_ALONE))
+        return self.views(lists, (name for name in _RESULTS if name not in _OF_LISTS_ALONE))
 
     def fields_of(self, lists: Array) -> dict[str, Array]:
         """Return the arrays of a block index by its fields, as views of the array that holds all results."""
-        found = list_results(lists, self, tuple(_FIELDS.values()))
-        return {field: found[name] for field, name in _FIELDS.items()}
+        return dict(zip(_FIELDS, self.views(lists, _FIELDS.values()).values()))
 
     @property
     def array_names(self) -> tuple[str, ...]:
         """Fields of the record for the arrays that each call hands over; those of `rows` are lo and hi."""
         return ("mask",) if self.given_rows is None else ("mask", "lo", "hi")
 
-    @property
-    def written(self) -> dict[str, int]:
-        """Return the offset of each result that kernels write."""
-        return {name: start for name, start in self.offsets.items() if name != "bits" or not self.is_whole}
-
     @cached_property
     def kernels(self) -> Pass:
         """The kernels. They take the arrays of `array_names`, and the array of bytes that holds all results."""
+        written = {name: start for name, start in self.offsets.items() if name != "bits" or not self.is_whole}
         feature = Feature(
-            "lists", LIST_PARAMS, self._numbers(), ("mask", "lo", "hi", AT_CALL), starts=self.written,
-            names=dict.fromkeys(self.written, AT_CALL),
+            "lists", LIST_PARAMS, self._numbers(), ("mask", "lo", "hi", AT_CALL), starts=written,
+            names=dict.fromkeys(written, AT_CALL),
         )  # fmt: skip
         launches = {}
         for entry, grid in self._grids().items():
@@ -278,8 +261,8 @@ class ListedAtCall(ListedWork):
     @classmethod
     def of(cls, source: ListSource, *, carried: ListSource | None = None) -> ListedAtCall:
         """Work of a mask that `ListSource.of` takes."""
-        zeros = {name: np.zeros((), source.dtype(name)) for name in source.shapes}
-        empty = {name: np.broadcast_to(zero, source.shapes[name]) for name, zero in zeros.items()}
+        results = source.results.items()
+        empty = {name: np.broadcast_to(np.zeros((), each.dtype), each.shape) for name, each in results}
         lo, hi = (None, None) if source.rows is None or not source.is_whole else (source.rows.lo, source.rows.hi)
         index = BlockIndex(
             seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block=source.block, batch=source.batch,
@@ -340,13 +323,3 @@ def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
     carried, block = grid.index.carried.source, listed_block(mask, tile)
     listed = carried if not closed and block == grid.index.block else carried.in_blocks(block, closed)
     return ListedAtCall.of(listed, carried=carried) if listed.can_be_numbered else None
-
-
-def list_results(lists: Array, source: ListSource, names: tuple[str, ...] = _RESULTS) -> dict[str, Array]:
-    """Results by name, as views of the array of bytes that holds them."""
-    views, words = {}, lists.view(np.int32)
-    for name in names:
-        start, shape = source.offsets[name], source.shapes[name]
-        flat = lists[start : start + prod(shape)] if name in _BYTES else words[start // 4 : start // 4 + prod(shape)]
-        views[name] = flat if len(shape) == 1 else flat.reshape(shape)
-    return views

@@ -154,7 +154,7 @@ def selections_share_memory(library: ModuleType) -> None:
     launch = launches.Launch(spec=None, tiles=1, shared_bytes=0, reads=(), writes=(), features=("lists",))
     listing = launches.Pass({"lists": launch}, features=(launches.Feature("lists", row, tables=row.names),))
     record = part(library, "executors.launch").record_of(listing, {}, row.names, target)
-    lists_of = SimpleNamespace(launches=SimpleNamespace(record=record, works=()), allocate=lambda stream: [lists])
+    lists_of = SimpleNamespace(launches=SimpleNamespace(record=record, works=()), allocate=lambda: lists)
     make_index = SimpleNamespace(lists=lists_of, index_of=lambda found: found)
     rule = planning.ChoiceRule(
         lengths=(2, 4), block=(1, 1), offset=0, is_causal=False, count=1, mass=0.0, threshold=None, num_sinks=0,
