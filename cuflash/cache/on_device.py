@@ -16,7 +16,7 @@ from ..planning.launches import Pass
 from ..scores import Score
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
-from .steps import Found, Step, Steps
+from .steps import StepCall, Step, Steps
 
 
 class OnDevice:
@@ -91,7 +91,7 @@ class OnDevice:
         namespace(self.k).minimum(self.lengths, self.numbers("lengths", lengths), out=self.lengths)
 
     def append(
-        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: Found | None
+        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: StepCall | None
     ) -> None:
         """Launch the kernel that writes rows and adds to the lengths; the host then has the lengths, or has not.
 
@@ -104,7 +104,7 @@ class OnDevice:
         self._known_lengths = None if new_lengths is None else list(new_lengths)  # the cache changes its own
         self._after(step, stream, k, v, counts)
 
-    def _bound_append(self, k: Array, v: Array, counts: Array | None) -> Found:
+    def _bound_append(self, k: Array, v: Array, counts: Array | None) -> StepCall:
         shape, dtype = tuple(map(int, k.shape)), np.dtype(k.dtype)
         kernels = append_pass(shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales))
         self._require_ready(kernels)
@@ -114,7 +114,7 @@ class OnDevice:
     def bound_decode(
         self, kernels: Pass, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...],
         score: Score | None,
-    ) -> Found:  # fmt: skip
+    ) -> StepCall:  # fmt: skip
         """The step of a call of `attention`; counts of arrived parts, which the kernel leaves at 0, are the cache's.
 
         Parameters
@@ -134,7 +134,7 @@ class OnDevice:
         return self.steps.bound_decode(kernels, given, out, options, gpu.current_target(), score)
 
     def decode(
-        self, found: Found, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
+        self, found: StepCall, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
         score: Score | None = None,
     ) -> None:  # fmt: skip
         """Launch the decode kernel; lse is None if the caller does not need it."""

@@ -126,7 +126,7 @@ class DecodeStep(Step):
         return addresses
 
 
-class Found(NamedTuple):
+class StepCall(NamedTuple):
     """A step with the addresses that its kernels take first: of k and v, or of q, the sink and captured arrays."""
 
     step: Any
@@ -148,7 +148,7 @@ class Steps:
         self._own = [(_address(x) + low, _address(x) + high) for x, (low, high) in ((x, reach(x)) for x in (k, v))]
         self._memory: list[Array] = []  # the last one is in use; a stream may still read the others
 
-    def append(self, k: Any, v: Any, given: tuple[Any, Any] | None = None) -> Found | None:
+    def append(self, k: Any, v: Any, given: tuple[Any, Any] | None = None) -> StepCall | None:
         """The append of rows like which some have been checked and bound; None where they have to be checked.
 
         Where k and v are views of tensors that are `given`, later tensors of their layout are rows like these.
@@ -158,7 +158,7 @@ class Steps:
     def decode(
         self, q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None,
         given: tuple[Any, Any] | None = None,
-    ) -> Found | None:  # fmt: skip
+    ) -> StepCall | None:  # fmt: skip
         """The call like which one has been checked and bound; None where it has to be checked.
 
         Where q and the sink are views of tensors that are `given`, later tensors of their layout are like these.
@@ -166,7 +166,7 @@ class Steps:
         other = None if given is None else decode_key(given[0], out, given[1], options, score)
         return self._found(decode_key(q, out, sink, options, score), _inputs(q, sink, score), other, out)
 
-    def _found(self, key: Key | None, arrays: list[Any], other: Key | None, out: Any = None) -> Found | None:
+    def _found(self, key: Key | None, arrays: list[Any], other: Key | None, out: Any = None) -> StepCall | None:
         """The step of a key, which is that of another key too, if it takes the arrays without a check."""
         step = None if key is None else CALLS.get((*key, id(self)))
         if step is None:
@@ -175,9 +175,9 @@ class Steps:
             CALLS.put((*other, id(self)), step, self)
         addresses = list(map(_address, arrays))
         looked_at = addresses if out is None else [*addresses, _address(out)]
-        return Found(step, addresses) if step.takes(looked_at, self._own) else None
+        return StepCall(step, addresses) if step.takes(looked_at, self._own) else None
 
-    def bound_append(self, kernels: Pass, arrays: Mapping[str, Any], target: LaunchTarget) -> Found:
+    def bound_append(self, kernels: Pass, arrays: Mapping[str, Any], target: LaunchTarget) -> StepCall:
         """The step for rows that have been checked."""
         k, v = arrays["k"], arrays["v"]
         return self._bound(append_key(k, v), [k, v], lambda: AppendStep(kernels, arrays, target))
@@ -185,18 +185,18 @@ class Steps:
     def bound_decode(
         self, kernels: Pass, arrays: Mapping[str, Any], out: Any, options: tuple[Any, ...], target: LaunchTarget,
         score: Score | None = None,
-    ) -> Found:  # fmt: skip
+    ) -> StepCall:  # fmt: skip
         """The step for a call that has been checked; `out` is None where each call has an array made."""
         q, sink = arrays["q"], arrays["sink"]
         names = [] if score is None else list(map(array_name, score.arrays))
         key = decode_key(q, out, sink, options, score)
         return self._bound(key, _inputs(q, sink, score), lambda: DecodeStep(kernels, arrays, target, names))
 
-    def _bound(self, key: Key | None, arrays: list[Any], make: Callable[[], Step]) -> Found:
+    def _bound(self, key: Key | None, arrays: list[Any], make: Callable[[], Step]) -> StepCall:
         step = (None if key is None else CALLS.get((*key, id(self)))) or make()
         if key is not None:  # the layout of the call is known
             CALLS.put((*key, id(self)), step, self)
-        return Found(step, list(map(_address, arrays)))
+        return StepCall(step, list(map(_address, arrays)))
 
     def memory(self, nbytes: int) -> Array:
         """Return memory of at least `nbytes` bytes, which calls that follow each other share."""

@@ -30,10 +30,10 @@ class View(NamedTuple):
         return cls(name, array.dtype, array.shape, array.strides)
 
     @classmethod
-    def of_new(cls, name: str, made: ShapeDtype | Workspace, axes: Sequence[int] | None = None) -> View:
+    def of_new(cls, name: str, array: ShapeDtype | Workspace, axes: Sequence[int] | None = None) -> View:
         """The layout of a dense array that is yet to be allocated, its axes in memory from the outermost inwards."""
-        steps = dense_strides(made.shape, axes)
-        return cls(name, made.dtype, made.shape, tuple(made.dtype.itemsize * step for step in steps))
+        steps = dense_strides(array.shape, axes)
+        return cls(name, array.dtype, array.shape, tuple(array.dtype.itemsize * step for step in steps))
 
     @property
     def steps(self) -> list[int]:
@@ -102,9 +102,9 @@ class Argument(NamedTuple):
         """Put the map of an array, from `start` bytes on, into a field, unless the hardware cannot copy its boxes."""
         if boxed.reasons(address=0):
             return
-        made = tensor_map(boxed)
-        word = leaves(self.record.dtype)[path][1] // 8 + made.offset
-        self.record[path] = made.words, 1
+        template = tensor_map(boxed)
+        word = leaves(self.record.dtype)[path][1] // 8 + template.offset
+        self.record[path] = template.words, 1
         self.words[word] = start
         self.addresses.append((word, name))
 
@@ -123,16 +123,16 @@ def arguments_of(
     views : dict of View by name
         Arrays [batch, heads, rows, columns], without columns, or [heads].
     """
-    made = {}
+    arguments = {}
     for feature in features:
-        argument = made[feature.name] = Argument.of(feature, views, tensor_map)
+        argument = arguments[feature.name] = Argument.of(feature, views, tensor_map)
         for name, kind, offset in feature.addresses():
             if kind == MATRICES and name in views:
                 steps = views[name].steps
                 batch, head, row, column = (0, *steps, 0, 0) if name in HEAD_VECTORS else (*steps, 0, 0, 0)[:4]
                 # Kernels read the stride of the one batch axis in the first place or in the last.
                 argument.fill(offset // 8, (0, (batch, batch, batch), head, row, column, 0))
-    return made
+    return arguments
 
 
 class KernelRecord(NamedTuple):
@@ -201,8 +201,8 @@ class LaunchRecord:
             Batch entries of a launch.
         """
         num_numbers = sum(len(argument.numbers) for argument in templates[0].values())
-        given = {name: number for number, name in enumerate(names)}
-        given |= {name: number for number, name in enumerate(workspaces, len(names) + num_numbers)}
+        positions = {name: number for number, name in enumerate(names)}
+        positions |= {name: number for number, name in enumerate(workspaces, len(names) + num_numbers)}
         parts, slices, places, start = list[Any](), list[dict[str, slice]](), list[Place](), 0
         for arguments in templates:
             number = count(len(names))
@@ -212,8 +212,8 @@ class LaunchRecord:
                 signed = words.view(np.int64)
                 for word, array in argument.addresses:
                     signed[word] += fixed.get(array, 0)
-                    if array in given:
-                        places.append(Place(start + word, int(signed[word]), given[array]))
+                    if array in positions:
+                        places.append(Place(start + word, int(signed[word]), positions[array]))
                 places += (Place(start + word, int(words[word]), next(number)) for word in argument.numbers)
                 parts.append(words)
                 slices[-1][name] = slice(start, start + len(words))
@@ -246,13 +246,13 @@ class LaunchRecord:
             Further ones than those of the records.
         """
         every = {**workspaces, **{name: each for record, _ in parts for name, each in record.workspaces.items()}}
-        given = {name: number for number, name in enumerate((*names, *every))}
+        positions = {name: number for number, name in enumerate((*names, *every))}
         kernels, places, start = list[KernelRecord](), list[Place](), 0
         for record, renamed in parts:
             own = [renamed.get(name, name) for name in (*record.names, *record.workspaces)]
             places += (
-                Place(start + word, offset, given[own[number]])
-                for word, offset, number in record.places if own[number] in given
+                Place(start + word, offset, positions[own[number]])
+                for word, offset, number in record.places if own[number] in positions
             )  # fmt: skip
             for launch, grid, arguments in record.kernels:
                 moved = tuple(slice(start + each.start, start + each.stop) for each in arguments)

@@ -123,9 +123,9 @@ class BoundPass:
 
     def __init__(self, record: LaunchRecord, target: LaunchTarget, works: Sequence[WorkList] = ()) -> None:
         self.record, self.works, self._target = record, works, target
-        found = [lists for lists in map(target.lists, works) if lists.arrays]
-        self.lists = {name: array for lists in found for name, array in lists.arrays.items()}
-        self._uses = [lists.use for lists in found]
+        every = [lists for lists in map(target.lists, works) if lists.arrays]
+        self.lists = {name: array for lists in every for name, array in lists.arrays.items()}
+        self._uses = [lists.use for lists in every]
         self._arguments = Arguments(record.words, [kernel.arguments for kernel in record.kernels], record.places)
         self._workspaces = target.workspaces(record.workspaces) if record.workspaces else None
         self._starts = [
@@ -156,8 +156,8 @@ class BoundPass:
         cls, kernels: Pass, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget,
         work: WorkList | None = None,
     ) -> BoundPass:  # fmt: skip
-        """The launches of a pass, as `record_of` takes them."""
-        return cls(record_of(kernels, arrays, names, target, work), target, [] if work is None else [work])
+        """The launches of a pass, as `pass_record` takes them."""
+        return cls(pass_record(kernels, arrays, names, target, work), target, [] if work is None else [work])
 
     def __call__(
         self, arrays: Sequence[Array], stream: Any, check: Check | None = None, numbers: Sequence[int] = ()
@@ -201,19 +201,19 @@ class BoundPass:
                 check_lists(work, self.lists)
         for use in self._uses:
             use(stream)
-        made = {name: check.workspace(name, each) for name, each in self.record.workspaces.items()}
-        buffer = self._arguments.take([*addresses, *map(self._target.address, made.values())])
-        named = {**dict(zip(self.record.names, arrays)), **made}
+        workspaces = {name: check.workspace(name, each) for name, each in self.record.workspaces.items()}
+        buffer = self._arguments.take([*addresses, *map(self._target.address, workspaces.values())])
+        named = {**dict(zip(self.record.names, arrays)), **workspaces}
         kernels = zip(self.record.kernels, self._starts, buffer.kernels)
         for launch, parts in groupby(kernels, key=lambda each: each[0].launch):
             for _, start, arguments in parts:
                 start(arguments, stream)
             self._target.wait(launch)
             check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
-        return list(made.values())
+        return list(workspaces.values())
 
 
-def record_of(
+def pass_record(
     kernels: Pass, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget,
     work: WorkList | None = None,
 ) -> LaunchRecord:  # fmt: skip

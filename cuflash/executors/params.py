@@ -69,9 +69,9 @@ def templates_of(
     of_tables = {view.name: view for view in views if view.name in tables}
     first_batch, templates = 0, []
     for outer_index in np.ndindex(*(extent for extent, _ in outer)):
-        made = {feature.name: Argument.of(feature, of_tables, tensor_map) for feature in features}
-        made["maps"] = Argument.of(Feature("maps", TENSOR_MAPS), {}, tensor_map)
-        shape = made["params"].record["shape"]
+        arguments = {feature.name: Argument.of(feature, of_tables, tensor_map) for feature in features}
+        arguments["maps"] = Argument.of(Feature("maps", TENSOR_MAPS), {}, tensor_map)
+        shape = arguments["params"].record["shape"]
         shape["batch"], shape["first_batch"] = [1] * padding + [extent for extent, _ in inner], first_batch
         _put_dq_numbers(shape, plan, prod(extent for extent, _ in inner) * problem.num_kv_heads)
         matrices = {}
@@ -83,12 +83,12 @@ def templates_of(
             if view.name in kernels.boxes:
                 batch = [(1, 0)] * (_MAP_BATCH_AXES - len(inner)) + [(extent, by[index]) for extent, by in inner]
                 boxed = _boxed(view, plan, batch, steps, kernels.boxes[view.name])
-                made["maps"].put_map(view.name, view.name, boxed, tensor_map, start)
+                arguments["maps"].put_map(view.name, view.name, boxed, tensor_map, start)
         for feature in features:
             for name, kind, offset in feature.addresses():
                 if kind == MATRICES and name in matrices:
-                    made[feature.name].fill(offset // 8, matrices[name])
-        templates.append(made)
+                    arguments[feature.name].fill(offset // 8, matrices[name])
+        templates.append(arguments)
         first_batch += prod(extent for extent, _ in inner)
     return templates
 
@@ -140,14 +140,11 @@ def _strides(view: View, plan: KernelPlan) -> tuple[int, ...]:
 def _boxed(
     view: View, plan: KernelPlan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, int]
 ) -> BoxedArray:
-    """An array [batch, batch, heads, rows, columns] as boxes. An axis of stride 0 has extent 1, and so does one that is
-    not there."""
-    problem, itemsize = plan.problem, view.dtype.itemsize
-    heads = problem.num_heads if view.name in ("q", "do", "o") else problem.num_kv_heads
-    leading = [(extent if step else 1, step) for extent, step in (*batch, (heads, steps[0]))]
-    axes = [*leading, (view.shape[-2], steps[1] or _NO_STRIDE), (view.shape[-1], steps[2])]
-    shape, strides = (tuple(side) for side in zip(*((extent, step * itemsize) for extent, step in axes)))
-    return BoxedArray(view.dtype, shape, strides, (1, 1, 1, *box), box[1] * itemsize)
+    """An array [batch, batch, heads, rows, columns] as boxes."""
+    heads = plan.problem.num_heads if view.name in ("q", "do", "o") else plan.problem.num_kv_heads
+    axes = *batch, (heads, steps[0]), (view.shape[-2], steps[1] or _NO_STRIDE), (view.shape[-1], steps[2])
+    shape, strides = zip(*((extent, step * view.dtype.itemsize) for extent, step in axes))
+    return View(view.name, view.dtype, shape, strides).boxes(box)
 
 
 def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:

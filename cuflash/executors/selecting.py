@@ -18,7 +18,7 @@ from ..planning.selection_kernels import ChoiceRule, drawing
 from . import gpu
 from ._records import LaunchRecord
 from .index_maker import IndexMaker
-from .launch import BoundPass, record_of
+from .launch import BoundPass, pass_record
 
 Step = tuple[Pass | BoundPass, Mapping[str, str]]
 
@@ -121,7 +121,7 @@ class Selection:
         parts, works = list[tuple[LaunchRecord, Mapping[str, str]]](), list[WorkList]()
         for step, names in (*steps, (lists.launches, {"mask": "kept"})):
             if isinstance(step, Pass):
-                parts.append((record_of(step, {}, arrays_of(step), target), names))
+                parts.append((pass_record(step, {}, arrays_of(step), target), names))
             else:
                 parts.append((step.record, names))
                 works += step.works

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .decoding import CACHE_PAGES, OF_CACHE, SCALE_NAMES, TABLES, CacheLayout, scales_feature
+from .decoding import CACHE_PAGES, OF_CACHE, SCALE_NAMES, TABLES, CacheLayout, scale_features
 from .launches import MATRICES, Feature, Launch, Pass, Workspace
 from .spec import KernelSpec
 
@@ -52,11 +52,11 @@ def append_pass(
         work, of_block = 2 * rows * heads, _WARPS_OF_ROWS * _ROWS_OF_A_WARP
     blocks = max(1, min(_MOST_BLOCKS, work // of_block))
     workspaces = {"arrivals": Workspace((batch,), np.dtype(np.int32), is_zeroed=True)}
-    scales = scales_feature() if is_quantized else ()
+    scales = scale_features(is_quantized)
     launch = Launch(
         spec=append_spec(dtype, is_quantized=is_quantized), tiles=batch * blocks, shared_bytes=0,
         reads=("k", "v", "table", "counts", "lengths"),
-        writes=("cache_k", "cache_v", *(SCALE_NAMES if is_quantized else ()), "lengths", "num_faults", *workspaces),
+        writes=("cache_k", "cache_v", *SCALE_NAMES * is_quantized, "lengths", "num_faults", *workspaces),
         features=("append", *(each.name for each in scales)),
     )  # fmt: skip
     cache = layout.numbers(batch, heads, (head_dim, value_dim))

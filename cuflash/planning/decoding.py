@@ -169,10 +169,10 @@ def decode_pass(
         "stats_parts": Workspace((*heads, max_parts, rows, 2), single),
         "arrivals": Workspace(heads, np.dtype(np.int32), is_zeroed=True),
     }
-    scales = scales_feature() if is_quantized else ()
+    scales = scale_features(is_quantized)
     launch = Launch(
         spec=spec, tiles=prod(heads) * max_parts, shared_bytes=shared_bytes(spec),
-        reads=(*FORWARD_INPUTS, *(SCALE_NAMES if is_quantized else ()), "table", "lengths", "counts"),
+        reads=(*FORWARD_INPUTS, *SCALE_NAMES * is_quantized, "table", "lengths", "counts"),
         writes=("o", "lse", "num_faults", *workspaces), features=("decode", *(each.name for each in scales)),
     )  # fmt: skip
     numbers = {
@@ -181,13 +181,13 @@ def decode_pass(
         **window_numbers(layout, left, right),
     }  # fmt: skip
     decode = Feature("decode", DECODE, numbers, (*TABLES, *workspaces), names=OF_CACHE)
-    made = Pass({"decode": launch}, workspaces, (decode, *scales))
-    return with_score_argument(sink_forward(made, problem, "decode"), problem, "decode")
+    kernels = Pass({"decode": launch}, workspaces, (decode, *scales))
+    return with_score_argument(sink_forward(kernels, problem, "decode"), problem, "decode")
 
 
-def scales_feature() -> tuple[Feature, ...]:
-    """The scales of a cache of 8-bit numbers."""
-    return (Feature("scales", CACHE_SCALES),)
+def scale_features(is_quantized: bool) -> tuple[Feature, ...]:
+    """The scales of a cache, if it has 8-bit numbers."""
+    return (Feature("scales", CACHE_SCALES),) * is_quantized
 
 
 def window_numbers(layout: CacheLayout, left: int | None, right: int | None) -> dict[str, int]:

@@ -99,15 +99,15 @@ class SourceOfResults:
         """Bytes of the array that holds all results."""
         return sum(map(_room, self.results.values()))
 
-    def views(self, found: Array, names: Iterable[str] | None = None) -> dict[str, Array]:
+    def views(self, memory: Array, names: Iterable[str] | None = None) -> dict[str, Array]:
         """Results by name, all unless some are named, as views of the array of bytes that holds them."""
-        made, elements = {}, {dtype: found.view(dtype) for dtype in {each.dtype for each in self.results.values()}}
+        views, elements = {}, {dtype: memory.view(dtype) for dtype in {each.dtype for each in self.results.values()}}
         for name in self.results if names is None else names:
             result = self.results[name]
             itemsize, start, size = result.dtype.itemsize, self.offsets[name], prod(result.shape)
             flat = elements[result.dtype][start // itemsize : start // itemsize + size]
-            made[name] = flat if len(result.shape) == 1 else flat.reshape(result.shape)
-        return made
+            views[name] = flat if len(result.shape) == 1 else flat.reshape(result.shape)
+        return views
 
 
 def _room(result: Workspace) -> int:

@@ -186,6 +186,19 @@ class Pass:
     features: tuple[Feature, ...] = ()
     zeroed: tuple[str, ...] = ()
 
+    @classmethod
+    def of_kernel(
+        cls, spec: KernelSpec, grid: int, record: np.dtype[Any], numbers: Mapping[str, Any], *,
+        reads: tuple[str, ...], writes: tuple[str, ...], shared_bytes: int = 0,
+        names: Mapping[str, str] = MappingProxyType({}), starts: Mapping[str, int] = MappingProxyType({}),
+    ) -> Pass:  # fmt: skip
+        """A pass of one launch of so many thread blocks, whose one argument is a record of addresses and numbers."""
+        launch = Launch(
+            spec=spec, tiles=grid, shared_bytes=shared_bytes, reads=reads, writes=writes, features=(spec.entry,)
+        )  # fmt: skip
+        feature = Feature(spec.entry, record, numbers, (*reads, *writes), names=names, starts=starts)
+        return cls({spec.entry: launch}, features=(feature,))
+
     @property
     def specs(self) -> dict[str, KernelSpec]:
         """The specifications by role, in the order of the launches."""

@@ -23,6 +23,7 @@ from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
 from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
+from ._params import LISTS
 from .interval_kernels import AT_CALL as AT_CALL
 from .interval_kernels import (
     IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch,
@@ -31,11 +32,8 @@ from .launches import BATCH_AXES, Feature, Pass, Workspace
 from .spec import KernelSpec
 
 _POINTER = np.uint64
-_RESULTS = (
-    "grid_kinds", "ranks", "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers",
-    "column_entries", "column_steps", "row_order", "column_order",
-)  # fmt: skip
 _OF_LISTS_ALONE = ("grid_kinds", "ranks")  # no attention kernel reads these
+_RESULTS = (*_OF_LISTS_ALONE, *LISTS)
 _BYTES = ("grid_kinds", "kinds", "bits")
 # Fields of the kernels' record that are sizes. A divisor is the number of tokens that an element of the mask covers.
 _SIZES = (
@@ -185,7 +183,7 @@ class ListSource(SourceOfResults):
 
     def lists_of(self, lists: Array) -> dict[str, Array]:
         """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
-        return self.views(lists, (name for name in _RESULTS if name not in _OF_LISTS_ALONE))
+        return self.views(lists, LISTS)
 
     def fields_of(self, lists: Array) -> dict[str, Array]:
         """Return the arrays of a block index by its fields, as views of the array that holds all results."""

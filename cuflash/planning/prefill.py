@@ -127,11 +127,11 @@ def prefill_pass(
         Feature("params", PARAMS, _params(problem, spec), ("lo", "hi"), names=OF_RECORDS_WITHIN),
         *[Feature("maps", TENSOR_MAPS, boxes=boxes)] * bool(boxes), Feature("pages", PAGES, pages, TABLES),
     )  # fmt: skip
-    made = Pass({"intervals": intervals, "forward": launch}, workspaces, features)
-    made = with_score_argument(sink_forward(made, problem, "intervals", "forward"), problem, "forward")
-    forward = made.launches["forward"]
+    kernels = Pass({"intervals": intervals, "forward": launch}, workspaces, features)
+    kernels = with_score_argument(sink_forward(kernels, problem, "intervals", "forward"), problem, "forward")
+    forward = kernels.launches["forward"]
     return replace(
-        made, launches={**made.launches, "forward": replace(forward, features=(*forward.features, "pages"))}
+        kernels, launches={**kernels.launches, "forward": replace(forward, features=(*forward.features, "pages"))}
     )
 
 

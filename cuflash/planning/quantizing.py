@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import BFLOAT16
-from .launches import Feature, Launch, Pass
+from .launches import Pass
 from .spec import KernelSpec
 
 QUANTIZE = np.dtype(
@@ -72,9 +72,10 @@ def quantizing(spec: KernelSpec, shape: tuple[int, ...], num_blocks: int, larges
         "num_rows": shape[-2], "num_blocks": num_blocks, "largest": largest,
         "normalizer": np.float32(1 / np.sqrt(shape[-1])),
     }  # fmt: skip
-    return _pass(
-        spec, prod(shape[:-2]) * num_blocks, 4 * _MOST_WARPS, QUANTIZE, numbers, ("x", "signs"), ("data", "scale")
-    )
+    return Pass.of_kernel(
+        spec, prod(shape[:-2]) * num_blocks, QUANTIZE, numbers, reads=("x", "signs"), writes=("data", "scale"),
+        shared_bytes=4 * _MOST_WARPS,
+    )  # fmt: skip
 
 
 def transposing(spec: KernelSpec, shape: tuple[int, ...], padded_rows: int) -> Pass:
@@ -89,14 +90,6 @@ def transposing(spec: KernelSpec, shape: tuple[int, ...], padded_rows: int) -> P
         The columns of transposed.
     """
     numbers, grid = {"num_rows": shape[-2], "padded_rows": padded_rows}, prod(shape[:-2]) * padded_rows // KEYS
-    return _pass(spec, grid, KEYS * shape[-1], TRANSPOSE, numbers, ("data",), ("transposed",))
-
-
-def _pass(
-    spec: KernelSpec, grid: int, shared_bytes: int, record: np.dtype[Any], numbers: dict[str, Any],
-    reads: tuple[str, ...], writes: tuple[str, ...],
-) -> Pass:  # fmt: skip
-    launch = Launch(
-        spec=spec, tiles=grid, shared_bytes=shared_bytes, reads=reads, writes=writes, features=(spec.entry,)
-    )  # fmt: skip
-    return Pass({spec.entry: launch}, features=(Feature(spec.entry, record, numbers, (*reads, *writes)),))
+    return Pass.of_kernel(
+        spec, grid, TRANSPOSE, numbers, reads=("data",), writes=("transposed",), shared_bytes=KEYS * shape[-1]
+    )

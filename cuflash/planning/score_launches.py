@@ -150,13 +150,13 @@ def _changed(launch: Launch, program: Program, wrt: tuple[str, ...], sums: tuple
     )  # fmt: skip
 
 
-def with_score_argument(made: Pass, problem: Problem, role: str) -> Pass:
+def with_score_argument(kernels: Pass, problem: Problem, role: str) -> Pass:
     """A pass whose launch of a role makes scores, with the problem's score function, if it has one."""
     program = problem.score
     if program is None:
-        return made
-    launches = {**made.launches, role: _changed(made.launches[role], program, (), ())}
-    return _pass(made, launches, _feature(program, (), problem, ()))
+        return kernels
+    launches = {**kernels.launches, role: _changed(kernels.launches[role], program, (), ())}
+    return _pass(kernels, launches, _feature(program, (), problem, ()))
 
 
 def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pass:

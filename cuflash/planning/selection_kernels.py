@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import e, log2, prod
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import accumulator_dtype
-from .launches import BATCH_AXES, Feature, Launch, Pass
+from .launches import BATCH_AXES, Pass
 from .spec import KernelSpec
 
 # Mirror `kernels_cu/lists/selection.cuh`.
@@ -179,7 +178,7 @@ class ChoiceRule:
             return wide_choosing((self,), (shape,), dtype, room)
         places = 4 * _WARPS * shape[-1]
         is_kept = places <= _ROOM
-        return _pass(
+        return Pass.of_kernel(
             selection_spec("choose", dtype), -(-prod(shape[:-1]) // _WARPS), CHOICE, self._numbers(shape, is_kept),
             reads=_OF_CHOICE[:-1], writes=("kept",), shared_bytes=places if is_kept else 0,
         )  # fmt: skip
@@ -224,7 +223,7 @@ def wide_choosing(
         numbers[part] = rule._numbers(shape, needed <= room, keeps_bits=len(rules) == 2)
         most = max(most, needed if needed <= room else 0)
         names |= {f"{part}.{name}": name + suffix for name in _OF_CHOICE[:-1]} | {f"{part}.kept": "kept"}
-    return _pass(
+    return Pass.of_kernel(
         spec, sum(prod(shape[:-1]) for shape in shapes), CHOICES, numbers,
         reads=tuple(name for name in names.values() if name != "kept"), writes=("kept",), names=names,
         starts={"second.kept": 4 * num_words(shapes[0])} if len(rules) == 2 else {}, shared_bytes=most,
@@ -257,7 +256,7 @@ def pooling(arrays: tuple[Any, Any], block: tuple[int, int]) -> Pass:
             "num_rows": shape[-2], "num_columns": shape[-1], "block": side, "num_blocks": num_blocks,
         }  # fmt: skip
         names |= {f"{name}.data": name, f"{name}.means": f"means_of_{name}"}
-    return _pass(
+    return Pass.of_kernel(
         selection_spec("pool", arrays[0].dtype), sum(grids), POOLING, numbers | {"num_thread_blocks_of_q": grids[0]},
         reads=("q", "k"), writes=("means_of_q", "means_of_k"), names=names,
     )  # fmt: skip
@@ -351,7 +350,7 @@ def key_scoring(
     }  # fmt: skip
     spec = selection_spec("key_scores", q.dtype)
     pitch = spec.head_dim + 16 // spec.accumulator.itemsize  # a row of a tile has 16 bytes of padding
-    return _pass(
+    return Pass.of_kernel(
         spec, num_matrices * -(-num_rows // spec.block_q) * num_key_runs(num_keys), KEY_SCORES, numbers,
         reads=("q", "k"), writes=("scores", "runs"), names=_OF_ROWS, starts={"q.data": first_row * q.strides[-2]},
         shared_bytes=(spec.block_q + spec.block_kv) * pitch * spec.accumulator.itemsize,
@@ -385,7 +384,7 @@ def slash_summing(
         "first_diagonal_key": first_diagonal_key, "num_matrices": prod(heads), "num_rows": num_rows,
         "num_keys": num_keys, "num_distances": num_distances, "num_runs": num_key_runs(num_keys),
     }  # fmt: skip
-    return _pass(
+    return Pass.of_kernel(
         spec, prod(heads) * -(-(num_keys + num_distances) // spec.num_threads), SLASH_SUMS, numbers,
         reads=("scores", "runs"), writes=("of_keys", "of_distances"),
         shared_bytes=2 * spec.block_q * dtype.itemsize,
@@ -429,7 +428,7 @@ def page_bounding(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> Pas
         "num_queries": q.shape[-2], "num_keys": k.shape[-2], "num_pages": num_pages, "page_size": page_size,
         "num_bounds": num_bounds,
     }  # fmt: skip
-    return _pass(
+    return Pass.of_kernel(
         selection_spec("page_bounds", q.dtype), -(-num_bounds // _WARPS), PAGE_BOUNDS, numbers, reads=("q", "k"),
         writes=("bounds",), names=_OF_ROWS,
     )  # fmt: skip
@@ -465,20 +464,7 @@ def _pass_of_threads(
 ) -> Pass:  # fmt: skip
     """Return a launch of so many threads."""
     spec = selection_spec(entry, dtype)
-    return _pass(spec, -(-num_threads // spec.num_threads), layout, numbers, reads=reads, writes=writes)
-
-
-def _pass(
-    spec: KernelSpec, grid: int, layout: np.dtype[Any], numbers: dict[str, Any], *, reads: tuple[str, ...],
-    writes: tuple[str, ...], names: Mapping[str, str] = MappingProxyType({}),
-    starts: Mapping[str, int] = MappingProxyType({}), shared_bytes: int = 0,
-) -> Pass:  # fmt: skip
-    """Return a launch with so many thread blocks and a record of a layout, whose fields have the arrays' names."""
-    launch = Launch(
-        spec=spec, tiles=grid, shared_bytes=shared_bytes, reads=reads, writes=writes, features=(spec.entry,)
-    )  # fmt: skip
-    feature = Feature(spec.entry, layout, numbers, (*reads, *writes), names=names, starts=starts)
-    return Pass({spec.entry: launch}, features=(feature,))
+    return Pass.of_kernel(spec, -(-num_threads // spec.num_threads), layout, numbers, reads=reads, writes=writes)
 
 
 def drawing(shape: tuple[int, ...], seed: int) -> Pass:

@@ -133,11 +133,11 @@ def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget,
     if mass is None:
         return None
     group_size = grid.shape.num_heads // grid.k.shape[-3] if grid.has_heads else 1
-    made, parts = mass.results["mass"], (length // stride, grid.block[1] // stride)
+    masses, parts = mass.results["mass"], (length // stride, grid.block[1] // stride)
     steps = (
         (pooling((grid.q, runs), (1, length)), {"means_of_q": "queries", "means_of_k": "keys"}),
         (mass.launches, {"q": "queries", "k": "keys"}),
-        (spreading(made.shape, grid.size[1], group_size, parts, made.dtype), {"masses": "mass"}),
+        (spreading(masses.shape, grid.size[1], group_size, parts, masses.dtype), {"masses": "mass"}),
     )
     workspaces = {"scores": Workspace((*grid.heads, *grid.size), queries.dtype), **_workspaces(mass)}
     return _by_scores(grid, steps, workspaces | {"queries": queries, "keys": keys}, budget, forced)
@@ -215,8 +215,8 @@ def _means(rows: Any, side: int) -> Workspace:
 
 def _masses(grid: Grid, q: Workspace, k: Workspace, block: tuple[int, int], mask: Any) -> BoundMass | None:
     """The masses of rows that lie in workspaces."""
-    made = [namespace(grid.q).empty(each.shape, each.dtype) for each in (q, k)]
-    return bound_block_mass(made[0], made[1], block, mask, grid.scale)
+    rows = [namespace(grid.q).empty(each.shape, each.dtype) for each in (q, k)]
+    return bound_block_mass(rows[0], rows[1], block, mask, grid.scale)
 
 
 def _workspaces(mass: BoundMass) -> dict[str, Workspace]:

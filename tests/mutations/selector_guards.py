@@ -153,7 +153,7 @@ def selections_share_memory(library: ModuleType) -> None:
     row, lists = np.dtype([(name, np.uint64) for name in ("mask", "lists")]), np.empty(9, np.uint8)
     launch = launches.Launch(spec=None, tiles=1, shared_bytes=0, reads=(), writes=(), features=("lists",))
     listing = launches.Pass({"lists": launch}, features=(launches.Feature("lists", row, tables=row.names),))
-    record = part(library, "executors.launch").record_of(listing, {}, row.names, target)
+    record = part(library, "executors.launch").pass_record(listing, {}, row.names, target)
     lists_of = SimpleNamespace(launches=SimpleNamespace(record=record, works=()), allocate=lambda: lists)
     make_index = SimpleNamespace(lists=lists_of, index_of=lambda found: found)
     rule = planning.ChoiceRule(

@@ -24,8 +24,8 @@ FAULTS = {
             WORKSPACES, "Workspaces.__init__", "-(-size // _ALIGNMENT) * _ALIGNMENT", "size // 2"
         ),
         "all kernels take the arrays of the first": Edit(
-            RECORDS, "LaunchRecord.joined", "Place(start + word, offset, given[own[number]])",
-            "Place(word, offset, given[own[number]])",
+            RECORDS, "LaunchRecord.joined", "Place(start + word, offset, positions[own[number]])",
+            "Place(word, offset, positions[own[number]])",
         ),
         "numbers that were drawn count as shares": Edit(
             "selectors/bound.py", "_by_scores", "if has_shares and budget", "if budget"
