@@ -58,8 +58,8 @@ class LaunchTarget(Protocol):
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces | Workspaces:
         """The memory of the workspaces of a pass."""
 
-    def maker(self, shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
-        """A function that allocates an array."""
+    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
+        """Return a function that allocates an array, its axes in memory from the outermost inwards."""
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list, put where kernels can read them."""
@@ -91,9 +91,6 @@ class Machine(LaunchTarget, Protocol):
 
     def prepare(self, kernels: Pass) -> None:
         """Compile the kernels of a pass, if that saves time."""
-
-    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
-        """Return a function that allocates an array, its axes in memory from the outermost inwards."""
 
     def layout(self, array: Array) -> Array:
         """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
