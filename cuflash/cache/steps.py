@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ _ALIGNMENT = 256  # bytes, of arrays that share memory
 _SCALES = {type(None), float, int}
 _NOT_GIVEN: Hashable = ()  # in place of a layout
 
-Key = tuple[Hashable, ...]  # kind and layout of a call
 Extent = tuple[int, int]  # the first address of an array's memory, and the one after its last
 
 
@@ -60,20 +59,21 @@ class Step:
         self.is_checked, self.launch, self.wait = checks.is_on(), bound.launch, bound.wait
         self._spans = [(*reach(arrays[name]), arrays[name].dtype.itemsize - 1, name in apart) for name in looked_at]
 
-    def takes(self, addresses: Sequence[int], own: Iterable[Extent]) -> bool:
+    def takes(self, addresses: Sequence[int], own: Sequence[Extent]) -> bool:
         """True if arrays at these addresses need no check: they are aligned, and lie apart from where they must.
 
         The last arrays may be left out.
         """
-        others = list(own)
+        others = own
         for address, (low, high, odd_bits, is_apart) in zip(addresses, self._spans):
             if address & odd_bits:
                 return False
+            start, stop = address + low, address + high
             if not is_apart:
-                others.append((address + low, address + high))
+                others = [*others, (start, stop)]
                 continue
             for first, end in others:
-                if address + low < end and first < address + high:
+                if start < end and first < stop:
                     return False
         return True
 
@@ -153,7 +153,7 @@ class Steps:
 
         Where k and v are views of tensors that are `given`, later tensors of their layout are rows like these.
         """
-        return self._found(append_key(k, v), [k, v], None if given is None else append_key(*given))
+        return self._found(append_key(self, k, v), [k, v], None if given is None else append_key(self, *given))
 
     def decode(
         self, q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None,
@@ -163,16 +163,16 @@ class Steps:
 
         Where q and the sink are views of tensors that are `given`, later tensors of their layout are like these.
         """
-        other = None if given is None else decode_key(given[0], out, given[1], options, score)
-        return self._found(decode_key(q, out, sink, options, score), _inputs(q, sink, score), other, out)
+        other = None if given is None else decode_key(self, given[0], out, given[1], options, score)
+        return self._found(decode_key(self, q, out, sink, options, score), _inputs(q, sink, score), other, out)
 
-    def _found(self, key: Key | None, arrays: list[Any], other: Key | None, out: Any = None) -> StepCall | None:
+    def _found(self, key: Hashable, arrays: list[Any], other: Hashable, out: Any = None) -> StepCall | None:
         """The step of a key, which is that of another key too, if it takes the arrays without a check."""
-        step = None if key is None else CALLS.get((*key, id(self)))
+        step = CALLS.get(key)
         if step is None:
             return None
         if other is not None:
-            CALLS.put((*other, id(self)), step, self)
+            CALLS.put(other, step, self)
         addresses = list(map(_address, arrays))
         looked_at = addresses if out is None else [*addresses, _address(out)]
         return StepCall(step, addresses) if step.takes(looked_at, self._own) else None
@@ -180,7 +180,7 @@ class Steps:
     def bound_append(self, kernels: Pass, arrays: Mapping[str, Any], target: LaunchTarget) -> StepCall:
         """The step for rows that have been checked."""
         k, v = arrays["k"], arrays["v"]
-        return self._bound(append_key(k, v), [k, v], lambda: AppendStep(kernels, arrays, target))
+        return self._bound(append_key(self, k, v), [k, v], lambda: AppendStep(kernels, arrays, target))
 
     def bound_decode(
         self, kernels: Pass, arrays: Mapping[str, Any], out: Any, options: tuple[Any, ...], target: LaunchTarget,
@@ -189,13 +189,13 @@ class Steps:
         """The step for a call that has been checked; `out` is None where each call has an array made."""
         q, sink = arrays["q"], arrays["sink"]
         names = [] if score is None else list(map(array_name, score.arrays))
-        key = decode_key(q, out, sink, options, score)
+        key = decode_key(self, q, out, sink, options, score)
         return self._bound(key, _inputs(q, sink, score), lambda: DecodeStep(kernels, arrays, target, names))
 
-    def _bound(self, key: Key | None, arrays: list[Any], make: Callable[[], Step]) -> StepCall:
-        step = (None if key is None else CALLS.get((*key, id(self)))) or make()
+    def _bound(self, key: Hashable, arrays: list[Any], make: Callable[[], Step]) -> StepCall:
+        step = CALLS.get(key) or make()
         if key is not None:  # the layout of the call is known
-            CALLS.put((*key, id(self)), step, self)
+            CALLS.put(key, step, self)
         return StepCall(step, list(map(_address, arrays)))
 
     def memory(self, nbytes: int) -> Array:
@@ -220,10 +220,10 @@ def _layout(*arrays: Any) -> Hashable:
     return of_arrays if of_tensors is None else (nvrtc.current_number(), of_tensors)
 
 
-def append_key(k: Any, v: Any) -> Key | None:
-    """Key of the layout of rows; None for arguments that may not be plain, and under CUFLASH_CHECK."""
+def append_key(steps: Steps, k: Any, v: Any) -> Hashable:
+    """Key of the layout of rows of a cache; None for arguments that may not be plain, and under CUFLASH_CHECK."""
     layout = None if checks.is_on() else _layout(k, v)
-    return None if layout is None else ("append", layout)
+    return None if layout is None else ("append", id(steps), layout)
 
 
 def _inputs(q: Any, sink: Any, score: Score | None) -> list[Any]:
@@ -231,7 +231,9 @@ def _inputs(q: Any, sink: Any, score: Score | None) -> list[Any]:
     return [q, *(() if sink is None else (sink,)), *(() if score is None else score.arrays.values())]
 
 
-def decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None) -> Key | None:
+def decode_key(
+    steps: Steps, q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None
+) -> Hashable:
     """Key of a call of `KVCache.attention`, without its data and counts; None for arguments that may not be plain.
 
     `options` are causal, window, scale, kernel, executor and precision. Equal ones have one type here: 1 is not True.
@@ -251,4 +253,4 @@ def decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Sco
     layout = _layout(q)
     if layout is None or of_out is None or of_sink is None or of_arrays is None:
         return None
-    return "decode", layout, of_out, of_sink, of_arrays, of_score, options
+    return "decode", id(steps), layout, of_out, of_sink, of_arrays, of_score, options

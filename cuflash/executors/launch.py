@@ -170,9 +170,9 @@ class BoundPass:
 
         Returns what holds the workspaces, for a capture.
         """
-        taken = None
-        if self._workspaces is not None:
-            taken = self._workspaces.take(stream)
+        workspaces = self._workspaces
+        if workspaces is not None:
+            taken = workspaces.take(stream)
             addresses = [*addresses, *taken.addresses]
         for use in self._uses:
             use(stream)
@@ -180,9 +180,9 @@ class BoundPass:
         for start, arguments in zip(self._starts, buffer.kernels):
             start(arguments, stream)
         self._arguments.give_back(buffer)
-        if self._workspaces is None or taken is None:
+        if workspaces is None:
             return []
-        self._workspaces.give_back(stream, taken)
+        workspaces.give_back(stream, taken)
         return taken.arrays
 
     def wait(self) -> None:

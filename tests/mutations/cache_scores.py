@@ -106,9 +106,9 @@ def steps_are_of_their_score(library: ModuleType) -> None:
         q, options = np.zeros((1, 2, 1, 8)), (True, None, None, "auto", "auto", "ieee")
         scores = library.scores
         made = [scores.softcap(3.0), scores.softcap(5.0), *(scores.temperature(np.ones(n)) for n in (2, 3)), None]
-        keys = [steps._decode_key(q, None, None, options, score) for score in made]
+        keys = [steps.decode_key(None, q, None, None, options, score) for score in made]
         assert len(set(keys)) == len(keys) and None not in keys
-        assert keys[0] == steps._decode_key(q, None, None, options, scores.softcap(3.0))
+        assert keys[0] == steps.decode_key(None, q, None, None, options, scores.softcap(3.0))
     finally:
         steps.layout_key = kept
 

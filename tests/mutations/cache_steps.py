@@ -108,9 +108,9 @@ def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
     steps.layout_key = lambda *given: len(given)
     try:
         right = (True, (3, None), None, "auto", "auto", "ieee")
-        assert steps.decode_key(q, None, None, right) is not None
+        assert steps.decode_key(None, q, None, None, right) is not None
         for place, value in enumerate((1, (True, None), True, None, None, None)):
-            assert steps.decode_key(q, None, None, (*right[:place], value, *right[place + 1 :])) is None
+            assert steps.decode_key(None, q, None, None, (*right[:place], value, *right[place + 1 :])) is None
     finally:
         steps.layout_key = kept
 
@@ -192,9 +192,9 @@ FAULTS = {
     },
     what_must_be_checked_is_not_taken: {
         "an output over the end of the cache is taken": Edit(
-            FILE, "Step.takes", "first < address + high", "first < address + low"
+            FILE, "Step.takes", "first < stop", "first < start"
         ),
-        "an output over q is taken": Edit(FILE, "Step.takes", "others.append((address + low, address + high))", "pass"),
+        "an output over q is taken": Edit(FILE, "Step.takes", "others = [*others, (start, stop)]", "pass"),
         "an odd address is taken": Edit(
             FILE, "Step.takes", "if address & odd_bits:", "if False:"
         ),

@@ -157,7 +157,7 @@ FAULTS = {
             "planning/dropout_launches.py", None, 'NUMBERS = ("seed", "offset")', 'NUMBERS = ("offset", "seed")'
         ),
         "kernels draw by no seed": Edit(
-            "executors/launch.py", "BoundPass.__call__", "*numbers]", "*(0 for _ in numbers)]"
+            "executors/gpu.py", "bind", "addresses += numbers", "addresses += [0 for _ in numbers]"
         ),
     },
     simt_is_right: {
