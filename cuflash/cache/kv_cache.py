@@ -11,15 +11,14 @@ import numpy as np
 from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..executors import checks
-from ..executors.bound_launch import launch_once
-from ..executors.decoding import bound_decode, target_of
-from ..executors.prefill import BoundPrefill
+from ..executors.launch import run_alone
+from ..executors.sim import Simulator
 from ..fp8.quantize import SOURCES
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
-from ..planning.decoding import CacheLayout, DecodePlan
+from ..planning.decoding import CacheLayout
+from ..planning.launches import Pass
 from ..planning.options import ScoreLike
-from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
 from ..scores import Score
 from .arguments import (
@@ -27,13 +26,12 @@ from .arguments import (
     numbers, option_reasons, out_reasons, overlap_reasons, page_reasons, part_reasons, require_appended, row_reasons,
     sequence_reasons, shortage_reason, shown_numbers, sink_reasons, size_reasons,
 )  # fmt: skip
-from .decoding import DecodeOptions, decode_plan_of
+from ._passes import DecodeOptions, pass_of
 from .given_pages import checked_pages
 from .on_device import OnDevice, capture_reasons, device_reasons, is_capturing, is_on_device
 from .one_by_one import OwnRows, attend_one_by_one
 from .paged_rows import PagedRows
 from .pages import Growth, OwnPages, PagePool, growths, length_faults
-from .prefill import prefill_plan_of
 from .scoring import ScoreKind, arrays_of, fit_reasons, score_of
 
 
@@ -823,9 +821,9 @@ class KVCache:
         options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision, self._part_keys, kind)
         arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink, **self._arrays.scales}
         arrays |= {} if scored is None else arrays_of(scored)
-        plan = decode_plan_of(arrays, self._layout, options) or prefill_plan_of(arrays, self._layout, options)
-        if plan is not None:
-            self._decode(plan, arrays, None if counts is None else news, out, asked, scored)
+        kernels = pass_of(arrays, self._layout, options)
+        if kernels is not None:
+            self._decode(kernels, arrays, None if counts is None else news, out, asked, scored)
         elif self._is_counted_on_device:
             raise UnsupportedProblem([not_served(q, kernel, sink)])
         else:
@@ -867,13 +865,13 @@ class KVCache:
         return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
 
     def _decode(
-        self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], counts: Any, out: Any,
-        asked: tuple[Any, ...], score: Score | None,
+        self, kernels: Pass, arrays: dict[str, Array | None], counts: Any, out: Any, asked: tuple[Any, ...],
+        score: Score | None,
     ) -> None:  # fmt: skip
         """Write o and lse by the cache's kernels; `out` and `asked` are what the caller of `attention` gave."""
         if self._device is not None:
             device = self._put()
-            step = device.bound_decode(plan, arrays, out, asked, score)
+            step = device.bound_decode(kernels, arrays, out, asked, score)
             device.decode(step, arrays["q"], arrays["o"], arrays["lse"], counts, arrays["sink"], score)
             return
         tables = {
@@ -882,8 +880,7 @@ class KVCache:
             "counts": None if counts is None else np.array(counts, np.int32),
             "num_faults": np.zeros(1, np.int32),
         }
-        bind: Any = BoundPrefill if isinstance(plan, PrefillPlan) else bound_decode
-        launch_once(bind, plan, arrays | tables, target_of("sim"))
+        run_alone(kernels, arrays | tables, Simulator())
 
     def _count_reasons(self, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
         """Why counts cannot say how many of the given rows are each sequence's; a wrong shape allows any count."""

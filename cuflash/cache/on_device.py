@@ -10,14 +10,13 @@ from ..arrays import Array, describe, is_array, namespace
 from ..errors import UnsupportedProblem
 from ..executors import gpu
 from ..layouts import kind_of
-from ..planning.appending import append_plan
-from ..planning.decoding import CacheLayout, DecodePlan
-from ..planning.launches import Launch
-from ..planning.prefill import PrefillPlan
+from ..planning.appending import append_pass
+from ..planning.decoding import CacheLayout
+from ..planning.launches import Pass
 from ..scores import Score
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
-from .steps import Append, AppendStep, Decode, DecodeStep, Steps
+from .steps import StepCall, Step, Steps
 
 
 class OnDevice:
@@ -92,35 +91,35 @@ class OnDevice:
         namespace(self.k).minimum(self.lengths, self.numbers("lengths", lengths), out=self.lengths)
 
     def append(
-        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: Append | None
+        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: StepCall | None
     ) -> None:
         """Launch the kernel that writes rows and adds to the lengths; the host then has the lengths, or has not.
 
         The step is bound unless one is found.
         """
         counts = self.numbers("counts", counts)
-        step, of_k, of_v = found or self._bound_append(k, v, counts)
+        step, addresses = found or self._bound_append(k, v, counts)
         stream = self.steps.current_stream()
-        step.run(of_k, of_v, 0 if counts is None else counts.data.ptr, stream)
+        step.launch((*addresses, 0 if counts is None else counts.data.ptr), stream)
         self._known_lengths = None if new_lengths is None else list(new_lengths)  # the cache changes its own
         self._after(step, stream, k, v, counts)
 
-    def _bound_append(self, k: Array, v: Array, counts: Array | None) -> Append:
+    def _bound_append(self, k: Array, v: Array, counts: Array | None) -> StepCall:
         shape, dtype = tuple(map(int, k.shape)), np.dtype(k.dtype)
-        plan = append_plan(shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales))
-        self._require_ready(plan.launch)
+        kernels = append_pass(shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales))
+        self._require_ready(kernels)
         arrays = {**self.tables(counts), **self.scales, "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
-        return self.steps.bind_append(plan, arrays | {"arrivals": self._arrived_blocks}, gpu.current_target())
+        return self.steps.bound_append(kernels, arrays | {"arrivals": self._arrived_blocks}, gpu.current_target())
 
     def bound_decode(
-        self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...],
+        self, kernels: Pass, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...],
         score: Score | None,
-    ) -> Decode:  # fmt: skip
+    ) -> StepCall:  # fmt: skip
         """The step of a call of `attention`; counts of arrived parts, which the kernel leaves at 0, are the cache's.
 
         Parameters
         ----------
-        plan : DecodePlan or PrefillPlan
+        kernels : Pass
         arrays : dict by name
             q, k, v, o, lse and sink, scales of 8-bit numbers, and arrays of the score function.
         out : array, optional
@@ -129,29 +128,29 @@ class OnDevice:
             causal, window, scale, kernel, executor and precision, as the caller gave them.
         score : Score, optional
         """
-        self._require_ready(*plan.launches)
-        made = {name: self._arrived_parts if each.is_zeroed else None for name, each in plan.workspaces.items()}
-        given = arrays | self.tables(None) | made
-        return self.steps.bind_decode(plan, given, out, options, gpu.current_target(), score)
+        self._require_ready(kernels)
+        arrived = {name: self._arrived_parts for name, each in kernels.workspaces.items() if each.is_zeroed}
+        given = arrays | self.tables(None) | arrived
+        return self.steps.bound_decode(kernels, given, out, options, gpu.current_target(), score)
 
     def decode(
-        self, found: Decode, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
+        self, found: StepCall, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
         score: Score | None = None,
     ) -> None:  # fmt: skip
         """Launch the decode kernel; lse is None if the caller does not need it."""
-        step, of_q, _, of_sink, captured = found
+        step, addresses = found
         counts, stream = self.numbers("counts", counts), self.steps.current_stream()
         memory = self.steps.memory(step.nbytes)
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
-        step.run(of_q, o.data.ptr, of_lse, of_counts, of_sink, memory.data.ptr, stream, captured)
+        step.launch((*addresses, o.data.ptr, of_counts, *step.places(memory.data.ptr, of_lse)), stream)
         self._after(step, stream, q, o, lse, counts, sink, memory, *(() if score is None else score.arrays.values()))
 
-    def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
+    def _after(self, step: Step, stream: Any, *arrays: Any) -> None:
         """Keep what a captured call uses as long as the cache, as replays write there; wait if the step is checked."""
         if stream.is_capturing():
             self._captured.extend(arrays)
         if step.is_checked:
-            gpu.current_target().wait(step.plan.launch)
+            step.wait()
             if faults := self.faults():
                 raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
 
@@ -160,9 +159,9 @@ class OnDevice:
         number = int(self.num_faults.get()[0])
         return [f"{number} times a row had no room, or a page, a length or a count was out of range"] * bool(number)
 
-    def _require_ready(self, *launches: Launch) -> None:
+    def _require_ready(self, kernels: Pass) -> None:
         if is_capturing():
-            gpu.require_compiled(launches, "make the same call on the cache once before the capture")
+            gpu.require_compiled(kernels.launches.values(), "make the same call on the cache once before the capture")
 
     def tables(self, counts: Array | None) -> dict[str, Array | None]:
         """Return the arrays that kernels read beside keys and values, by name."""

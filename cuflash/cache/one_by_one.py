@@ -13,7 +13,7 @@ from ..masks import SlidingWindow
 from ..planning.decoding import MOST_ROWS
 from ..scores.places import in_cache, names_in_cache
 from ..scores.score import Score
-from .decoding import DecodeOptions
+from ._passes import DecodeOptions
 from .paged_rows import PagedRows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,15 +13,11 @@ from ..arrays import Array, namespace
 from ..compiler import nvrtc
 from ..executors._layout_key import layout_key
 from ..executors import checks
-from ..executors.appending import bound_append
-from ..executors.decoding import bound_decode
-from ..executors.launch import LaunchTarget
-from ..executors.prefill import BoundPrefill
+from ..executors.launch import BoundPass, LaunchTarget
 from ..layouts import reach, tensors_layout
 from ..planning._call_cache import CALLS
-from ..planning.appending import AppendPlan
-from ..planning.decoding import DecodePlan
-from ..planning.prefill import PrefillPlan
+from ..planning.launches import Pass
+from ..planning.score_launches import array_name
 from ..scores import Score
 
 _ALIGNMENT = 256  # bytes, of arrays that share memory
@@ -31,45 +27,72 @@ _NOT_GIVEN: Hashable = ()  # in place of a layout
 Extent = tuple[int, int]  # the first address of an array's memory, and the one after its last
 
 
-class AppendStep:
-    """The append kernel for rows of one layout.
+class Step:
+    """Kernels bound for arrays of one layout, which calls give.
 
     Attributes
     ----------
-    plan : AppendPlan
     is_checked : bool
-        CUFLASH_CHECK was on, so that the launch is waited for; such a step serves one call alone.
+        CUFLASH_CHECK was on, so that the kernels are waited for; such a step serves one call alone.
+    launch, wait : callable
+        Launches the kernels on arrays at addresses in the order of the names, on a stream; waits for them.
 
     Parameters
     ----------
+    kernels : Pass
     arrays : dict by name
-        As `executors.appending.bound_append` takes them.
+        As `BoundPass.of` takes them.
+    names : sequence of str
+        The arrays whose addresses each call gives.
     target : LaunchTarget
+    looked_at : sequence of str
+        Arrays whose addresses decide whether a call needs checks.
+    apart : sequence of str
+        Those of them that must lie apart from the cache, and from the others that need not.
     """
 
-    def __init__(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
-        self.plan, self.is_checked = plan, checks.is_on()
-        self._rows = [_Place(arrays[name]) for name in ("k", "v")]
-        self._start = bound_append(plan, arrays, ("k", "v", "counts"), target)
+    def __init__(
+        self, kernels: Pass, arrays: Mapping[str, Any], names: Sequence[str], target: LaunchTarget,
+        looked_at: Sequence[str], apart: Sequence[str],
+    ) -> None:  # fmt: skip
+        bound = BoundPass.of(kernels, arrays, names, target)
+        self.is_checked, self.launch, self.wait = checks.is_on(), bound.launch, bound.wait
+        self._spans = [(*reach(arrays[name]), arrays[name].dtype.itemsize - 1, name in apart) for name in looked_at]
 
-    def takes(self, k: int, v: int, own: Iterable[Extent]) -> bool:
-        """Tell whether rows at these addresses need no check: they lie apart from the cache's own memory."""
-        of_k, of_v = self._rows
-        return of_k.is_apart(k, own) and of_v.is_apart(v, own)
+    def takes(self, addresses: Sequence[int], own: Sequence[Extent]) -> bool:
+        """True if arrays at these addresses need no check: they are aligned, and lie apart from where they must.
 
-    def run(self, k: int, v: int, counts: int, stream: Any) -> None:
-        """Launch the kernel on rows at these addresses, and counts at theirs or at 0 for all rows."""
-        self._start((k, v, counts), stream)
+        The last arrays may be left out.
+        """
+        others = own
+        for address, (low, high, odd_bits, is_apart) in zip(addresses, self._spans):
+            if address & odd_bits:
+                return False
+            start, stop = address + low, address + high
+            if not is_apart:
+                others = [*others, (start, stop)]
+                continue
+            for first, end in others:
+                if start < end and first < stop:
+                    return False
+        return True
 
 
-class DecodeStep:
-    """The decode kernel, or those of many new tokens, for queries and options of one kind.
+class AppendStep(Step):
+    """The append kernel, for the addresses of k, v and counts."""
+
+    def __init__(self, kernels: Pass, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
+        super().__init__(kernels, arrays, ("k", "v", "counts"), target, ("k", "v"), ("k", "v"))
+
+
+class DecodeStep(Step):
+    """The decode kernel, or those of many new tokens.
+
+    It takes the addresses of q, the sink and the score function's arrays, as far as there are some, and of o, lse,
+    counts, and the places in a memory that `places` gives.
 
     Attributes
     ----------
-    plan : DecodePlan or PrefillPlan
-    is_checked : bool
-        As of `AppendStep`.
     nbytes : int
         Memory of the kernel's workspaces, and of lse where the caller does not want it.
     make_o, make_lse : callable
@@ -78,92 +101,36 @@ class DecodeStep:
     Parameters
     ----------
     arrays : dict by name
-        As `executors.decoding.bound_decode` takes them; workspaces that hold nothing between calls are None.
-    target : LaunchTarget
+        As `BoundPass.of` takes them, with the workspaces that hold something between calls.
+    captured : sequence of str
+        The names of the score function's arrays.
     """
 
-    def __init__(self, plan: DecodePlan | PrefillPlan, arrays: Mapping[str, Any], target: LaunchTarget) -> None:
-        self.plan, self.is_checked = plan, checks.is_on()
-        q, o, lse, sink = (arrays[name] for name in ("q", "o", "lse", "sink"))
-        captured = () if plan.score is None else plan.score.tables
-        shared = [each for each in plan.workspaces if arrays[each] is None]
-        sizes = [lse.nbytes, *(plan.workspaces[name].nbytes for name in shared)]
+    def __init__(
+        self, kernels: Pass, arrays: Mapping[str, Any], target: LaunchTarget, captured: Sequence[str] = ()
+    ) -> None:
+        o, lse = arrays["o"], arrays["lse"]
+        shared = {name: each for name, each in kernels.workspaces.items() if name not in arrays}
+        sizes = [*(each.nbytes for each in shared.values()), lse.nbytes]
         *self._offsets, self.nbytes = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
-        xp = namespace(q)
+        xp = namespace(o)
         self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
-        self._q, self._o, self._sink = _Place(q), _Place(o), None if sink is None else _Place(sink)
-        self._captured = [_Place(arrays[name]) for name in captured]
-        names = ("lse", *shared, "q", "o", "counts", *(() if sink is None else ("sink",)), *captured)
-        self._start = (
-            BoundPrefill(plan, arrays, names, target)
-            if isinstance(plan, PrefillPlan)
-            else bound_decode(plan, arrays, names, target)
-        )
+        given = ("q", *(() if arrays["sink"] is None else ("sink",)), *captured)
+        super().__init__(kernels, arrays, (*given, "o", "counts", *shared, "lse"), target, (*given, "o"), ("o",))
 
-    def takes(
-        self, q: int, out: int | None, sink: int | None, own: Iterable[Extent], captured: Sequence[int] = ()
-    ) -> bool:
-        """Tell whether arrays at these addresses need no check: they are aligned, and out overlaps no other."""
-        if not self._q.is_aligned(q) or self._sink is not None and not self._sink.is_aligned(sink or 0):
-            return False
-        if not all(place.is_aligned(start) for place, start in zip(self._captured, captured)):
-            return False
-        return out is None or self._o.is_aligned(out) and self._o.is_apart(out, [*own, self._q.extent(q)])
-
-    def run(
-        self, q: int, o: int, lse: int | None, counts: int, sink: int | None, memory: int, stream: Any,
-        captured: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        """Launch the kernel on arrays at these addresses.
-
-        `memory` is that of the workspaces, and of lse where the caller does not want it; `captured` are the arrays of
-        the score function.
-        """
+    def places(self, memory: int, lse: int | None) -> list[int]:
+        """The addresses of workspaces in memory, and of lse, which lies there too if it has none."""
         addresses = [memory + offset for offset in self._offsets]
         if lse is not None:
-            addresses[0] = lse
-        addresses += (q, o, counts) if sink is None else (q, o, counts, sink)
-        self._start((*addresses, *captured), stream)
+            addresses[-1] = lse
+        return addresses
 
 
-class _Place:
-    """The memory that arrays of one layout span around their first element, and the alignment that they need."""
+class StepCall(NamedTuple):
+    """A step with the addresses that its kernels take first: of k and v, or of q, the sink and captured arrays."""
 
-    def __init__(self, array: Any) -> None:
-        self._low, self._high = reach(array)
-        self._odd_bits = array.dtype.itemsize - 1
-
-    def is_aligned(self, start: int) -> bool:
-        return not start & self._odd_bits
-
-    def extent(self, start: int) -> Extent:
-        return start + self._low, start + self._high
-
-    def is_apart(self, start: int, others: Iterable[Extent]) -> bool:
-        """Tell whether memory is surely disjoint from others': none lies between an array's first and last element."""
-        first, end = start + self._low, start + self._high
-        for other_first, other_end in others:
-            if first < other_end and other_first < end:
-                return False
-        return True
-
-
-class Append(NamedTuple):
-    """A step with the addresses of new rows: what an append launches."""
-
-    step: AppendStep
-    k: int
-    v: int
-
-
-class Decode(NamedTuple):
-    """A step with the addresses of a call's arrays; None for those that are not given."""
-
-    step: DecodeStep
-    q: int
-    out: int | None
-    sink: int | None
-    captured: tuple[int, ...] = ()
+    step: Any
+    addresses: list[int]
 
 
 class Steps:
@@ -178,66 +145,58 @@ class Steps:
     def __init__(self, k: Array, v: Array) -> None:
         xp = namespace(k)
         self.current_stream, self._empty = xp.cuda.get_current_stream, xp.empty
-        self._own = [_Place(array).extent(_address(array)) for array in (k, v)]
+        self._own = [(_address(x) + low, _address(x) + high) for x, (low, high) in ((x, reach(x)) for x in (k, v))]
         self._memory: list[Array] = []  # the last one is in use; a stream may still read the others
 
-    def append(self, k: Any, v: Any, given: tuple[Any, Any] | None = None) -> Append | None:
+    def append(self, k: Any, v: Any, given: tuple[Any, Any] | None = None) -> StepCall | None:
         """The append of rows like which some have been checked and bound; None where they have to be checked.
 
         Where k and v are views of tensors that are `given`, later tensors of their layout are rows like these.
         """
-        step = CALLS.get(self._key("append", _append_key(k, v)))
-        if step is None:
-            return None
-        if given is not None:
-            self._put("append", _append_key(*given), step)
-        of_k, of_v = _address(k), _address(v)
-        return Append(step, of_k, of_v) if step.takes(of_k, of_v, self._own) else None
+        return self._found(append_key(self, k, v), [k, v], None if given is None else append_key(self, *given))
 
     def decode(
         self, q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None,
         given: tuple[Any, Any] | None = None,
-    ) -> Decode | None:  # fmt: skip
+    ) -> StepCall | None:  # fmt: skip
         """The call like which one has been checked and bound; None where it has to be checked.
 
         Where q and the sink are views of tensors that are `given`, later tensors of their layout are like these.
         """
-        step = CALLS.get(self._key("decode", _decode_key(q, out, sink, options, score)))
+        other = None if given is None else decode_key(self, given[0], out, given[1], options, score)
+        return self._found(decode_key(self, q, out, sink, options, score), _inputs(q, sink, score), other, out)
+
+    def _found(self, key: Hashable, arrays: list[Any], other: Hashable, out: Any = None) -> StepCall | None:
+        """The step of a key, which is that of another key too, if it takes the arrays without a check."""
+        step = CALLS.get(key)
         if step is None:
             return None
-        if given is not None:
-            self._put("decode", _decode_key(given[0], out, given[1], options, score), step)
-        of_q = _address(q)
-        of_out, of_sink = None if out is None else _address(out), None if sink is None else _address(sink)
-        captured = _captured(score)
-        takes = step.takes(of_q, of_out, of_sink, self._own, captured)
-        return Decode(step, of_q, of_out, of_sink, captured) if takes else None
+        if other is not None:
+            CALLS.put(other, step, self)
+        addresses = list(map(_address, arrays))
+        looked_at = addresses if out is None else [*addresses, _address(out)]
+        return StepCall(step, addresses) if step.takes(looked_at, self._own) else None
 
-    def bind_append(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> Append:
+    def bound_append(self, kernels: Pass, arrays: Mapping[str, Any], target: LaunchTarget) -> StepCall:
         """The step for rows that have been checked."""
-        key = _append_key(arrays["k"], arrays["v"])
-        step = CALLS.get(self._key("append", key)) or AppendStep(plan, arrays, target)
-        self._put("append", key, step)
-        return Append(step, _address(arrays["k"]), _address(arrays["v"]))
+        k, v = arrays["k"], arrays["v"]
+        return self._bound(append_key(self, k, v), [k, v], lambda: AppendStep(kernels, arrays, target))
 
-    def bind_decode(
-        self, plan: DecodePlan | PrefillPlan, arrays: Mapping[str, Array | None], out: Any, options: tuple[Any, ...],
-        target: LaunchTarget, score: Score | None = None,
-    ) -> Decode:  # fmt: skip
+    def bound_decode(
+        self, kernels: Pass, arrays: Mapping[str, Any], out: Any, options: tuple[Any, ...], target: LaunchTarget,
+        score: Score | None = None,
+    ) -> StepCall:  # fmt: skip
         """The step for a call that has been checked; `out` is None where each call has an array made."""
         q, sink = arrays["q"], arrays["sink"]
-        key = _decode_key(q, out, sink, options, score)
-        step = CALLS.get(self._key("decode", key)) or DecodeStep(plan, arrays, target)
-        self._put("decode", key, step)
-        return Decode(step, _address(q), None, None if sink is None else _address(sink), _captured(score))
+        names = [] if score is None else list(map(array_name, score.arrays))
+        key = decode_key(self, q, out, sink, options, score)
+        return self._bound(key, _inputs(q, sink, score), lambda: DecodeStep(kernels, arrays, target, names))
 
-    def _key(self, kind: str, layout: Hashable) -> Hashable:
-        return None if layout is None else (kind, id(self), layout)
-
-    def _put(self, kind: str, layout: Hashable, step: AppendStep | DecodeStep) -> None:
-        """Cache a step of these steps' cache, if the layout of the call is known."""
-        if layout is not None:
-            CALLS.put(self._key(kind, layout), step, self)
+    def _bound(self, key: Hashable, arrays: list[Any], make: Callable[[], Step]) -> StepCall:
+        step = CALLS.get(key) or make()
+        if key is not None:  # the layout of the call is known
+            CALLS.put(key, step, self)
+        return StepCall(step, list(map(_address, arrays)))
 
     def memory(self, nbytes: int) -> Array:
         """Return memory of at least `nbytes` bytes, which calls that follow each other share."""
@@ -261,17 +220,20 @@ def _layout(*arrays: Any) -> Hashable:
     return of_arrays if of_tensors is None else (nvrtc.current_number(), of_tensors)
 
 
-def _append_key(k: Any, v: Any) -> Hashable:
-    """Key of the layout of rows; None for arguments that may not be plain, and under CUFLASH_CHECK."""
-    return None if checks.is_on() else _layout(k, v)
+def append_key(steps: Steps, k: Any, v: Any) -> Hashable:
+    """Key of the layout of rows of a cache; None for arguments that may not be plain, and under CUFLASH_CHECK."""
+    layout = None if checks.is_on() else _layout(k, v)
+    return None if layout is None else ("append", id(steps), layout)
 
 
-def _captured(score: Score | None) -> tuple[int, ...]:
-    """The addresses of a score's arrays."""
-    return () if score is None else tuple(map(_address, score.arrays.values()))
+def _inputs(q: Any, sink: Any, score: Score | None) -> list[Any]:
+    """The arrays of a call that its kernels take first."""
+    return [q, *(() if sink is None else (sink,)), *(() if score is None else score.arrays.values())]
 
 
-def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None) -> Hashable:
+def decode_key(
+    steps: Steps, q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None
+) -> Hashable:
     """Key of a call of `KVCache.attention`, without its data and counts; None for arguments that may not be plain.
 
     `options` are causal, window, scale, kernel, executor and precision. Equal ones have one type here: 1 is not True.
@@ -291,4 +253,4 @@ def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Sc
     layout = _layout(q)
     if layout is None or of_out is None or of_sink is None or of_arrays is None:
         return None
-    return layout, of_out, of_sink, of_arrays, of_score, options
+    return "decode", id(steps), layout, of_out, of_sink, of_arrays, of_score, options

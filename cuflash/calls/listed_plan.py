@@ -19,7 +19,7 @@ from ..masks.one_array import at_each_call
 from ..planning._call_cache import CALLS
 from ..planning.dropout_launches import numbers_of
 from ..planning.interval_kernels import IntervalsAtCall
-from ..planning.list_kernels import AT_CALL, WorkAtCall, list_results
+from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..planning.plan import KernelPlan
@@ -66,7 +66,7 @@ def _with_lists(shared: Plan, lists: Array, captured: dict[str, Array], numbers:
     if isinstance(work, IntervalsAtCall):
         listed = replace(kernel_plan, work=work.with_intervals(lists))
     else:
-        results = list_results(lists, work.source, tuple(_OF_INDEX.values()))
+        results = work.source.views(lists, _OF_INDEX.values())
         index: BlockIndex = replace(work.index, **{name: results[of_list] for name, of_list in _OF_INDEX.items()})
         listed = replace(kernel_plan, mask=IndexMask(index), work=replace(work, index=index))
     guard = gpu.current_target().guarded(listed, {AT_CALL: lists})

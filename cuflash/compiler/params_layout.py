@@ -1,83 +1,29 @@
-"""The record that a launch hands to a kernel by value, as NumPy lays it out.
+"""The records that launches hand to kernels by value mirror headers of `kernels_cu`, as static assertions check.
 
-It mirrors `kernels_cu/attention/params.cuh`: `assertions` turns the offsets into `static_assert`s, which are part of
-the text of every kernel that takes it.
+`assertions` turns the offsets of their fields into `static_assert`s, which are part of the text of every kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
-
+from ..planning._params import NAIVE_MATRICES, PARAMS, PARTS, SHAPE, TENSOR_MAPS, WORK
 from ..planning.appending import APPEND
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
 from ..planning.decoding import CACHE_PAGES, CACHE_SCALES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.families.fa1 import RUNNING
-from ..planning.launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM
+from ..planning.launches import MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
 from ..planning.prefill import PAGES, QUERY_INTERVALS
-from ..planning.scales import SCALES, SCALE_ARRAYS
+from ..planning.scales import SCALES
 from ..planning.selection_kernels import (
     CHOICE, CHOICES, CROSSINGS, DRAW, KEY_SCORES, PAGE_BOUNDS, POOLED_ROWS, POOLING, SLASH_SUMS, SPREAD, STRIDED_ROWS,
 )  # fmt: skip
 from ..planning.sinks import SINK
 
-_POINTER = np.uint64
-SHAPE = np.dtype(
-    [
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
-        *(
-            (name, np.int32)
-            for name in ("head_dim", "value_dim", "heads_per_l2_group", "kv_heads_per_l2_group", "num_splits")
-        ),
-        *((name, np.int32) for name in ("num_fused_dq_heads", "last_tile_lead", "first_tile_lag")),
-        ("softmax_scale", np.float64),
-    ],
-    align=True,
-)
-LISTS = (
-    "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers", "column_entries",
-    "column_steps", "row_order", "column_order",
-)  # fmt: skip
-WORK = np.dtype(
-    [
-        ("lower", np.int64),
-        ("upper", np.int64),
-        ("lo", _POINTER),
-        ("hi", _POINTER),
-        ("interval_batch_stride", np.int64),
-        ("interval_head_stride", np.int64),
-        *((name, _POINTER) for name in LISTS),
-        *((name, np.int32) for name in ("list_batch_stride", "list_head_stride")),
-        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
-    ],
-    align=True,
-)
-ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum", "tile_counter")
-NAIVE_ARRAYS = ("scores", "score_gradients")  # arrays of the naive kernels
-NAIVE_MATRICES = np.dtype([(name, MATRICES) for name in NAIVE_ARRAYS], align=True)
-PART_ARRAYS = ("o_parts", "lse_parts")  # results of blocks that share a tile's keys
-PARTS = np.dtype([(name, MATRICES) for name in PART_ARRAYS], align=True)
-PARAMS = np.dtype(
-    [
-        *((name, MATRICES) for name in ARRAYS),
-        ("shape", SHAPE),
-        ("work", WORK),
-        ("naive", NAIVE_MATRICES),
-        ("parts", PARTS),
-    ],
-    align=True,
-)
-TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
-# beside PARAMS, to kernels of the sm90 family
-TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
-ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter", *SCALE_ARRAYS)  # one number a row
-HEAD_VECTORS = ("sink", "dsink")  # one number a head
 # Records by their namespace, and by the header that declares them or the field of a specification that adds them.
 _RECORDS = {
     "lists": {

@@ -13,6 +13,7 @@ import numpy as np
 from ..arrays import Array, Namespace, to_host
 from ..blocks.classify import BlockKind
 from ..blocks.work_list import IntervalWork, ListedWork, WorkList
+from ..planning.launches import Workspace
 from ..planning.routing import family_of
 from ..planning.spec import KernelSpec
 
@@ -65,6 +66,13 @@ class Check:
         buffer = self._xp.full(nbytes + 2 * MARGIN, _PATTERN, np.uint8)
         self._margins.append(_Margins(name, buffer, nbytes))
         return buffer[MARGIN : MARGIN + nbytes].view(dtype).reshape(shape)
+
+    def workspace(self, name: str, workspace: Workspace) -> Array:
+        """A new workspace with margins on both sides."""
+        made = self.empty(name, workspace.shape, workspace.dtype)
+        if workspace.is_zeroed:
+            made.fill(0)
+        return made
 
     def after(self, kernel: str, written: Mapping[str, Array]) -> None:
         """Margins are as they were, and what the kernel wrote holds no NaN that no input brought.

@@ -24,11 +24,11 @@ from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import checks
+from ._records import View
 from .arguments import KernelArguments
 from ..planning.list_kernels import WorkAtCall
 from .launch import BoundCall, BoundPass, Lists, Machine
 from .list_maker import ListMaker
-from .params import View
 from .tensor_map import Template, BoxedArray, encoded, template
 from .workspaces import Piece, Workspaces
 
@@ -130,6 +130,11 @@ class Gpu:
     address: Callable[[Array], int] = attrgetter("data.ptr")
     mask_address: Callable[[Array], int] = attrgetter("data.ptr")
 
+    @property
+    def device(self) -> int:
+        """The number of the current device."""
+        return nvrtc.current_number()
+
     def set_zero(self, array: Array) -> None:
         """Set an array to zeros, on the current stream."""
         array.fill(0)
@@ -197,14 +202,6 @@ class Gpu:
     def workspaces(self, needs: Mapping[str, Workspace]) -> Workspaces:
         """The memory of the workspaces of a pass."""
         return Workspaces(needs, self)
-
-    def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
-        """A function that makes new arrays for workspaces on a stream, zeros where they must be zero."""
-        zeros = {name: partial(self.zeros, each.shape, each.dtype) for name, each in workspaces.items()}
-        makers = [
-            zeros[name] if each.is_zeroed else self.maker(each.shape, each.dtype) for name, each in workspaces.items()
-        ]
-        return lambda stream: [make() for make in makers]
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list on the current device, put there once."""
@@ -408,7 +405,7 @@ def bind(
     machine = machine or _GPU
     bound = bound_pass(plan, name, given, results, unwanted=unwanted, axes=axes, machine=machine)
     names, item_bits = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
-    any_bits = reduce(or_, item_bits)
+    any_bits, sets_zeros, launch = reduce(or_, item_bits), bool(bound.record.zeroed), bound.launch
     makers = [machine.maker(result.shape, result.dtype, axes.get(name)) for name, result in results.items()]
     current_stream, address, layout, keep_captured = (
         machine.current_stream, machine.address, machine.layout, machine.keep_captured
@@ -428,11 +425,12 @@ def bind(
             check.after(f"the {machine.executor} executor", checked)
             return list(checked.values())
         made = [make() for make in makers]
-        if bound.sets_zeros:
+        if sets_zeros:
             workspaces = bound([*arrays, *made], stream, numbers=numbers)
         else:
             addresses += map(address, made)
-            workspaces = bound.launch(addresses, stream, numbers)
+            addresses += numbers
+            workspaces = launch(addresses, stream)
         if is_capturing:
             keep_captured(plan, [*made, *workspaces], pins)
         return made
@@ -457,7 +455,7 @@ def bound_pass(
         View.of_new(name, result, axes.get(name)) for name, result in results.items()
     )
     besides = {name: Workspace(result.shape, result.dtype) for name, result in unwanted.items()}
-    return BoundPass(plan, kernels, views, machine, besides)
+    return BoundPass.of_plan(plan, kernels, views, machine, besides)
 
 
 def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
@@ -486,7 +484,7 @@ def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = Non
     current_stream, address, keep_captured = machine.stream, machine.mask_address, machine.keep_captured
     make: ListMaker | None = None
     if work.carried is not work.source:
-        compile_kernels((spec for spec, _, _ in work.source.launches()), machine)
+        compile_kernels(work.source.kernels.specs.values(), machine)
         make = ListMaker(work.source, machine)
     sent = None if work.carried is None else machine.sent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import Any
 
 from ..arrays import Array
@@ -20,6 +21,10 @@ from . import gpu
 from .evaluation import evaluated_source
 from .launch import LaunchTarget
 from .list_maker import ListMaker
+
+
+# What kernels of lists depend on, if each call hands over the row intervals.
+_LAYOUT = attrgetter("strides", "element", "is_whole", "given_rows", "shape", "block", "batch", "num_heads")
 
 
 class IndexMaker:
@@ -40,11 +45,15 @@ class IndexMaker:
             "batch": source.batch, "num_heads": source.num_heads, "lo": None, "hi": None,
         }  # fmt: skip
         if source.is_whole:
-            self._facts |= self.lists.intervals
+            self._facts |= self.lists.launches.lists
 
     def __call__(self, mask: int, stream: Any) -> BlockIndex:
         """The index of the mask at an address, once the stream has come so far."""
-        return BlockIndex._of_lists(CarriedLists(self.lists((mask,), stream), self._source), **self._facts)
+        return self.index_of(self.lists((mask,), stream))
+
+    def index_of(self, lists: Array) -> BlockIndex:
+        """The index that lists make."""
+        return BlockIndex._of_lists(CarriedLists(lists, self._source), **self._facts)
 
 
 def index_of(kept: Array | None, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
@@ -93,7 +102,12 @@ def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: 
         empty = BlockIndex.from_mask(Band(), block=block, **shape._asdict())
         return empty.to(lambda array: xp.zeros(array.shape, dtype=array.dtype))
     source, arrays = evaluated_source(mask, shape, block)
-    lists = ListMaker(source, target)([target.mask_address(array) for array in arrays], target.stream())
+    key = "list", target, target.device, *_LAYOUT(source)
+    make = CALLS.get(key)
+    if make is None:
+        make = ListMaker(source, target)
+        CALLS.put(key, make)
+    lists = make([target.mask_address(array) for array in arrays], target.stream())
     lo, hi = arrays[1:] if source.is_whole and source.given_rows else (None, None)
     index = BlockIndex(
         seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, batch=source.batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -12,11 +13,13 @@ from ..planning.launches import Launch, Pass, Workspace
 from ..planning.list_kernels import WorkAtCall
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
-from .arguments import KernelArguments
+from . import checks
+from ._records import LaunchRecord, View, arguments_of
+from .arguments import Arguments, KernelArguments
 from .checks import Check, check_lists
-from .params import ParamsTemplate, View
+from .params import attention_record
 from .tensor_map import Template, BoxedArray
-from .workspaces import SeparateWorkspaces, Taken, Workspaces
+from .workspaces import SeparateWorkspaces, Workspaces
 
 
 class BoundCall(Protocol):
@@ -55,8 +58,8 @@ class LaunchTarget(Protocol):
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces | Workspaces:
         """The memory of the workspaces of a pass."""
 
-    def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
-        """A function that makes new arrays for workspaces on a stream, zeros where they must be zero."""
+    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
+        """Return a function that allocates an array, its axes in memory from the outermost inwards."""
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list, put where kernels can read them."""
@@ -89,9 +92,6 @@ class Machine(LaunchTarget, Protocol):
     def prepare(self, kernels: Pass) -> None:
         """Compile the kernels of a pass, if that saves time."""
 
-    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
-        """Return a function that allocates an array, its axes in memory from the outermost inwards."""
-
     def layout(self, array: Array) -> Array:
         """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
 
@@ -100,111 +100,144 @@ class Machine(LaunchTarget, Protocol):
 
 
 class BoundPass:
-    """The launches of a pass over arrays of one layout, complete but for the addresses of the arrays.
+    """The launches of a record on a machine; they need nothing but the addresses of arrays.
+
+    Attributes
+    ----------
+    record : LaunchRecord
+    works : sequence of WorkList
+    lists : dict of arrays by name
+        Those of the works, where kernels read them.
 
     Parameters
     ----------
-    plan : KernelPlan
-    kernels : Pass
-    views : tuple of View
-        The layouts of operands and results.
-    target : Machine
-    unwanted : dict of Workspace by name
-        Results that no caller wants.
+    record : LaunchRecord
+    target : LaunchTarget
+        What runs the kernels; they are compiled now.
+    works : sequence of WorkList
+        Whose arrays kernels read.
     """
 
-    def __init__(
-        self,
-        plan: KernelPlan,
-        kernels: Pass,
-        views: tuple[View, ...],
-        target: LaunchTarget,
+    def __init__(self, record: LaunchRecord, target: LaunchTarget, works: Sequence[WorkList] = ()) -> None:
+        self.record, self.works, self._target = record, works, target
+        every = [lists for lists in map(target.lists, works) if lists.arrays]
+        self.lists = {name: array for lists in every for name, array in lists.arrays.items()}
+        self._uses = [lists.use for lists in every]
+        self._arguments = Arguments(record.words, [kernel.arguments for kernel in record.kernels], record.places)
+        self._workspaces = target.workspaces(record.workspaces) if record.workspaces else None
+        self._starts = [
+            target.launcher(launch.spec, grid, launch.shared_bytes) for launch, grid, _ in record.kernels
+        ]
+
+    @classmethod
+    def of_plan(
+        cls, plan: KernelPlan, kernels: Pass, views: Sequence[View], target: LaunchTarget,
         unwanted: Mapping[str, Workspace] = MappingProxyType({}),
-    ) -> None:
+    ) -> BoundPass:  # fmt: skip
+        """The launches of a pass of attention over arrays of one layout.
+
+        Parameters
+        ----------
+        views : sequence of View
+            The layouts of operands and results.
+        unwanted : dict of Workspace by name
+            Results that no caller wants.
+        """
         if any(launch.spec.fuses_dq_epilogue for launch in kernels.launches.values()):
             _require_whole_packets(views)
-        needs = {**unwanted, **kernels.workspaces}
-        made = tuple(View.of_new(name, workspace) for name, workspace in needs.items())
-        records = ParamsTemplate.of(plan, (*views, *made), kernels.boxes, target.tensor_map, kernels.features)
-        num_batch = plan.problem.mask_shape.num_batch // len(records.templates)
-        self._plan, self._kernels, self._target, self._needs = plan, kernels, target, needs
-        self._names = tuple(view.name for view in (*views, *made))
-        self._lists = target.lists(plan.work)
-        grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
-        self.launches = tuple((launch, grid) for launch, grid in grids if grid)
-        names = [feature.name for feature in kernels.features]
-        self._arguments = records.with_lists(
-            {name: target.address(array) for name, array in self._lists.arrays.items()},
-            [
-                (*range(1 + bool(launch.boxes)), *(2 + names.index(name) for name in launch.features))
-                for launch, _ in self.launches
-            ],
-        )
-        self._workspaces = target.workspaces(needs)
-        self._zeroed = tuple(self._names.index(name) for name in kernels.zeroed)
-        self._launchers = [
-            (number, launch, target.launcher(launch.spec, grid, launch.shared_bytes))
-            for number, (launch, grid) in enumerate(self.launches)
-        ]
+        lists = {name: target.address(array) for name, array in target.lists(plan.work).arrays.items()}
+        return cls(attention_record(plan, kernels, views, target.tensor_map, lists, unwanted), target, [plan.work])
+
+    @classmethod
+    def of(
+        cls, kernels: Pass, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget,
+        work: WorkList | None = None,
+    ) -> BoundPass:  # fmt: skip
+        """The launches of a pass, as `pass_record` takes them."""
+        return cls(pass_record(kernels, arrays, names, target, work), target, [] if work is None else [work])
 
     def __call__(
         self, arrays: Sequence[Array], stream: Any, check: Check | None = None, numbers: Sequence[int] = ()
     ) -> list[Array]:
-        """Launch the kernels on arrays in the order of the views; returns what holds the workspaces, for a capture."""
-        for i in self._zeroed:
+        """Launch the kernels on arrays in the order of the names; returns what holds the workspaces, for a capture."""
+        for i in self.record.zeroed:
             self._target.set_zero(arrays[i])
-        addresses = list(map(self._target.address, arrays))
-        if check is None:
-            return self.launch(addresses, stream, numbers)
-        return self._checked(arrays, addresses, stream, check, numbers)
+        addresses = [*map(self._target.address, arrays), *numbers]
+        return self.launch(addresses, stream) if check is None else self._checked(arrays, addresses, stream, check)
 
-    @property
-    def sets_zeros(self) -> bool:
-        """Return whether results must be set to zero before the kernels, which `launch` does not do."""
-        return bool(self._zeroed)
+    def launch(self, addresses: Sequence[int], stream: Any) -> list[Array]:
+        """Launch the kernels on arrays at these addresses, which numbers follow; results are not set to zero.
 
-    def launch(self, addresses: list[int], stream: Any, numbers: Sequence[int] = ()) -> list[Array]:
-        """Launch the kernels on arrays at these addresses; returns what holds the workspaces, for a capture."""
-        taken = self._workspaces.take(stream)
-        self._lists.use(stream)
-        addresses += taken.addresses
-        addresses += numbers
-        buffers = [arguments.take(addresses) for arguments in self._arguments]
-        for number, _, start in self._launchers:
-            for buffer in buffers:
-                start(buffer.kernels[number], stream)
-        for arguments, buffer in zip(self._arguments, buffers):
-            arguments.give_back(buffer)
-        self._workspaces.give_back(stream, taken)
+        Returns what holds the workspaces, for a capture.
+        """
+        workspaces = self._workspaces
+        if workspaces is not None:
+            taken = workspaces.take(stream)
+            addresses = [*addresses, *taken.addresses]
+        for use in self._uses:
+            use(stream)
+        buffer = self._arguments.take(addresses)
+        for start, arguments in zip(self._starts, buffer.kernels):
+            start(arguments, stream)
+        self._arguments.give_back(buffer)
+        if workspaces is None:
+            return []
+        workspaces.give_back(stream, taken)
         return taken.arrays
+
+    def wait(self) -> None:
+        """Wait until all launches have ended; raises RuntimeError where one failed."""
+        self._target.wait(self.record.kernels[-1].launch)
 
     def _checked(
-        self, arrays: Sequence[Array], addresses: list[int], stream: Any, check: Check, numbers: Sequence[int]
+        self, arrays: Sequence[Array], addresses: Sequence[int], stream: Any, check: Check
     ) -> list[Array]:
         """Launch the kernels one by one, wait for each, and check the arrays that it wrote."""
-        taken = self._checked_workspaces(check)
-        self._lists.use(stream)
-        buffers = [arguments.take([*addresses, *taken.addresses, *numbers]) for arguments in self._arguments]
-        named = dict(zip(self._names, [*arrays, *taken.arrays]))
-        for number, launch, start in self._launchers:
-            for buffer in buffers:
-                start(buffer.kernels[number], stream)
+        for work in self.works:
+            if not isinstance(work, WorkAtCall):
+                check_lists(work, self.lists)
+        for use in self._uses:
+            use(stream)
+        workspaces = {name: check.workspace(name, each) for name, each in self.record.workspaces.items()}
+        buffer = self._arguments.take([*addresses, *map(self._target.address, workspaces.values())])
+        named = {**dict(zip(self.record.names, arrays)), **workspaces}
+        kernels = zip(self.record.kernels, self._starts, buffer.kernels)
+        for launch, parts in groupby(kernels, key=lambda each: each[0].launch):
+            for _, start, arguments in parts:
+                start(arguments, stream)
             self._target.wait(launch)
             check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
-        return taken.arrays
-
-    def _checked_workspaces(self, check: Check) -> Taken:
-        if not isinstance(self._plan.work, WorkAtCall):
-            check_lists(self._plan.work, self._lists.arrays)
-        made = []
-        for name, workspace in self._needs.items():
-            made.append(check.empty(name, workspace.shape, workspace.dtype))
-            if workspace.is_zeroed:
-                made[-1].fill(0)
-        return Taken(list(map(self._target.address, made)), made)
+        return list(workspaces.values())
 
 
-def _require_whole_packets(views: tuple[View, ...]) -> None:
+def pass_record(
+    kernels: Pass, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget,
+    work: WorkList | None = None,
+) -> LaunchRecord:  # fmt: skip
+    """The launches of a pass whose records its features describe.
+
+    Parameters
+    ----------
+    arrays : dict by name
+        Those whose layout or address the records hold; None where the kernels take none.
+    names : sequence of str
+        The arrays, or workspaces, whose addresses each call gives, in this order. Only their layouts matter.
+    target : LaunchTarget
+        Where the arrays are.
+    work : WorkList, optional
+        Its arrays are among those that kernels read.
+    """
+    views = {name: View.of(name, array) for name, array in arrays.items() if array is not None}
+    held = {name: arrays[name] for name in views if name not in names}
+    held |= {} if work is None else target.lists(work).arrays
+    fixed = {name: target.address(array) for name, array in held.items()}
+    views |= {name: View.of_new(name, each) for name, each in kernels.workspaces.items() if name not in views}
+    workspaces = {name: each for name, each in kernels.workspaces.items() if name not in {*names, *fixed}}
+    arguments = arguments_of(kernels.features, views, target.tensor_map)
+    return LaunchRecord.of(kernels, [arguments], names, workspaces, fixed)
+
+
+def _require_whole_packets(views: Sequence[View]) -> None:
     """Refuse a dQ whose rows do not start at multiples of 16 bytes, which kernels that finish dQ store at a time.
 
     Raises
@@ -227,5 +260,13 @@ def run(
 ) -> list[Array]:
     """Launch a pass once on operands and results by name; returns what holds its workspaces."""
     views = tuple(View.of(name, array) for name, array in arrays.items())
-    bound = BoundPass(plan, kernels, views, target)
+    bound = BoundPass.of_plan(plan, kernels, views, target)
     return bound(list(arrays.values()), target.stream(), check, numbers)
+
+
+def run_alone(kernels: Pass, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
+    """Launch a pass once on arrays by name, as `BoundPass.of` takes them."""
+    bound = BoundPass.of(kernels, arrays, (), target)
+    bound.launch((), target.stream())
+    if checks.is_on():
+        bound.wait()

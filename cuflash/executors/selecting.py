@@ -3,104 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, namespace
+from ..arrays import Array, namespace
 from ..blocks.index import BlockIndex
+from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..planning._call_cache import CALLS
-from ..planning.launches import Launch, Workspace, offset_of
-from ..planning.selection_kernels import (
-    CHOICE, CHOICES, POOLING, ChoiceRule, Rows, crossing_launch, drawing_launch, means_shape, num_words,
-    pooling_launch, wide_choosing_launch,
-)  # fmt: skip
+from ..planning.launches import Pass, Workspace
+from ..planning.list_kernels import AT_CALL
+from ..planning.selection_kernels import ChoiceRule, drawing
 from . import gpu
-from .bound_launch import BoundLaunch
+from ._records import LaunchRecord
 from .index_maker import IndexMaker
+from .launch import BoundPass, pass_record
 
-
-class Chooser:
-    """The kernel that chooses blocks, for scores of one shape and one rule.
-
-    Parameters
-    ----------
-    rule : ChoiceRule
-    shape : tuple of int
-        [..., rows, columns]
-    dtype : numpy.dtype
-        Of scores and shares: float32 or float64.
-    target : Gpu
-        The device; the kernel is compiled now.
-    """
-
-    def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], dtype: np.dtype[Any], target: gpu.Gpu) -> None:
-        made = rule.launch(shape, dtype, gpu.current_device().tile_memory_bytes)
-        offsets = [offset_of(CHOICE, name) for name in ("scores", "shares", "allowed", "forced", "kept")]
-        self._launch = bound_kernel(made, target, offsets)
-        self.kept = Workspace(shape, np.dtype(bool))
-
-    def __call__(self, kept: int, scores: int, shares: int, stream: Any, allowed: int = 0, forced: int = 0) -> None:
-        """Write the blocks that are kept, for arrays at these addresses; 0 where there is none."""
-        self._launch((scores, shares, allowed, forced, kept), stream)
-
-
-class PositionChooser:
-    """The kernel that chooses keys, and distances between queries and keys, by sums of their masses, in one launch.
-
-    Parameters
-    ----------
-    rules : (ChoiceRule, ChoiceRule)
-        For keys and for distances.
-    shapes : (tuple of int, tuple of int)
-        [..., 1, keys] and [..., 1, distances]
-    dtype : numpy.dtype
-        Of sums: float32 or float64.
-    target : Gpu
-        The device; the kernel is compiled now.
-    has_shares : (bool, bool)
-        Whether sums are the shares that count for a rule's mass, of keys and of distances; else each counts alike.
-    """
-
-    def __init__(
-        self, rules: tuple[ChoiceRule, ChoiceRule], shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        dtype: np.dtype[Any], target: gpu.Gpu, has_shares: tuple[bool, ...] = (True, True),
-    ) -> None:  # fmt: skip
-        self._has_shares = has_shares
-        made = wide_choosing_launch(rules, shapes, dtype, gpu.current_device().tile_memory_bytes, keeps_bits=True)
-        starts = [offset_of(CHOICES, part) for part in ("first", "second")]
-        offsets = [at + offset_of(CHOICE, name) for at in starts for name in ("scores", "shares", "kept")]
-        self._launch = bound_kernel(made, target, offsets)
-        self._start_of_distances = 4 * num_words(shapes[0])
-        self.chosen = Workspace((sum(map(num_words, shapes)),), np.dtype(np.uint32))
-
-    def __call__(self, chosen: int, keys: int, distances: int, stream: Any) -> None:
-        """Write a bit for each that is chosen, all keys before all distances, for arrays at these addresses."""
-        of_keys, of_distances = (x if has else 0 for x, has in zip((keys, distances), self._has_shares))
-        self._launch((keys, of_keys, chosen, distances, of_distances, chosen + self._start_of_distances), stream)
-
-
-class Crosser:
-    """The kernel that keeps the blocks which chosen keys and distances cross.
-
-    Parameters
-    ----------
-    rule : ChoiceRule
-        Which blocks are forced, and which may be kept.
-    shape : tuple of int
-        [..., rows, columns] of the blocks.
-    target : Gpu
-        The device; the kernel is compiled now.
-    """
-
-    def __init__(self, rule: ChoiceRule, shape: tuple[int, ...], target: gpu.Gpu) -> None:
-        self._launch = bound_kernel(crossing_launch(rule, shape), target)
-        self.kept = Workspace(shape, np.dtype(bool))
-
-    def __call__(self, kept: int, chosen: int, shares: int, stream: Any) -> None:
-        """Write the blocks that are kept, as `Chooser` does; what is chosen has the place of scores, without shares."""
-        self._launch((chosen, kept), stream)
+Step = tuple[Pass | BoundPass, Mapping[str, str]]
 
 
 def chosen(
@@ -132,88 +52,46 @@ def chosen(
         return xp.zeros(scores.shape, bool)
     target = gpu.current_target()
     key = "choose", nvrtc.current_device()[1], rule, scores.shape, scores.dtype
-    chooser: Chooser | None = CALLS.get(key)
+    chooser: BoundPass | None = CALLS.get(key)
     if chooser is None:
-        chooser = Chooser(rule, scores.shape, scores.dtype, target)
+        kernels = rule.kernels(scores.shape, scores.dtype, gpu.current_device().tile_memory_bytes)
+        chooser = bound_kernel(kernels, target, ("scores", "shares", "allowed", "forced", "kept"))
         CALLS.put(key, chooser)
     given = [xp.ascontiguousarray(scores), None if shares is None else xp.ascontiguousarray(shares)]
     for each in (allowed, forced):
         given.append(None if each is None else xp.ascontiguousarray(xp.broadcast_to(each, scores.shape)))
-    of_scores, of_shares, of_allowed, of_forced = (0 if each is None else target.address(each) for each in given)
     kept = xp.empty(scores.shape, bool)
-    chooser(target.address(kept), of_scores, of_shares, target.stream(), of_allowed, of_forced)
+    chooser.launch([0 if each is None else target.address(each) for each in (*given, kept)], target.stream())
     return kept
 
 
-class Pooler:
-    """The kernel that makes means of blocks of rows, for q and k of one layout.
-
-    Parameters
-    ----------
-    q, k : arrays or Rows
-        Their layouts alone matter.
-    block : (int, int)
-        Rows of a block of each.
-    target : Gpu
-        The device; the kernel is compiled now.
-    """
-
-    def __init__(self, q: Array | Rows, k: Array | Rows, block: tuple[int, int], target: gpu.Gpu) -> None:
-        of_means = offset_of(POOLING["q"], "means")
-        offsets = [offset_of(POOLING, name) + inner for name in "qk" for inner in (0, of_means)]
-        self._launch = bound_kernel(pooling_launch((q, k), block), target, offsets)
-        dtype = accumulator_dtype(q.dtype)
-        self.means = tuple(Workspace(means_shape(x.shape, side), dtype) for x, side in zip((q, k), block))
-
-    def __call__(self, q: int, means_of_q: int, k: int, means_of_k: int, stream: Any) -> None:
-        """Write the means of q and of k, for arrays at these addresses."""
-        self._launch((q, means_of_q, k, means_of_k), stream)
-
-
-def bound_kernel(
-    made: tuple[Launch, int, Any], target: gpu.Gpu, offsets: Sequence[int] | None = None
-) -> BoundLaunch:
+def bound_kernel(kernels: Pass, target: gpu.Gpu, names: Sequence[str] = ()) -> BoundPass:
     """A kernel, compiled now, that takes the addresses of what it reads and then of what it writes.
 
     Parameters
     ----------
-    made : (Launch, int, record)
-        The launch, its thread blocks, and its record. Its fields have the names of the arrays, and hold an address or,
-        first of all, begin with one.
+    kernels : Pass
+        Of one launch.
     target : Gpu
-    offsets : sequence of int, optional
-        The offsets in bytes of the addresses that the kernel takes instead.
+    names : sequence of str, optional
+        The arrays whose addresses the kernel takes instead.
     """
-    launch, grid, record = made
-    gpu.compile_kernels([launch.spec], target)
-    offsets = offsets or [offset_of(record.dtype, name) for name in (*launch.reads, *launch.writes)]
-    return BoundLaunch(launch, grid, [record], [(0, offset) for offset in offsets], target)
+    gpu.compile_kernels(kernels.specs.values(), target)
+    return BoundPass.of(kernels, {}, names or arrays_of(kernels), target)
+
+
+def arrays_of(kernels: Pass) -> tuple[str, ...]:
+    """The arrays of a pass of one launch: those that it reads, and then those that it writes."""
+    (launch,) = kernels.launches.values()
+    return (*launch.reads, *launch.writes)
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Array:
     """Draw scores for the blocks of a grid by the kernel, on the current device."""
     target = gpu.current_target()
     numbers = gpu.namespace().empty(shape, np.float32)
-    bound_kernel(drawing_launch(shape, seed), target)((target.address(numbers),), target.stream())
+    bound_kernel(drawing(shape, seed), target).launch((target.address(numbers),), target.stream())
     return numbers
-
-
-class Scoring(NamedTuple):
-    """Kernels that score blocks, for q and k of one layout, in memory that they are given.
-
-    Attributes
-    ----------
-    workspaces : dict of Workspace by name
-        The first one holds the scores, or what else blocks are chosen by.
-    launch : callable (q, k, addresses, stream)
-        `addresses` are those of the workspaces. It returns the arrays that the kernels read or write besides.
-    has_shares : bool
-        Whether scores are masses, or multiples of them in each row; else all blocks count alike.
-    """
-
-    workspaces: Mapping[str, Workspace]
-    launch: Callable[[Array, Array, Sequence[int], Any], Sequence[Array]]
-    has_shares: bool
 
 
 class Selection:
@@ -223,32 +101,46 @@ class Selection:
 
     Parameters
     ----------
-    scoring : Scoring
-    choose : Chooser or Crosser
+    steps : sequence of (Pass or BoundPass, dict of str by name)
+        The kernels, compiled now, each with the names that its arrays have here, where these are others. They read q
+        and k, and write to the workspaces, at last to "kept".
+    workspaces : dict of Workspace by name
     make_index : IndexMaker
     target : Gpu
+    prepare : callable (q, k), optional
+        Makes the arrays that are read in place of q and k.
     """
 
-    def __init__(self, scoring: Scoring, choose: Chooser | Crosser, make_index: IndexMaker, target: gpu.Gpu) -> None:
-        self._score, self._has_shares = scoring.launch, scoring.has_shares
-        self._choose, self._make_index = choose, make_index
-        self._workspaces = target.workspaces({**scoring.workspaces, "kept": choose.kept})
-        self._current_stream = target.current_stream
+    def __init__(
+        self, steps: Sequence[Step], workspaces: Mapping[str, Workspace], make_index: IndexMaker, target: gpu.Gpu,
+        prepare: Callable[[Array, Array], tuple[Array, Array]] | None = None,
+    ) -> None:  # fmt: skip
+        own = [spec for step, _ in steps if isinstance(step, Pass) for spec in step.specs.values()]
+        gpu.compile_kernels(own, target)
+        lists = make_index.lists
+        parts, works = list[tuple[LaunchRecord, Mapping[str, str]]](), list[WorkList]()
+        for step, names in (*steps, (lists.launches, {"mask": "kept"})):
+            if isinstance(step, Pass):
+                parts.append((pass_record(step, {}, arrays_of(step), target), names))
+            else:
+                parts.append((step.record, names))
+                works += step.works
+        self._launches = BoundPass(LaunchRecord.joined(parts, ("q", "k", AT_CALL), workspaces), target, works)
+        self._make_index, self._allocate, self._address = make_index.index_of, lists.allocate, target.address
+        self._current_stream, self._prepare = target.current_stream, prepare
         self._captured: list[Array] = []
 
     def __call__(self, q: Array, k: Array) -> BlockIndex:
         """The blocks chosen, in an index on the device."""
         stream = self._current_stream()
-        taken = self._workspaces.take(stream)
-        *room, kept = taken.addresses
-        made = self._score(q, k, room, stream)
-        self._choose(kept, room[0], room[0] if self._has_shares else 0, stream)
-        index = self._make_index(kept, stream)
-        self._workspaces.give_back(stream, taken)
+        if self._prepare is not None:
+            q, k = self._prepare(q, k)
+        lists = self._allocate()
+        taken = self._launches.launch((self._address(q), self._address(k), self._address(lists)), stream)
         if stream.is_capturing():  # each replay writes there, and reads what lists are made of
-            self._captured += [*taken.arrays, *made]
+            self._captured += [*taken, q, k]
             gpu.hold(self)
-        return index
+        return self._make_index(lists)
 
 
 class FixedSelection:

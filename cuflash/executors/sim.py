@@ -51,6 +51,7 @@ class Simulator:
     """
 
     executor: ClassVar[str] = "sim"
+    device: ClassVar[int] = 0
     schedule: sim.Schedule = sim.Schedule()
     sanitize: sim.Sanitizer = ""
     time_limit: float = 60.0
@@ -75,7 +76,7 @@ class Simulator:
     def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """Return a function that allocates an array."""
         assert axes is None, "results of the simulator are in C order"
-        return partial(np.empty, shape, dtype)
+        return partial(_workspace, Workspace(shape, np.dtype(dtype)))
 
     def layout(self, array: Array) -> Array:
         return array
@@ -84,11 +85,7 @@ class Simulator:
         """Keep nothing: the simulator has no captures."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces:
-        return SeparateWorkspaces(self.allocator(needs), self.address)
-
-    def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
-        """Every bit is set where a kernel must write before another reads: NaN, if it is a float."""
-        return lambda stream: [_workspace(each) for each in workspaces.values()]
+        return SeparateWorkspaces(needs, _workspace, self.address)
 
     def lists(self, work: WorkList) -> Lists:
         return Lists(work.lists)
@@ -111,6 +108,7 @@ class Simulator:
 
 
 def _workspace(workspace: Workspace) -> Array:
+    """An array with every bit set where a kernel must write before another reads: NaN, if it is a float."""
     fill = 0 if workspace.is_zeroed else 0xFF
     return np.full(workspace.nbytes, fill, np.uint8).view(workspace.dtype).reshape(workspace.shape)
 

@@ -52,25 +52,24 @@ class Taken(NamedTuple):
     piece: Piece | None = None
 
 
-_NOTHING = Taken([], [])
-
-
 class SeparateWorkspaces:
     """An array for each workspace of a call, so that no write beyond one hits another.
 
     Parameters
     ----------
-    allocate : callable (stream) -> list of arrays
-        Makes the arrays.
+    needs : dict of Workspace by name
+    make : callable (Workspace) -> array
     address : callable (array) -> int
     """
 
-    def __init__(self, allocate: Callable[[Any], list[Array]], address: Callable[[Array], int]) -> None:
-        self._allocate, self._address = allocate, address
+    def __init__(
+        self, needs: Mapping[str, Workspace], make: Callable[[Workspace], Array], address: Callable[[Array], int]
+    ) -> None:
+        self._needs, self._make, self._address = list(needs.values()), make, address
 
     def take(self, stream: Any) -> Taken:
         """New arrays for a call on a stream."""
-        arrays = self._allocate(stream)
+        arrays = list(map(self._make, self._needs))
         return Taken(list(map(self._address, arrays)), arrays)
 
     def give_back(self, stream: Any, taken: Taken) -> None:
@@ -106,8 +105,6 @@ class Workspaces:
 
     def take(self, stream: Any) -> Taken:
         """The workspaces of a call on a stream."""
-        if not self._starts:
-            return _NOTHING
         number = stream.ptr
         is_apart = number == _PER_THREAD or bool(stream.is_capturing())
         is_kept = not is_apart and self._nbytes <= MOST_KEPT

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable, Hashable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, namespace
-from ..executors import gpu, quantizing
+from ..executors import checks, gpu
+from ..executors.launch import BoundPass
 from ..layouts import address, device_number
-from ..planning.quantizing import CAPABILITY, KEYS, quantize_spec, transpose_spec
+from ..planning._call_cache import CALLS
+from ..planning.launches import Pass
+from ..planning.quantizing import CAPABILITY, KEYS, quantize_spec, quantizing, transpose_spec, transposing
 from .rotation import Rotation
 
 
@@ -26,7 +30,9 @@ def quantized_blocks(x: Array, rotation: Rotation | None, block: int, largest: A
     data = xp.empty(x.shape, np.uint8)
     scale = xp.empty((*x.shape[:-2], -(-x.shape[-2] // block)), np.float32)
     signs = None if rotation is None else _signs(rotation, device_number(x))
-    quantizing.quantize(spec, x, data, scale, signs, largest, gpu.current_target())
+    key = "quantize", x.dtype, x.shape, block, largest
+    arrays = {"x": x, "signs": signs, "data": data, "scale": scale}
+    _launch(key, partial(quantizing, spec, x.shape, scale.shape[-1], largest), arrays)
     return data, scale
 
 
@@ -41,8 +47,22 @@ def transposed_bytes(data: Array) -> Array | None:
         data = data.copy()
     *leading, rows, columns = data.shape
     transposed = xp.empty((*leading, columns, rows + -rows % KEYS), np.uint8)
-    quantizing.transpose(spec, data, transposed, gpu.current_target())
+    make = partial(transposing, spec, data.shape, transposed.shape[-1])
+    _launch(("transpose", data.shape), make, {"data": data, "transposed": transposed})
     return transposed
+
+
+def _launch(key: tuple[Hashable, ...], make: Callable[[], Pass], arrays: dict[str, Array | None]) -> None:
+    """Launch a kernel on arrays; one for arrays of the same layout is bound once on each device."""
+    target, is_checked = gpu.current_target(), checks.is_on()
+    key = *key, target.device, is_checked
+    bound = CALLS.get(key)
+    if bound is None:
+        bound = BoundPass.of(make(), {}, tuple(arrays), target)
+        CALLS.put(key, bound)
+    bound.launch([0 if array is None else target.address(array) for array in arrays.values()], target.stream())
+    if is_checked:
+        bound.wait()
 
 
 def _is_on_hopper(x: Array) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .decoding import CACHE_PAGES, CACHE_SCALES, CacheLayout
-from .launches import MATRICES, Launch, Workspace
+from .decoding import CACHE_PAGES, OF_CACHE, SCALE_NAMES, TABLES, CacheLayout, scale_features
+from .launches import MATRICES, Feature, Launch, Pass, Workspace
 from .spec import KernelSpec
 
 APPEND = np.dtype(
@@ -29,35 +27,15 @@ _BYTES_OF_A_THREAD = 64  # bytes of keys or values
 _MOST_BLOCKS = 256  # thread blocks for one sequence
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class AppendPlan:
-    """The kernel of an append, with the numbers that it takes.
-
-    Attributes
-    ----------
-    launch : Launch
-    grid : int
-        Thread blocks.
-    workspaces : dict of Workspace by name
-    numbers : dict by name
-        Fields of the kernel's record.
-    """
-
-    launch: Launch
-    grid: int
-    workspaces: Mapping[str, Workspace]
-    numbers: Mapping[str, Any]
-
-
-def append_plan(
+def append_pass(
     k_shape: tuple[int, ...],
     value_dim: int,
     dtype: np.dtype[Any],
     layout: CacheLayout,
     *,
     is_quantized: bool = False,
-) -> AppendPlan:
-    """The launch that appends keys and values to a cache.
+) -> Pass:
+    """The launch that appends keys and values to a cache, whose pages are named cache_k and cache_v.
 
     Parameters
     ----------
@@ -74,16 +52,19 @@ def append_plan(
         work, of_block = 2 * rows * heads, _WARPS_OF_ROWS * _ROWS_OF_A_WARP
     blocks = max(1, min(_MOST_BLOCKS, work // of_block))
     workspaces = {"arrivals": Workspace((batch,), np.dtype(np.int32), is_zeroed=True)}
-    scales = CACHE_SCALES.names if is_quantized else ()
-    assert scales is not None
+    scales = scale_features(is_quantized)
     launch = Launch(
-        spec=append_spec(dtype, is_quantized=is_quantized), tiles=blocks, shared_bytes=0,
+        spec=append_spec(dtype, is_quantized=is_quantized), tiles=batch * blocks, shared_bytes=0,
         reads=("k", "v", "table", "counts", "lengths"),
-        writes=("cache_k", "cache_v", *scales, "lengths", "num_faults", *workspaces),
+        writes=("cache_k", "cache_v", *SCALE_NAMES * is_quantized, "lengths", "num_faults", *workspaces),
+        features=("append", *(each.name for each in scales)),
     )  # fmt: skip
-    cache = layout.record(batch, heads, (head_dim, value_dim))
-    numbers = {"cache": cache, "num_rows": rows, "blocks_per_sequence": blocks}
-    return AppendPlan(launch=launch, grid=batch * blocks, workspaces=workspaces, numbers=numbers)
+    cache = layout.numbers(batch, heads, (head_dim, value_dim))
+    append = Feature(
+        "append", APPEND, {"cache": cache, "num_rows": rows, "blocks_per_sequence": blocks}, (*TABLES, *workspaces),
+        names=OF_CACHE | {"cache.k": "cache_k", "cache.v": "cache_v"},
+    )  # fmt: skip
+    return Pass({"append": launch}, workspaces, (append, *scales))
 
 
 def append_spec(dtype: np.dtype[Any], *, is_quantized: bool = False) -> KernelSpec:

@@ -140,12 +140,9 @@ def _extents_of_parts(problem: Problem, kind: str) -> tuple[int, ...]:
 
 def _feature(name: str, arrays: tuple[str, str], num_elements: int, num_parts: int, operation: int) -> Feature:
     """The parameters of a launch; `arrays` are the names of the gradient, or nothing, and of the sums."""
-    gradient, sums = arrays
-    names = {"gradient": gradient or "gradient", "sums": sums}
-    assert CAPTURED_SUMS.fields is not None
-    record = np.dtype([(names.get(each, each), kind) for each, (kind, *_) in CAPTURED_SUMS.fields.items()], align=True)
     numbers = {"num_elements": num_elements, "num_parts": num_parts, "operation": operation}
-    return Feature(name, record, numbers, tuple(filter(None, arrays)))
+    names = dict(zip(("gradient", "sums"), arrays))
+    return Feature(name, CAPTURED_SUMS, numbers, tuple(filter(None, arrays)), names=names)
 
 
 def _launch(dtype: np.dtype[Any], feature: Feature, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,24 +12,28 @@ from .device import DeviceSpec
 from .families import SM80
 from .families.family import FORWARD_INPUTS
 from .families.sm80 import MOST_PARTS
-from .launches import MATRICES, Feature, Launch, Workspace, record_of
+from .launches import MATRICES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .routing import FAMILIES, shared_bytes
 from .score_launches import with_score_argument
+from .sinks import sink_forward
 from .spec import KernelSpec
 
 _POINTER = np.uint64
+TABLES = ("table", "lengths", "counts", "num_faults")  # arrays of a cache next to its pages
 CACHE_PAGES = np.dtype(
     [
         ("k", MATRICES),
         ("v", MATRICES),
-        *((name, _POINTER) for name in ("table", "lengths", "counts", "num_faults")),
+        *((name, _POINTER) for name in TABLES),
         *((name, np.int32) for name in ("batch", "num_pages", "max_pages", "page_size")),
         *((name, np.int32) for name in ("capacity", "num_kv_heads", "head_dim", "value_dim")),
     ],
     align=True,
 )
-CACHE_SCALES = np.dtype([(name, MATRICES) for name in ("k_scale", "v_scale")], align=True)  # of 8-bit numbers
+OF_CACHE = {f"cache.{name}": name for name in ("k", "v", *TABLES)}  # arrays of the record within others
+SCALE_NAMES = ("k_scale", "v_scale")
+CACHE_SCALES = np.dtype([(name, MATRICES) for name in SCALE_NAMES], align=True)  # of 8-bit numbers
 DECODE = np.dtype(
     [
         *((name, MATRICES) for name in ("q", "o", "lse")),
@@ -64,13 +68,12 @@ class CacheLayout(NamedTuple):
     num_pages: int
     max_pages: int
 
-    def record(self, batch: int, num_kv_heads: int, dims: tuple[int, int]) -> Any:
-        """The record CACHE_PAGES of a cache of rows of these dimensions, without addresses."""
+    def numbers(self, batch: int, num_kv_heads: int, dims: tuple[int, int]) -> dict[str, int]:
+        """The numbers of the record CACHE_PAGES of a cache of rows of these dimensions."""
         head_dim, value_dim = dims
-        return record_of(CACHE_PAGES, {
-            **self._asdict(), "batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
-            "value_dim": value_dim,
-        })  # fmt: skip
+        return self._asdict() | {
+            "batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim
+        }  # fmt: skip
 
 
 class _Tile(NamedTuple):
@@ -88,39 +91,6 @@ _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
 _STAGES_OF_MANY_BLOCKS = 2  # more blocks on a multiprocessor then: one starts while another ends
 _STAGES_OF_TWO_BLOCKS = 3  # a multiprocessor has shared memory for two of them
 _E4M3_STAGES = 2  # stages of a cache of 8-bit numbers for each of these, which takes as many bytes
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class DecodePlan:
-    """The kernel of a call on a cache, with the numbers that it takes.
-
-    Attributes
-    ----------
-    problem : Problem
-        Of q, and of keys and values as long as the capacity.
-    launch : Launch
-    workspaces : dict of Workspace by name
-    numbers : dict by name
-        Fields of the kernel's record.
-    score : Feature, optional
-        The record of the score function.
-    """
-
-    problem: Problem
-    launch: Launch
-    workspaces: Mapping[str, Workspace]
-    numbers: Mapping[str, Any]
-    score: Feature | None = None
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """All of them."""
-        return (self.launch,)
-
-    @property
-    def grid(self) -> int:
-        """Thread blocks: one for each part that a sequence may have."""
-        return self.launch.grid(self.problem.mask_shape.num_batch)
 
 
 def decode_reasons(problem: Problem, device: DeviceSpec, *, is_quantized: bool = False) -> list[str]:
@@ -158,7 +128,7 @@ def chunk_reasons(name: str, strides: tuple[int, ...], itemsize: int, address: i
     return [f"{name} must have rows of neighbours that start at multiples of {_CHUNK} bytes; got strides {strides}"]
 
 
-def decode_plan(
+def decode_pass(
     problem: Problem,
     device: DeviceSpec,
     layout: CacheLayout,
@@ -167,7 +137,7 @@ def decode_plan(
     right: int | None,
     part_keys: int | None = None,
     is_quantized: bool = False,
-) -> DecodePlan:
+) -> Pass:
     """The launch of the decode kernel for a problem that `decode_reasons` has nothing against.
 
     The parts that a sequence is cut into follow from its own length and from numbers that have nothing to do with the
@@ -199,20 +169,33 @@ def decode_plan(
         "stats_parts": Workspace((*heads, max_parts, rows, 2), single),
         "arrivals": Workspace(heads, np.dtype(np.int32), is_zeroed=True),
     }
+    scales = scale_features(is_quantized)
     launch = Launch(
-        spec=spec, tiles=problem.num_kv_heads * max_parts, shared_bytes=shared_bytes(spec),
-        reads=(*FORWARD_INPUTS, *(CACHE_SCALES.names or ()) * is_quantized, "table", "lengths", "counts",
-               *(operand.name for operand in problem.operands if not operand.is_captured)),
-        writes=("o", "lse", "num_faults", *workspaces),
+        spec=spec, tiles=prod(heads) * max_parts, shared_bytes=shared_bytes(spec),
+        reads=(*FORWARD_INPUTS, *SCALE_NAMES * is_quantized, "table", "lengths", "counts"),
+        writes=("o", "lse", "num_faults", *workspaces), features=("decode", *(each.name for each in scales)),
     )  # fmt: skip
-    launch, score = with_score_argument(launch, problem)
     numbers = {
-        "cache": layout.record(*heads, (problem.head_dim, problem.value_dim)), "group_size": problem.group_size,
-        "num_queries": problem.seqlen_q, "max_parts": max_parts,
+        "cache": layout.numbers(*heads, (problem.head_dim, problem.value_dim)), "group_size": problem.group_size,
+        "num_queries": problem.seqlen_q, "max_parts": max_parts, "softmax_scale": problem.kernel_scale,
+        **window_numbers(layout, left, right),
+    }  # fmt: skip
+    decode = Feature("decode", DECODE, numbers, (*TABLES, *workspaces), names=OF_CACHE)
+    kernels = Pass({"decode": launch}, workspaces, (decode, *scales))
+    return with_score_argument(sink_forward(kernels, problem, "decode"), problem, "decode")
+
+
+def scale_features(is_quantized: bool) -> tuple[Feature, ...]:
+    """The scales of a cache, if it has 8-bit numbers."""
+    return (Feature("scales", CACHE_SCALES),) * is_quantized
+
+
+def window_numbers(layout: CacheLayout, left: int | None, right: int | None) -> dict[str, int]:
+    """Keys before and after a query's own position that it sees, of which None is unlimited."""
+    return {
         "left": layout.capacity if left is None else min(left, layout.capacity),
         "right": layout.capacity - 1 if right is None else min(right, layout.capacity - 1),
-    }  # fmt: skip
-    return DecodePlan(problem=problem, launch=launch, workspaces=workspaces, numbers=numbers, score=score)
+    }
 
 
 def num_parts(problem: Problem, device: DeviceSpec) -> int:

@@ -5,12 +5,11 @@ The masks' own `intervals` find the same by operations on arrays: they are the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,13 @@ from ..masks._interval_form import IntervalForm, KernelIntervals
 from ..masks.base import And, Mask
 from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
-from .launches import BATCH_AXES
+from ._params import UNLIMITED
+from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .spec import KernelSpec
 
+AT_CALL = "lists"  # the argument of executors for lists that are made at each call
 _POINTER = np.uint64
 _ALIGNMENT = 256  # bytes; of each result in the array that holds all of them
-_UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 _SIDES = ("q", "kv")
 _KINDS = ("sequences", "lengths", "documents")  # as `IntervalKind` of kernels_cu/lists/interval_params.cuh numbers them
 _MOST_THREADS = 1 << 30  # kernels number them in int32
@@ -81,8 +81,42 @@ class _Integers:
             self.is_signed = integers.dtype.kind == "i"
 
 
+class SourceOfResults:
+    """A source of results that kernels write into one array of bytes."""
+
+    @cached_property
+    def results(self) -> Mapping[str, Workspace]:
+        """All results by name."""
+        raise NotImplementedError
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """The offset of each result in bytes."""
+        return dict(zip(self.results, accumulate(map(_room, self.results.values()), initial=0)))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the array that holds all results."""
+        return sum(map(_room, self.results.values()))
+
+    def views(self, memory: Array, names: Iterable[str] | None = None) -> dict[str, Array]:
+        """Results by name, all unless some are named, as views of the array of bytes that holds them."""
+        views, elements = {}, {dtype: memory.view(dtype) for dtype in {each.dtype for each in self.results.values()}}
+        for name in self.results if names is None else names:
+            result = self.results[name]
+            itemsize, start, size = result.dtype.itemsize, self.offsets[name], prod(result.shape)
+            flat = elements[result.dtype][start // itemsize : start // itemsize + size]
+            views[name] = flat if len(result.shape) == 1 else flat.reshape(result.shape)
+        return views
+
+
+def _room(result: Workspace) -> int:
+    """Bytes that a result takes in the array that holds all of them."""
+    return -(-result.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class IntervalSource:
+class IntervalSource(SourceOfResults):
     """Sources of row intervals: arrays that each call hands over, and intervals that the host knows.
 
     Attributes
@@ -117,7 +151,6 @@ class IntervalSource:
     batch: int
     num_heads: int
     tile: tuple[int, int] | None = None
-    row_names = MappingProxyType({"lo": "rows_lo", "hi": "rows_hi"})  # fields of the record for the arrays of `rows`
 
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
@@ -192,65 +225,66 @@ class IntervalSource:
         return self.batch * self.num_heads * (self.shape.seqlen_q + rows + starts + 32 * (columns + tiles))
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all results by name, int32."""
+    def results(self) -> Mapping[str, Workspace]:
         rows, columns = ((self.batch * self.num_heads * number,) for number in self.num_blocks)
-        found: dict[str, tuple[int, ...]] = {"lo": self.extents, "hi": self.extents}
+        shapes: dict[str, tuple[int, ...]] = {"lo": self.extents, "hi": self.extents}
         if self.block is not None:
-            found |= {"row_lengths": rows, "column_lengths": columns, "row_order": rows, "column_order": columns}
+            shapes |= {"row_lengths": rows, "column_lengths": columns, "row_order": rows, "column_order": columns}
         if self.tile is not None:
             matrices, (of_q, of_kv) = self.batch * self.num_heads, self.num_tiles
-            found |= {"q_blocks": (matrices, of_q + 1), "kv_blocks": (matrices, of_kv + 1)}
-            found |= {"tile_lengths": (matrices, of_kv), "column_entries": (matrices, of_kv)}
-        return found
+            shapes |= {"q_blocks": (matrices, of_q + 1), "kv_blocks": (matrices, of_kv + 1)}
+            shapes |= {"tile_lengths": (matrices, of_kv), "column_entries": (matrices, of_kv)}
+        return {name: Workspace(shape, np.dtype(np.int32)) for name, shape in shapes.items()}
 
     @cached_property
-    def written(self) -> dict[str, int]:
-        """Return the offset of each result in the array of bytes that holds all of them."""
-        return offsets_of({name: 4 * prod(shape) for name, shape in self.shapes.items()})
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array that holds all results."""
-        return sum(room(4 * prod(shape)) for shape in self.shapes.values())
-
-    def views(self, found: Array) -> dict[str, Array]:
-        """Results by name, as views of the array of bytes that holds them."""
-        words = found.view(np.int32)
-        return {
-            name: words[start // 4 : start // 4 + prod(self.shapes[name])].reshape(self.shapes[name])
-            for name, start in self.written.items()
-        }
-
-    def params(self) -> Any:
-        """The record of the kernel, without addresses."""
-        batch, record = self.shape.batch, np.zeros((), INTERVAL_PARAMS)
-        missing = BATCH_AXES - len(batch)
-        for side, integers in self.sides.items():
-            record[f"{side}_batch_strides"] = integers.batch_strides
-            record[f"{side}_stride"], record[f"{side}_itemsize"] = integers.stride, integers.itemsize
-            record[f"is_{side}_signed"], record[f"{side}_length"] = integers.is_signed, integers.number
-        of_rows = leading_strides(None if self.rows is None else self.rows.lo)
-        record["rows_batch_stride"], record["rows_head_stride"] = of_rows
-        record["left"], record["right"], record["is_bottom_right"] = self.left, self.right, self.is_bottom_right
-        record["batch"] = [1] * missing + list(batch)
-        record["num_matrices"], record["num_heads"] = self.batch * self.num_heads, self.num_heads
-        record["seqlen_q"], record["seqlen_kv"] = self.shape.seqlen_q, self.shape.seqlen_kv
-        record["num_offsets"], record["kind"] = self.num_offsets, _KINDS.index(self.kind)
-        record["block_q"], record["block_kv"] = self.block or (0, 0)
-        record["num_q_blocks"], record["num_kv_blocks"] = self.num_blocks
-        record["tile_q"], record["tile_kv"] = self.tile or (0, 0)
-        record["num_q_tiles"], record["num_kv_tiles"] = self.num_tiles
-        return record
-
-    def launches(self) -> list[tuple[KernelSpec, int, int]]:
-        """The kernels with their thread blocks, and the bytes of their shared memory."""
+    def kernels(self) -> Pass:
+        """The kernels. They take the arrays of `array_names`, and the array of bytes that holds all results."""
         threads = {"intervals": self.num_threads}
         if self.block is not None:
             ordered = sum(self.num_blocks) + self.num_tiles[1]
             threads["interval_orders"] = 32 * self.batch * self.num_heads * ordered
-        specs = ((INTERVAL_SPECS[entry], number) for entry, number in threads.items())
-        return [(spec, -(-number // spec.num_threads), 0) for spec, number in specs]
+        feature = Feature(
+            "lists", INTERVAL_PARAMS, self._numbers(), (*self.array_names, "lo", "hi", AT_CALL), starts=self.offsets,
+            names={"rows_lo": "lo", "rows_hi": "hi"} | dict.fromkeys(self.offsets, AT_CALL),
+        )  # fmt: skip
+        grids = {entry: -(-number // INTERVAL_SPECS[entry].num_threads) for entry, number in threads.items()}
+        return Pass(
+            {entry: list_launch(INTERVAL_SPECS[entry], grid, self.array_names) for entry, grid in grids.items()},
+            features=(feature,),
+        )
+
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers of the kernels' record."""
+        batch = self.shape.batch
+        numbers: dict[str, Any] = {}
+        for side, integers in self.sides.items():
+            numbers |= {
+                f"{side}_batch_strides": integers.batch_strides, f"{side}_stride": integers.stride,
+                f"{side}_itemsize": integers.itemsize, f"is_{side}_signed": integers.is_signed,
+                f"{side}_length": integers.number,
+            }  # fmt: skip
+        of_rows = leading_strides(None if self.rows is None else self.rows.lo)
+        return numbers | {
+            "rows_batch_stride": of_rows[0], "rows_head_stride": of_rows[1], "left": self.left, "right": self.right,
+            "is_bottom_right": self.is_bottom_right, "batch": [1] * (BATCH_AXES - len(batch)) + list(batch),
+            "num_matrices": self.batch * self.num_heads, "num_heads": self.num_heads,
+            "seqlen_q": self.shape.seqlen_q, "seqlen_kv": self.shape.seqlen_kv, "num_offsets": self.num_offsets,
+            "kind": _KINDS.index(self.kind), **_sides("block_{}", self.block or (0, 0)),
+            **_sides("num_{}_blocks", self.num_blocks), **_sides("tile_{}", self.tile or (0, 0)),
+            **_sides("num_{}_tiles", self.num_tiles),
+        }  # fmt: skip
+
+
+def list_launch(spec: KernelSpec, grid: int, arrays: tuple[str, ...], shared_bytes: int = 0) -> Launch:
+    """A kernel that makes what a call reads of a mask, from arrays."""
+    return Launch(
+        spec=spec, tiles=grid, shared_bytes=shared_bytes, reads=arrays, writes=(AT_CALL,), features=("lists",)
+    )
+
+
+def _sides(name: str, numbers: tuple[int, int]) -> dict[str, int]:
+    """Numbers of queries and of keys by the names of their fields."""
+    return {name.format(side): number for side, number in zip(_SIDES, numbers)}
 
 
 def kept_and_closed(mask: Mask, is_kept: Callable[[Mask], bool]) -> tuple[Mask, tuple[Mask, ...]] | None:
@@ -282,18 +316,8 @@ def leading_strides(side: Array | None) -> tuple[int, int]:
     return heads * rows if batch > 1 else 0, rows if heads > 1 else 0
 
 
-def room(nbytes: int) -> int:
-    """Bytes that a result takes in the array that holds all of them."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def offsets_of(nbytes: Mapping[str, int]) -> dict[str, int]:
-    """Return the byte offset of each result, given its size, in the array that holds all of them."""
-    return dict(zip(nbytes, accumulate(map(room, nbytes.values()), initial=0)))
-
-
 def _bounded(keys: int | None) -> int:
-    return _UNLIMITED if keys is None else min(keys, _UNLIMITED)
+    return UNLIMITED if keys is None else min(keys, UNLIMITED)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -338,4 +362,4 @@ class IntervalsAtCall(IntervalWork):
     @property
     def offsets(self) -> Mapping[str, int]:
         """Return the offset of each array that attention kernels read in the array of bytes."""
-        return {name: start for name, start in self.source.written.items() if name not in _OF_ORDERS_ALONE}
+        return {name: start for name, start in self.source.offsets.items() if name not in _OF_ORDERS_ALONE}

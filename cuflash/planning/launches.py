@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,20 +33,28 @@ TENSOR_MAP_PARAM = np.dtype(
 
 
 def record_of(dtype: np.dtype[Any], numbers: Mapping[str, Any]) -> Any:
-    """A record with these numbers in its fields, and zeros in all others."""
+    """A record with these numbers in its fields, a dict for a record within, and zeros in all others."""
     record = np.zeros((), dtype)
     for name, number in numbers.items():
-        record[name] = number
+        record[name] = record_of(dtype[name], number) if isinstance(number, Mapping) else number
     return record
 
 
-def offset_of(dtype: np.dtype[Any], name: str) -> int:
-    """The offset in bytes of a field in a record, or in the record of the cache that it holds."""
-    assert dtype.fields is not None
-    if name in dtype.fields:
-        return int(dtype.fields[name][1])
-    kind, start = dtype.fields["cache"][:2]
-    return int(start) + offset_of(kind, name)
+@lru_cache(maxsize=256)
+def leaves(dtype: np.dtype[Any]) -> Mapping[str, tuple[np.dtype[Any], int]]:
+    """The fields of a record and of those within it, but for arrays' and maps': type and offset in bytes by path.
+
+    >>> dtype = np.dtype([("x", np.int64), ("inner", [("y", np.uint64)])])
+    >>> {path: offset for path, (_, offset) in leaves(dtype).items()}
+    {'x': 0, 'inner.y': 8}
+    """
+    found = {}
+    for name, (kind, offset, *_) in (dtype.fields or {}).items():
+        if kind.names is None or kind in (MATRICES, TENSOR_MAP_PARAM):
+            found[name] = kind, int(offset)
+        else:
+            found |= {f"{name}.{path}": (inner, offset + start) for path, (inner, start) in leaves(kind).items()}
+    return found
 
 
 class Workspace(NamedTuple):
@@ -73,25 +82,30 @@ class Workspace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """Parameters of a feature that only some specifications have: a kernel argument of its own, after all others.
+    """A record that kernels take by value: an argument of some of the kernels of a pass.
 
     Attributes
     ----------
     name : str
     dtype : numpy.dtype
-        The record that the kernel takes by value, a multiple of 8 bytes long. A field of the type of an array of Params
-        holds an array [*batch, heads, rows, columns]; a field named in `tables` holds the address of any other array;
-        other fields hold numbers. Names of arrays are those of operands, results or workspaces of the pass.
+        The record, a multiple of 8 bytes long. Its fields may be records, whose fields have paths such as "cache.k". A
+        field of the type of an array of Params holds an array [*batch, heads, rows, columns]; a field of one of the
+        `tables` holds the address of any other array; other fields hold numbers. Arrays are operands, results or
+        workspaces of the pass.
     values : dict by field
-        The numbers.
+        The numbers; for a record within, a dict.
     tables : tuple of str
-        Fields of 8 bytes that hold addresses of arrays that no launch takes a part of. Where the record has a field
+        Arrays whose address is in fields of 8 bytes, and that no launch takes a part of. Where the record has a field
         ``<table>_strides``, it holds the array's strides in elements, 0 along axes of length 1.
     boxes : dict of (array, (rows, columns)) by field
         Fields of the type of a tensor map, with the table that it copies boxes of. Leading axes of the table beyond
         three have no map.
     numbers : tuple of str
         Fields whose numbers each call gives, after the arrays: eight bytes, or the first four of eight.
+    names : dict of str by path
+        The array of a field whose path is not the array's name.
+    starts : dict of int by path
+        How many bytes from the start of its array a field's address lies.
     """
 
     name: str
@@ -100,6 +114,13 @@ class Feature:
     tables: tuple[str, ...] = ()
     boxes: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    starts: Mapping[str, int] = field(default_factory=dict)
+
+    def addresses(self) -> list[tuple[str, np.dtype[Any], int]]:
+        """The fields that hold addresses: the array's name, the field's type and its offset in bytes."""
+        fields = ((self.names.get(path, path), kind, offset) for path, (kind, offset) in leaves(self.dtype).items())
+        return [each for each in fields if each[1] == MATRICES or each[0] in self.tables]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,6 +185,19 @@ class Pass:
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     features: tuple[Feature, ...] = ()
     zeroed: tuple[str, ...] = ()
+
+    @classmethod
+    def of_kernel(
+        cls, spec: KernelSpec, grid: int, record: np.dtype[Any], numbers: Mapping[str, Any], *,
+        reads: tuple[str, ...], writes: tuple[str, ...], shared_bytes: int = 0,
+        names: Mapping[str, str] = MappingProxyType({}), starts: Mapping[str, int] = MappingProxyType({}),
+    ) -> Pass:  # fmt: skip
+        """A pass of one launch of so many thread blocks, whose one argument is a record of addresses and numbers."""
+        launch = Launch(
+            spec=spec, tiles=grid, shared_bytes=shared_bytes, reads=reads, writes=writes, features=(spec.entry,)
+        )  # fmt: skip
+        feature = Feature(spec.entry, record, numbers, (*reads, *writes), names=names, starts=starts)
+        return cls({spec.entry: launch}, features=(feature,))
 
     @property
     def specs(self) -> dict[str, KernelSpec]:

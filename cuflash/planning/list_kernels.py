@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,17 +23,17 @@ from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
 from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
-from .interval_kernels import IntervalsAtCall, IntervalSource, are_served, kept_and_closed, offsets_of, room
-from .launches import BATCH_AXES
+from ._params import LISTS
+from .interval_kernels import AT_CALL as AT_CALL
+from .interval_kernels import (
+    IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch,
+)  # fmt: skip
+from .launches import BATCH_AXES, Feature, Pass, Workspace
 from .spec import KernelSpec
 
-AT_CALL = "lists"  # the argument of executors for lists that are made at each call
 _POINTER = np.uint64
-_RESULTS = (
-    "grid_kinds", "ranks", "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers",
-    "column_entries", "column_steps", "row_order", "column_order",
-)  # fmt: skip
 _OF_LISTS_ALONE = ("grid_kinds", "ranks")  # no attention kernel reads these
+_RESULTS = (*_OF_LISTS_ALONE, *LISTS)
 _BYTES = ("grid_kinds", "kinds", "bits")
 # Fields of the kernels' record that are sizes. A divisor is the number of tokens that an element of the mask covers.
 _SIZES = (
@@ -70,7 +69,7 @@ LIST_SPECS = {
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ListSource:
+class ListSource(SourceOfResults):
     """Sources of the lists that kernels make: a boolean array on the device, and row intervals that the host knows.
 
     Attributes
@@ -170,82 +169,63 @@ class ListSource:
         return self.batch * self.num_heads, rows, columns
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all results by name; `dtype` has their dtypes."""
+    def results(self) -> Mapping[str, Workspace]:
         matrices, num_rows, num_columns = self.grid
         rows, columns = matrices * num_rows, matrices * num_columns
         cells = rows * num_columns
         bits = (0 if self.is_whole else cells, self.block[0], -(-self.block[1] // 8))
         sides = {"row_pointers": rows + 1, "column_pointers": columns + 1, "row_order": rows, "column_order": columns}
-        return {name: bits if name == "bits" else (sides.get(name, cells),) for name in _RESULTS}
-
-    def dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype of a result."""
-        return np.dtype(np.uint8 if name in _BYTES else np.int32)
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """Return the offset of each result in the array of bytes that holds all of them."""
-        return offsets_of({name: prod(shape) * self.dtype(name).itemsize for name, shape in self.shapes.items()})
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the array that holds all results."""
-        last = _RESULTS[-1]
-        return self.offsets[last] + room(prod(self.shapes[last]) * 4)
+        shapes = {name: bits if name == "bits" else (sides.get(name, cells),) for name in _RESULTS}
+        return {
+            name: Workspace(shape, np.dtype(np.uint8 if name in _BYTES else np.int32))
+            for name, shape in shapes.items()
+        }
 
     def lists_of(self, lists: Array) -> dict[str, Array]:
         """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
-        return list_results(lists, self, tuple(name for name in _RESULTS if name not in _OF_LISTS_ALONE))
+        return self.views(lists, LISTS)
 
     def fields_of(self, lists: Array) -> dict[str, Array]:
         """Return the arrays of a block index by its fields, as views of the array that holds all results."""
-        found = list_results(lists, self, tuple(_FIELDS.values()))
-        return {field: found[name] for field, name in _FIELDS.items()}
+        return dict(zip(_FIELDS, self.views(lists, _FIELDS.values()).values()))
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """Fields of the record for the arrays that each call hands over."""
+        """Fields of the record for the arrays that each call hands over; those of `rows` are lo and hi."""
         return ("mask",) if self.given_rows is None else ("mask", "lo", "hi")
 
-    row_names = MappingProxyType({"lo": "lo", "hi": "hi"})  # and for those of `rows`
+    @cached_property
+    def kernels(self) -> Pass:
+        """The kernels. They take the arrays of `array_names`, and the array of bytes that holds all results."""
+        written = {name: start for name, start in self.offsets.items() if name != "bits" or not self.is_whole}
+        feature = Feature(
+            "lists", LIST_PARAMS, self._numbers(), ("mask", "lo", "hi", AT_CALL), starts=written,
+            names=dict.fromkeys(written, AT_CALL),
+        )  # fmt: skip
+        launches = {}
+        for entry, grid in self._grids().items():
+            nbytes = _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads
+            launches[entry] = list_launch(LIST_SPECS[entry], grid, self.array_names, nbytes)
+        return Pass(launches, features=(feature,))
 
-    @property
-    def written(self) -> dict[str, int]:
-        """Return the offset of each result that kernels write."""
-        return {name: start for name, start in self.offsets.items() if name != "bits" or not self.is_whole}
-
-    def params(self) -> Any:
-        """The record of the kernels, without addresses."""
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers of the kernels' record."""
         matrices, num_rows, num_columns = self.grid
-        batch = self.shape.batch
-        missing = BATCH_AXES - len(batch)
-        record = np.zeros((), LIST_PARAMS)
-        record["mask_batch_strides"] = (*[0] * missing, *self.strides[:-3])
-        for axis, step in zip(("head", "row", "column"), self.strides[-3:]):
-            record[f"mask_{axis}_stride"] = step
-        over = self.given_rows
+        missing, over = (1,) * (BATCH_AXES - len(self.shape.batch)), self.given_rows
         if self.rows is not None:
             assert self.rows.lo is not None
             over = self.rows.lo.shape[:2]
-        if over is not None:
-            (over_batch, over_heads), length = over, self.shape.seqlen_q
-            record["interval_batch_stride"] = over_heads * length if over_batch > 1 else 0
-            record["interval_head_stride"] = length if over_heads > 1 else 0
-        record["batch"] = [1] * missing + list(batch)
+        over_batch, over_heads = over or (1, 1)
         values = (matrices, self.num_heads, *self.shape[2:], *self.block, num_rows, num_columns, *self.element)
-        for name, value in zip(_SIZES, values, strict=True):
-            record[name] = value
-        return record
+        return {
+            "mask_batch_strides": (*(0 for _ in missing), *self.strides[:-3]),
+            **{f"mask_{axis}_stride": step for axis, step in zip(("head", "row", "column"), self.strides[-3:])},
+            "interval_batch_stride": over_heads * self.shape.seqlen_q if over_batch > 1 else 0,
+            "interval_head_stride": self.shape.seqlen_q if over_heads > 1 else 0,
+            "batch": (*missing, *self.shape.batch), **dict(zip(_SIZES, values, strict=True)),
+        }  # fmt: skip
 
-    def launches(self) -> list[tuple[KernelSpec, int, int]]:
-        """The kernels in order, each with its thread blocks and the bytes of their shared memory."""
-        return [
-            (LIST_SPECS[entry], grid, _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads)
-            for entry, grid in self.grids().items()
-        ]
-
-    def grids(self) -> dict[str, int]:
+    def _grids(self) -> dict[str, int]:
         """Thread blocks of each launch, in order."""
         matrices, num_rows, num_columns = self.grid
         rows, columns = matrices * num_rows, matrices * num_columns
@@ -279,8 +259,8 @@ class ListedAtCall(ListedWork):
     @classmethod
     def of(cls, source: ListSource, *, carried: ListSource | None = None) -> ListedAtCall:
         """Work of a mask that `ListSource.of` takes."""
-        zeros = {name: np.zeros((), source.dtype(name)) for name in source.shapes}
-        empty = {name: np.broadcast_to(zero, source.shapes[name]) for name, zero in zeros.items()}
+        results = source.results.items()
+        empty = {name: np.broadcast_to(np.zeros((), each.dtype), each.shape) for name, each in results}
         lo, hi = (None, None) if source.rows is None or not source.is_whole else (source.rows.lo, source.rows.hi)
         index = BlockIndex(
             seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block=source.block, batch=source.batch,
@@ -341,13 +321,3 @@ def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
     carried, block = grid.index.carried.source, listed_block(mask, tile)
     listed = carried if not closed and block == grid.index.block else carried.in_blocks(block, closed)
     return ListedAtCall.of(listed, carried=carried) if listed.can_be_numbered else None
-
-
-def list_results(lists: Array, source: ListSource, names: tuple[str, ...] = _RESULTS) -> dict[str, Array]:
-    """Results by name, as views of the array of bytes that holds them."""
-    views, words = {}, lists.view(np.int32)
-    for name in names:
-        start, shape = source.offsets[name], source.shapes[name]
-        flat = lists[start : start + prod(shape)] if name in _BYTES else words[start // 4 : start // 4 + prod(shape)]
-        views[name] = flat if len(shape) == 1 else flat.reshape(shape)
-    return views

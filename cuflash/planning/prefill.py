@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
 import numpy as np
 
 from ..arrays import ShapeDtype
-from .decoding import CacheLayout, chunked_dim_reasons
+from ._params import OF_RECORDS_WITHIN, PARAMS, TENSOR_MAPS, UNLIMITED
+from .decoding import TABLES, CacheLayout, chunked_dim_reasons, window_numbers
 from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS
-from .launches import MATRICES, Feature, Launch, Workspace
+from .launches import BATCH_AXES, MATRICES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .routing import FAMILIES
 from .score_launches import with_score_argument
+from .sinks import sink_forward
 from .spec import KernelSpec
 
 _POINTER = np.uint64
 PAGES = np.dtype(
     [
-        *((name, _POINTER) for name in ("table", "lengths", "counts", "num_faults")),
+        *((name, _POINTER) for name in TABLES),
         *((name, np.int32) for name in ("num_pages", "max_pages", "page_size", "capacity", "num_queries", "box_rows")),
     ],
     align=True,
@@ -41,42 +42,6 @@ QUERY_INTERVALS = np.dtype(
 _WARPS, _ROWS_OF_WARP, _MOST_BLOCKS = 8, 16, 64
 _ROWS_OF_ONE_PAGE = 64
 _LONG = 4096  # queries, of which tiles are as tall as they may be
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PrefillPlan:
-    """The kernels of a call on a cache, with the numbers that they take.
-
-    Attributes
-    ----------
-    problem : Problem
-        Of q, and of keys and values as long as the capacity.
-    intervals, launch : Launch
-        The kernel that says which keys each query sees, and the one that attends to them.
-    grids : (int, int)
-        Thread blocks of each.
-    workspaces : dict of Workspace by name
-    pages : dict by name
-        Numbers of the record PAGES.
-    numbers : dict by name
-        Further numbers of the record QUERY_INTERVALS.
-    score : Feature, optional
-        The record of the score function.
-    """
-
-    problem: Problem
-    intervals: Launch
-    launch: Launch
-    grids: tuple[int, int]
-    workspaces: Mapping[str, Workspace]
-    pages: Mapping[str, int]
-    numbers: Mapping[str, int]
-    score: Feature | None = None
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """Both launches, in their order."""
-        return self.intervals, self.launch
 
 
 def prefill_reasons(problem: Problem, device: DeviceSpec, family: str) -> list[str]:
@@ -109,9 +74,9 @@ def intervals_spec(dtype: np.dtype[Any], has_sink: bool = False) -> KernelSpec:
     )  # fmt: skip
 
 
-def prefill_plan(
+def prefill_pass(
     problem: Problem, device: DeviceSpec, layout: CacheLayout, family: str, *, left: int | None, right: int | None
-) -> PrefillPlan:
+) -> Pass:
     """The launches for a problem that `prefill_reasons` has nothing against.
 
     Parameters
@@ -133,30 +98,53 @@ def prefill_plan(
     max_blocks = owner.max_blocks(spec, device)
     if max_blocks is not None:
         workspaces["tile_counter"] = Workspace((1,), number)
-    of_cache = ("lengths", "counts", *(operand.name for operand in problem.operands if not operand.is_captured))
     intervals = Launch(
-        spec=first, tiles=blocks, shared_bytes=0, reads=of_cache, writes=("o", "lse", "num_faults", *workspaces)
-    )
+        spec=first, tiles=batch * blocks, shared_bytes=0, reads=("lengths", "counts"),
+        writes=("o", "lse", "num_faults", *workspaces), features=("intervals",),
+    )  # fmt: skip
     # Rows of a box, which lies within one page: steps of keys start at multiples of their width. One page of all
     # positions has boxes of as many rows as are soon copied one by one, where a sequence ends.
     box_rows = gcd(spec.block_kv, _ROWS_OF_ONE_PAGE if layout.max_pages == 1 else layout.page_size)
+    boxes = {
+        name: (name, (box_rows if name in ("k", "v") else box[0], box[1])) for name, box in owner.boxes(spec).items()
+    }
     launch = Launch(
-        spec=spec, tiles=problem.num_heads * -(-rows // spec.block_q), shared_bytes=owner.shared_bytes(spec),
-        reads=(*FORWARD_INPUTS, "table", *of_cache, *workspaces),
-        writes=("o", "lse", "num_faults"), features=("pages",), max_blocks=max_blocks,
-        boxes={name: (box_rows if name in ("k", "v") else box[0], box[1]) for name, box in owner.boxes(spec).items()},
+        spec=spec, tiles=batch * problem.num_heads * -(-rows // spec.block_q), shared_bytes=owner.shared_bytes(spec),
+        reads=(*FORWARD_INPUTS, "table", "lengths", "counts", *workspaces), writes=("o", "lse", "num_faults"),
+        features=("params", *["maps"] * bool(boxes)), max_blocks=max_blocks,
     )  # fmt: skip
-    launch, score = with_score_argument(launch, problem)
     pages = {
         "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,
         "capacity": layout.capacity, "num_queries": rows, "box_rows": box_rows,
     }  # fmt: skip
     numbers = {
-        "num_heads": problem.num_heads, "value_dim": problem.value_dim, "blocks_per_sequence": blocks,
-        "left": layout.capacity if left is None else min(left, layout.capacity),
-        "right": layout.capacity - 1 if right is None else min(right, layout.capacity - 1),
+        "pages": pages, "num_heads": problem.num_heads, "value_dim": problem.value_dim, "blocks_per_sequence": blocks,
+        **window_numbers(layout, left, right),
     }  # fmt: skip
-    return PrefillPlan(
-        problem=problem, intervals=intervals, launch=launch, grids=(intervals.grid(batch), launch.grid(batch)),
-        workspaces=workspaces, pages=pages, numbers=numbers, score=score,
+    of_pages = {f"pages.{name}": name for name in TABLES}
+    features = (
+        Feature("intervals", QUERY_INTERVALS, numbers, (*TABLES, *workspaces), names=of_pages),
+        Feature("params", PARAMS, _params(problem, spec), ("lo", "hi"), names=OF_RECORDS_WITHIN),
+        *[Feature("maps", TENSOR_MAPS, boxes=boxes)] * bool(boxes), Feature("pages", PAGES, pages, TABLES),
     )  # fmt: skip
+    kernels = Pass({"intervals": intervals, "forward": launch}, workspaces, features)
+    kernels = with_score_argument(sink_forward(kernels, problem, "intervals", "forward"), problem, "forward")
+    forward = kernels.launches["forward"]
+    return replace(
+        kernels, launches={**kernels.launches, "forward": replace(forward, features=(*forward.features, "pages"))}
+    )
+
+
+def _params(problem: Problem, spec: KernelSpec) -> dict[str, Any]:
+    """The numbers of PARAMS: no mask depends on the batch, and thread blocks do not share tiles."""
+    sizes = ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim")
+    shape = {
+        "batch": (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch), "softmax_scale": problem.kernel_scale,
+        **{name: getattr(problem, name) for name in sizes},
+        **dict.fromkeys(("heads_per_l2_group", "kv_heads_per_l2_group", "num_splits"), 1),
+    }  # fmt: skip
+    work = {
+        "lower": -UNLIMITED, "upper": UNLIMITED, "interval_batch_stride": problem.seqlen_q, "block_q": spec.block_q,
+        "block_kv": spec.block_kv,
+    }  # fmt: skip
+    return {"shape": shape, "work": work}

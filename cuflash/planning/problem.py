@@ -172,6 +172,12 @@ class Problem:
             return Scaling(scale, 0, 0)
         return Scaling(mantissa, exponent // 2, exponent - exponent // 2)
 
+    @property
+    def kernel_scale(self) -> float:
+        """The factor of products in kernels: 0 if it is too small for their numbers, as no score is large then."""
+        scale = self.scaling.scale
+        return scale if abs(scale) >= 2 * float(np.finfo(self.accumulator).tiny) else 0.0
+
     def o_shape(self) -> tuple[int, ...]:
         """(*batch, num_heads, seqlen_q, value_dim), without the heads for 2-D arguments."""
         return (*self.lse_shape(), self.value_dim)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..arrays import BFLOAT16
+from .launches import Pass
 from .spec import KernelSpec
 
 QUANTIZE = np.dtype(
@@ -30,7 +32,6 @@ _LANE_COLUMNS = 16  # of a row, in the registers of one lane
 _COLUMNS = (64, 128, 256)
 _BLOCKS = (16, 32, 64, 128)
 _MOST_WARPS = 16
-SHARED_BYTES = 4 * _MOST_WARPS
 _DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
 
 
@@ -52,3 +53,43 @@ def transpose_spec(columns: int) -> KernelSpec | None:
         family="fp8", entry="transpose", dtype=np.dtype(np.float32), head_dim=columns, value_dim=columns, block_q=16,
         block_kv=KEYS, num_warps=8, min_blocks=1,
     )  # fmt: skip
+
+
+def quantizing(spec: KernelSpec, shape: tuple[int, ...], num_blocks: int, largest: Any) -> Pass:
+    """The launch that rounds a dense array x [..., rows, columns] to data and scale, perhaps rotated by signs.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    shape : tuple of int
+        Of x and of data, which is of bytes.
+    num_blocks : int
+        Blocks of rows, each with a scale. A rotation has float32 signs, one for each column.
+    largest : float
+        As `quantize` takes it.
+    """
+    numbers = {
+        "num_rows": shape[-2], "num_blocks": num_blocks, "largest": largest,
+        "normalizer": np.float32(1 / np.sqrt(shape[-1])),
+    }  # fmt: skip
+    return Pass.of_kernel(
+        spec, prod(shape[:-2]) * num_blocks, QUANTIZE, numbers, reads=("x", "signs"), writes=("data", "scale"),
+        shared_bytes=4 * _MOST_WARPS,
+    )  # fmt: skip
+
+
+def transposing(spec: KernelSpec, shape: tuple[int, ...], padded_rows: int) -> Pass:
+    """The launch that transposes a dense array data [..., rows, columns] of bytes, with zeros past the last row.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    shape : tuple of int
+        Of data.
+    padded_rows : int
+        The columns of transposed.
+    """
+    numbers, grid = {"num_rows": shape[-2], "padded_rows": padded_rows}, prod(shape[:-2]) * padded_rows // KEYS
+    return Pass.of_kernel(
+        spec, grid, TRANSPOSE, numbers, reads=("data",), writes=("transposed",), shared_bytes=KEYS * shape[-1]
+    )

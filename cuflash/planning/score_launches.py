@@ -150,12 +150,13 @@ def _changed(launch: Launch, program: Program, wrt: tuple[str, ...], sums: tuple
     )  # fmt: skip
 
 
-def with_score_argument(launch: Launch, problem: Problem) -> tuple[Launch, Feature | None]:
-    """A launch that makes scores, with the problem's score function and the record of its argument, if it has one."""
+def with_score_argument(kernels: Pass, problem: Problem, role: str) -> Pass:
+    """A pass whose launch of a role makes scores, with the problem's score function, if it has one."""
     program = problem.score
     if program is None:
-        return launch, None
-    return _changed(launch, program, (), ()), _feature(program, (), problem, ())
+        return kernels
+    launches = {**kernels.launches, role: _changed(kernels.launches[role], program, (), ())}
+    return _pass(kernels, launches, _feature(program, (), problem, ()))
 
 
 def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pass:

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import accumulator_dtype
-from .launches import BATCH_AXES, Launch, record_of
+from .launches import BATCH_AXES, Pass
 from .spec import KernelSpec
 
 # Mirror `kernels_cu/lists/selection.cuh`.
+_OF_CHOICE = ("scores", "shares", "allowed", "forced", "kept")  # arrays
 CHOICE = np.dtype(
     [
-        *((name, np.uint64) for name in ("scores", "shares", "allowed", "forced", "kept")),
+        *((name, np.uint64) for name in _OF_CHOICE),
         *((name, np.float64) for name in ("mass", "threshold")),
         ("offset", np.int64),
         *((name, np.int32) for name in ("num_rows", "num_q_blocks", "num_kv_blocks", "seqlen_q", "block_q")),
@@ -151,15 +152,14 @@ class ChoiceRule:
     num_local: int
     has_diagonal: bool
 
-    def launch(self, shape: tuple[int, ...], dtype: np.dtype[Any], room: int = _ROOM) -> tuple[Launch, int, Any]:
-        """Return the launch for scores of a shape [..., rows, columns], its thread blocks, and its record.
+    def kernels(self, shape: tuple[int, ...], dtype: np.dtype[Any], room: int = _ROOM) -> Pass:
+        """Return the launch for scores of a shape [..., rows, columns].
 
         A choice walks a row at least 33 times, with about 6 instructions for 32 columns where their places are in
         shared memory. A warp that has a row to itself takes them one after the other, but many warps share a
         multiprocessor. A thread block of 32 warps shares a row, and each of its warps takes about 30 instructions more
         in each walk to add counts up, as many as for 160 columns. By this count a thread block for each row is faster
-        from about 1024 columns on, while rows are too few to fill a GPU with warps: up to 256. The record begins with a
-        `CHOICE` in both forms.
+        from about 1024 columns on, while rows are too few to fill a GPU with warps: up to 256.
 
         Parameters
         ----------
@@ -168,20 +168,24 @@ class ChoiceRule:
             Of scores: float32 or float64.
         room : int
             Bytes of shared memory that a thread block may have for places, which are computed anew where it is short.
+
+        Returns
+        -------
+        Pass
+            Of the arrays scores, shares, allowed, forced and kept.
         """
         if shape[-1] > _WIDE and prod(shape[:-1]) <= _FEW:
-            return wide_choosing_launch((self,), (shape,), dtype, room)
+            return wide_choosing((self,), (shape,), dtype, room)
         places = 4 * _WARPS * shape[-1]
-        record, is_kept = self._record(shape, places <= _ROOM), places <= _ROOM
-        launch = Launch(
-            spec=selection_spec("choose", dtype), tiles=0, shared_bytes=places if is_kept else 0, reads=("scores",),
-            writes=("kept",),
+        is_kept = places <= _ROOM
+        return Pass.of_kernel(
+            selection_spec("choose", dtype), -(-prod(shape[:-1]) // _WARPS), CHOICE, self._numbers(shape, is_kept),
+            reads=_OF_CHOICE[:-1], writes=("kept",), shared_bytes=places if is_kept else 0,
         )  # fmt: skip
-        return launch, -(-int(record["num_rows"]) // _WARPS), record
 
-    def _record(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> Any:
+    def _numbers(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> dict[str, Any]:
         *_, num_q_blocks, num_kv_blocks = shape
-        return record_of(CHOICE, {
+        return {
             "mass": self.mass, "threshold": self.threshold or 0.0, "offset": self.offset,
             "num_rows": prod(shape[:-1]), "num_q_blocks": num_q_blocks, "num_kv_blocks": num_kv_blocks,
             "seqlen_q": self.lengths[0], "block_q": self.block[0], "block_kv": self.block[1],
@@ -189,14 +193,13 @@ class ChoiceRule:
             "is_causal": self.is_causal, "num_sinks": min(self.num_sinks, num_kv_blocks),
             "num_local": min(self.num_local, num_kv_blocks), "has_diagonal": self.has_diagonal,
             "keeps_places": keeps_places, "keeps_bits": keeps_bits,
-        })  # fmt: skip
+        }  # fmt: skip
 
 
-def wide_choosing_launch(
-    rules: Sequence[ChoiceRule], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], room: int = _ROOM,
-    *, keeps_bits: bool = False,
-) -> tuple[Launch, int, Any]:
-    """Return the launch with a thread block for each row of one or two grids, its thread blocks, and its record.
+def wide_choosing(
+    rules: Sequence[ChoiceRule], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], room: int = _ROOM
+) -> Pass:
+    """Return the launch with a thread block for each row of one or two grids.
 
     Parameters
     ----------
@@ -204,18 +207,27 @@ def wide_choosing_launch(
     shapes : as many tuples of int
         [..., rows, columns]
     dtype, room
-        As `ChoiceRule.launch` takes them.
-    keeps_bits : bool
-        What is kept has a bit, not a byte: the lowest of a word first, in as many as `num_words` tells.
+        As `ChoiceRule.kernels` takes them.
+
+    Returns
+    -------
+    Pass
+        Of the arrays that `ChoiceRule.kernels` names, and for a second grid of scores_2, shares_2, allowed_2 and
+        forced_2. What is kept of two grids has a bit, not a byte: the lowest of a word first, in as many words as
+        `num_words` tells, those of the second grid behind those of the first.
     """
-    spec, record = selection_spec("choose_wide", dtype), np.zeros((), CHOICES)
+    spec, numbers, names = selection_spec("choose_wide", dtype), dict[str, Any](), dict[str, str]()
     of_sums = most = _SUM_BYTES * spec.num_warps
-    for part, rule, shape in zip(("first", "second"), rules, shapes):
+    for part, suffix, rule, shape in zip(("first", "second"), ("", "_2"), rules, shapes):
         needed = of_sums + 4 * shape[-1]
-        record[part] = rule._record(shape, needed <= room, keeps_bits=keeps_bits)
+        numbers[part] = rule._numbers(shape, needed <= room, keeps_bits=len(rules) == 2)
         most = max(most, needed if needed <= room else 0)
-    launch = Launch(spec=spec, tiles=0, shared_bytes=most, reads=("scores",), writes=("kept",))
-    return launch, sum(prod(shape[:-1]) for shape in shapes), record
+        names |= {f"{part}.{name}": name + suffix for name in _OF_CHOICE[:-1]} | {f"{part}.kept": "kept"}
+    return Pass.of_kernel(
+        spec, sum(prod(shape[:-1]) for shape in shapes), CHOICES, numbers,
+        reads=tuple(name for name in names.values() if name != "kept"), writes=("kept",), names=names,
+        starts={"second.kept": 4 * num_words(shapes[0])} if len(rules) == 2 else {}, shared_bytes=most,
+    )  # fmt: skip
 
 
 def num_words(shape: tuple[int, ...]) -> int:
@@ -223,26 +235,36 @@ def num_words(shape: tuple[int, ...]) -> int:
     return prod(shape[:-1]) * -(-shape[-1] // 32)
 
 
-def pooling_launch(arrays: tuple[Any, Any], block: tuple[int, int]) -> tuple[Launch, int, Any]:
-    """Return the launch that makes means of q and k, its thread blocks, and its record; None of them holds addresses.
+def pooling(arrays: tuple[Any, Any], block: tuple[int, int]) -> Pass:
+    """Return the launch that makes means of q and k: of the arrays q, means_of_q, k and means_of_k.
 
     Parameters
     ----------
     arrays : (q, k)
-        Arrays [*batch, heads, rows, columns], or without batch and heads.
+        Arrays [*batch, heads, rows, columns], or without batch and heads. Their layouts alone matter.
     block : (int, int)
         Rows of a block of each.
     """
-    record, grids = np.zeros((), POOLING), []
+    numbers, names, grids = dict[str, Any](), dict[str, str](), []
     for name, array, side in zip("qk", arrays, block):
         shape = (1,) * max(BATCH_AXES + 3 - array.ndim, 0) + tuple(array.shape)
         steps = (0,) * (len(shape) - array.ndim) + tuple(step // array.dtype.itemsize for step in array.strides)
         num_blocks = -(-shape[-2] // side)
         grids.append(prod(shape[:-2]) * num_blocks)
-        record[name] = (0, 0, steps[:-3], *steps[-3:], shape[:-3], *shape[-3:], side, num_blocks)
-    record["num_thread_blocks_of_q"] = grids[0]
-    spec = selection_spec("pool", arrays[0].dtype)
-    return Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("means",)), sum(grids), record
+        numbers[name] = {
+            "batch_strides": steps[:-3], **_strides(steps), "batch": shape[:-3], "num_heads": shape[-3],
+            "num_rows": shape[-2], "num_columns": shape[-1], "block": side, "num_blocks": num_blocks,
+        }  # fmt: skip
+        names |= {f"{name}.data": name, f"{name}.means": f"means_of_{name}"}
+    return Pass.of_kernel(
+        selection_spec("pool", arrays[0].dtype), sum(grids), POOLING, numbers | {"num_thread_blocks_of_q": grids[0]},
+        reads=("q", "k"), writes=("means_of_q", "means_of_k"), names=names,
+    )  # fmt: skip
+
+
+def _strides(steps: tuple[int, ...]) -> dict[str, int]:
+    """The strides of heads, rows and columns by the names of their fields."""
+    return {f"{axis}_stride": step for axis, step in zip(("head", "row", "column"), steps[-3:])}
 
 
 class Rows(NamedTuple):
@@ -273,10 +295,10 @@ def runs_of_rows(array: Any, length: int, stride: int) -> Rows:
     return Rows((*over, count, length, num_columns), (*steps, row_step * stride, row_step, column_step), array.dtype)
 
 
-def spreading_launch(
+def spreading(
     mass_shape: tuple[int, ...], num_kv_blocks: int, group_size: int, parts: tuple[int, int], dtype: np.dtype[Any]
-) -> tuple[Launch, int, Any]:
-    """Return the launch that adds up masses of compressed keys, its thread blocks, and its record without an address.
+) -> Pass:
+    """Return the launch that adds up masses of compressed keys: of the arrays masses and scores.
 
     Parameters
     ----------
@@ -299,13 +321,13 @@ def spreading_launch(
         "parts_of_block": parts[1],
     }  # fmt: skip
     num_cells = num_groups * num_q_blocks * num_kv_blocks
-    return _launch_of_threads("spread", dtype, SPREAD, numbers, num_cells, reads=("masses",), writes=("scores",))
+    return _pass_of_threads("spread", dtype, SPREAD, numbers, num_cells, reads=("masses",), writes=("scores",))
 
 
-def key_scoring_launch(
-    q: Any, k: Any, batch: tuple[int, ...], scale: float, first_diagonal_key: int | None
-) -> tuple[Launch, int, Any]:
-    """Return the launch that scores single keys, its thread blocks, and its record without an address.
+def key_scoring(
+    q: Any, k: Any, batch: tuple[int, ...], scale: float, first_diagonal_key: int | None, first_row: int = 0
+) -> Pass:
+    """Return the launch that scores single keys: of the arrays q, k, scores and runs.
 
     Parameters
     ----------
@@ -317,19 +339,22 @@ def key_scoring_launch(
         The softmax scale.
     first_diagonal_key : int or None
         The last key, which need not exist, that the first query sees under a causal mask; None without one.
+    first_row : int
+        The row of q that is the first query.
     """
-    num_rows, num_keys = q.shape[-2], k.shape[-2]
-    num_matrices, record = _of_rows(KEY_SCORES, q, k, batch, {
+    num_rows, num_keys = q.shape[-2] - first_row, k.shape[-2]
+    num_matrices, numbers = _of_rows(q, k, batch)
+    numbers |= {
         "scale_log2": scale * log2(e), "first_diagonal_key": first_diagonal_key or 0, "num_rows": num_rows,
         "num_keys": num_keys, "is_causal": first_diagonal_key is not None,
-    })  # fmt: skip
+    }  # fmt: skip
     spec = selection_spec("key_scores", q.dtype)
     pitch = spec.head_dim + 16 // spec.accumulator.itemsize  # a row of a tile has 16 bytes of padding
-    launch = Launch(
-        spec=spec, tiles=0, shared_bytes=(spec.block_q + spec.block_kv) * pitch * spec.accumulator.itemsize,
-        reads=("q", "k"), writes=("scores", "runs"),
+    return Pass.of_kernel(
+        spec, num_matrices * -(-num_rows // spec.block_q) * num_key_runs(num_keys), KEY_SCORES, numbers,
+        reads=("q", "k"), writes=("scores", "runs"), names=_OF_ROWS, starts={"q.data": first_row * q.strides[-2]},
+        shared_bytes=(spec.block_q + spec.block_kv) * pitch * spec.accumulator.itemsize,
     )  # fmt: skip
-    return launch, num_matrices * -(-num_rows // spec.block_q) * num_key_runs(num_keys), record
 
 
 def num_key_runs(num_keys: int) -> int:
@@ -337,10 +362,10 @@ def num_key_runs(num_keys: int) -> int:
     return -(-num_keys // _SIZES["key_scores"][1])
 
 
-def slash_summing_launch(
+def slash_summing(
     score_shape: tuple[int, ...], first_diagonal_key: int, num_distances: int, dtype: np.dtype[Any]
-) -> tuple[Launch, int, Any]:
-    """Return the launch that adds up masses of keys and of distances, its thread blocks, and its record.
+) -> Pass:
+    """Return the launch that adds up masses of keys and distances: of the arrays scores, runs, of_keys, of_distances.
 
     Parameters
     ----------
@@ -355,19 +380,19 @@ def slash_summing_launch(
     """
     *heads, num_rows, num_keys = score_shape
     spec = selection_spec("slash_sums", dtype)
-    record = record_of(SLASH_SUMS, {
+    numbers = {
         "first_diagonal_key": first_diagonal_key, "num_matrices": prod(heads), "num_rows": num_rows,
         "num_keys": num_keys, "num_distances": num_distances, "num_runs": num_key_runs(num_keys),
-    })  # fmt: skip
-    launch = Launch(
-        spec=spec, tiles=0, shared_bytes=2 * spec.block_q * dtype.itemsize, reads=("scores", "runs"),
-        writes=("of_keys", "of_distances"),
+    }  # fmt: skip
+    return Pass.of_kernel(
+        spec, prod(heads) * -(-(num_keys + num_distances) // spec.num_threads), SLASH_SUMS, numbers,
+        reads=("scores", "runs"), writes=("of_keys", "of_distances"),
+        shared_bytes=2 * spec.block_q * dtype.itemsize,
     )  # fmt: skip
-    return launch, prod(heads) * -(-(num_keys + num_distances) // spec.num_threads), record
 
 
-def crossing_launch(rule: ChoiceRule, shape: tuple[int, ...]) -> tuple[Launch, int, Any]:
-    """Return the launch that keeps blocks which chosen keys and distances cross, its thread blocks, and its record.
+def crossing(rule: ChoiceRule, shape: tuple[int, ...]) -> Pass:
+    """Return the launch that keeps blocks which chosen keys and distances cross: of the arrays chosen and kept.
 
     Parameters
     ----------
@@ -377,15 +402,15 @@ def crossing_launch(rule: ChoiceRule, shape: tuple[int, ...]) -> tuple[Launch, i
         [..., rows, columns] of the blocks.
     """
     numbers = {
-        "grid": rule._record(shape, False), "seqlen_kv": rule.lengths[1],
+        "grid": rule._numbers(shape, False), "seqlen_kv": rule.lengths[1],
         "num_distances": num_distances(rule.lengths[0], rule.offset),
     }  # fmt: skip
     dtype = np.dtype(np.float32)  # of no array: there are no scores
-    return _launch_of_threads("crossings", dtype, CROSSINGS, numbers, prod(shape), reads=("chosen",), writes=("kept",))
+    return _pass_of_threads("crossings", dtype, CROSSINGS, numbers, prod(shape), reads=("chosen",), writes=("kept",))
 
 
-def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> tuple[Launch, int, Any]:
-    """Return the launch that bounds the scores of pages, its thread blocks, and its record without an address.
+def page_bounding(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> Pass:
+    """Return the launch that bounds the scores of pages: of the arrays q, k and bounds.
 
     Parameters
     ----------
@@ -397,31 +422,35 @@ def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int)
         Keys of a page.
     """
     num_pages = -(-k.shape[-2] // page_size)
-    num_matrices, record = _of_rows(PAGE_BOUNDS, q, k, batch, {
+    num_matrices, numbers = _of_rows(q, k, batch)
+    num_bounds = num_matrices * q.shape[-2] * num_pages
+    numbers |= {
         "num_queries": q.shape[-2], "num_keys": k.shape[-2], "num_pages": num_pages, "page_size": page_size,
-    })  # fmt: skip
-    record["num_bounds"] = num_bounds = num_matrices * q.shape[-2] * num_pages
-    spec = selection_spec("page_bounds", q.dtype)
-    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("bounds",))
-    return launch, -(-num_bounds // _WARPS), record
+        "num_bounds": num_bounds,
+    }  # fmt: skip
+    return Pass.of_kernel(
+        selection_spec("page_bounds", q.dtype), -(-num_bounds // _WARPS), PAGE_BOUNDS, numbers, reads=("q", "k"),
+        writes=("bounds",), names=_OF_ROWS,
+    )  # fmt: skip
 
 
-def _of_rows(
-    layout: np.dtype[Any], q: Any, k: Any, batch: tuple[int, ...], numbers: dict[str, Any]
-) -> tuple[int, Any]:
-    """The number of batch entries and heads, and a record of numbers and of how rows of q and of k lie."""
-    record = record_of(layout, numbers)
+_OF_ROWS = {"q.data": "q", "k.data": "k"}
+
+
+def _of_rows(q: Any, k: Any, batch: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
+    """The number of batch entries and heads, and how rows of q and of k lie."""
     sizes = (1,) * (BATCH_AXES - len(batch)) + batch
+    num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))
+    numbers = {
+        "batch": sizes, "num_heads": num_heads, "group_size": num_heads // kv_heads, "num_columns": q.shape[-1]
+    }  # fmt: skip
     for name, array in (("q", q), ("k", k)):
         missing = (0,) * (BATCH_AXES + 3 - array.ndim)
         steps = missing + tuple(step // array.dtype.itemsize for step in array.strides)
         extents = missing + tuple(array.shape)
         over = tuple(step if extent == size else 0 for step, extent, size in zip(steps, extents, sizes))
-        record[name] = (0, over, *steps[-3:])
-    num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))
-    record["batch"], record["num_heads"], record["group_size"] = sizes, num_heads, num_heads // kv_heads
-    record["num_columns"] = q.shape[-1]
-    return prod(sizes) * num_heads, record
+        numbers[name] = {"batch_strides": over, **_strides(steps)}
+    return prod(sizes) * num_heads, numbers
 
 
 def num_distances(seqlen_q: int, offset: int) -> int:
@@ -429,26 +458,19 @@ def num_distances(seqlen_q: int, offset: int) -> int:
     return seqlen_q + offset
 
 
-def _launch_of_threads(
-    entry: str,
-    dtype: np.dtype[Any],
-    layout: np.dtype[Any],
-    numbers: dict[str, Any],
-    num_threads: int,
-    *,
-    reads: tuple[str, ...],
-    writes: tuple[str, ...],
-) -> tuple[Launch, int, Any]:
-    """Return a launch of so many threads, its thread blocks, and its record without an address."""
+def _pass_of_threads(
+    entry: str, dtype: np.dtype[Any], layout: np.dtype[Any], numbers: dict[str, Any], num_threads: int,
+    *, reads: tuple[str, ...], writes: tuple[str, ...],
+) -> Pass:  # fmt: skip
+    """Return a launch of so many threads."""
     spec = selection_spec(entry, dtype)
-    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=reads, writes=writes)
-    return launch, -(-num_threads // spec.num_threads), record_of(layout, numbers)
+    return Pass.of_kernel(spec, -(-num_threads // spec.num_threads), layout, numbers, reads=reads, writes=writes)
 
 
-def drawing_launch(shape: tuple[int, ...], seed: int) -> tuple[Launch, int, Any]:
-    """Return the launch that draws a number for each cell, its thread blocks, and its record without an address."""
+def drawing(shape: tuple[int, ...], seed: int) -> Pass:
+    """Return the launch that draws a number for each cell: of the array numbers."""
     dtype, numbers = np.dtype(np.float32), {"num_cells": prod(shape), "seed": seed % (1 << 64)}
-    return _launch_of_threads("draw", dtype, DRAW, numbers, prod(shape), reads=(), writes=("numbers",))
+    return _pass_of_threads("draw", dtype, DRAW, numbers, prod(shape), reads=(), writes=("numbers",))
 
 
 def means_shape(shape: tuple[int, ...], side: int) -> tuple[int, ...]:

@@ -18,16 +18,18 @@ SINK = np.dtype([("sink", MATRICES), ("dsink", MATRICES), ("dtype", np.int64)], 
 _GRADIENT_WARPS = 8  # enough loads in flight for one block a head
 
 
-def sink_forward(made: Pass, problem: Problem, role: str) -> Pass:
-    """A forward pass whose kernel of a role takes the sink, if the problem has one."""
+def sink_forward(made: Pass, problem: Problem, *roles: str) -> Pass:
+    """A forward pass whose kernels of some roles take the sink, if the problem has one."""
     if problem.operand("sink") is None:
         return made
-    launch = made.launches[role]
-    with_sink = replace(
-        launch, spec=replace(launch.spec, has_sink=True), reads=(*launch.reads, "sink"),
-        features=(*launch.features, "sink"),
-    )  # fmt: skip
-    return replace(made, launches={**made.launches, role: with_sink}, features=(*made.features, _feature(problem)))
+    with_sink = {
+        role: replace(
+            launch, spec=replace(launch.spec, has_sink=True), reads=(*launch.reads, "sink"),
+            features=(*launch.features, "sink"),
+        )
+        for role, launch in made.launches.items() if role in roles
+    }  # fmt: skip
+    return replace(made, launches={**made.launches, **with_sink}, features=(*made.features, _feature(problem)))
 
 
 def sink_backward(

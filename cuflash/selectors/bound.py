@@ -12,15 +12,13 @@ from ..blocks.index import BlockIndex
 from ..executors._layout_key import layout_key
 from ..executors import checks, gpu
 from ..executors.index_maker import IndexMaker, maker_of
-from ..executors.selecting import (
-    Chooser, Crosser, FixedSelection, Pooler, PositionChooser, Scoring, Selection, bound_kernel,
-)  # fmt: skip
+from ..executors.selecting import FixedSelection, Selection, Step
 from ..planning._call_cache import CALLS
 from ..planning.launches import Workspace
 from ..planning.options import Options
 from ..planning.selection_kernels import (
-    ChoiceRule, drawing_launch, key_scoring_launch, num_distances, num_key_runs, page_bounding_launch, runs_of_rows,
-    slash_summing_launch, spreading_launch,
+    ChoiceRule, crossing, drawing, key_scoring, means_shape, num_distances, num_key_runs, num_words, page_bounding,
+    pooling, runs_of_rows, slash_summing, spreading, wide_choosing,
 )  # fmt: skip
 from ..study.block_mass import MAX_DIM, BoundMass, bound_block_mass
 from .budget import Budget, Forced
@@ -67,20 +65,14 @@ def of_means(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
     """The selection by the softmax of means of blocks; None where the kernels do not serve it."""
     if _is_empty(grid) or grid.q.ndim > _MOST_AXES:
         return None
-    pool, xp = Pooler(grid.q, grid.k, grid.block, gpu.current_target()), namespace(grid.q)
-    means = [xp.empty(each.shape, each.dtype) for each in pool.means]  # their layouts alone matter
-    mass = bound_block_mass(means[0], means[1], (1, 1), grid.stairs(*grid.block), grid.scale)
+    of_q, of_k = (_means(x, side) for x, side in zip((grid.q, grid.k), grid.block))
+    mass = _masses(grid, of_q, of_k, (1, 1), grid.stairs(*grid.block))
     if mass is None:
         return None
-    launch_mass = mass.launches.launch
-
-    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
-        of_mass, of_lse, of_q, of_k = room
-        pool(q.data.ptr, of_q, k.data.ptr, of_k, stream)
-        return launch_mass([of_q, of_k, of_mass, of_lse], stream)
-
-    workspaces = _workspaces(mass) | dict(zip(("means_of_q", "means_of_k"), pool.means))
-    return _by_scores(grid, Scoring(workspaces, score, has_shares=True), budget, forced)
+    steps: list[Step] = [
+        (pooling((grid.q, grid.k), grid.block), {}), (mass.launches, {"q": "means_of_q", "k": "means_of_k"}),
+    ]  # fmt: skip
+    return _by_scores(grid, steps, _workspaces(mass) | {"means_of_q": of_q, "means_of_k": of_k}, budget, forced)
 
 
 def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) -> Selection | None:
@@ -88,23 +80,20 @@ def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) ->
     if _is_empty(grid) or grid.shape.seqlen_q % stride or grid.shape.seqlen_kv % stride:
         return None
     given = (grid.block[0] // stride, grid.block[1] // stride), grid.stairs(stride, stride), grid.scale / stride
-    k, mass = of_strides(grid.k, stride, turned=False), None
+
+    def turned(q: Array, k: Array) -> tuple[Array, Array]:
+        return of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
+
+    mass = prepare = None
     if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:  # q and k lie as rows of strides do
-        q = of_strides(grid.q, stride, turned=False)
+        q, k = (of_strides(x, stride, turned=False) for x in (grid.q, grid.k))
         mass = bound_block_mass(q, k, *given, turned_columns=grid.q.shape[-1])
-    is_turned = mass is None
     if mass is None:
-        mass = bound_block_mass(of_strides(grid.q, stride, turned=True), k, *given)
-    if mass is None:
-        return None
-    launch_mass = mass.launches.launch
-
-    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
-        if is_turned:
-            q, k = of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
-        return [q, k, *launch_mass([q.data.ptr, k.data.ptr, *room], stream)]
-
-    return _by_scores(grid, Scoring(_workspaces(mass), score, has_shares=True), budget, forced)
+        q, k = turned(grid.q, grid.k)
+        mass, prepare = bound_block_mass(q, k, *given), turned
+    return None if mass is None else _by_scores(
+        grid, [(mass.launches, {})], _workspaces(mass), budget, forced, prepare=prepare
+    )
 
 
 def of_masses(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
@@ -112,12 +101,7 @@ def of_masses(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
     mass = None if _is_empty(grid) else bound_block_mass(grid.q, grid.k, grid.block, grid.mask, grid.scale)
     if mass is None:
         return None
-    launch_mass = mass.launches.launch
-
-    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
-        return launch_mass([q.data.ptr, k.data.ptr, *room], stream)
-
-    return _by_scores(grid, Scoring(_workspaces(mass), score, has_shares=True), budget, forced)
+    return _by_scores(grid, [(mass.launches, {})], _workspaces(mass), budget, forced)
 
 
 def of_places(grid: Grid, kept: Any) -> FixedSelection | None:
@@ -141,35 +125,27 @@ def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget,
     length, stride = compression
     if _is_empty(grid) or grid.q.ndim > _MOST_AXES or grid.k.ndim >= _MOST_AXES:
         return None
-    target, xp = gpu.current_target(), namespace(grid.q)
     # Means of one row are queries in the accumulator's dtype, and means of runs are compressed keys.
-    pool = Pooler(grid.q, runs_of_rows(grid.k, length, stride), (1, length), target)
-    of_queries, of_runs = pool.means
-    queries = xp.empty(grid.q.shape, of_queries.dtype)
-    keys = xp.empty((*of_runs.shape[:-2], of_runs.shape[-1]), of_runs.dtype)
-    mass = bound_block_mass(queries, keys, (grid.block[0], 1), grid.stairs(1, stride, length), grid.scale)
+    runs = runs_of_rows(grid.k, length, stride)
+    queries, keys = _means(grid.q, 1), _means(runs, length)
+    keys = keys._replace(shape=(*keys.shape[:-2], keys.shape[-1]))
+    mass = _masses(grid, queries, keys, (grid.block[0], 1), grid.stairs(1, stride, length))
     if mass is None:
         return None
-    launch_mass = mass.launches.launch
     group_size = grid.shape.num_heads // grid.k.shape[-3] if grid.has_heads else 1
-    parts = length // stride, grid.block[1] // stride
-    made, scores = mass.results["mass"], Workspace((*grid.heads, *grid.size), of_queries.dtype)
-    spread = bound_kernel(spreading_launch(made.shape, grid.size[1], group_size, parts, made.dtype), target)
-
-    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> list[Array]:
-        of_scores, of_mass, of_lse, of_q, of_k = room
-        pool(q.data.ptr, of_q, k.data.ptr, of_k, stream)
-        kept = launch_mass([of_q, of_k, of_mass, of_lse], stream)
-        spread((of_mass, of_scores), stream)
-        return kept
-
-    workspaces = {"scores": scores, **_workspaces(mass), "queries": of_queries, "keys": of_runs}
-    return _by_scores(grid, Scoring(workspaces, score, has_shares=True), budget, forced)
+    masses, parts = mass.results["mass"], (length // stride, grid.block[1] // stride)
+    steps = (
+        (pooling((grid.q, runs), (1, length)), {"means_of_q": "queries", "means_of_k": "keys"}),
+        (mass.launches, {"q": "queries", "k": "keys"}),
+        (spreading(masses.shape, grid.size[1], group_size, parts, masses.dtype), {"masses": "mass"}),
+    )
+    workspaces = {"scores": Workspace((*grid.heads, *grid.size), queries.dtype), **_workspaces(mass)}
+    return _by_scores(grid, steps, workspaces | {"queries": queries, "keys": keys}, budget, forced)
 
 
 def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, forced: Forced) -> Selection | None:
     """The selection of blocks that chosen keys and distances cross; None where the kernels do not serve it."""
-    (seqlen_q, seqlen_kv), target = (grid.shape.seqlen_q, grid.shape.seqlen_kv), gpu.current_target()
+    seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
     # The selector calls `block_mass` for all other widths and scales, which refuses those that it does not serve.
     is_served = 1 <= grid.q.shape[-1] <= MAX_DIM and 2**-64 <= abs(grid.scale) <= 2**64
     if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES or not is_served:
@@ -179,29 +155,27 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
         return None
     first, heads, dtype = max(seqlen_q - num_queries, 0), grid.heads, accumulator_dtype(grid.q.dtype)
     diagonal, distances = first + grid.offset, num_distances(seqlen_q, grid.offset)
-    last, last_key = grid.q[..., first:, :], diagonal if grid.is_causal else None
-    score_keys = bound_kernel(key_scoring_launch(last, grid.k, grid.shape.batch, grid.scale, last_key), target)
-    score_shape = (*heads, seqlen_q - first, seqlen_kv)
-    add = bound_kernel(slash_summing_launch(score_shape, diagonal, distances, dtype), target)
+    last_key, score_shape = diagonal if grid.is_causal else None, (*heads, seqlen_q - first, seqlen_kv)
     rules = _rule_of_row(vertical, seqlen_kv), _rule_of_row(slash, distances)
     shapes = (*heads, 1, seqlen_kv), (*heads, 1, distances)
-    choose = PositionChooser(rules, shapes, dtype, target, tuple(x.density is None for x in (vertical, slash)))
-    cross = Crosser(grid.rule(vertical, forced), (*heads, *grid.size), target)
-    first_byte = first * grid.q.strides[-2]
-
-    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
-        chosen, scores, runs, of_keys, of_distances = room
-        score_keys((q.data.ptr + first_byte, k.data.ptr, scores, runs), stream)
-        add((scores, runs, of_keys, of_distances), stream)
-        choose(chosen, of_keys, of_distances, stream)
-        return ()
-
+    of_scores, blocks = {"scores": "key_scores"}, (*heads, *grid.size)
+    of_choice = {"scores": "of_keys", "scores_2": "of_distances", "kept": "chosen"}
+    of_choice |= {} if vertical.density is not None else {"shares": "of_keys"}
+    of_choice |= {} if slash.density is not None else {"shares_2": "of_distances"}
+    steps: list[Step] = [
+        (key_scoring(grid.q, grid.k, grid.shape.batch, grid.scale, last_key, first), of_scores),
+        (slash_summing(score_shape, diagonal, distances, dtype), of_scores),
+        (wide_choosing(rules, shapes, dtype, gpu.current_device().tile_memory_bytes), of_choice),
+        (crossing(grid.rule(vertical, forced), blocks), {}),
+    ]
     workspaces = {
-        "chosen": choose.chosen, "key_scores": Workspace(score_shape, dtype),
+        "chosen": Workspace((sum(map(num_words, shapes)),), np.dtype(np.uint32)),
+        "key_scores": Workspace(score_shape, dtype),
         "runs": Workspace((*score_shape[:-1], num_key_runs(seqlen_kv), 2), dtype),
         "of_keys": Workspace(shapes[0], dtype), "of_distances": Workspace(shapes[1], dtype),
+        "kept": Workspace(blocks, np.dtype(bool)),
     }  # fmt: skip
-    return Selection(Scoring(workspaces, score, has_shares=False), cross, make_index, target)
+    return Selection(steps, workspaces, make_index, gpu.current_target())
 
 
 def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
@@ -216,15 +190,9 @@ def of_page_bounds(grid: Grid, budget: Budget, forced: Forced) -> Selection | No
     """The selection of pages by bounds of their scores; None where the kernels do not serve it."""
     if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES:
         return None
-    made = page_bounding_launch(grid.q, grid.k, grid.shape.batch, grid.block[1])
-    bound_pages = bound_kernel(made, gpu.current_target())
-
-    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
-        bound_pages((q.data.ptr, k.data.ptr, room[0]), stream)
-        return ()
-
     bounds = Workspace((*grid.heads, *grid.size), accumulator_dtype(grid.q.dtype))
-    return _by_scores(grid, Scoring({"bounds": bounds}, score, has_shares=False), budget, forced)
+    kernels = page_bounding(grid.q, grid.k, grid.shape.batch, grid.block[1])
+    return _by_scores(grid, [(kernels, {})], {"bounds": bounds}, budget, forced, has_shares=False)
 
 
 def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selection | None:
@@ -232,18 +200,23 @@ def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selectio
     if _is_empty(grid):
         return None
     shape = (*grid.heads, *grid.size)
-    draw = bound_kernel(drawing_launch(shape, seed), gpu.current_target())
-
-    def score(q: Array, k: Array, room: Sequence[int], stream: Any) -> tuple[()]:
-        draw((room[0],), stream)
-        return ()
-
-    numbers = Workspace(shape, np.dtype(np.float32))
-    return _by_scores(grid, Scoring({"numbers": numbers}, score, has_shares=False), budget, forced)
+    numbers = {"numbers": Workspace(shape, np.dtype(np.float32))}
+    return _by_scores(grid, [(drawing(shape, seed), {})], numbers, budget, forced, has_shares=False)
 
 
 def _is_empty(grid: Grid) -> bool:
     return 0 in (grid.shape.num_batch, grid.shape.num_heads, grid.shape.seqlen_q, grid.shape.seqlen_kv)
+
+
+def _means(rows: Any, side: int) -> Workspace:
+    """The memory of means of blocks of so many rows."""
+    return Workspace(means_shape(rows.shape, side), accumulator_dtype(rows.dtype))
+
+
+def _masses(grid: Grid, q: Workspace, k: Workspace, block: tuple[int, int], mask: Any) -> BoundMass | None:
+    """The masses of rows that lie in workspaces."""
+    rows = [namespace(grid.q).empty(each.shape, each.dtype) for each in (q, k)]
+    return bound_block_mass(rows[0], rows[1], block, mask, grid.scale)
 
 
 def _workspaces(mass: BoundMass) -> dict[str, Workspace]:
@@ -251,15 +224,27 @@ def _workspaces(mass: BoundMass) -> dict[str, Workspace]:
     return {name: Workspace(each.shape, each.dtype) for name, each in mass.results.items()}
 
 
-def _by_scores(grid: Grid, scoring: Scoring, budget: Budget, forced: Forced) -> Selection | None:
-    """A selection by scores; None where no kernels make the index."""
-    target, make_index = gpu.current_target(), _maker(grid)
+def _by_scores(
+    grid: Grid, steps: Sequence[Step], workspaces: dict[str, Workspace], budget: Budget, forced: Forced,
+    *, has_shares: bool = True, prepare: Callable[[Array, Array], tuple[Array, Array]] | None = None,
+) -> Selection | None:  # fmt: skip
+    """A selection by scores, which the first workspace holds; None where no kernels make the index.
+
+    Parameters
+    ----------
+    has_shares : bool
+        Whether scores are masses, or multiples of them in each row; else all blocks count alike.
+    """
+    make_index = _maker(grid)
     if make_index is None:
         return None
-    scoring = scoring._replace(has_shares=scoring.has_shares and budget.density is None)
-    dtype = next(iter(scoring.workspaces.values())).dtype
-    choose = Chooser(grid.rule(budget, forced), (*grid.heads, *grid.size), dtype, target)
-    return Selection(scoring, choose, make_index, target)
+    scores, shape = next(iter(workspaces)), (*grid.heads, *grid.size)
+    rule, room = grid.rule(budget, forced), gpu.current_device().tile_memory_bytes
+    names = {"scores": scores} | ({"shares": scores} if has_shares and budget.density is None else {})
+    steps = (*steps, (rule.kernels(shape, workspaces[scores].dtype, room), names))
+    return Selection(
+        steps, workspaces | {"kept": Workspace(shape, np.dtype(bool))}, make_index, gpu.current_target(), prepare
+    )
 
 
 def _maker(grid: Grid) -> IndexMaker | None:

@@ -10,11 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash.executors import quantizing, sim as sim_executor
+from cuflash.executors import sim as sim_executor
+from cuflash.executors.launch import run_alone
 from cuflash.executors.sim import Simulator
 from cuflash.fp8 import kernel_calls
 from cuflash.fp8.transposed import transposed_values
-from cuflash.planning.quantizing import quantize_spec, transpose_spec
+from cuflash.planning.quantizing import quantize_spec, quantizing, transpose_spec, transposing
 from executors import CPU, GPU, SIM, Run, hostile_schedules, in_turn, needs_compiler
 from test_sm90 import FewBlocks
 
@@ -361,7 +362,8 @@ def require_bits(
     assert spec is not None
     data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
     signs = None if rotation is None else rotation.signs
-    quantizing.quantize(spec, x, data, scale, signs, largest, target)
+    kernels = quantizing(spec, x.shape, scale.shape[-1], largest)
+    run_alone(kernels, {"x": x, "data": data, "scale": scale, "signs": signs}, target)
     np.testing.assert_array_equal(scale, right.scale)
     np.testing.assert_array_equal(data, right.data.view(np.uint8))
 
@@ -414,7 +416,7 @@ def test_values_are_transposed_as_on_the_host(run: Run, columns: int) -> None:
         x8 = replace(X8, data=data.view(E4M3), scale=np.ones((2, 2), np.float32))
         found = put(run, x8).transposed().get()
     elif spec is not None:
-        quantizing.transpose(spec, data, found, Simulator())
+        run_alone(transposing(spec, data.shape, found.shape[-1]), {"data": data, "transposed": found}, Simulator())
     else:
         pytest.skip("arrays of the host are transposed by NumPy where a kernel does not serve")
     np.testing.assert_array_equal(found, transposed_values(data))

@@ -14,7 +14,7 @@ from cuflash.executors import gpu
 from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
 from cuflash.masks import MaskShape
-from cuflash.planning.list_kernels import ListSource, list_results
+from cuflash.planning.list_kernels import ListSource
 from cuflash.testing import Example, assert_within_bounds
 from device_lists import assert_lists_of
 from executors import hostile_schedules, needs_compiler, to_device
@@ -63,7 +63,7 @@ def made_by_kernels(mask, shape, block, machine=None):
     """Return the lists that the kernels make on the simulator, and their inputs."""
     source, array = ListSource.of(sent(mask, device.DeviceArray).resolve(shape), shape, block)
     made = ListMaker(source, machine or Simulator())((array._host.ctypes.data,), None)
-    return source, list_results(made, source)
+    return source, source.views(made)
 
 
 def made_on_gpu(mask, shape, block):
@@ -71,7 +71,7 @@ def made_on_gpu(mask, shape, block):
 
     source, array = ListSource.of(sent(mask, to_device).resolve(shape), shape, block)
     made = ListMaker(source, gpu.Gpu())((array.data.ptr,), cupy.cuda.get_current_stream())
-    return source, {name: cupy.asnumpy(each) for name, each in list_results(made, source).items()}
+    return source, {name: cupy.asnumpy(each) for name, each in source.views(made).items()}
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -118,7 +118,7 @@ def test_lists_are_made_of_lists_in_blocks_of_another_size(executor):
         address = machine.mask_address if executor == "gpu" else lambda x: getattr(x, "_host", x).ctypes.data
         lists = ListMaker(source, machine)((address(array),), machine.stream())
         other = source.in_blocks(block)
-        made = list_results(ListMaker(other, machine)((address(lists),), machine.stream()), other)
+        made = other.views(ListMaker(other, machine)((address(lists),), machine.stream()))
         got = {name: cupy.asnumpy(each) if executor == "gpu" else each for name, each in made.items()}
         assert_lists_of(other, got, mask)
 

@@ -12,13 +12,10 @@ import pytest
 from cuflash import masks, selectors
 from cuflash.arrays import DTYPES, accumulator_dtype
 from cuflash.executors import gpu, selecting
-from cuflash.executors.bound_launch import BoundLaunch
-from cuflash.planning.launches import offset_of
+from cuflash.executors.launch import run_alone
 from cuflash.executors.sim import Simulator
 from cuflash.planning import selection_kernels
-from cuflash.planning.selection_kernels import (
-    CHOICE, DRAW, POOLING, ChoiceRule, drawing_launch, means_shape, pooling_launch,
-)  # fmt: skip
+from cuflash.planning.selection_kernels import ChoiceRule, drawing, means_shape, pooling
 from cuflash.selectors import Budget, Forced, baselines, bound
 from cuflash.selectors.budget import Diagonal, choose
 from cuflash.selectors.grid import Grid, block_means
@@ -77,10 +74,8 @@ def kept_by_kernel(executor: str, rule: ChoiceRule, *arrays: Any) -> Any:
     if executor == "gpu":
         return selecting.chosen(rule, *(None if x is None else to_device(x) for x in arrays)).get()
     scores, kept = arrays[0], np.full(arrays[0].shape, 7, np.uint8)
-    launch, grid, record = rule.launch(scores.shape, scores.dtype)
     names = ("scores", "shares", "allowed", "forced", "kept")
-    bound_launch = BoundLaunch(launch, grid, [record], [(0, offset_of(CHOICE, name)) for name in names], Simulator())
-    bound_launch([0 if x is None else x.ctypes.data for x in (*arrays, kept)], None)
+    run_alone(rule.kernels(scores.shape, scores.dtype), dict(zip(names, (*arrays, kept))), Simulator())
     return kept.view(bool) if kept.max() <= 1 else kept
 
 
@@ -102,8 +97,8 @@ def test_the_kernel_keeps_what_the_specification_says(executor: str, is_wide: bo
     @given(choices(is_wide=is_wide))
     def check(case: Any) -> None:
         scores, block = case[0], case[7]
-        entry = rule_of(*case[4:]).launch(scores.shape, scores.dtype)[0].spec.entry
-        assert not is_wide or (block[1], entry) == (1, "choose_wide")
+        entries = list(rule_of(*case[4:]).kernels(scores.shape, scores.dtype).launches)
+        assert not is_wide or (block[1], entries) == (1, ["choose_wide"])
         check_choice(executor, case)
 
     check()
@@ -115,32 +110,32 @@ def test_rows_longer_than_shared_memory_are_chosen_from(executor: str, shape: An
     scores = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     for budget in (Budget(top_k=77), Budget(threshold=2.0)):
         given_rule = budget, Forced(sink=1), (8 * shape[1], 8 * shape[2]), (8, 8), 0, False
-        launch, _, record = rule_of(*given_rule).launch(shape, scores.dtype, 227 << 10)
-        record = record if entry == "choose" else record["first"]
-        assert (launch.spec.entry, bool(record["keeps_places"])) == (entry, False)
+        kernels = rule_of(*given_rule).kernels(shape, scores.dtype, 227 << 10)
+        (feature,) = kernels.features
+        numbers = feature.values if entry == "choose" else feature.values["first"]
+        assert (list(kernels.launches), numbers["keeps_places"]) == ([entry], False)
         check_choice(executor, (scores, None, None, None, *given_rule))
 
 
 def check_pair(planning: Any = selection_kernels) -> None:
     """One launch chooses from two grids, by rules of their own, whatever the order of warps."""
-    rng, names = np.random.default_rng(0), ("scores", "shares", "kept")
+    rng = np.random.default_rng(0)
     grids = [(rng.integers(0, 9, shape) / 16).astype(np.float32) for shape in ((3, 2, 1100), (3, 2, 40))]
     budgets = Budget(mass=0.5), Budget(top_k=7)
     rules = [rule_of(budget, Forced(diagonal=False), (1, x.shape[-1]), (1, 1), 0, False)
              for budget, x in zip(budgets, grids)]  # fmt: skip
     shapes = [x.shape for x in grids]
-    launch, grid, record = planning.wide_choosing_launch(rules, shapes, grids[0].dtype, keeps_bits=True)
-    assert grid == 12
-    starts = [offset_of(planning.CHOICES, part) for part in ("first", "second")]
-    places = [(0, at + offset_of(CHOICE, name)) for at in starts for name in names]
+    kernels = planning.wide_choosing(rules, shapes, grids[0].dtype)
+    assert kernels.launches["choose_wide"].grid(1) == 12
+    words = [planning.num_words(x.shape) for x in grids]
     for order in ("round_robin", "first_warp", "last_warp"):
-        kept = [np.full((6, planning.num_words(x.shape) // 6), 7, np.uint32) for x in grids]
-        machine = Simulator(schedule=Schedule(order=order))
-        addresses = [x.ctypes.data for scores, found in zip(grids, kept) for x in (scores, scores, found)]
-        BoundLaunch(launch, grid, [record], places, machine)(addresses, None)
-        for scores, found, budget in zip(grids, kept, budgets):
+        kept = np.full(sum(words), 7, np.uint32)
+        arrays = dict(zip(("scores", "scores_2", "shares", "shares_2"), (*grids, *grids)))
+        run_alone(kernels, {**arrays, "kept": kept}, Simulator(schedule=Schedule(order=order)))
+        found = kept[: words[0]].reshape(6, -1), kept[words[0] :].reshape(6, -1)
+        for scores, of_grid, budget in zip(grids, found, budgets):
             expected = choose(scores, scores, None, None, budget).reshape(6, -1)
-            np.testing.assert_array_equal(found, words_of(expected))
+            np.testing.assert_array_equal(of_grid, words_of(expected))
 
 
 def words_of(kept: Any) -> Any:
@@ -154,9 +149,8 @@ def check_draws() -> None:
     """The kernel draws the numbers of the host's Philox, from seeds of all 64 bits."""
     shape = (2, 7, 19)
     for seed in (0, 3, 5 << 32, 2**64 - 1):
-        launch, grid, record = drawing_launch(shape, seed)
         numbers = np.full(shape, np.nan, np.float32)
-        BoundLaunch(launch, grid, [record], [(0, offset_of(DRAW, "numbers"))], Simulator())([numbers.ctypes.data], None)
+        run_alone(drawing(shape, seed), {"numbers": numbers}, Simulator())
         np.testing.assert_array_equal(numbers, baselines._drawn(np, shape, seed))
 
 
@@ -164,36 +158,32 @@ def check_means() -> None:
     """The kernel takes rows with gaps between them, several heads and batch entries, and a short last block."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((3, 2, 4, 21, 10)).astype(np.float16)[..., ::2], np.ones((3, 2, 2, 30, 5), np.float16)
-    launch, grid, record = pooling_launch((q, k), (8, 7))
     made = [np.full(means_shape(x.shape, side), np.nan, np.float32) for x, side in ((q, 8), (k, 7))]
-    inner = offset_of(POOLING["q"], "means")
-    places = [(0, offset_of(POOLING, name) + at) for name in "qk" for at in (0, inner)]
-    addresses = [array.ctypes.data for array in (q, made[0], k, made[1])]
-    BoundLaunch(launch, grid, [record], places, Simulator())(addresses, None)
+    run_alone(pooling((q, k), (8, 7)), {"q": q, "means_of_q": made[0], "k": k, "means_of_k": made[1]}, Simulator())
     # A sum of n rounded terms and its quotient err by n roundings of the sum of their sizes, to first order.
     exact, sizes = (block_means(x.astype(np.float64), 8) for x in (q, np.abs(q)))
     assert (np.abs(made[0] - exact) <= 8 * np.finfo(np.float32).eps / 2 * sizes).all()
     np.testing.assert_array_equal(made[1], 1)
 
 
-def run(executor: str, made: Any, *arrays: Any) -> None:
+def run(executor: str, kernels: Any, *arrays: Any) -> None:
     """Run a kernel on arrays in the order in which it reads and then writes them."""
-    launch, grid, record = made
+    (launch,) = kernels.launches.values()
+    names = (*launch.reads, *launch.writes)
     if executor == "gpu":
         on_device, target = [to_device(each) for each in arrays], gpu.current_target()
-        selecting.bound_kernel(made, target)([each.data.ptr for each in on_device], target.stream())
+        selecting.bound_kernel(kernels, target).launch([each.data.ptr for each in on_device], target.stream())
         for each, result in zip(arrays[len(launch.reads) :], on_device[len(launch.reads) :]):
             each[...] = result.get()
         return
-    places = [(0, offset_of(record.dtype, name)) for name in (*launch.reads, *launch.writes)]
-    BoundLaunch(launch, grid, [record], places, Simulator())([array.ctypes.data for array in arrays], None)
+    run_alone(kernels, dict(zip(names, arrays, strict=True)), Simulator())
 
 
 def check_spread(executor: str = "sim", planning: Any = selection_kernels) -> None:
     """Compressed key c stands for the parts c, c + 1 and c + 2, of which blocks have four; sums are exact."""
     masses = np.random.default_rng(0).integers(0, 9, (2, 6, 5, 17)).astype(np.float32)
     scores = np.full((2, 6, 5, 5), np.nan, np.float32)
-    run(executor, planning.spreading_launch(masses.shape, 5, 3, (3, 4), masses.dtype), masses, scores)
+    run(executor, planning.spreading(masses.shape, 5, 3, (3, 4), masses.dtype), masses, scores)
     of_parts = np.zeros((2, 6, 5, 20))
     for n in range(3):
         of_parts[..., n : n + 17] += masses
@@ -210,7 +200,7 @@ def check_key_scores(dtype: Any, executor: str = "sim", planning: Any = selectio
     for num_columns, first_key in ((40, None), (5, -3), (72, 60)):
         q = rng.integers(-1, 2, (2, 3, 4, 70, 2 * num_columns)).astype(dtype)[..., ::2]
         k = (rng.integers(-1, 2, (1, 3, 2, 131, num_columns)) * (np.arange(num_columns) % 7 == 4)).astype(dtype)
-        made = planning.key_scoring_launch(q, k, (2, 3), scale, first_key)
+        made = planning.key_scoring(q, k, (2, 3), scale, first_key)
         shape, of_sums = (2, 3, 4, 70, 131), accumulator_dtype(q.dtype)
         scores, runs = np.full(shape, 7, of_sums), np.full((*shape[:-1], planning.num_key_runs(131), 2), 7, of_sums)
         run(executor, made, q, k, scores, runs)
@@ -247,7 +237,7 @@ def check_slashes(
     runs[:, 5, :, 1] = 0
     masses = np.exp2(scores - np.where(shift > -np.inf, shift, 0)) / 4
     of_keys, of_distances = (np.full((2, length), np.nan, np.float32) for length in (seqlen_kv, count))
-    made = planning.slash_summing_launch(scores.shape, first + offset, count, scores.dtype)
+    made = planning.slash_summing(scores.shape, first + offset, count, scores.dtype)
     run(executor, made, scores, runs, of_keys, of_distances)
     i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_kv)
     distance = i + offset - j
@@ -267,7 +257,7 @@ def check_slashes(
     diagonal = Diagonal.of(np, lengths, (4, 8), offset)
     for must, is_causal in ((Forced(sink=1, local=2, diagonal=False), True), (Forced(), True), (Forced(), False)):
         kept, rule = np.full(shape, 7, np.uint8), rule_of(Budget(top_k=1), must, lengths, (4, 8), offset, is_causal)
-        run(executor, planning.crossing_launch(rule, shape), chosen, kept)
+        run(executor, planning.crossing(rule, shape), chosen, kept)
         np.testing.assert_array_equal(kept, (crossed | diagonal.forced(must)) & (diagonal.is_met | (not is_causal)))
 
 
@@ -278,7 +268,7 @@ def check_page_bounds(executor: str = "sim", planning: Any = selection_kernels) 
     k = rng.integers(-9, 10, (1, 3, 2, 19, 40)).astype(np.float16)
     k[0, 1, 0, 7, 3], q[1, 2, 3, 4, 39] = np.nan, np.nan
     bounds = np.full((2, 3, 4, 5, 4), 7, np.float32)
-    run(executor, planning.page_bounding_launch(q, k, (2, 3), 6), q, k, bounds)
+    run(executor, planning.page_bounding(q, k, (2, 3), 6), q, k, bounds)
     np.testing.assert_array_equal(bounds, selectors.page_bounds(q, k, page_size=6))
     assert np.isnan(bounds).any()
 
@@ -298,7 +288,7 @@ def test_rounding_lifts_no_score_above_the_bound_of_its_page(executor: str) -> N
         found = []
         for size in (page_size, 1):
             bounds = np.full((2, 3, -(-seqlen_kv // size)), np.nan, accumulator_dtype(q.dtype))
-            run(executor, selection_kernels.page_bounding_launch(q, k, (), size), q, k, bounds)
+            run(executor, selection_kernels.page_bounding(q, k, (), size), q, k, bounds)
             found.append(bounds)
         assert (found[0] >= np.maximum.reduceat(found[1], range(0, seqlen_kv, page_size), axis=-1)).all()
 
@@ -310,12 +300,9 @@ def check_runs(planning: Any = selection_kernels) -> None:
     rng = np.random.default_rng(0)
     q, k = rng.integers(-9, 10, (2, 3, 9, 10)).astype(np.float32)[..., ::2], rng.integers(-9, 10, (2, 3, 31, 5))
     k = k.astype(np.float32)
-    launch, grid, record = planning.pooling_launch((q, planning.runs_of_rows(k, 12, 4)), (1, 12))
     made = np.full(q.shape, np.nan, np.float32), np.full((2, 3, 5, 5), np.nan, np.float32)
-    inner = offset_of(POOLING["q"], "means")
-    places = [(0, offset_of(POOLING, name) + at) for name in "qk" for at in (0, inner)]
-    addresses = [array.ctypes.data for array in (q, made[0], k, made[1])]
-    BoundLaunch(launch, grid, [record], places, Simulator())(addresses, None)
+    arrays = {"q": q, "means_of_q": made[0], "k": k, "means_of_k": made[1]}
+    run_alone(planning.pooling((q, planning.runs_of_rows(k, 12, 4)), (1, 12)), arrays, Simulator())
     np.testing.assert_array_equal(made[0], q)
     sums = np.stack([k[..., start : start + 12, :].sum(-2) for start in range(0, 20, 4)], axis=-2)
     np.testing.assert_array_equal(made[1], sums / np.float32(12))

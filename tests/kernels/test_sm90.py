@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.executors.params import ParamsTemplate, View
+from cuflash.executors._records import View
+from cuflash.executors.params import templates_of
 from cuflash.planning.launches import Pass
 from cuflash.planning import plan_cache
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
 from cuflash.planning.families.sm90 import backward_specs
-from cuflash.planning.families.sm90_storage import boxes, shared_bytes
+from cuflash.planning.families.sm90_storage import shared_bytes
 from cuflash.planning.spec import KernelSpec
 from cuflash.executors.tensor_map import BoxedArray, simulated, template
 from cuflash.testing import (
@@ -539,8 +540,10 @@ def test_arrays_that_hardware_can_walk_have_a_map(layout: str, mapped: set[str])
     example = half(Structure(num_heads=2, seqlen_q=70, seqlen_kv=90, head_dim=64, value_dim=64, layouts=(layout,) * 5))
     plan = plan_of(example)
     views = tuple(View.of(name, getattr(example, name)) for name in ("q", "k", "v"))
-    made = ParamsTemplate.of(plan, views, boxes(plan.specs["forward"]), Simulator().tensor_map)
-    assert set(made.map_offsets) == mapped == {name for name in ("q", "k", "v") if made.maps[name]["is_valid"]}
+    assert plan.kernels is not None
+    (made,) = templates_of(plan, plan.kernels.forward, views, Simulator().tensor_map)
+    maps = made["maps"]
+    assert {name for _, name in maps.addresses} == mapped == {x for x in ("q", "k", "v") if maps.record[x]["is_valid"]}
 
 
 # Choice and errors.

@@ -182,19 +182,18 @@ def check_layouts(run: Run) -> None:
 
 def check_maps(library: Any) -> None:
     """Arrays that TMA can copy have a tensor map, of the axes from which kernels find a tile's matrix."""
-    params, tensor_map = import_module(f"{library.__name__}.executors.params"), import_module(
+    records, tensor_map = import_module(f"{library.__name__}.executors._records"), import_module(
         f"{library.__name__}.executors.tensor_map"
     )
     array, made = np.zeros((2, 3, 72, 136), HALF), []
     feature = Feature("staged_map", STAGED_MAP, boxes={"array": ("score.bias", STAGED_BOX)})
 
     def is_mapped(array: Any) -> bool:
-        records = {"staged_map": np.zeros((), STAGED_MAP)}
-        views = {"score.bias": params.View.of("score.bias", array)}
+        views = {"score.bias": records.View.of("score.bias", array)}
         make = partial(tensor_map.template, tensor_map.simulated)
-        offsets = params._map_features((feature,), records, views, lambda boxed: made.append(boxed) or make(boxed))
-        assert bool(offsets) == bool(records["staged_map"]["array"]["is_valid"])
-        return bool(offsets)
+        argument = records.Argument.of(feature, views, lambda boxed: made.append(boxed) or make(boxed))
+        assert bool(argument.addresses) == bool(argument.record["array"]["is_valid"])
+        return bool(argument.addresses)
 
     can_map = {name: is_mapped(lay_out(array)) for name, lay_out in LAYOUTS.items()}
     assert [name for name, can in can_map.items() if can] == ["rows", "padded", "padded on both sides"]

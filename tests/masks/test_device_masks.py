@@ -19,7 +19,7 @@ from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, atte
 from cuflash.executors import evaluation
 from cuflash.masks.content import held_arrays
 from cuflash.masks import MaskShape
-from cuflash.compiler.params_layout import WORK
+from cuflash.planning._params import WORK
 from cuflash.testing import strategies
 from cuflash.blocks.work_list import IntervalWork, ListedWork, requested_mask, work_list
 

@@ -106,9 +106,9 @@ def steps_are_of_their_score(library: ModuleType) -> None:
         q, options = np.zeros((1, 2, 1, 8)), (True, None, None, "auto", "auto", "ieee")
         scores = library.scores
         made = [scores.softcap(3.0), scores.softcap(5.0), *(scores.temperature(np.ones(n)) for n in (2, 3)), None]
-        keys = [steps._decode_key(q, None, None, options, score) for score in made]
+        keys = [steps.decode_key(None, q, None, None, options, score) for score in made]
         assert len(set(keys)) == len(keys) and None not in keys
-        assert keys[0] == steps._decode_key(q, None, None, options, scores.softcap(3.0))
+        assert keys[0] == steps.decode_key(None, q, None, None, options, scores.softcap(3.0))
     finally:
         steps.layout_key = kept
 
@@ -176,10 +176,10 @@ FAULTS = {
     },
     steps_are_of_their_score: {
         "numbers are those of the first call": Edit(
-            "cache/steps.py", "_decode_key", "(score.program, score.numbers)", "score.program"
+            "cache/steps.py", "decode_key", "(score.program, score.numbers)", "score.program"
         ),
         "any arrays are taken": Edit(
-            "cache/steps.py", "_decode_key", "_layout(*arrays) if arrays else _NOT_GIVEN", "_NOT_GIVEN"
+            "cache/steps.py", "decode_key", "_layout(*arrays) if arrays else _NOT_GIVEN", "_NOT_GIVEN"
         ),
     },
     positions_restart: {

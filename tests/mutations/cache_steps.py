@@ -35,6 +35,8 @@ class Recording:
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
 
+    tensor_map = lists = None
+
     def address(self, array: Any) -> int:
         return int(array.data.ptr)
 
@@ -54,36 +56,37 @@ def given() -> dict[str, Any]:
     return {"q": zeros(3, 4, 1, 64), "o": zeros(3, 4, 1, 64), **single, **pages, **tables}
 
 
-def decode_plan_of(library: ModuleType, arrays: dict[str, Any]) -> Any:
+def decode_pass_of(library: ModuleType, arrays: dict[str, Any]) -> Any:
     planning, problems = part(library, "planning.decoding"), part(library, "planning.problem")
     shapes = {name: library.ShapeDtype(array.shape, array.dtype) for name, array in arrays.items()}
     problem = problems.with_operands(problems.Problem.of(*(shapes[name] for name in "qkv")), {"sink": shapes["sink"]})
     layout = planning.CacheLayout(100, 100, 3, 1)
-    return planning.decode_plan(problem, library.DeviceSpec.gpu("H100"), layout, left=None, right=0)
+    return planning.decode_pass(problem, library.DeviceSpec.gpu("H100"), layout, left=None, right=0)
 
 
 def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
     """All other bytes of the records equal those of a new binding; calls at the same time have records of their own."""
-    steps, decoding, target = part(library, "cache.steps"), part(library, "executors.decoding"), Recording()
+    steps, target = part(library, "cache.steps"), Recording()
     first, second = given(), given()
     second |= {name: first[name] for name in ("k", "v", "table", "lengths", "num_faults", "arrivals")}
-    plan = decode_plan_of(library, first)
-    step = steps.DecodeStep(plan, first | {"o_parts": None, "stats_parts": None}, target)
+    kernels = decode_pass_of(library, first)
+    step = steps.DecodeStep(kernels, first, target)
     memory = zeros(step.nbytes, dtype=np.uint8)
     for arrays, lse in ((first, None), (second, second["lse"].data.ptr)):
         q, o, counts, sink = (arrays[name].data.ptr for name in ("q", "o", "counts", "sink"))
-        step.run(q, o, lse, counts, sink, memory.data.ptr, None)
+        step.launch((q, sink, o, counts, *step.places(memory.data.ptr, lse)), None)
     parts = {"o_parts": zeros(1), "stats_parts": zeros(1)}
     record, _ = (np.frombuffer(each.tobytes(), kind) for each, kind in zip(
         target.launched[1], (part(library, "planning.decoding").DECODE, part(library, "planning.sinks").SINK)
     ))  # fmt: skip
     for name in parts:
         parts[name].data.ptr = int(record[name][0])
-    decoding.bound_decode(plan, second | parts, (), target)((), None)
+    part(library, "executors.launch").BoundPass.of(kernels, second | parts, (), target).launch((), None)
     assert [each.tobytes() for each in target.launched[1]] == [each.tobytes() for each in target.launched[2]]
     assert target.launched[0][0].tobytes() != target.launched[1][0].tobytes()
-    starts = [memory.data.ptr, *(each.data.ptr for each in parts.values()), memory.data.ptr + memory.nbytes]
-    sizes = [first["lse"].nbytes, *(plan.workspaces[name].nbytes for name in parts)]
+    starts = [*step.places(memory.data.ptr, None), memory.data.ptr + memory.nbytes]
+    sizes = [*(kernels.workspaces[name].nbytes for name in parts), first["lse"].nbytes]
+    assert starts[:2] == [each.data.ptr for each in parts.values()]
     assert all(start + size <= end for start, size, end in zip(starts, sizes, starts[1:]))
     assert all((start - memory.data.ptr) % 256 == 0 for start in starts)
 
@@ -92,24 +95,22 @@ def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
     """Steps refuse arrays that are not aligned or may overlap others, and options of types that need a check."""
     steps, arrays = part(library, "cache.steps"), given()
     q, o, sink = (arrays[name].data.ptr for name in ("q", "o", "sink"))
-    step = steps.DecodeStep(
-        decode_plan_of(library, arrays), arrays | {"o_parts": None, "stats_parts": None}, Recording()
-    )
+    step = steps.DecodeStep(decode_pass_of(library, arrays), arrays, Recording())
     far = (0, 16)
-    assert step.takes(q, o, sink, [far]) and step.takes(q, None, sink, [far])
+    assert step.takes([q, sink, o], [far]) and step.takes([q, sink], [far])
     start, end = o, o + arrays["o"].nbytes
     for own in ((start - 8, start + 2), (end - 2, end + 8), (start, end), (start - 8, end + 8), (start + 2, end - 2)):
-        assert not step.takes(q, o, sink, [far, own])
-    assert step.takes(q, o, sink, [(start - 8, start), (end, end + 8)])
-    assert not step.takes(q, q, sink, [far])
-    assert not step.takes(q + 1, None, sink, [far]) and not step.takes(q, None, sink + 1, [far])
+        assert not step.takes([q, sink, o], [far, own])
+    assert step.takes([q, sink, o], [(start - 8, start), (end, end + 8)])
+    assert not step.takes([q, sink, q], [far])
+    assert not step.takes([q + 1, sink], [far]) and not step.takes([q, sink + 1], [far])
     kept, q = steps.layout_key, arrays["q"]
     steps.layout_key = lambda *given: len(given)
     try:
         right = (True, (3, None), None, "auto", "auto", "ieee")
-        assert steps._decode_key(q, None, None, right) is not None
+        assert steps.decode_key(None, q, None, None, right) is not None
         for place, value in enumerate((1, (True, None), True, None, None, None)):
-            assert steps._decode_key(q, None, None, (*right[:place], value, *right[place + 1 :])) is None
+            assert steps.decode_key(None, q, None, None, (*right[:place], value, *right[place + 1 :])) is None
     finally:
         steps.layout_key = kept
 
@@ -172,18 +173,18 @@ def shared_memory_is_as_large_as_the_largest_call(library: ModuleType) -> None:
     assert steps._memory[0] is small
 
 
-FILE, LAUNCH, ARGUMENTS = "cache/steps.py", "executors/bound_launch.py", "executors/arguments.py"
+FILE, RECORDS, ARGUMENTS = "cache/steps.py", "executors/_records.py", "executors/arguments.py"
 FAULTS = {
     steps_write_the_addresses_of_their_call: {
         "an address is not written": Edit(ARGUMENTS, "Arguments.take", "addresses[number] + offset", "words[word]"),
         "a sink's address goes to the first record": Edit(
-            LAUNCH, "BoundLaunch.__init__", "ends[number] + offset // 8", "offset // 8"
+            RECORDS, "LaunchRecord.of", "places.append(Place(start + word,", "places.append(Place(word,"
         ),
         "counts are written before the record of the cache": Edit(
-            "planning/launches.py", "offset_of", "int(start) + offset_of(kind, name)", "offset_of(kind, name)"
+            "planning/launches.py", "leaves", "(inner, offset + start)", "(inner, start)"
         ),
         "an lse that is wanted is not written": Edit(
-            FILE, "DecodeStep.run", "addresses[0] = lse", "pass"
+            FILE, "DecodeStep.places", "addresses[-1] = lse", "pass"
         ),
         "workspaces are not aligned": Edit(
             FILE, "DecodeStep.__init__", "-(-size // _ALIGNMENT) * _ALIGNMENT for", "size for"
@@ -191,11 +192,11 @@ FAULTS = {
     },
     what_must_be_checked_is_not_taken: {
         "an output over the end of the cache is taken": Edit(
-            FILE, "_Place.is_apart", "other_first < end", "other_first < first"
+            FILE, "Step.takes", "first < stop", "first < start"
         ),
-        "an output over q is taken": Edit(FILE, "DecodeStep.takes", "[*own, self._q.extent(q)]", "own"),
+        "an output over q is taken": Edit(FILE, "Step.takes", "others = [*others, (start, stop)]", "pass"),
         "an odd address is taken": Edit(
-            FILE, "_Place.is_aligned", "return not start & self._odd_bits", "return True"
+            FILE, "Step.takes", "if address & odd_bits:", "if False:"
         ),
     },
     tensors_that_must_be_taken_have_no_layout: {

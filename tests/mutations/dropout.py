@@ -151,13 +151,13 @@ FAULTS = {
     },
     calls_hand_over_their_numbers: {
         "an offset clears the other half of its word": Edit(
-            "executors/params.py", "ParamsTemplate.with_lists", "Place(offset, int(words[offset]),", "Place(offset, 0,"
+            "executors/_records.py", "LaunchRecord.of", "int(words[word]), next(number)", "0, next(number)"
         ),
         "seed and offset change places": Edit(
             "planning/dropout_launches.py", None, 'NUMBERS = ("seed", "offset")', 'NUMBERS = ("offset", "seed")'
         ),
         "kernels draw by no seed": Edit(
-            "executors/launch.py", "BoundPass.launch", "addresses += numbers", "addresses += [0 for _ in numbers]"
+            "executors/gpu.py", "bind", "addresses += numbers", "addresses += [0 for _ in numbers]"
         ),
     },
     simt_is_right: {

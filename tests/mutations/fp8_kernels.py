@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from cuflash.executors import quantizing
+from cuflash.executors.launch import run_alone
 from cuflash.executors.sim import Simulator
 from cuflash.fp8.transposed import transposed_values
-from cuflash.planning.quantizing import transpose_spec
+from cuflash.planning.quantizing import transpose_spec, transposing
 from executors import SIM
 from mutations.planting import Edit
 from test_fp8_kernels import (
@@ -87,7 +87,8 @@ def transposition_is_right() -> None:
     transposed = np.full((2, 64, 256), 0xA5, np.uint8)
     spec = transpose_spec(64)
     assert spec is not None
-    quantizing.transpose(spec, data, transposed, Simulator())
+    arrays = {"data": data, "transposed": transposed}
+    run_alone(transposing(spec, data.shape, transposed.shape[-1]), arrays, Simulator())
     np.testing.assert_array_equal(transposed, transposed_values(data))
 
 

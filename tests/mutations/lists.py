@@ -13,7 +13,7 @@ import scipy.sparse
 from cuflash import sim
 from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
-from cuflash.planning.list_kernels import ListSource, list_results
+from cuflash.planning.list_kernels import ListSource
 from cuflash.testing import Example, assert_within_bounds
 from device_lists import assert_lists_of
 from mutations.planting import Edit
@@ -89,7 +89,7 @@ def check_lists(mask: cuflash.masks.Mask, frame: cuflash.masks.MaskShape, block:
     for seed, order in enumerate(("random", "priorities")):
         schedule = sim.Schedule(seed=seed, order=order, shuffle_lanes=bool(seed))
         made = ListMaker(source, Simulator(schedule))((array._host.ctypes.data,), None)
-        assert_lists_of(source, list_results(made, source), mask)
+        assert_lists_of(source, source.views(made), mask)
 
 
 def indices_are_those_of_their_blocks(library: ModuleType) -> None:
@@ -223,7 +223,7 @@ FAULTS = {
     },
     indices_are_those_of_their_blocks: {
         "an index has no intervals": Edit(
-            INDEX, "IndexMaker.__init__", "self._facts |= self.lists.intervals", "pass"
+            INDEX, "IndexMaker.__init__", "self._facts |= self.lists.launches.lists", "pass"
         ),
         "batch entries are one": Edit(INDEX, "IndexMaker.__init__", '"batch": source.batch', '"batch": 1'),
         "one index serves all masks": Edit(INDEX, "index_key", "content(mask), shape", "shape"),

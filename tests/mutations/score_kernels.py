@@ -305,7 +305,7 @@ FAULTS = {
             'f"batch_extents, {member}_strides"',
         ),
         "gradients are not zeroed": Edit(
-            "executors/launch.py", "__call__", "self._target.set_zero(arrays[i])", "pass"
+            "executors/launch.py", "BoundPass.__call__", "self._target.set_zero(arrays[i])", "pass"
         ),
         "slopes of arrays are those of the score": Edit(
             "compiler/score_text.py", "Printer.part", 'f"df * slopes.d{place + 1}"', 'f"df * slopes.d{place}"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import device_double
 import device_lists
@@ -145,39 +146,67 @@ def fixed_blocks_stay(library: ModuleType) -> None:
 
 def selections_share_memory(library: ModuleType) -> None:
     """Arrays that the kernels of a selection write do not overlap; a captured selection keeps its memory."""
-    selecting, workspaces = part(library, "executors.selecting"), part(library, "executors.workspaces")
-    need = part(library, "planning.launches").Workspace
-    stream = SimpleNamespace(ptr=3, is_capturing=lambda: False)
+    bound, launches, planning = (
+        part(library, name) for name in ("selectors.bound", "planning.launches", "planning.selection_kernels")
+    )
+    target, stream, launched = _target_of(part(library, "executors.workspaces").Workspaces)
+    row, lists = np.dtype([(name, np.uint64) for name in ("mask", "lists")]), np.empty(9, np.uint8)
+    launch = launches.Launch(spec=None, tiles=1, shared_bytes=0, reads=(), writes=(), features=("lists",))
+    listing = launches.Pass({"lists": launch}, features=(launches.Feature("lists", row, tables=row.names),))
+    record = part(library, "executors.launch").pass_record(listing, {}, row.names, target)
+    lists_of = SimpleNamespace(launches=SimpleNamespace(record=record, works=()), allocate=lambda: lists)
+    make_index = SimpleNamespace(lists=lists_of, index_of=lambda found: found)
+    rule = planning.ChoiceRule(
+        lengths=(2, 4), block=(1, 1), offset=0, is_causal=False, count=1, mass=0.0, threshold=None, num_sinks=0,
+        num_local=0, has_diagonal=False,
+    )  # fmt: skip
+    grid = SimpleNamespace(heads=(1,), size=(2, 4), rule=lambda budget, forced: rule)
+    drawing, (q, k) = planning.drawing((2, 4), 0), np.empty((2, 5))
+    steps = [(drawing, {"numbers": "means"}), (drawing, {"numbers": "scores"})]
+    needs = {
+        "scores": launches.Workspace((2, 4), np.dtype(np.float32)),
+        "means": launches.Workspace((300,), np.dtype(np.uint8)),
+    }  # fmt: skip
+    replaced = {
+        "compile_kernels": lambda specs, target: None, "current_target": lambda: target,
+        "current_device": lambda: SimpleNamespace(tile_memory_bytes=1 << 16), "_pinned": set(),
+    }  # fmt: skip
+    with patch.multiple(bound.gpu, **replaced), patch.object(bound, "_maker", lambda grid: make_index):
+        for has_shares, density in ((True, None), (True, 0.5), (False, None)):
+            budget = SimpleNamespace(density=density)
+            selection = bound._by_scores(grid, steps, needs, budget, None, has_shares=has_shares)
+            launched.clear()
+            assert selection(q, k) is lists and not selection._captured
+            means, scores = (int(np.frombuffer(each, planning.DRAW)["numbers"][0]) for each in launched[:2])
+            choice, listed = (np.frombuffer(each, kind)[0] for each, kind in zip(launched[2:], (planning.CHOICE, row)))
+            shares = scores if has_shares and density is None else 0
+            assert [choice[name] for name in ("scores", "shares", "allowed")] == [scores, shares, 0]
+            assert listed["mask"] == choice["kept"] and listed["lists"] == lists.ctypes.data
+            starts = sorted([means, scores, int(choice["kept"])])
+            assert all(later - earlier >= 256 for earlier, later in zip(starts, starts[1:]))
+            assert choice["kept"] - means >= 300
+            stream.is_capturing = lambda: True
+            selection(q, k)
+            assert len(selection._captured) == 3 and selection in bound.gpu._pinned
+            stream.is_capturing = lambda: False
+
+
+def _target_of(workspaces: Any) -> tuple[Any, Any, list[Any]]:
+    """A target that records the first argument of each launch, its stream, and the records."""
+    stream, launched = SimpleNamespace(ptr=3, is_capturing=lambda: False), list[Any]()
 
     def maker(shape: Any, dtype: Any, axes: Any = None) -> Any:
         return lambda: np.empty(shape, dtype)
 
+    def launcher(*launch: Any) -> Any:
+        return lambda arguments, stream: launched.append(arguments.records[0][0].tobytes())
+
     memory = SimpleNamespace(maker=maker, address=lambda x: x.ctypes.data, kept_pieces=dict)
     target = SimpleNamespace(
-        workspaces=lambda needs: workspaces.Workspaces(needs, memory), current_stream=lambda: stream
-    )
-    needs = {"scores": need((2, 4), np.dtype(np.float32)), "means": need((300,), np.dtype(np.uint8))}
-    for has_shares in (False, True):
-        told: list[Any] = []
-
-        def score(q: Any, k: Any, room: Any, stream: Any) -> list[Any]:
-            told.extend(room)
-            return ["rows"]
-
-        def choose(kept: int, scores: int, shares: int, stream: Any) -> None:
-            told.extend((kept, scores, shares))
-
-        choose.kept = need((2, 4), np.dtype(bool))  # type: ignore[attr-defined]
-        scoring = selecting.Scoring(needs, score, has_shares)
-        selection = selecting.Selection(scoring, choose, lambda kept, stream: kept, target)
-        assert selection("q", "k") == told[2] and told[0] == told[3] and told[4] == (told[0] if has_shares else 0)
-        starts = sorted(told[:3])
-        assert all(later - earlier >= 256 for earlier, later in zip(starts, starts[1:]))
-        assert told[2] - told[1] >= 300 and not selection._captured
-        stream.is_capturing = lambda: True
-        selection("q", "k")
-        assert len(selection._captured) == 2 and selection in selecting.gpu._pinned
-        stream.is_capturing = lambda: False
+        workspaces=lambda needs: workspaces(needs, memory), current_stream=lambda: stream, address=memory.address,
+        tensor_map=None, lists=None, launcher=launcher,
+    )  # fmt: skip
+    return target, stream, launched
 
 
 def an_index_hands_its_lists_over(library: ModuleType) -> None:

@@ -14,19 +14,25 @@ BUDGET, GRID, ESTIMATES = "selectors/budget.py", "selectors/grid.py", "selectors
 PAGES, NSA = "selectors/pages.py", "selectors/compressed.py"
 MASKED = "selectors/masked.py"
 SELECTING, LAUNCHES = "executors/selecting.py", "planning/selection_kernels.py"
+WORKSPACES, RECORDS = "executors/workspaces.py", "executors/_records.py"
 SPREAD, KEY_SCORES, SLASH_SUMS, CROSSINGS, BOUNDS = (
     f"lists/{name}.cu" for name in ("spread", "key_scores", "slash_sums", "crossings", "page_bounds")
 )
 FAULTS = {
     selector_guards.selections_share_memory: {
         "blocks that are kept lie over the scores": Edit(
-            SELECTING, "Selection.__call__", "*room, kept = taken.addresses", "kept, *room = taken.addresses"
+            WORKSPACES, "Workspaces.__init__", "-(-size // _ALIGNMENT) * _ALIGNMENT", "size // 2"
+        ),
+        "all kernels take the arrays of the first": Edit(
+            RECORDS, "LaunchRecord.joined", "Place(start + word, offset, positions[own[number]])",
+            "Place(word, offset, positions[own[number]])",
         ),
         "numbers that were drawn count as shares": Edit(
-            SELECTING, "Selection.__call__", "room[0] if self._has_shares else 0", "room[0]"
+            "selectors/bound.py", "_by_scores", "if has_shares and budget", "if budget"
         ),
+        "arrays keep their names": Edit(RECORDS, "LaunchRecord.joined", "renamed.get(name, name)", "name"),
         "a graph writes to memory that is free": Edit(
-            SELECTING, "Selection.__call__", "self._captured += [*taken.arrays, *made]", "pass"
+            SELECTING, "Selection.__call__", "self._captured += [*taken, q, k]", "pass"
         ),
         "a graph's selection is forgotten": Edit(SELECTING, "Selection.__call__", "gpu.hold(self)", "pass"),
     },
@@ -260,10 +266,10 @@ FAULTS = {
         "all batch entries share keys": Edit(
             LAUNCHES, "_of_rows", "step if extent == size else 0", "0"
         ),
-        "exponentials are in base e": Edit(LAUNCHES, "key_scoring_launch", "scale * log2(e)", "scale"),
+        "exponentials are in base e": Edit(LAUNCHES, "key_scoring", "scale * log2(e)", "scale"),
         "queries before key 0 have distances": Edit(LAUNCHES, "num_distances", "seqlen_q + offset", "seqlen_q"),
         "blocks have as many parts as compressed keys": Edit(
-            LAUNCHES, "spreading_launch", '"parts_of_block": parts[1]', '"parts_of_block": parts[0]'
+            LAUNCHES, "spreading", '"parts_of_block": parts[1]', '"parts_of_block": parts[0]'
         ),
     },
     selector_guards.fixed_blocks_stay: {

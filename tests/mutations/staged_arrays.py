@@ -115,7 +115,7 @@ FAULTS = {
     },
     arrays_have_maps: {
         "a tensor map has an index for each head of an axis that heads share": Edit(
-            "executors/params.py", "_map_features", "(extent if step else 1, step)", "(extent, step)"
+            "executors/_records.py", "View.boxes", "(extent if step else 1, step)", "(extent, step)"
         ),
     },
     hidden_elements_have_no_gradient: {

@@ -62,7 +62,7 @@ def rules(room: str, source: str) -> Iterator[str]:
             yield "compares families"
         # A part of a record has a family's name.
         if isinstance(node, ast.Constant) and node.value in FAMILIES and room not in NAMES_OF_FAMILIES:
-            if (room, node.value) not in {("executors.params", "naive"), ("compiler.params_layout", "naive")}:
+            if (room, node.value) != ("planning._params", "naive"):
                 yield f"writes {node.value}"
 
 

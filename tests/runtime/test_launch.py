@@ -24,7 +24,7 @@ from cuflash import BlockIndex, DeviceSpec, ShapeDtype, layouts, masks, scores
 from cuflash.executors import gpu, sim as simulated
 from cuflash import plans as launch
 from cuflash.compiler import nvrtc as compiling
-from cuflash.compiler.params_layout import PARAMS
+from cuflash.planning._params import PARAMS
 from cuflash.planning import plan_cache
 from cuflash.planning.families import sm90
 from cuflash.testing import Example, assert_within_bounds

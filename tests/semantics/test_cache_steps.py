@@ -11,9 +11,8 @@ import cupy_machine
 import numpy as np
 import pytest
 from cuflash import KVCache
-from cuflash.cache import kv_cache, on_device
+from cuflash.cache import kv_cache, on_device, steps
 from cuflash.cache.steps import Steps
-from cuflash.executors import appending, decoding
 from executors import needs_compiler
 from refusals import refused
 
@@ -98,8 +97,8 @@ def test_a_later_step_plans_nothing_and_allocates_its_result_alone(
     cache.append(k, v)
     cache.attention(q)
     for place, name in (
-        (on_device, "append_plan"), (kv_cache, "decode_plan_of"), (kv_cache, "as_arrays"), (kv_cache, "row_reasons"),
-        (appending, "BoundLaunch"), (decoding, "BoundLaunch"),
+        (on_device, "append_pass"), (kv_cache, "pass_of"), (kv_cache, "as_arrays"), (kv_cache, "row_reasons"),
+        (steps, "BoundPass"),
     ):  # fmt: skip
         monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
     q, k, v = rows_of(xp, 2)
@@ -163,7 +162,7 @@ def test_a_later_step_of_another_librarys_arrays_plans_nothing(
         cache.append(k, v)
         made.append(cache.attention(q).get())
         if step == 0:
-            for place, name in ((on_device, "append_plan"), (kv_cache, "decode_plan_of"), (kv_cache, "row_reasons")):
+            for place, name in ((on_device, "append_pass"), (kv_cache, "pass_of"), (kv_cache, "row_reasons")):
                 monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("planned again"))
     assert all(np.array_equal(*pair) for pair in zip(made, wanted))
 

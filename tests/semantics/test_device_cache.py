@@ -13,7 +13,7 @@ from cache_calls import HEADS, PAGE, PAGES, ROOM, appended, expected
 from cache_machine import KINDS, walk
 from cuflash import KVCache, UnsupportedProblem
 from cuflash.executors.sim import Simulator
-from cuflash.planning.appending import append_plan
+from cuflash.planning.appending import append_pass
 from cuflash.planning.decoding import CacheLayout
 from executors import RUNS, Run, blocks_together, hostile_schedules
 
@@ -39,7 +39,8 @@ def test_blocks_that_share_a_sequence_agree_on_its_length(run: Run) -> None:
     rows, k, v, lengths, _ = appended(run, np.float32, (256, 256), (26, 10, 1, 4), num_rows=26)
     pages, wanted = expected(rows, (26, 10, 1, 4))
     assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
-    assert append_plan(rows[0].shape, 256, np.dtype(np.float32), CacheLayout(ROOM, PAGE, PAGES, 3)).grid > 4
+    kernels = append_pass(rows[0].shape, 256, np.dtype(np.float32), CacheLayout(ROOM, PAGE, PAGES, 3))
+    assert kernels.launches["append"].tiles > 4
 
 
 def test_every_schedule_appends_alike() -> None:

@@ -10,12 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuflash import DeviceSpec, KVCache, masks
-from cuflash.executors.appending import bound_append
-from cuflash.executors.bound_launch import launch_once
-from cuflash.executors.decoding import bound_decode, target_of
+from cuflash.executors import gpu
+from cuflash.executors.launch import run_alone
+from cuflash.executors.sim import Simulator
 from cuflash.fp8.rows import quantized_rows
-from cuflash.planning.appending import append_plan
-from cuflash.planning.decoding import CacheLayout, decode_plan, decode_reasons
+from cuflash.planning.appending import append_pass
+from cuflash.planning.decoding import CacheLayout, decode_pass, decode_reasons
+from cuflash.planning.launches import Pass
 from cuflash.planning.problem import Problem, with_operands
 from cuflash.testing import Example, assert_within_bounds
 from executors import Run
@@ -117,7 +118,7 @@ def attended(
     problem = with_operands(problem, sink)
     assert decode_reasons(problem, device, is_quantized=is_quantized) == []
     left, right = call.window or (None, None)
-    plan = decode_plan(problem, device, layout, left=left, right=0, is_quantized=is_quantized)
+    kernels = decode_pass(problem, device, layout, left=left, right=0, is_quantized=is_quantized)
     arrays = {
         "q": call.q, "k": k, "v": v, "o": np.full_like(call.q, np.nan), "table": table,
         "lse": np.full(call.q.shape[:3], np.nan, np.float32), "lengths": np.array(call.lengths, np.int32),
@@ -125,10 +126,16 @@ def attended(
         "num_faults": np.zeros(1, np.int32), **sink, **scales,
     }  # fmt: skip
     arrays = {name: run.put(bits_of(array)) for name, array in arrays.items()}
-    parts = launch_once(bound_decode, plan, arrays, target or target_of(run.executor))
-    made = dict(zip(plan.workspaces, parts))
-    assert not run.get(made["arrivals"]).any()  # it is left as it was
+    launch(run, kernels, arrays, target)
     return run.get(arrays["o"]), run.get(arrays["lse"]), int(run.get(arrays["num_faults"])[0])
+
+
+def launch(run: Run, kernels: Pass, arrays: dict[str, Any], target: Any = None) -> None:
+    """Launch kernels on arrays, which leave workspaces of zeros as they were."""
+    zeros = {name: each for name, each in kernels.workspaces.items() if each.is_zeroed}
+    given = {name: run.put(np.zeros(each.shape, each.dtype)) for name, each in zeros.items()}
+    run_alone(kernels, {**arrays, **given}, target or (gpu.current_target() if run.is_on_device else Simulator()))
+    assert not any(run.get(array).any() for array in given.values())
 
 
 Attend = Callable[..., tuple[Any, Any, int]]  # (call, pages=None) -> o, lse and the number of faults
@@ -266,9 +273,8 @@ def appended(
     }  # fmt: skip
     arrays = {name: run.put(array) for name, array in host.items()}
     layout = CacheLayout(ROOM, PAGE, PAGES, 3)
-    plan = append_plan(rows[0].shape, dims[1], np.dtype(dtype), layout, is_quantized=is_quantized)
-    arrivals = launch_once(bound_append, plan, arrays, target or target_of(run.executor))[0]
-    assert not run.get(arrivals).any()  # it is left as it was
+    kernels = append_pass(rows[0].shape, dims[1], np.dtype(dtype), layout, is_quantized=is_quantized)
+    launch(run, kernels, arrays, target)
     return rows, *(run.get(arrays[name]) for name in ("cache_k", "cache_v", "lengths", "num_faults", *scales))
 
 

@@ -24,9 +24,9 @@ class DeviceSimulator(Simulator):
 
     mask_address = address
 
-    def allocator(self, workspaces: Any) -> Any:
-        allocate = super().allocator(workspaces)
-        return lambda stream: [device_double.DeviceArray(array) for array in allocate(stream)]
+    def maker(self, shape: Any, dtype: Any, axes: Any = None) -> Any:
+        make = super().maker(shape, dtype, axes)
+        return lambda: device_double.DeviceArray(make())
 
 
 def install(index: ModuleType, index_maker: ModuleType) -> None:
@@ -69,6 +69,6 @@ def assert_lists_of(source: Any, got: dict[str, Any], mask: Any) -> None:
     for name, expected in ListedWork(index=index).lists.items():
         if name in ("lo", "hi"):
             continue
-        assert got[name].dtype == expected.dtype and got[name].shape == source.shapes[name]
+        assert got[name].dtype == expected.dtype and got[name].shape == source.results[name].shape
         np.testing.assert_array_equal(got[name][: len(expected)], expected, err_msg=name)
         assert not got[name][len(expected) :].any(), name

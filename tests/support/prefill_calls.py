@@ -6,13 +6,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from cache_calls import NEW, Drawn, hidden
+from cache_calls import NEW, Drawn, hidden, launch
 from cuflash import DeviceSpec
-from cuflash.executors.bound_launch import launch_once
-from cuflash.executors.decoding import target_of
-from cuflash.executors.prefill import BoundPrefill
 from cuflash.planning.decoding import CacheLayout
-from cuflash.planning.prefill import prefill_plan, prefill_reasons
+from cuflash.planning.prefill import prefill_pass, prefill_reasons
 from cuflash.planning.problem import Problem, with_operands
 from executors import Run
 
@@ -45,7 +42,7 @@ def prefilled(
     problem = with_operands(Problem.of(call.q, call.k, call.v), sink)
     assert prefill_reasons(problem, CHIP, family) == []
     left, _ = call.window or (None, None)
-    plan = prefill_plan(problem, CHIP, layout, family, left=left, right=0)
+    kernels = prefill_pass(problem, CHIP, layout, family, left=left, right=0)
     arrays = {
         "q": call.q, "k": k, "v": v, "o": np.full_like(call.q, np.nan), "table": table,
         "lse": np.full(call.q.shape[:3], np.nan, np.float32), "lengths": np.array(call.lengths, np.int32),
@@ -53,6 +50,5 @@ def prefilled(
         "num_faults": np.zeros(1, np.int32), **sink,
     }  # fmt: skip
     arrays = {name: run.put(array) for name, array in arrays.items()}
-    made = launch_once(BoundPrefill, plan, arrays, target or target_of(run.executor))
-    assert len(made) == len(plan.workspaces)
+    launch(run, kernels, arrays, target)
     return run.get(arrays["o"]), run.get(arrays["lse"]), int(run.get(arrays["num_faults"])[0])

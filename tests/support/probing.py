@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from cuflash.planning.captured_sums import EXACT_WORDS
-from cuflash.planning.launches import DqSemaphoreOrder
-from cuflash.executors.params import ParamsTemplate, View
+from cuflash.planning.launches import DqSemaphoreOrder, Pass
+from cuflash.executors._records import View
+from cuflash.executors.params import templates_of
+from cuflash.executors.sim import Simulator
 from cuflash.planning.plan import KernelPlan
 from cuflash.planning.spec import KernelSpec
 from cuflash.compiler.source import flatten_text
@@ -50,9 +52,11 @@ class Record:
     def at(self, lists: Mapping[str, Any], address: Any) -> Any:
         problem = self.plan.problem
         view = View("lse", problem.accumulator, problem.lse_shape(), (0,) * len(problem.lse_shape()))
-        addresses = {name: address(array) for name, array in lists.items()}
-        (arguments,) = ParamsTemplate.of(self.plan, (view,)).with_lists(addresses)
-        return arguments.take([0]).kernels[0].records[0][0].copy()
+        (arguments,) = templates_of(self.plan, Pass({}), (view,), Simulator().tensor_map)
+        params = arguments["params"]
+        for word, name in params.addresses:
+            params.words[word] += np.uint64(address(lists[name]) if name in lists else 0)
+        return params.record[()].copy()
 
 
 @dataclass(frozen=True)

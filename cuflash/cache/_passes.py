@@ -1,4 +1,4 @@
-"""Calls the decode kernel for a cache, where the kernel serves the call."""
+"""The kernels of a call on a cache: for a few new tokens, or for many, where they serve the call."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from ..arrays import Array, ShapeDtype, is_array
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
 from ..executors import gpu
+from ..executors._records import View
 from ..layouts import address, device_number, layout_reasons
-from ..planning.decoding import CacheLayout, DecodePlan, chunk_reasons, decode_plan, decode_reasons
+from ..planning.decoding import MOST_ROWS, CacheLayout, chunk_reasons, decode_pass, decode_reasons
 from ..planning.device import DeviceSpec
 from ..planning.families import SM80
+from ..planning.launches import Pass
+from ..planning.prefill import prefill_pass, prefill_reasons
 from ..planning.problem import Problem, with_operands
+from ..planning.routing import PREFILL_FAMILIES
 from .scoring import ScoreKind
 
-_KERNELS = ("auto", SM80)  # names of families under which the decode kernel runs
+_KERNELS, _OF_DECODE = ("auto", *PREFILL_FAMILIES), ("auto", SM80)  # what may be asked for, and of the decode kernel
 _SIMULATED = DeviceSpec.gpu("H100")
 
 
 class DecodeOptions(NamedTuple):
-    """The arguments of `KVCache.attention` that decide whether the decode kernel serves a call.
+    """The arguments of `KVCache.attention` that decide which kernels serve a call.
 
     Attributes
     ----------
@@ -47,36 +51,37 @@ class DecodeOptions(NamedTuple):
     score: ScoreKind | None = None
 
 
-def decode_plan_of(
-    arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions
-) -> DecodePlan | None:
-    """The plan of the decode kernel for a call; None where the kernel does not serve it.
+def pass_of(arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions) -> Pass | None:
+    """The decode kernel, or the kernels for many new tokens of the first family that serves a call; None if none does.
 
     Parameters
     ----------
     arrays : dict by name
-        q, k, v, o, lse and sink, as `executors.decoding.bound_decode` takes them, and scales of 8-bit numbers.
+        q, k, v, o, lse and sink, scales of 8-bit numbers, and arrays of the score function.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
-    device = device_of(options, given, _KERNELS)
-    if device is None or not has_layout(given):
+    device = _device_of(options, given)
+    if device is None or not _has_layout(given):
         return None
+    shapes = {name: ShapeDtype(array.shape, array.dtype) for name, array in given.items()}
+    q, k, v = (shapes[name] for name in "qkv")
     try:
-        return _plan(*shapes_of(given), layout, device, options, "k_scale" in given)
+        passes = _passes(q, k, v, shapes.get("sink"), layout, device, options, "k_scale" in given)
     except (UnsupportedProblem, TypeError):  # `attention` says all that is wrong with a call
         return None
+    return next((kernels for kernels in passes if _has_maps(kernels, given)), None)
 
 
-def device_of(options: DecodeOptions, given: dict[str, Array], kernels: tuple[str, ...]) -> DeviceSpec | None:
-    """The device whose kernels would run on what is given; None where there is none.
+def _has_maps(kernels: Pass, given: dict[str, Array]) -> bool:
+    """Tell whether the hardware copies boxes of keys and values, where the kernels have it do so."""
+    boxes = [each for feature in kernels.features for each in feature.boxes.values() if each[0] in ("k", "v")]
+    return not any(View.of(name, given[name]).boxes(box).reasons(address=0) for name, box in boxes)
 
-    Parameters
-    ----------
-    kernels : tuple of str
-        Names under which the kernels may be asked for.
-    """
+
+def _device_of(options: DecodeOptions, given: dict[str, Array]) -> DeviceSpec | None:
+    """The device whose kernels would run on what is given; None where there is none."""
     names = options.executor, options.kernel, options.precision
-    if not all(isinstance(name, str) for name in names) or options.kernel not in kernels:
+    if not all(isinstance(name, str) for name in names) or options.kernel not in _KERNELS:
         return None
     if not all(map(is_array, given.values())):
         return None
@@ -87,32 +92,29 @@ def device_of(options: DecodeOptions, given: dict[str, Array], kernels: tuple[st
     return gpu.current_device() if executor == "gpu" else _SIMULATED
 
 
-def shapes_of(given: dict[str, Array]) -> tuple[ShapeDtype, ShapeDtype, ShapeDtype, ShapeDtype | None]:
-    """Shapes and dtypes of q, k, v and the sink."""
-    shapes = {name: ShapeDtype(array.shape, array.dtype) for name, array in given.items()}
-    return shapes["q"], shapes["k"], shapes["v"], shapes.get("sink")
-
-
 @lru_cache(maxsize=256)
-def _plan(
-    q: ShapeDtype,
-    k: ShapeDtype,
-    v: ShapeDtype,
-    sink: ShapeDtype | None,
-    layout: CacheLayout,
-    device: DeviceSpec,
-    options: DecodeOptions,
-    is_quantized: bool,
-) -> DecodePlan | None:
-    """The kernel's plan for pages of q's dtype, or of 8-bit numbers; None where it does not serve the problem."""
+def _passes(
+    q: ShapeDtype, k: ShapeDtype, v: ShapeDtype, sink: ShapeDtype | None, layout: CacheLayout, device: DeviceSpec,
+    options: DecodeOptions, is_quantized: bool,
+) -> tuple[Pass, ...]:  # fmt: skip
+    """The kernels that serve a problem on pages of q's dtype, or of 8-bit numbers, the first ones best."""
     k, v = (ShapeDtype(x.shape, q.dtype) if is_quantized else x for x in (k, v))
     problem = problem_of(q, k, v, sink, layout, options)
-    if problem is None or decode_reasons(problem, device, is_quantized=is_quantized):
-        return None
-    return decode_plan(
-        problem, device, layout, left=options.left, right=options.right, part_keys=options.part_keys,
-        is_quantized=is_quantized,
-    )  # fmt: skip
+    if problem is None:
+        return ()
+    left, right, kernel, part_keys = options.left, options.right, options.kernel, options.part_keys
+    if kernel in _OF_DECODE and not decode_reasons(problem, device, is_quantized=is_quantized):
+        decode = decode_pass(
+            problem, device, layout, left=left, right=right, part_keys=part_keys, is_quantized=is_quantized
+        )
+        return (decode,)
+    has_few_rows = problem.group_size * problem.seqlen_q <= MOST_ROWS
+    if is_quantized or part_keys is not None and has_few_rows:
+        # Rows of 8 bits are gathered and scaled. Bits would depend on the number of new tokens.
+        return ()
+    families = PREFILL_FAMILIES if kernel == "auto" else (kernel,)
+    served = (family for family in families if not prefill_reasons(problem, device, family))
+    return tuple(prefill_pass(problem, device, layout, family, left=left, right=right) for family in served)
 
 
 def problem_of(
@@ -132,7 +134,7 @@ def problem_of(
     return problem if options.score is None else options.score.of(problem)
 
 
-def has_layout(given: dict[str, Array]) -> bool:
+def _has_layout(given: dict[str, Array]) -> bool:
     """Tell whether kernels can walk arrays, all of which lie on the current device or on the host."""
     if any(layout_reasons(name, array) for name, array in given.items()):
         return False

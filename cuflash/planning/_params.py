@@ -1,0 +1,66 @@
+"""The record PARAMS, which every kernel of attention takes by value, and the record of tensor maps next to it.
+
+They mirror `kernels_cu/attention/params.cuh` and `kernels_cu/sm90/tensor_maps.cuh`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, leaves
+from .scales import SCALE_ARRAYS
+
+UNLIMITED = 1 << 40  # beyond any length, and far from overflow
+_POINTER = np.uint64
+SHAPE = np.dtype(
+    [
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
+        *(
+            (name, np.int32)
+            for name in ("head_dim", "value_dim", "heads_per_l2_group", "kv_heads_per_l2_group", "num_splits")
+        ),
+        *((name, np.int32) for name in ("num_fused_dq_heads", "last_tile_lead", "first_tile_lag")),
+        ("softmax_scale", np.float64),
+    ],
+    align=True,
+)
+LISTS = (
+    "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers", "column_entries",
+    "column_steps", "row_order", "column_order",
+)  # fmt: skip
+WORK = np.dtype(
+    [
+        ("lower", np.int64),
+        ("upper", np.int64),
+        ("lo", _POINTER),
+        ("hi", _POINTER),
+        ("interval_batch_stride", np.int64),
+        ("interval_head_stride", np.int64),
+        *((name, _POINTER) for name in LISTS),
+        *((name, np.int32) for name in ("list_batch_stride", "list_head_stride")),
+        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
+    ],
+    align=True,
+)
+ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum", "tile_counter")
+NAIVE_ARRAYS = ("scores", "score_gradients")  # arrays of the naive kernels
+NAIVE_MATRICES = np.dtype([(name, MATRICES) for name in NAIVE_ARRAYS], align=True)
+PART_ARRAYS = ("o_parts", "lse_parts")  # results of blocks that share a tile's keys
+PARTS = np.dtype([(name, MATRICES) for name in PART_ARRAYS], align=True)
+PARAMS = np.dtype(
+    [
+        *((name, MATRICES) for name in ARRAYS),
+        ("shape", SHAPE),
+        ("work", WORK),
+        ("naive", NAIVE_MATRICES),
+        ("parts", PARTS),
+    ],
+    align=True,
+)
+OF_RECORDS_WITHIN = {path: path.rpartition(".")[2] for path in leaves(PARAMS) if "." in path}  # names of arrays
+TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
+# beside PARAMS, to kernels of the sm90 family
+TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
+ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter", *SCALE_ARRAYS)  # one number a row
+HEAD_VECTORS = ("sink", "dsink")  # one number a head
