@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from ..planning._result_kernels import COMPARISON, MERGE
 from ..planning.appending import APPEND
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
@@ -89,6 +90,7 @@ _RECORDS = {
             "StridedRows": STRIDED_ROWS, "PageBounds": PAGE_BOUNDS,
         },
     },
+    "results": {"results/params.cuh": {"Merge": MERGE, "Comparison": COMPARISON}},
     "attention": {
         "attention/params.cuh": {
             "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "NaiveMatrices": NAIVE_MATRICES, "Parts": PARTS,
