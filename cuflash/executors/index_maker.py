@@ -13,10 +13,12 @@ from ..compiler import nvrtc
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import content, mask_namespace
+from ..masks.one_array import mask_contents
 from ..masks.shape import MaskShape
 from ..planning._call_cache import CALLS
 from ..planning.list_kernels import LIST_SPECS, ListSource
 from . import gpu
+from ._layout_key import layout_key
 from .evaluation import evaluated_source
 from .launch import LaunchTarget
 from .list_maker import ListMaker
@@ -47,7 +49,9 @@ class IndexMaker:
         return BlockIndex._of_lists(CarriedLists(self.lists((mask,), stream), self._source), **self._facts)
 
 
-def index_of(kept: Array | None, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
+def index_of(
+    kept: Array | None, mask: Mask, shape: MaskShape, block: tuple[int, int], key: Hashable = None
+) -> BlockIndex:
     """An index, on the current device, of chosen blocks whose elements a mask allows.
 
     Parameters
@@ -55,10 +59,12 @@ def index_of(kept: Array | None, mask: Mask, shape: MaskShape, block: tuple[int,
     kept : CuPy bool array [..., num_q_blocks, num_kv_blocks], or None
         As `BlockPattern` takes it; None for all blocks of a mask that holds arrays.
     mask : Mask
-        A resolved one; `Band()` allows everything.
+        A resolved one beside chosen blocks; `Band()` allows everything.
     shape : MaskShape
     block : (int, int)
         Sides of the blocks.
+    key : hashable, optional
+        That of a mask without chosen blocks, as `repeated_index` returns it.
 
     Returns
     -------
@@ -70,25 +76,49 @@ def index_of(kept: Array | None, mask: Mask, shape: MaskShape, block: tuple[int,
     RuntimeError
         The stream is captured, and the kernels are not compiled yet.
     """
-    if kept is None:
+    if kept is not None:
+        maker = maker_of(kept, mask, shape, block)
+        if maker is None:
+            return BlockIndex.from_mask(_whole(kept, mask, block), block=block, **shape._asdict())
+        return _made(maker, kept)
+    contents = mask_contents(mask, layout_key)
+    maker = None if key is None or contents is None else _maker(key, mask, shape, block)
+    if contents is None or maker is None:
         gpu.compile_kernels(LIST_SPECS.values(), gpu.current_target())
         return index_of_mask(mask, shape, block, gpu.current_target())
-    maker = maker_of(kept, mask, shape, block)
-    if maker is None:
-        return BlockIndex.from_mask(_whole(kept, mask, block), block=block, **shape._asdict())
+    return _made(maker, *contents.arrays)
+
+
+def repeated_index(mask: Any, arguments: str) -> tuple[Hashable, BlockIndex | None]:
+    """The key of an index of a mask, and the index if one of a mask that lies alike was made with these arguments.
+
+    Nothing is checked: equal keys mean that the call was made before. The key is None where calls are not remembered.
+    """
+    contents = mask_contents(mask, layout_key)
+    if contents is None:
+        return None, None
+    key = "index", contents.key, arguments
+    cached: tuple[IndexMaker | None] | None = CALLS.get(key)
+    if cached is None or cached[0] is None:
+        return key, None
+    return key, _made(cached[0], *contents.arrays)
+
+
+def _made(maker: IndexMaker, array: Array) -> BlockIndex:
+    """The index of chosen blocks, or of a mask, in an array on the current device."""
     target = gpu.current_target()
-    stream = target.stream()
+    stream = target.current_stream()
     if stream.is_capturing():
         gpu.hold(maker.lists)
-    return maker(target.mask_address(kept), stream)
+    return maker(target.mask_address(array), stream)
 
 
 def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: gpu.Gpu) -> BlockIndex:
-    """The index of a resolved mask that holds arrays on the device of `target`.
+    """The index of a mask that holds arrays on the device of `target`.
 
     An index of another mask than `evaluated_source` reads in blocks needs, for a time, a byte for each element.
     """
-    xp = mask_namespace(mask)
+    mask, xp = mask.resolve(shape), mask_namespace(mask)
     if 0 in (shape.num_batch, *shape[1:]):
         empty = BlockIndex.from_mask(Band(), block=block, **shape._asdict())
         return empty.to(lambda array: xp.zeros(array.shape, dtype=array.dtype))
@@ -120,19 +150,20 @@ def index_key(device: int, kept: Array, mask: Mask, shape: MaskShape, block: tup
 def maker_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
     """Return the maker of indices of blocks that lie as these do; None where the kernels do not serve them."""
     key = index_key(nvrtc.current_device()[1], kept, mask, shape, block)
-    if key is None:
-        return None
-    cached = CALLS.get(key)
-    if cached is not None:
-        (known,) = cached
-        return known  # type: ignore[no-any-return]
-    found = ListSource.of(_whole(kept, mask, block).resolve(shape), shape, block)
-    maker = None
-    if found is not None:
-        gpu.compile_kernels(LIST_SPECS.values(), gpu.current_target())
-        maker = IndexMaker(found[0], gpu.current_target())
-    CALLS.put(key, (maker,))
-    return maker
+    return None if key is None else _maker(key, _whole(kept, mask, block), shape, block)
 
 
-indices.make_on_device = index_of
+def _maker(key: Hashable, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
+    """The maker of indices of masks that lie as one does, from the cache; None where the kernels do not serve them."""
+    cached: tuple[IndexMaker | None] | None = CALLS.get(key)
+    if cached is None:
+        target = gpu.current_target()
+        found = ListSource.of(mask.resolve(shape), shape, block)
+        if found is not None:
+            gpu.compile_kernels(LIST_SPECS.values(), target)
+        cached = (None if found is None else IndexMaker(found[0], target),)
+        CALLS.put(key, cached)
+    return cached[0]
+
+
+indices.find_on_device, indices.make_on_device = repeated_index, index_of

@@ -16,6 +16,7 @@ from foreign import Foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash
 from cuflash import BlockIndex, masks
 from cuflash.blocks import index as indices
 from cuflash.executors import gpu, index_maker
@@ -116,6 +117,75 @@ def test_later_calls_of_one_layout_launch_four_kernels_and_bind_nothing(cupy, mo
             "classify", "ranks", "pointers", "entries"
         ]  # fmt: skip
         assert_same(index, expected_of(kept, mask, shape, block))
+
+
+OF_MASKS = {  # masks of an array, and the lengths, the block and more that an index is made with
+    "dense": (lambda x, of: of.Dense(x), (37, 29, (8, 4)), {}),
+    "a bare array": (lambda x, of: x, (37, 29, (8, 4)), {}),
+    "causal": (lambda x, of: of.Dense(x) & of.Causal("bottom_right"), (37, 29, 8), {}),
+    "blocks": (lambda x, of: of.BlockPattern(x[..., :5, :4], (8, 8)), (37, 29, 8), {}),
+    "blocks of others": (
+        lambda x, of: of.Causal("top_left") & of.BlockPattern(x[..., :5, :4], (8, 8)), (37, 29, 5), {},
+    ),
+    "heads": (lambda x, of: of.Dense(x), (37, 29, 8), {"batch": (2,), "num_heads": 3}),
+}
+
+
+def check_masks(machine, library, name):
+    """Repeated calls launch four kernels for the contents of the moment, with calls of another block between them."""
+    make, arguments, options = OF_MASKS[name]
+    rng, twin = np.random.default_rng(0), library.BlockIndex
+    array = rng.random((2, 3, 37, 29)) < 0.4 if options else rng.random((37, 29)) < 0.4
+    there, narrow = machine.asarray(array), {"seqlen_q": 37, "seqlen_kv": 29, "block": 16} | options
+    for turn in range(3):
+        machine.log.clear()
+        index = twin.from_mask(make(there, library.masks), *arguments, **options)
+        assert turn == 0 or [kind for kind, *_ in machine.log] == ["launch"] * 4
+        assert_same(index, twin.from_mask(make(array, library.masks), *arguments, **options))
+        expected = twin.from_mask(make(array, library.masks), **narrow)
+        assert_same(twin.from_mask(make(there, library.masks), **narrow), expected)
+        array = ~array
+        there[...] = array
+
+
+@pytest.mark.parametrize("name", OF_MASKS)
+def test_an_index_of_a_mask_on_a_device_is_made_by_bound_kernels(cupy, name):
+    check_masks(cupy, cuflash, name)
+
+
+def test_arguments_of_an_earlier_call_are_compared_with_their_types(cupy):
+    array = cupy.asarray(np.tri(6, dtype=bool))
+    BlockIndex.from_mask(array, 6, 6, 1)
+    for arguments in ((6, 6, True), (6, 6.0, 1), (6, 6, np.True_)):
+        with pytest.raises(cuflash.UnsupportedProblem):
+            BlockIndex.from_mask(array, *arguments)
+
+
+def test_a_graph_makes_the_index_of_what_a_mask_holds_at_a_replay(cupy):
+    mask = masks.Dense(cupy.asarray(np.tri(24, dtype=bool)))
+    BlockIndex.from_mask(mask, 24, 24, 8)
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        index = BlockIndex.from_mask(mask, 24, 24, 8)
+        graph = stream.end_capture()
+    assert {maker.lists for (maker,) in cached("index").values()} == gpu._pinned
+    for array in (np.tri(24, k=-7, dtype=bool), np.eye(24, dtype=bool)):
+        mask.allowed[...] = array
+        graph.launch(stream)
+        assert_same(index, BlockIndex.from_mask(array, 24, 24, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_MASKS)
+def test_a_gpu_makes_the_index_of_a_mask(name):
+    import cupy
+
+    make, arguments, options = OF_MASKS[name]
+    for seed in range(3):
+        array = np.random.default_rng(seed).random((2, 3, 37, 29) if options else (37, 29)) < 0.4
+        index = BlockIndex.from_mask(make(cupy.asarray(array), masks), *arguments, **options)
+        assert_same(index, BlockIndex.from_mask(make(array, masks), *arguments, **options))
 
 
 def test_layouts_and_masks_are_not_mixed_up(cupy):
