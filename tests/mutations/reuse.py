@@ -6,9 +6,11 @@ import ctypes
 from types import ModuleType
 
 import numpy as np
+from cupy_machine import a_machine_for
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_call_cache import check_freed, check_steps
+from test_kept_index import check_threads
 from workspace_memory import memory, stream
 
 SIGNS = (AssertionError,)  # exceptions by which guards see a fault
@@ -74,6 +76,11 @@ def cached_calls_are_the_latest(library: ModuleType) -> None:
     check_freed(kind)
 
 
+def threads_send_lists_at_once(library: ModuleType) -> None:
+    with a_machine_for(library) as machine:
+        check_threads(machine, library)
+
+
 WORKSPACES, ARGUMENTS, CACHE = "executors/workspaces.py", "executors/arguments.py", "planning/_call_cache.py"
 FAULTS = {
     cached_calls_are_the_latest: {
@@ -90,6 +97,11 @@ FAULTS = {
         "the latest call leaves": Edit(CACHE, "CallCache.put", "min(self._calls,", "max(self._calls,"),
         "calls stay without their owner": Edit(CACHE, "CallCache.put", "keys.add(key)", "pass"),
         "the last call stays": Edit(CACHE, "CallCache._drop", "self._last = object(), None", "pass"),
+    },
+    threads_send_lists_at_once: {
+        "threads wait for each other's lists": Edit(
+            "executors/gpu.py", "Gpu.device_lists", "with sending:", "with self._lock:"
+        ),
     },
     workspaces_serve_one_call_at_a_time: {
         "a piece stays with its stream while a call has it": Edit(
