@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from ..arrays import Array
 from ..blocks import index as indices
@@ -16,12 +18,16 @@ from ..masks.content import content, mask_namespace
 from ..masks.one_array import mask_contents
 from ..masks.shape import MaskShape
 from ..planning._call_cache import CALLS
-from ..planning.list_kernels import LIST_SPECS, ListSource
+from ..planning.interval_kernels import INTERVAL_SPECS, IntervalSource
+from ..planning.list_kernels import LIST_SPECS, ListSource, list_results
 from . import gpu
 from ._layout_key import layout_key
 from .evaluation import evaluated_source
 from .launch import LaunchTarget
 from .list_maker import ListMaker
+
+
+_Maker: TypeAlias = "IndexMaker | IntervalIndexMaker"
 
 
 class IndexMaker:
@@ -47,6 +53,45 @@ class IndexMaker:
     def __call__(self, mask: int, stream: Any) -> BlockIndex:
         """The index of the mask at an address, once the stream has come so far."""
         return BlockIndex._of_lists(CarriedLists(self.lists((mask,), stream), self._source), **self._facts)
+
+
+class IntervalIndexMaker:
+    """The kernels that make indices of masks of row intervals of one layout: first the intervals, and then the blocks.
+
+    Parameters
+    ----------
+    intervals : IntervalSource
+    blocks : ListSource
+        With `given_rows`; a boolean stands for all blocks.
+    target : Gpu
+        The device; the kernels are compiled now.
+    """
+
+    def __init__(self, intervals: IntervalSource, blocks: ListSource, target: gpu.Gpu) -> None:
+        self._intervals, self._blocks = intervals, blocks
+        self._find, self._list = ListMaker(intervals, target), ListMaker(blocks, target)
+        self._true = target.guarded(self, {"mask": target.sent(np.ones(1, bool))})
+        self._address = target.address
+
+    def __call__(self, integers: Sequence[int], stream: Any) -> BlockIndex:
+        """The index of the mask with integers at these addresses, once the stream has come so far."""
+        self._true.use(stream)
+        found = self._find(integers, stream)
+        start, written = self._address(found), self._intervals.written
+        mask = self._address(self._true.arrays["mask"])
+        lists = self._list((mask, start + written["lo"], start + written["hi"]), stream)
+        return _of_arrays(self._blocks, lists, **self._intervals.views(found))
+
+
+def _of_arrays(source: ListSource, lists: Array, lo: Array | None, hi: Array | None) -> BlockIndex:
+    """An index of lists that kernels have made, and of the row intervals that they read."""
+    index = BlockIndex(
+        seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block=source.block, batch=source.batch,
+        num_heads=source.num_heads, lo=lo, hi=hi, **source.fields_of(lists),
+    )  # fmt: skip
+    columns = list_results(lists, source, ("column_pointers", "column_entries"))
+    vars(index)["_columns"] = columns["column_pointers"], columns["column_entries"]
+    return index
 
 
 def index_of(
@@ -77,10 +122,10 @@ def index_of(
         The stream is captured, and the kernels are not compiled yet.
     """
     if kept is not None:
-        maker = maker_of(kept, mask, shape, block)
-        if maker is None:
+        of_kept = maker_of(kept, mask, shape, block)
+        if of_kept is None:
             return BlockIndex.from_mask(_whole(kept, mask, block), block=block, **shape._asdict())
-        return _made(maker, kept)
+        return _made(of_kept, kept)
     contents = mask_contents(mask, layout_key)
     maker = None if key is None or contents is None else _maker(key, mask, shape, block)
     if contents is None or maker is None:
@@ -98,19 +143,20 @@ def repeated_index(mask: Any, arguments: str) -> tuple[Hashable, BlockIndex | No
     if contents is None:
         return None, None
     key = "index", contents.key, arguments
-    cached: tuple[IndexMaker | None] | None = CALLS.get(key)
+    cached: tuple[_Maker | None] | None = CALLS.get(key)
     if cached is None or cached[0] is None:
         return key, None
     return key, _made(cached[0], *contents.arrays)
 
 
-def _made(maker: IndexMaker, array: Array) -> BlockIndex:
-    """The index of chosen blocks, or of a mask, in an array on the current device."""
+def _made(maker: _Maker, *arrays: Array) -> BlockIndex:
+    """The index of chosen blocks, or of a mask, of arrays on the current device."""
     target = gpu.current_target()
     stream = target.current_stream()
     if stream.is_capturing():
-        gpu.hold(maker.lists)
-    return maker(target.mask_address(array), stream)
+        gpu.hold(maker)
+    addresses = [target.mask_address(array) for array in arrays]
+    return maker(addresses, stream) if isinstance(maker, IntervalIndexMaker) else maker(addresses[0], stream)
 
 
 def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: gpu.Gpu) -> BlockIndex:
@@ -125,13 +171,7 @@ def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: 
     source, arrays = evaluated_source(mask, shape, block)
     lists = ListMaker(source, target)([target.mask_address(array) for array in arrays], target.stream())
     lo, hi = arrays[1:] if source.is_whole and source.given_rows else (None, None)
-    index = BlockIndex(
-        seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, batch=source.batch,
-        num_heads=source.num_heads, lo=lo, hi=hi, **source.fields_of(lists),
-    )  # fmt: skip
-    found = source.lists_of(lists)
-    vars(index)["_columns"] = found["column_pointers"], found["column_entries"]
-    return index
+    return _of_arrays(source, lists, lo, hi)
 
 
 def _whole(kept: Array, mask: Mask, block: tuple[int, int]) -> Mask:
@@ -150,20 +190,37 @@ def index_key(device: int, kept: Array, mask: Mask, shape: MaskShape, block: tup
 def maker_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
     """Return the maker of indices of blocks that lie as these do; None where the kernels do not serve them."""
     key = index_key(nvrtc.current_device()[1], kept, mask, shape, block)
-    return None if key is None else _maker(key, _whole(kept, mask, block), shape, block)
+    maker = None if key is None else _maker(key, _whole(kept, mask, block), shape, block)
+    assert not isinstance(maker, IntervalIndexMaker)
+    return maker
 
 
-def _maker(key: Hashable, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
+def _maker(key: Hashable, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> _Maker | None:
     """The maker of indices of masks that lie as one does, from the cache; None where the kernels do not serve them."""
-    cached: tuple[IndexMaker | None] | None = CALLS.get(key)
+    cached: tuple[_Maker | None] | None = CALLS.get(key)
     if cached is None:
-        target = gpu.current_target()
-        found = ListSource.of(mask.resolve(shape), shape, block)
-        if found is not None:
-            gpu.compile_kernels(LIST_SPECS.values(), target)
-        cached = (None if found is None else IndexMaker(found[0], target),)
+        cached = (_new_maker(mask.resolve(shape), shape, block),)
         CALLS.put(key, cached)
     return cached[0]
+
+
+def _new_maker(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> _Maker | None:
+    """The maker of indices of resolved masks that lie as one does."""
+    target, found = gpu.current_target(), ListSource.of(mask, shape, block)
+    if found is not None:
+        gpu.compile_kernels(LIST_SPECS.values(), target)
+        return IndexMaker(found[0], target)
+    intervals = IntervalSource.of(mask, shape, None)
+    if intervals is None:
+        return None
+    blocks = ListSource(
+        strides=(0,) * (len(shape.batch) + 3), element=block, is_whole=True, rows=None, shape=shape, block=block,
+        batch=intervals.batch, num_heads=intervals.num_heads, given_rows=(intervals.batch, intervals.num_heads),
+    )  # fmt: skip
+    if not blocks.can_be_numbered:
+        return None
+    gpu.compile_kernels([*LIST_SPECS.values(), *INTERVAL_SPECS.values()], target)
+    return IntervalIndexMaker(intervals, blocks, target)
 
 
 indices.find_on_device, indices.make_on_device = repeated_index, index_of

@@ -13,6 +13,7 @@ from cached_calls import cached
 import pytest
 from device_lists import assert_same_blocks
 from foreign import Foreign
+from library_parts import part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,19 +129,38 @@ OF_MASKS = {  # masks of an array, and the lengths, the block and more that an i
         lambda x, of: of.Causal("top_left") & of.BlockPattern(x[..., :5, :4], (8, 8)), (37, 29, 5), {},
     ),
     "heads": (lambda x, of: of.Dense(x), (37, 29, 8), {"batch": (2,), "num_heads": 3}),
+    "lengths": (lambda x, of: of.Lengths(q=30, kv=x[0].sum()), (37, 29, 8), {}),
+    "lengths of a batch": (
+        lambda x, of: of.Lengths(q=x[:, 0, :, 0].sum(-1), kv=x[:, 0, 0].sum(-1)) & of.Causal("top_left"),
+        (37, 29, (8, 4)), {"batch": (2,), "num_heads": 3},
+    ),
+    "documents": (lambda x, of: of.Documents(x[:, 0].cumsum(-1), x[0].cumsum(-1)), (37, 29, (5, 3)), {}),
 }
 
 
 def check_masks(machine, library, name):
-    """Repeated calls launch four kernels for the contents of the moment, with calls of another block between them."""
+    """Repeated calls launch some kernels for the contents of the moment, with calls of another block between them.
+
+    Each array of the index is that of a mask whose kernels are not bound.
+    """
     make, arguments, options = OF_MASKS[name]
     rng, twin = np.random.default_rng(0), library.BlockIndex
     array = rng.random((2, 3, 37, 29)) < 0.4 if options else rng.random((37, 29)) < 0.4
     there, narrow = machine.asarray(array), {"seqlen_q": 37, "seqlen_kv": 29, "block": 16} | options
+    maker, (*lengths, block) = part(library, "executors.index_maker"), arguments
+    shape = library.masks.MaskShape(options.get("batch", ()), options.get("num_heads", 1), *lengths)
+    sides, target = (block, block) if isinstance(block, int) else block, part(library, "executors.gpu").current_target()
     for turn in range(3):
         machine.log.clear()
         index = twin.from_mask(make(there, library.masks), *arguments, **options)
-        assert turn == 0 or [kind for kind, *_ in machine.log] == ["launch"] * 4
+        launches = ["launch"] * (4 + (name in ("lengths", "lengths of a batch", "documents")))
+        assert turn == 0 or [kind for kind, *_ in machine.log] == launches
+        whole = library.masks.Mask._mask_of(make(there, library.masks))
+        unbound = maker.index_of_mask(whole, shape, sides, target)
+        for field in ("indptr", "indices", "kinds", "tiles", "bits", "lo", "hi"):
+            one, other = getattr(index, field), getattr(unbound, field)
+            assert (one is None) == (other is None)
+            assert one is None or one.shape == other.shape and one.dtype == other.dtype and (one == other).all()
         assert_same(index, twin.from_mask(make(array, library.masks), *arguments, **options))
         expected = twin.from_mask(make(array, library.masks), **narrow)
         assert_same(twin.from_mask(make(there, library.masks), **narrow), expected)
@@ -169,7 +189,7 @@ def test_a_graph_makes_the_index_of_what_a_mask_holds_at_a_replay(cupy):
         stream.begin_capture()
         index = BlockIndex.from_mask(mask, 24, 24, 8)
         graph = stream.end_capture()
-    assert {maker.lists for (maker,) in cached("index").values()} == gpu._pinned
+    assert {maker for (maker,) in cached("index").values()} == gpu._pinned
     for array in (np.tri(24, k=-7, dtype=bool), np.eye(24, dtype=bool)):
         mask.allowed[...] = array
         graph.launch(stream)
@@ -213,7 +233,7 @@ def test_an_index_is_made_inside_a_capture_once_the_kernels_are_compiled(cupy):
         stream.begin_capture()
         index = index_of(array, mask, shape, block)
         graph = stream.end_capture()
-    assert {maker.lists for (maker,) in cached("index").values()} == gpu._pinned
+    assert {maker for (maker,) in cached("index").values()} == gpu._pinned
     for seed in (0, 1):
         array[...] = blocks_of(shape, block, 1, seed)
         graph.launch(stream)

@@ -255,6 +255,12 @@ FAULTS = {
         "indices in other blocks are made alike": Edit(
             INDEX, "repeated_index", '"index", contents.key, arguments', '"index", contents.key'
         ),
+        "queries see keys up to their first": Edit(
+            INDEX, "IntervalIndexMaker.__call__", 'start + written["hi"]', 'start + written["lo"]'
+        ),
+        "no block of row intervals is there": Edit(
+            INDEX, "IntervalIndexMaker.__init__", "np.ones(1, bool)", "np.zeros(1, bool)"
+        ),
         "each index binds its kernels": Edit(INDEX, "_maker", "CALLS.put(key, cached)", "pass"),
         "no index is remembered": Edit(
             "blocks/index.py", "BlockIndex.from_mask", "if index is not None:", "if False:"
