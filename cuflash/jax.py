@@ -8,24 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .arrays import Array, describe, flag_reasons, is_array, ShapeDtype
-from .calls._forward import with_one_score
+from .calls._forward import run, with_one_score
 from .calls._call import planned
 from .dropout import Dropout
 from .errors import refuse
 from .executors._layout_key import layout_key
-from .executors import checks, gpu
+from .executors import checks
 from .keywords import explains_keywords
-from .layouts import is_tracer, kind_of, taken
+from .layouts import is_tracer, kind_of
 from .masks.base import Mask
 from .masks.content import held_arrays
 from .planning.dropout_launches import numbers_of, require_number
+from .planning.list_kernels import AT_CALL
 from .planning.lookup import lookup
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
@@ -150,7 +151,11 @@ def attention(
     given = {"q": _of_jax(q), "k": _of_jax(k), "v": _of_jax(v), **operands}
     refuse(_array_reasons(given, executor) + _traced_reasons(options))
     call = _Call(tuple(given), options, _platform(given.values()))
-    call.planned((), given.values())  # refuses what cannot be, before JAX calls anything
+    if not _are_traced(given.values()):
+        o, lse = _forward_of(call, (), tuple(given.values())).results
+        return (o, lse) if return_lse else o
+    if any(_data(array) is None for array in given.values()):
+        call.planned((), given.values())  # refuses what cannot be, before JAX calls anything
     o, lse = _attention(call, *_varying_alike(given.values(), given.values()))
     return (o, lse) if return_lse else o
 
@@ -201,8 +206,15 @@ class _Call:
         self._options = options._replace(score=score, bias=bias, sink=None)
         self._made: dict[Hashable, Plan] = {}
 
+    def options(self, wrt: tuple[str, ...], arrays: Sequence[jax.Array]) -> Options:
+        """The options of the call on arrays that hold data, with gradients of the operands that `wrt` names."""
+        named, score = dict(zip(self.names, arrays)), self._options.score
+        if isinstance(score, Score):
+            score = score.with_arrays({name: named[name] for name in score.arrays})
+        return self._options._replace(score=score, sink=named.get("sink"), wrt=wrt)
+
     def planned(self, wrt: tuple[str, ...], arrays: Iterable[jax.Array]) -> Plan:
-        """The plan with gradients of the operands that `wrt` names, made once for the call.
+        """The plan of a traced call with gradients of the operands that `wrt` names, made once for the call.
 
         Calls of equal shapes and options look it up. An index on the host keeps the plans of its calls.
         """
@@ -234,28 +246,44 @@ def _shape_of(array: Any) -> ShapeDtype:
     return ShapeDtype(tuple(array.shape), array.dtype)
 
 
+class _Forward(NamedTuple):
+    """o and lse, the plan that computed them, and the lists that the call made of a mask on a device, or nothing."""
+
+    results: Sequence[jax.Array]
+    ready: Plan
+    lists: dict[str, Array]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: _Call, *arrays: jax.Array) -> Sequence[jax.Array]:
     """o and lse of q, k, v and operands."""
-    return _forward_of(call, call.planned((), arrays), arrays)
+    return _forward_of(call, (), arrays).results
 
 
-def _forward_of(call: _Call, ready: Plan, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def _forward_of(call: _Call, wrt: tuple[str, ...], arrays: Sequence[jax.Array]) -> _Forward:
+    """Run the forward pass: arrays that hold data as `cuflash.attention` does, and traced ones by a callback."""
+    if not _are_traced(arrays):
+        q, k, v, *_ = arrays
+        ran = run(q, k, v, call.options(wrt, arrays), None)
+        lists = {name: array for name, array in ran.arrays.items() if name == AT_CALL}
+        return _Forward(_as_jax((ran.o, ran.lse), like=q), ran.plan, lists)
+    ready = call.planned(wrt, arrays)
+
     def forward(q: Array, k: Array, v: Array, *operands: Array) -> Sequence[Array]:
         return ready.forward(q, k, v, **dict(zip(call.names[3:], operands)))
 
     problem = ready.plan.problem
-    results = [(problem.o_shape(), problem.dtype), (problem.lse_shape(), problem.accumulator)]
-    return _run(forward, results, arrays, ready)
+    shapes = [(problem.o_shape(), problem.dtype), (problem.lse_shape(), problem.accumulator)]
+    return _Forward(_traced(forward, shapes, arrays), ready, {})
 
 
 def _forward(call: _Call, *given: Any) -> Any:
     """o and lse, and what the backward pass needs: of the operands those gradients that JAX is going to use."""
     arrays = [_held_by_jax(each.value) for each in given]
     wrt = tuple(name for name, each in zip(call.names[3:], given[3:]) if each.perturbed)
-    ready = call.planned(wrt, arrays)
-    o, lse = _forward_of(call, ready, arrays)
-    return (o, lse), (jax.tree_util.Partial(partial(_gradients, call, ready)), o, lse, arrays)
+    made = _forward_of(call, wrt, arrays)
+    o, lse = made.results
+    return (o, lse), (jax.tree_util.Partial(partial(_gradients, call, made.ready, made.lists)), o, lse, arrays)
 
 
 def _backward(call: _Call, saved: Any, cotangents: Sequence[Any]) -> Any:
@@ -267,42 +295,52 @@ def _backward(call: _Call, saved: Any, cotangents: Sequence[Any]) -> Any:
     return gradients(do, dlse, o, lse, arrays)
 
 
-def _gradients(call: _Call, ready: Plan, do: Any, dlse: Any, o: Any, lse: Any, arrays: Sequence[Any]) -> Any:
+def _gradients(
+    call: _Call, ready: Plan, lists: dict[str, Array], do: Any, dlse: Any, o: Any, lse: Any, arrays: Sequence[Any]
+) -> Any:
     """Gradients of all arrays of a call; None, which JAX takes for zero, of operands that need none."""
     wrt = ready.plan.problem.wrt
 
     def backward(*given: Array) -> Sequence[Array]:
         do, dlse, o, lse, q, k, v, *operands = given
-        made = ready.backward(do, q, k, v, o, lse, dlse, **dict(zip(call.names[3:], operands)))
+        made = ready.backward(do, q, k, v, o, lse, dlse, **dict(zip(call.names[3:], operands)), **lists)
         return *made, *(made[name] for name in wrt)
 
-    wanted = [(array.shape, array.dtype) for name, array in zip(call.names, arrays) if name in ("q", "k", "v", *wrt)]
-    found = iter(_run(backward, wanted, (do, dlse, o, lse, *arrays), ready))
+    given = do, dlse, o, lse, *arrays
+    if _are_traced(given):
+        shapes = [(each.shape, each.dtype) for name, each in zip(call.names, arrays) if name in ("q", "k", "v", *wrt)]
+        found = iter(_traced(backward, shapes, given))
+    else:
+        found = iter(_as_jax(backward(*given), like=arrays[0]))
     return tuple(next(found) if name in ("q", "k", "v", *wrt) else None for name in call.names)
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _run(
-    function: Callable[..., Sequence[Array]], results: Sequence[Any], arrays: Sequence[jax.Array], ready: Plan
-) -> tuple[jax.Array, ...]:
-    """A pass of a plan on arrays: at once, or by a callback where they are traced.
+def _are_traced(arrays: Iterable[Any]) -> bool:
+    return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
-    `results` are pairs of shape and dtype.
-    """
+
+def _as_jax(results: Iterable[Array], like: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays of NumPy or CuPy as JAX's, where another one lies."""
+    (device,) = like.devices()
+    return tuple(
+        jax.device_put(array, device) if isinstance(array, np.ndarray) else jax.dlpack.from_dlpack(array)
+        for array in results
+    )
+
+
+def _traced(
+    function: Callable[..., Sequence[Array]], results: Sequence[Any], arrays: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """A pass of a plan on traced arrays, by a callback; `results` are pairs of shape and dtype."""
 
     def on_host(*arrays: Any) -> tuple[Array, ...]:
         return tuple(function(*map(np.asarray, arrays)))
 
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
-        shapes = tuple(jax.ShapeDtypeStruct(*result) for result in results)
-        return tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))
-    if ready.executor == "gpu":
-        on_device = (taken("q", array, gpu.namespace()) for array in arrays)
-        return tuple(map(jax.dlpack.from_dlpack, function(*on_device)))
-    (device,) = arrays[0].devices()
-    return tuple(jax.device_put(array, device) for array in on_host(*arrays))
+    shapes = tuple(jax.ShapeDtypeStruct(*result) for result in results)
+    return tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

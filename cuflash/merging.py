@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .arrays import DTYPES, Array, accumulator_dtype, describe, is_array, namespace
 from .errors import UnsupportedProblem, refuse
+from .executors import gpu
+from .executors._layout_key import layout_key
+from .executors._results import BoundMerge
 from .keywords import explains_keywords
-from .plans import as_arrays
+from .layouts import layout_reasons
+from .planning._call_cache import CALLS
+from .planning._result_kernels import MOST_PARTS
+from .plans import as_arrays, device_reasons
 
 
 @explains_keywords
@@ -64,9 +70,39 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     True
     """
     outs, lses = _parts("outs", outs), _parts("lses", lses)
+    key = _key(outs, lses)
+    bound_merge: BoundMerge | None = CALLS.get(key)
+    merged = None if bound_merge is None else bound_merge(outs, lses)
+    if merged is not None:
+        return merged
     _check(outs, lses)
+    if key is not None and len(outs) > MOST_PARTS:
+        return _merged_in_stages(outs, lses)
+    if key is not None:
+        bound_merge = BoundMerge(outs, lses, gpu.current_target())
+        CALLS.put(key, bound_merge)
+        o_and_lse = bound_merge(outs, lses)
+        assert o_and_lse is not None  # `_check` has seen the addresses
+        return o_and_lse
     with np.errstate(all="ignore"):  # weights of parts far below the largest are 0, and NaN is a result
         return _merged(outs, lses)
+
+
+def _key(outs: list[Array], lses: list[Array]) -> Hashable:
+    """Return the key of a merge of CuPy's arrays; None of any other arrays, and of what is refused for its kinds."""
+    if not outs or isinstance(outs[0], np.ndarray):
+        return None
+    layout = layout_key(*outs, *lses)
+    return None if layout is None else ("merge", len(outs), layout)
+
+
+def _merged_in_stages(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
+    """Merge more parts than a launch takes: runs of them in the dtype of sums, and then what the runs merge to."""
+    wide = [out.astype(lses[0].dtype, copy=False) for out in outs]
+    starts = range(0, len(outs), MOST_PARTS)
+    runs = [merge(wide[start : start + MOST_PARTS], lses[start : start + MOST_PARTS]) for start in starts]
+    o, lse = merge(*(list(each) for each in zip(*runs)))
+    return o.astype(outs[0].dtype, copy=False), lse
 
 
 def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
@@ -137,4 +173,7 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
                 f"lses[{number}] must have shape {out.shape[:-1]} and dtype {accumulator_dtype(outs[0].dtype)}; "
                 f"got {lse.shape}, {lse.dtype}"
             )
+        for name, part in ((f"outs[{number}]", out), (f"lses[{number}]", lse)):
+            if namespace(part).__name__ == "cupy":
+                reasons += layout_reasons(name, part) + device_reasons(name, part)
     refuse(reasons)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from html import escape
@@ -30,9 +30,11 @@ from .report import IndexReport, require_same_blocks
 _EVERYTHING = Band()
 _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of lists which an index carries
 
-# A function that makes an index on a device, from the blocks chosen (None for all), a resolved mask, its shape and the
-# sides of a block. The executors, which this room does not import, set it.
-make_on_device: Callable[[Array | None, Mask, MaskShape, tuple[int, int]], BlockIndex] | None = None
+# The executors, which this room does not import, set two functions. The first returns the key of an index of a mask on
+# a device, made of the mask and of all other arguments as a text, and the index itself if one with this key was made.
+# The second makes an index on a device from the blocks chosen (None for all), a mask, its shape, a block, and the key.
+find_on_device: Callable[[Any, str], tuple[Hashable, BlockIndex | None]] | None = None
+make_on_device: Callable[[Array | None, Mask, MaskShape, tuple[int, int], Hashable], BlockIndex] | None = None
 
 
 @explains_keywords(advice="make an index with BlockIndex.from_blocks, BlockIndex.from_mask or BlockIndex.from_scipy")
@@ -189,6 +191,11 @@ class BlockIndex:
         ▒▒·
         ·▒▒
         """
+        key: Hashable = None
+        if find_on_device is not None:
+            key, index = find_on_device(mask, repr((seqlen_q, seqlen_kv, block, batch, num_heads)))
+            if index is not None:
+                return index
         reasons: list[str] = []
         with collecting(reasons):
             given = with_cupy_arrays(as_mask(mask))
@@ -198,16 +205,15 @@ class BlockIndex:
             shape = MaskShape(batch, num_heads, seqlen_q, seqlen_kv)
             reasons += shape_reasons(shape) or length_reasons(shape)
         refuse(reasons)
-        return cls._of_mask(given, shape, sides)
+        return cls._of_mask(given, shape, sides, key)
 
     @classmethod
-    def _of_mask(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
+    def _of_mask(cls, mask: Mask, shape: MaskShape, block: tuple[int, int], key: Hashable = None) -> BlockIndex:
         """Classify every block of a mask, whose shape and block were checked."""
-        resolved = mask.resolve(shape)
         if mask_namespace(mask) is not np:
             assert make_on_device is not None  # set when the executors are imported
-            return make_on_device(None, resolved, shape, block)
-        found = classify(resolved, shape, block)
+            return make_on_device(None, mask, shape, block, key)
+        found = classify(mask.resolve(shape), shape, block)
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **found._asdict())
 
     @classmethod
@@ -254,7 +260,7 @@ class BlockIndex:
             if not (shape_reasons(shape) or length_reasons(shape)):
                 pattern.require_fit(shape)
                 assert make_on_device is not None
-                return make_on_device(pattern.blocks, _EVERYTHING, shape, pattern.block)
+                return make_on_device(pattern.blocks, _EVERYTHING, shape, pattern.block, None)
         return cls.from_mask(pattern, block=pattern.block, **shape._asdict())
 
     @classmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..planning._params import NAIVE_MATRICES, PARAMS, PARTS, SHAPE, TENSOR_MAPS, WORK
+from ..planning._result_kernels import COMPARISON, MERGE
 from ..planning.appending import APPEND
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
@@ -35,6 +36,7 @@ _RECORDS = {
             "StridedRows": STRIDED_ROWS, "PageBounds": PAGE_BOUNDS,
         },
     },
+    "results": {"results/params.cuh": {"Merge": MERGE, "Comparison": COMPARISON}},
     "attention": {
         "attention/params.cuh": {
             "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "NaiveMatrices": NAIVE_MATRICES, "Parts": PARTS,

@@ -36,7 +36,7 @@ _FEATURES = {
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _SHARED_BYTES = re.compile(r"\bconstexpr int kSharedBytes =")
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
-_OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|naive|fa1|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
+_OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|results|naive|fa1|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
 def constants(spec: KernelSpec) -> str:
@@ -67,7 +67,7 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
-    layout = assertions("lists", included, host=host)
+    layout = "".join(assertions(room, included, host=host) for room in ("lists", "results"))
     if "attention/params.cuh" in included:
         features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
         made = assertions("attention", {*included, *features}, host=host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial, reduce
 from itertools import starmap
 from operator import and_, attrgetter, or_
@@ -121,6 +122,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self._device_lists: WeakKeyDictionary[WorkList, dict[int, _DeviceLists]] = WeakKeyDictionary()
+        self._sending: WeakKeyDictionary[WorkList, threading.Lock] = WeakKeyDictionary()
         self._to_release: deque[_DeviceLists] = deque()
         self._zeroed: dict[tuple[int, Workspace], dict[int, Array]] = {}
         self._pieces: dict[int, dict[int, list[Piece]]] = {}
@@ -217,11 +219,12 @@ class Gpu:
             return found
         if cupy.cuda.get_current_stream().is_capturing():
             raise RuntimeError(f"a work list cannot be made inside a stream capture: {_COMPILE_FIRST}")
-        with self._lock:
+        with self._lock:  # not while a list is sent: threads send different ones at the same time
             by_device = self._device_lists.setdefault(work, {})
+            sending = self._sending.setdefault(work, threading.Lock())
+        with sending:
             if number not in by_device:
-                for _ in range(len(self._to_release)):
-                    self._release(self._to_release.popleft())
+                self._release_retired()
                 arrays = {name: self.sent(array) for name, array in work.lists.items()}
                 by_device[number] = self.guarded(work, arrays)
             return by_device[number]
@@ -237,9 +240,13 @@ class Gpu:
         if device_lists.has_other_streams:
             self._to_release.append(device_lists)
 
-    def _release(self, device_lists: _DeviceLists) -> None:
-        if not device_lists.release_when_read():
-            self._to_release.append(device_lists)
+    def _release_retired(self) -> None:
+        """Release what was retired by now, but for what another thread releases, or what must still wait."""
+        for _ in range(len(self._to_release)):
+            with suppress(IndexError):
+                device_lists = self._to_release.popleft()
+                if not device_lists.release_when_read():
+                    self._to_release.append(device_lists)
 
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(encoded, tiles)

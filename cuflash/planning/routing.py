@@ -21,7 +21,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80()
 PREFILL_FAMILIES = (SM90, SM80)  # of their forward kernels, the first that serves a call attends to pages of a cache
 EIGHT_BITS = SM90  # what kernel= may call the family of numbers of 8 bits, beside "auto"
 _MASS_FAMILIES = (SM90, SM80, SIMT)  # the first with a kernel of block masses for a call makes them
-_OTHER_FAMILIES = {"cache": SIMT, "fp8": SM90}  # folders whose kernels run where those of a family do
+_OTHER_FAMILIES = {"cache": SIMT, "results": SIMT, "fp8": SM90}  # folders whose kernels run where those of a family do
 _LISTS = Lists()
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries of the sm90 family's usual tile
@@ -30,7 +30,8 @@ _TALLEST = 128  # queries of the sm90 family's usual tile
 def family_of(spec: KernelSpec) -> Family | Lists:
     """The family that a kernel belongs to: one of attention, or the one that makes lists.
 
-    Kernels that only move rows of caches run wherever simt's do, and those that round to 8 bits where sm90's do.
+    Kernels that only move rows of caches, or read results, run wherever simt's do, and those that round to 8 bits where
+    sm90's do.
     """
     if spec.family == _LISTS.name:
         return _LISTS

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..api import attention
-from ..arrays import Array, namespace
+from ..arrays import Array
+from ..executors._results import compared as compared_on_device
 from ..keywords import explains_keywords
 from ..planning.options import AnyArray, Causality, MaskLike, ScoreLike
 
@@ -20,7 +21,7 @@ class Recall(NamedTuple):
     ----------
     mass : array [..., num_heads, seqlen_q]
         For each query the sum of its softmax weights over the keys that the mask allows, from 0 to 1.
-    output_error : float
+    output_error : float, or CuPy array of shape ()
         Frobenius norm of the change of the output, divided by the norm of the output without the mask.
 
     Examples
@@ -31,7 +32,7 @@ class Recall(NamedTuple):
     """
 
     mass: Array
-    output_error: float
+    output_error: float | Array
 
 
 @explains_keywords
@@ -66,8 +67,9 @@ def recall(
     Returns
     -------
     Recall
-        The mass, [..., num_heads, seqlen_q] in the dtype of sums, float32 or float64, and the output error, a float. A
-        query that has no key without the mask loses nothing: its mass is 1.
+        The mass, [..., num_heads, seqlen_q] in the dtype of sums, float32 or float64, and the output error, a float; on
+        a GPU a float64 array of shape () there, so that nothing waits: `float` copies it. A query that has no key
+        without the mask loses nothing: its mass is 1.
 
     Raises
     ------
@@ -102,10 +104,11 @@ def recall(
 def compared(dense: tuple[Array, Array], masked: tuple[Array, Array]) -> Recall:
     """Return the `Recall` of o and lse without the mask, and with it."""
     (o, lse), (kept_o, kept_lse) = dense, masked
-    xp = namespace(lse)
+    if not isinstance(lse, np.ndarray):
+        return Recall(*compared_on_device(o, lse, kept_o, kept_lse))
     is_empty = lse == -np.inf
     with np.errstate(invalid="ignore"):
-        mass = xp.where(is_empty, 1, xp.exp(xp.minimum(kept_lse - lse, 0)))  # above 0 by rounding alone
+        mass = np.where(is_empty, 1, np.exp(np.minimum(kept_lse - lse, 0)))  # above 0 by rounding alone
     o, kept_o = o.astype(np.float64), kept_o.astype(np.float64)
-    change, whole = (float(xp.linalg.norm(x)) for x in (kept_o - o, o))
+    change, whole = (float(np.linalg.norm(x)) for x in (kept_o - o, o))
     return Recall(mass.astype(lse.dtype), change / whole if whole else np.inf if change else 0.0)

@@ -233,7 +233,7 @@ class Survey:
         options = {"mask": form.mask, "causal": self._causal, "scale": self._scale}
         mass, error = compared(self._dense, attention(*self._arrays, **options, return_lse=True))
         of_heads = np.asarray(mass, np.float64).mean(-1)
-        return Measurement(*case, form.density, float(of_heads.mean()), float(of_heads.min()), error)
+        return Measurement(*case, form.density, float(of_heads.mean()), float(of_heads.min()), float(error))
 
 
 def _wide_enough(q: Array, k: Array, v: Array, scale: float | None) -> tuple[Array, Array, Array]:

@@ -65,6 +65,7 @@ from cuflash.planning.launches import Launch
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.selection_kernels import every_selection_spec
+from cuflash.planning._result_kernels import every_result_spec
 from cuflash.planning.problem import Problem
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
@@ -448,6 +449,23 @@ def run_selectors() -> int:
     return len(calls) * len(MASS_DTYPES)
 
 
+def specs_of_results() -> set[KernelSpec]:
+    """The kernels that merge and compare results, for the dtypes of these calls."""
+    return every_result_spec(tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES))
+
+
+def run_results() -> int:
+    """Merge three parts, of rows that thread blocks share, and measure the recall of a window; return the calls."""
+    import cupy
+
+    for dtype in MASS_DTYPES:
+        x = cupy.full((2, 200, 60), 1, as_dtype("dtype", dtype))
+        o, lse = cuflash.attention(x, x, x, return_lse=True)
+        cuflash.merge([o] * 3, [lse] * 3)
+        cuflash.recall(x, x, x, masks.SlidingWindow(9, 0))
+    return 2 * len(MASS_DTYPES)
+
+
 # Calls on operands of 8 bits: columns, rows that share a scale, and what else the call has.
 QUANTIZED: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (64, 128, {"causal": True}), (128, 128, {"window": (70, 3)}),
@@ -533,7 +551,7 @@ def child(argument: str) -> None:
         if "sm80" in asked["families"]:
             done += run_caches()
         if "simt" in asked["families"]:
-            done += run_masses() + run_selectors() + run_captured_sums()
+            done += run_masses() + run_selectors() + run_results() + run_captured_sums()
         if "sm90" in asked["families"]:
             done += run_quantized()
     print(DONE, done, flush=True)
@@ -604,7 +622,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     specs |= {*LIST_SPECS.values(), *INTERVAL_SPECS.values()}
     specs |= specs_of_caches(device) if "sm80" in runs else set()
     if "simt" in runs:
-        specs |= specs_of_masses(device) | specs_of_selectors() | specs_of_captured_sums()
+        specs |= specs_of_masses(device) | specs_of_selectors() | specs_of_results() | specs_of_captured_sums()
     specs |= specs_of_quantized(device) if "sm90" in runs else set()
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}

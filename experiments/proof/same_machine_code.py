@@ -185,7 +185,7 @@ def _launch_shared_bytes(spec: Any) -> int:
 
     Trees from before families were objects are asked for ``cuflash.tiles.shared_bytes``.
     """
-    if spec.entry in ("sink_gradient", "captured_sums") or spec.family in ("cache", "lists"):
+    if spec.entry in ("sink_gradient", "captured_sums") or spec.family in ("cache", "lists", "results"):
         return 0  # a sum for each thread, and `num_threads` is a field that is compared; and nothing
     if hasattr(spec, "shared_bytes"):
         return int(spec.shared_bytes)

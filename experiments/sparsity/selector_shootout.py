@@ -252,7 +252,7 @@ def rows(
         yield {
             "data": data, "selector": name, "top_k": top_k, "block": f"1 x {PAGE}" if names == OF_PAGES else block,
             "seqlen": k.shape[-2], "num_heads": len(q), "dtype": q.dtype.name, "density": index.num_entries / grid,
-            "recall": float(kept.mass.mean()), "error": kept.output_error,
+            "recall": float(kept.mass.mean()), "error": float(kept.output_error),
             "gradient_error": distance(gradients(heads, index), right),
             **timed(config, heads, select, index), **constants,
         }  # fmt: skip

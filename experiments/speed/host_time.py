@@ -19,6 +19,10 @@ functions of these modules. A vjp's time is that of the backward pass alone; `ou
 and makes their index; `vertical_slash` keeps as many keys, and as many distances, as others keep blocks of a row, and
 `quest` chooses a quarter of the pages for the last query.
 
+Rows of threads are rounds in which 1, or 8, threads call `cuflash.attention` at once, each on a stream of its own; `us`
+is the time of a round over the calls of all its threads, so that 10^6 / us are the calls per second. Threads gain while
+launches are in CUDA's driver, outside of Python's global lock; all else runs under the lock, one thread at a time.
+
 Found:  a warm call on CuPy's arrays keeps the host for some tens of microseconds; docs/performance.md has the table.
 
 Cost: An hour of a GPU with 10^4 calls a case, minutes with --budget-s 100.
@@ -31,6 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -46,10 +51,13 @@ from harness import UNPUBLISHED, atomic_path, why_no_gpu
 
 PLACES = 64
 LAUNCH_EACH = 8  # calls of a case between two empty launches
+THREADS = {"attention in 1 thread": 1, "attention in 8 threads": 8}  # threads of a round
+CALLS_OF_THREAD = 128  # in a round
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, PAGE = 16, 4, 64, 64, 16
 OPERATIONS = (
     "attention", "grouped heads", "out=", "dropout", "attention_vjp", "vjp", "plan.forward", "plan.backward",
     "plan.forward(out=)", "vjp of a bias", "merge", "recall", "BlockIndex.from_mask",
+    *THREADS,
 )  # fmt: skip
 SELECTORS = tuple(
     f"selectors.{name}"
@@ -69,13 +77,14 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time: `prepare(turn, mask)` makes, untimed, what `call` takes."""
+    """A call to time: `prepare(turn, mask)` makes, untimed, what `call` takes, and `calls` are those that it makes."""
 
     library: str
     operation: str
     prepare: Callable[[int, Any], tuple[Any, ...]]
     call: Callable[..., Any]
     takes_mask: bool = True
+    calls: int = 1
 
 
 class Inputs:
@@ -134,6 +143,7 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
     yield Case(library, "plan.backward", after_forward, lambda ready, *arrays: ready.backward(*arrays))
     if library == "cupy":
         yield from cases_beside_attention(inputs, planned)
+        yield from cases_of_threads(inputs)
         yield from cases_of_selectors(inputs)
 
 
@@ -168,6 +178,28 @@ def cases_beside_attention(inputs: Inputs, planned: Callable[[int, Any], tuple[A
         "cupy", "BlockIndex.from_mask", lambda turn, mask: (pattern,),
         lambda mask: BlockIndex.from_mask(mask, tokens, tokens, BLOCK), takes_mask=False,
     )  # fmt: skip
+
+
+def cases_of_threads(inputs: Inputs) -> Iterator[Case]:
+    """Calls on CuPy's arrays by threads at once, each on a stream of its own."""
+    import cupy
+
+    def attend(stream: Any, first: int) -> None:
+        with stream:
+            for turn in range(first, first + CALLS_OF_THREAD):
+                cuflash.attention(*inputs.places[turn % PLACES][:3])
+
+    def round_of(threads: int) -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(attend, streams[:threads], range(0, PLACES, PLACES // threads)):
+                pass
+
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(max(THREADS.values()))]
+    for name, threads in THREADS.items():
+        yield Case(
+            "cupy", name, lambda turn, mask, threads=threads: (threads,), round_of, takes_mask=False,
+            calls=threads * CALLS_OF_THREAD,
+        )  # fmt: skip
 
 
 def cases_of_selectors(inputs: Inputs) -> Iterator[Case]:
@@ -324,7 +356,7 @@ def timed(
     """Microseconds of a case: median, and the middle half; the medians of empty launches and of making a mask."""
     spent, made, launches = [], [], []
     started = time.perf_counter()
-    for turn in range(-5, calls):
+    for turn in range(-5, max(1, calls // case.calls)):
         if turn % LAUNCH_EACH == 0:
             wait()
             begin = time.perf_counter()
@@ -339,7 +371,7 @@ def timed(
         result = case.call(*arguments)
         ended = time.perf_counter()
         if turn >= 0:
-            spent.append(ended - begin)
+            spent.append((ended - begin) / case.calls)
         del result, arguments
         if turn >= 2 and time.perf_counter() - started > budget_s:
             break
@@ -348,7 +380,7 @@ def timed(
     return {
         "us": f"{median:.2f}", "low_us": f"{low:.2f}", "high_us": f"{high:.2f}",
         "launch_us": f"{statistics.median(launches) * 1e6:.2f}", "mask_us": f"{statistics.median(made) * 1e6:.2f}",
-        "calls": len(spent),
+        "calls": len(spent) * case.calls,
     }  # fmt: skip
 
 

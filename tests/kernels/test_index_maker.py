@@ -13,9 +13,11 @@ from cached_calls import cached
 import pytest
 from device_lists import assert_same_blocks
 from foreign import Foreign
+from library_parts import part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash
 from cuflash import BlockIndex, masks
 from cuflash.blocks import index as indices
 from cuflash.executors import gpu, index_maker
@@ -118,6 +120,94 @@ def test_later_calls_of_one_layout_launch_four_kernels_and_bind_nothing(cupy, mo
         assert_same(index, expected_of(kept, mask, shape, block))
 
 
+OF_MASKS = {  # masks of an array, and the lengths, the block and more that an index is made with
+    "dense": (lambda x, of: of.Dense(x), (37, 29, (8, 4)), {}),
+    "a bare array": (lambda x, of: x, (37, 29, (8, 4)), {}),
+    "causal": (lambda x, of: of.Dense(x) & of.Causal("bottom_right"), (37, 29, 8), {}),
+    "blocks": (lambda x, of: of.BlockPattern(x[..., :5, :4], (8, 8)), (37, 29, 8), {}),
+    "blocks of others": (
+        lambda x, of: of.Causal("top_left") & of.BlockPattern(x[..., :5, :4], (8, 8)), (37, 29, 5), {},
+    ),
+    "heads": (lambda x, of: of.Dense(x), (37, 29, 8), {"batch": (2,), "num_heads": 3}),
+    "lengths": (lambda x, of: of.Lengths(q=30, kv=x[0].sum()), (37, 29, 8), {}),
+    "lengths of a batch": (
+        lambda x, of: of.Lengths(q=x[:, 0, :, 0].sum(-1), kv=x[:, 0, 0].sum(-1)) & of.Causal("top_left"),
+        (37, 29, (8, 4)), {"batch": (2,), "num_heads": 3},
+    ),
+    "documents": (lambda x, of: of.Documents(x[:, 0].cumsum(-1), x[0].cumsum(-1)), (37, 29, (5, 3)), {}),
+}
+
+
+def check_masks(machine, library, name):
+    """Repeated calls launch some kernels for the contents of the moment, with calls of another block between them.
+
+    Each array of the index is that of a mask whose kernels are not bound.
+    """
+    make, arguments, options = OF_MASKS[name]
+    rng, twin = np.random.default_rng(0), library.BlockIndex
+    array = rng.random((2, 3, 37, 29)) < 0.4 if options else rng.random((37, 29)) < 0.4
+    there, narrow = machine.asarray(array), {"seqlen_q": 37, "seqlen_kv": 29, "block": 16} | options
+    maker, (*lengths, block) = part(library, "executors.index_maker"), arguments
+    shape = library.masks.MaskShape(options.get("batch", ()), options.get("num_heads", 1), *lengths)
+    sides, target = (block, block) if isinstance(block, int) else block, part(library, "executors.gpu").current_target()
+    for turn in range(3):
+        machine.log.clear()
+        index = twin.from_mask(make(there, library.masks), *arguments, **options)
+        launches = ["launch"] * (4 + (name in ("lengths", "lengths of a batch", "documents")))
+        assert turn == 0 or [kind for kind, *_ in machine.log] == launches
+        whole = library.masks.Mask._mask_of(make(there, library.masks))
+        unbound = maker.index_of_mask(whole, shape, sides, target)
+        for field in ("indptr", "indices", "kinds", "tiles", "bits", "lo", "hi"):
+            one, other = getattr(index, field), getattr(unbound, field)
+            assert (one is None) == (other is None)
+            assert one is None or one.shape == other.shape and one.dtype == other.dtype and (one == other).all()
+        assert_same(index, twin.from_mask(make(array, library.masks), *arguments, **options))
+        expected = twin.from_mask(make(array, library.masks), **narrow)
+        assert_same(twin.from_mask(make(there, library.masks), **narrow), expected)
+        array = ~array
+        there[...] = array
+
+
+@pytest.mark.parametrize("name", OF_MASKS)
+def test_an_index_of_a_mask_on_a_device_is_made_by_bound_kernels(cupy, name):
+    check_masks(cupy, cuflash, name)
+
+
+def test_arguments_of_an_earlier_call_are_compared_with_their_types(cupy):
+    array = cupy.asarray(np.tri(6, dtype=bool))
+    BlockIndex.from_mask(array, 6, 6, 1)
+    for arguments in ((6, 6, True), (6, 6.0, 1), (6, 6, np.True_)):
+        with pytest.raises(cuflash.UnsupportedProblem):
+            BlockIndex.from_mask(array, *arguments)
+
+
+def test_a_graph_makes_the_index_of_what_a_mask_holds_at_a_replay(cupy):
+    mask = masks.Dense(cupy.asarray(np.tri(24, dtype=bool)))
+    BlockIndex.from_mask(mask, 24, 24, 8)
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        index = BlockIndex.from_mask(mask, 24, 24, 8)
+        graph = stream.end_capture()
+    assert {maker for (maker,) in cached("index").values()} == gpu._pinned
+    for array in (np.tri(24, k=-7, dtype=bool), np.eye(24, dtype=bool)):
+        mask.allowed[...] = array
+        graph.launch(stream)
+        assert_same(index, BlockIndex.from_mask(array, 24, 24, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_MASKS)
+def test_a_gpu_makes_the_index_of_a_mask(name):
+    import cupy
+
+    make, arguments, options = OF_MASKS[name]
+    for seed in range(3):
+        array = np.random.default_rng(seed).random((2, 3, 37, 29) if options else (37, 29)) < 0.4
+        index = BlockIndex.from_mask(make(cupy.asarray(array), masks), *arguments, **options)
+        assert_same(index, BlockIndex.from_mask(make(array, masks), *arguments, **options))
+
+
 def test_layouts_and_masks_are_not_mixed_up(cupy):
     shape, block = MaskShape((2,), 3, 32, 32), (8, 8)
     kept = blocks_of(shape, block, 3, 0)
@@ -143,7 +233,7 @@ def test_an_index_is_made_inside_a_capture_once_the_kernels_are_compiled(cupy):
         stream.begin_capture()
         index = index_of(array, mask, shape, block)
         graph = stream.end_capture()
-    assert {maker.lists for (maker,) in cached("index").values()} == gpu._pinned
+    assert {maker for (maker,) in cached("index").values()} == gpu._pinned
     for seed in (0, 1):
         array[...] = blocks_of(shape, block, 1, seed)
         graph.launch(stream)

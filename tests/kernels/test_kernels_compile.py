@@ -27,6 +27,7 @@ from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.fp8.quantize import SOURCES
+from cuflash.planning._result_kernels import every_result_spec
 from cuflash.planning.appending import append_spec
 from cuflash.planning.decoding import decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_spec
@@ -269,8 +270,9 @@ def every_target() -> list[tuple[KernelSpec, str]]:
         if chip in ("A100", "H100"):
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
-        lists = sorted({*LIST_SPECS.values(), *INTERVAL_SPECS.values(), *every_selection_spec(DTYPES)}, key=str)
-        targets += [(spec, room.architecture(spec, capability)) for spec in lists]
+        others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), *every_selection_spec(DTYPES)}
+        others |= every_result_spec(DTYPES)
+        targets += [(spec, room.architecture(spec, capability)) for spec in sorted(others, key=str)]
     return targets
 
 

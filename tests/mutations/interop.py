@@ -136,11 +136,17 @@ FAULTS = {
     },
     interop_guards.parts_of_a_mesh_are_differentiated: {
         "results are the same in all parts": Edit(
-            "jax.py", "_run", "tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))",
+            "jax.py", "_traced", "tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))",
             "tuple(_called_back(on_host, shapes, *arrays))",
         ),
         "arrays that are the same in all parts have other gradients": Edit(
             "jax.py", "attention", "*_varying_alike(given.values(), given.values())", "*given.values()"
+        ),
+    },
+    interop_guards.masks_of_jax_on_a_device_are_listed: {
+        "gradients are those of no mask": Edit("jax.py", "_forward_of", "if name == AT_CALL}", "if name is None}"),
+        "arrays that hold data are called back": Edit(
+            "jax.py", "_forward_of", "if not _are_traced(arrays):", "if False:"
         ),
     },
     interop_guards.traced_options_are_named: {
@@ -162,8 +168,11 @@ FAULTS = {
         "a tracer on a GPU becomes a callback": Edit(
             "jax.py", "_array_reasons", 'if data is None and _platform([array]) != "cpu":', "if False:"
         ),
+        "a sink of arrays that hold data is left out": Edit(
+            "jax.py", "_Call.options", 'sink=named.get("sink")', "sink=None"
+        ),
         "tracers are read": Edit(
-            "jax.py", "_run", "if any(isinstance(array, jax.core.Tracer) for array in arrays):", "if False:"
+            "jax.py", "_are_traced", "any(isinstance(array, jax.core.Tracer) for array in arrays)", "False"
         ),
     },
 }  # fmt: skip

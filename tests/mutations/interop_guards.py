@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cupy_machine import a_machine_for
 from mutations.python_guards import part
 
 # A fault may also show as an error of the other library where a sentence or a result is due.
@@ -96,14 +97,18 @@ def scores_of_jax_are_right(library: ModuleType) -> None:
             score = library.Score(gathered, table=table, places=places)
             return module.attention(q, k, v, score=score, bias=bias, sink=sink)
 
-        with watched(module.calls._call.Call, "plan") as calls:
-            ours = call(table, places, bias)
+        def pulled(table, places, bias):
             found, of_table = jax.vjp(lambda table, places: call(table, places, bias), table, places)
             _, of_bias = jax.vjp(lambda bias: call(table, places, bias), bias)
             (dtable, _), (dbias,) = of_table(DO), of_bias(DO)
-    assert {given[3].wrt for given in calls} == {(), ("table",), ("bias",)}
-    assert (np.asarray(ours) == o).all() and (np.asarray(found) == o).all()
-    assert (np.asarray(dtable) == made["table"]).all() and (np.asarray(dbias) == made["bias"]).all()
+            return call(table, places, bias), found, dtable, dbias
+
+        for run in (pulled, jax.jit(pulled)):
+            with watched(module.calls._call.Call, "of") as calls:
+                ours, found, dtable, dbias = run(table, places, bias)
+            assert {given[3].wrt for given in calls} == {(), ("table",), ("bias",)}
+            assert (np.asarray(ours) == o).all() and (np.asarray(found) == o).all()
+            assert (np.asarray(dtable) == made["table"]).all() and (np.asarray(dbias) == made["bias"]).all()
 
 
 @contextmanager
@@ -273,6 +278,17 @@ def traced_options_are_named(library: ModuleType) -> None:
         sentence = "^mask must be .* when JAX traces the call; got a tracer: "
         with pytest.raises(part(library, "errors").UnsupportedProblem, match=sentence):
             jax.jit(lambda x: module.attention(q, k, v, mask=x > 0))(jax.numpy.ones((6, 6)))
+
+
+def masks_of_jax_on_a_device_are_listed(library: ModuleType) -> None:
+    pytest.importorskip("jax")
+    from test_jax import check_device_masks
+
+    with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
+        try:
+            check_device_masks(patch, machine, library)
+        except part(library, "errors").UnsupportedProblem as error:
+            raise AssertionError(error) from error
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:

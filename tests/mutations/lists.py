@@ -15,10 +15,12 @@ from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
 from cuflash.planning.list_kernels import ListSource
 from cuflash.testing import Example, assert_within_bounds
+from cupy_machine import a_machine_for
 from device_lists import assert_lists_of
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_device_masks import sent
+from test_index_maker import OF_MASKS, check_masks
 
 import cuflash
 
@@ -116,6 +118,12 @@ def indices_are_those_of_their_blocks(library: ModuleType) -> None:
         (0, kept, band, frame._replace(seqlen_kv=76), block), (0, kept, band, frame, (16, 19)),
     ]  # fmt: skip
     assert len({key(*each) for each in others}) == len(others) and key(*others[0]) == key(*others[0])
+
+
+def indices_of_masks_are_bound(library: ModuleType) -> None:
+    with a_machine_for(library) as machine:
+        for name in OF_MASKS:
+            check_masks(machine, library, name)
 
 
 def calls_read_masks_anew(library: ModuleType) -> None:
@@ -241,6 +249,21 @@ FAULTS = {
         ),
         "a subclass has the elements of its parent": Edit(
             CONTENTS, "_own_form", 'if "device_form" in vars(type(mask)) else None', ""
+        ),
+    },
+    indices_of_masks_are_bound: {
+        "indices in other blocks are made alike": Edit(
+            INDEX, "repeated_index", '"index", contents.key, arguments', '"index", contents.key'
+        ),
+        "queries see keys up to their first": Edit(
+            INDEX, "IntervalIndexMaker.__call__", 'start + offsets["hi"]', 'start + offsets["lo"]'
+        ),
+        "no block of row intervals is there": Edit(
+            INDEX, "IntervalIndexMaker.__init__", "np.ones(1, bool)", "np.zeros(1, bool)"
+        ),
+        "each index binds its kernels": Edit(INDEX, "_maker", "CALLS.put(key, cached)", "pass"),
+        "no index is remembered": Edit(
+            "blocks/index.py", "BlockIndex.from_mask", "if index is not None:", "if False:"
         ),
     },
     lists_are_those_of_the_host: {

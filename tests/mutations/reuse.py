@@ -6,12 +6,16 @@ import ctypes
 from types import ModuleType
 
 import numpy as np
+import pytest
+from cupy_machine import a_machine_for
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_call_cache import check_freed, check_steps
+from test_kept_index import check_threads
+from test_reuse import DENSE, check_outputs, check_summed_gradients
 from workspace_memory import memory, stream
 
-SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
 
 
 def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:
@@ -74,7 +78,25 @@ def cached_calls_are_the_latest(library: ModuleType) -> None:
     check_freed(kind)
 
 
+def outputs_of_plans_are_bound(library: ModuleType) -> None:
+    for mask in (None, DENSE[0]):
+        with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
+            check_outputs(machine, patch, library, mask)
+
+
+def summed_gradients_are_bound(library: ModuleType) -> None:
+    for name in ("broadcast keys", "bias"):
+        with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
+            check_summed_gradients(machine, patch, library, name)
+
+
+def threads_send_lists_at_once(library: ModuleType) -> None:
+    with a_machine_for(library) as machine:
+        check_threads(machine, library)
+
+
 WORKSPACES, ARGUMENTS, CACHE = "executors/workspaces.py", "executors/arguments.py", "planning/_call_cache.py"
+PLANS, BOUND = "plans.py", "executors/_bound_plan.py"
 FAULTS = {
     cached_calls_are_the_latest: {
         "the use of a call does not count": Edit(
@@ -90,6 +112,41 @@ FAULTS = {
         "the latest call leaves": Edit(CACHE, "CallCache.put", "min(self._calls,", "max(self._calls,"),
         "calls stay without their owner": Edit(CACHE, "CallCache.put", "keys.add(key)", "pass"),
         "the last call stays": Edit(CACHE, "CallCache._drop", "self._last = object(), None", "pass"),
+    },
+    outputs_of_plans_are_bound: {
+        "an output over q is written to": Edit(
+            BOUND, "BoundPlan.may_overlap", "starts[out] < ends[other] and starts[other] < ends[out]", "False"
+        ),
+        "outputs overlap each other": Edit(BOUND, "BoundPlan.may_overlap", "in range(out)", "in range(first_out)"),
+        "arrays end where they start": Edit(
+            BOUND, "BoundPlan.may_overlap", "start + high for start, (_, high)", "start for start, (_, high)"
+        ),
+        "repeated calls do not look at overlaps": Edit(
+            PLANS, "Plan._run", "elif outs and bound.may_overlap(arrays, outs):", "elif False:"
+        ),
+        "a plan binds each call": Edit(PLANS, "Plan._run", "CALLS.put(key, bound, self._owner)", "pass"),
+        "an output is not returned": Edit(
+            BOUND, "BoundPlan.run", "outs[name] if name in outs else next(new)", "next(new, None)"
+        ),
+    },
+    summed_gradients_are_bound: {
+        "gradients of broadcast axes are those of the last entry": Edit(
+            "arrays.py", "summed_to", "gradient.sum(axis=", "gradient.max(axis="
+        ),
+        "a gradient has the dtype of its sum": Edit(
+            BOUND, "BoundPlan._finished", "wanted.shape, wanted.dtype)", "wanted.shape, result.dtype)"
+        ),
+        "a graph sums in memory that is gone": Edit(
+            BOUND, "BoundPlan.run", "self._machine.refuse_copies(self._copies)", "pass"
+        ),
+        "a pullback binds each call": Edit(
+            "calls/pullback.py", "Pullback.__call__", "if key is not None:", "if False:"
+        ),
+    },
+    threads_send_lists_at_once: {
+        "threads wait for each other's lists": Edit(
+            "executors/gpu.py", "Gpu.device_lists", "with sending:", "with self._lock:"
+        ),
     },
     workspaces_serve_one_call_at_a_time: {
         "a piece stays with its stream while a call has it": Edit(

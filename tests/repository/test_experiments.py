@@ -530,6 +530,24 @@ def test_tables_of_calls_show_every_row_with_its_commit(load, name: str) -> None
             assert f"| {float(row[column]):.3g} |" in line
 
 
+def test_the_calls_that_are_timed_run_on_a_stand_in_for_a_gpu(load, monkeypatch, tmp_path) -> None:
+    """Each call beside attention is made some times, by one thread at a time, and times are those of a call."""
+    experiment = load("host_time")
+    monkeypatch.setattr(experiment, "PLACES", 2)
+    monkeypatch.setattr(experiment, "HEADS", 2)
+    monkeypatch.setattr(experiment, "KV_HEADS", 1)
+    monkeypatch.setattr(experiment, "THREADS", {"attention in 1 thread": 1})
+    monkeypatch.setattr(experiment, "CALLS_OF_THREAD", 3)
+    with cupy_machine.installed(monkeypatch, tmp_path) as machine:
+        inputs = experiment.Inputs(70, machine.asarray)
+        found = {case.operation: case for case in experiment.cases_by_dlpack("cupy", inputs)}
+        assert set(found) == {*experiment.OPERATIONS, *experiment.SELECTORS} - {"attention in 8 threads"}
+        for name in experiment.OPERATIONS[experiment.OPERATIONS.index("plan.forward(out=)") : -1]:
+            before = len(machine.launched)
+            row = experiment.timed(found[name], lambda turn: None, lambda: None, lambda: None, 3, 60)
+            assert float(row["us"]) > 0 and row["calls"] == 3 and len(machine.launched) - before >= 8
+
+
 def test_every_selector_is_timed(load) -> None:
     """The calls that a GPU's host makes run on NumPy's arrays too, and choose some blocks of each row."""
     experiment = load("host_time")

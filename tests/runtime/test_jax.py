@@ -16,7 +16,9 @@ import cuflash.jax  # noqa: E402
 from cuflash.calls._call import Call  # noqa: E402
 from cuflash import BlockIndex, masks, scores  # noqa: E402
 from cuflash.testing import Example, assert_within_bounds  # noqa: E402
+import cupy_machine  # noqa: E402
 from executors import GPU  # noqa: E402
+from library_parts import part  # noqa: E402
 from refusals import reasons_of  # noqa: E402
 
 jnp = jax.numpy
@@ -116,7 +118,57 @@ def test_calls_with_one_mask_plan_once(monkeypatch, kind):
     expected, host_vjp = cuflash.attention_vjp(Q, K, V, mask=kept)
     assert (np.asarray(found) == expected).all()
     assert all((np.asarray(ours) == theirs).all() for ours, theirs in zip(vjp(jnp.asarray(DO)), host_vjp(DO)))
-    assert (np.asarray(o) == np.asarray(found)).all() and len(plans) == 2
+    # Calls that hold data share the plans of `cuflash.attention`; the host's call above has the array, not the index.
+    assert (np.asarray(o) == np.asarray(found)).all() and len(plans) == (2 if kind == "index" else 1)
+
+
+def on_a_machine(monkeypatch, library, module):
+    """Let arrays of JAX on the host stand for some on the stand-in for a GPU, which copies them."""
+    plans, layouts = part(library, "plans"), part(library, "layouts")
+
+    def taken(name, value, xp):
+        return xp.asarray(np.asarray(value)) if xp is not np else layouts.taken(name, value, xp)
+
+    monkeypatch.setattr(plans, "taken", taken)
+    for room in (plans, part(library, "masks.fields")):
+        monkeypatch.setattr(room, "is_on_cuda", lambda name, value: isinstance(value, jax.Array))
+    monkeypatch.setattr(module, "_platform", lambda arrays: "gpu")
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda array: jnp.asarray(array.get()))
+
+
+DEVICE_MASKS = {
+    "dense": lambda x, of: of.Dense(x), "an array": lambda x, of: x,
+    "causal": lambda x, of: of.Causal() & of.Dense(x), "lengths": lambda x, of: of.Lengths(kv=x[0].sum(keepdims=True)),
+}  # fmt: skip
+
+
+def check_device_masks(monkeypatch, machine, library):
+    """Masks that JAX holds on a device are listed by kernels in repeated calls, which plan nothing."""
+    module = part(library, "jax")
+    on_a_machine(monkeypatch, library, module)
+    q, k, v, do = (array.astype(np.float16) for array in (Q, K, V, DO))
+    there = [jnp.asarray(array) for array in (q, k, v)]
+    of_library, plans = part(library, "calls._call").Call, []
+    planned = of_library.of
+    monkeypatch.setattr(of_library, "of", lambda *args, **options: plans.append(args) or planned(*args, **options))
+    for make in DEVICE_MASKS.values():
+        for turn in range(3):
+            kept = (np.random.default_rng(turn).random((20, 20)) < 0.6) | np.eye(20, dtype=bool)
+            example = GPU.rounded(Example(q=q, k=k, v=v, do=do, mask=make(kept, masks)))
+            o = module.attention(*there, mask=make(jnp.asarray(kept), library.masks))
+            assert_within_bounds(example, o=np.asarray(o))
+            call = partial(module.attention, mask=make(jnp.asarray(kept), library.masks))
+            o, pull = jax.vjp(call, *there)
+            found = dict(zip(("dq", "dk", "dv"), map(np.asarray, pull(jnp.asarray(do)))))
+            assert_within_bounds(example, o=np.asarray(o), **found)
+            assert turn == 0 or all(options.executor == "sim" for *_, options in plans)  # those of bounds
+            plans.clear()
+
+
+def test_masks_on_a_device_are_listed_by_kernels(tmp_path, monkeypatch):
+    with cupy_machine.installed(monkeypatch, tmp_path) as machine:
+        check_device_masks(monkeypatch, machine, cuflash)
+        assert {"classify", "intervals"} < set(machine.launched)
 
 
 # Wrong arguments.

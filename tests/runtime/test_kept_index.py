@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,6 +19,7 @@ from cuflash import BlockIndex, masks
 from cuflash.blocks import index as indices
 from cuflash.executors import gpu
 from cuflash.testing import Example, assert_within_bounds
+from library_parts import part
 
 import cuflash
 
@@ -77,6 +80,45 @@ def test_everything_on_the_device_goes_with_the_index_without_a_collection(cupy)
         del by_device, index, vjp, ready
         assert [each() for each in held] == [None] * 12
     assert len(gpu._GPU._device_lists) == 0 and not gpu._GPU._to_release
+
+
+def in_threads(work, count):
+    """Call `work` with the number of a thread in so many threads at once; return the results in order."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def check_threads(machine, library):
+    """Threads send different lists at the same time, and one list once."""
+    gpu = part(library, "executors.gpu")
+    of_mask = part(library, "blocks.work_list").work_list
+    shape = library.masks.MaskShape((), 2, 40, 40)
+    target, room = gpu.Gpu(), threading.Barrier(3)
+
+    def list_of(step):
+        return of_mask(library.masks.Dilated(step).resolve(shape), shape, (8, 8))
+
+    class Met(dict):
+        """Lists that nobody sends before three threads are about to send theirs."""
+
+        def items(self):
+            room.wait(timeout=20)
+            return super().items()
+
+    different = [list_of(step) for step in (2, 3, 5)]
+    for work in different:
+        vars(work)["lists"] = Met(work.lists)
+    try:
+        assert len({id(each) for each in in_threads(lambda n: target.device_lists(different[n]), 3)}) == 3
+    except threading.BrokenBarrierError as error:
+        raise AssertionError("threads wait for each other's lists") from error
+    same, before = list_of(7), machine.allocated
+    assert len({id(each) for each in in_threads(lambda n: target.device_lists(same), 8)}) == 1
+    assert machine.allocated - before == len(same.lists)
+
+
+def test_threads_send_different_lists_at_once_and_each_once(cupy):
+    check_threads(cupy, cuflash)
 
 
 @pytest.mark.parametrize("executor", ["cpu", "gpu"])

@@ -17,6 +17,7 @@ from cuflash.compiler import nvrtc as compiling
 from cuflash.executors import gpu
 from cuflash.planning import plan_cache
 from cuflash.testing import Example, assert_within_bounds
+from library_parts import part
 from test_launch import DO, K, Q, V, Foreign, pulled, require_bounds
 from refusals import reasons_of
 
@@ -190,36 +191,75 @@ def test_an_output_of_another_library_is_written_by_a_repeated_call(cupy, monkey
         asks_nothing_again(monkeypatch)
 
 
-@pytest.mark.parametrize("mask", [None, DENSE[0]], ids=["no mask", "mask on the device"])
-def test_a_plan_that_writes_to_given_arrays_is_bound_once(cupy, monkeypatch, mask):
-    arrays = [cupy.asarray(array) for array in (Q, K, V)]
-    ready = cuflash.plan(*arrays, mask=None if mask is None else cupy.asarray(mask))
+def bound_once(monkeypatch, library):
+    """Count what is bound from now on, in a list."""
+    room, bindings = part(library, "executors.gpu"), []
+    bind = room.bind
+    monkeypatch.setattr(room, "bind", lambda *given, **options: bindings.append(given) or bind(*given, **options))
+    return bindings
+
+
+def check_outputs(machine, monkeypatch, library, mask):
+    """A plan binds once for each layout of outputs, and writes to none that overlaps another array."""
+    arrays = [machine.asarray(array) for array in (Q, K, V)]
+    ready = library.plan(*arrays, mask=None if mask is None else machine.asarray(mask))
     lse_shape = ready.forward(*arrays)[1].shape
+    bindings = bound_once(monkeypatch, library)
     for turn in range(3):
-        o, lse = cupy.empty(Q.shape, np.float32), cupy.empty(lse_shape, np.float32)
+        o, lse = machine.empty(Q.shape, np.float32), machine.empty(lse_shape, np.float32)
         for out in (o, (o, lse)):
             found = ready.forward(*arrays, out=out)
             assert found[0] is o and (len(out) != 2 or found[1] is lse or out is o)
             require_bounds({"o": o, "lse": found[1]}, mask=mask)
-        if turn == 0:
-            monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
-    (reason,) = reasons_of(ready.forward, *arrays, out=arrays[0])
-    assert reason.startswith("out must not overlap q in memory")
+    assert len(bindings) == 2
+    room = o.reshape(-1)[: lse.size].reshape(lse_shape)
+    for out, said in ((arrays[0], "out must not overlap q in memory"), ((o, room), "out[0] and out[1] must not")):
+        try:
+            ready.forward(*arrays, out=out)
+        except library.UnsupportedProblem as error:
+            assert error.reasons[0].startswith(said)
+        else:
+            raise AssertionError(f"{said}: is written to")
 
 
-@pytest.mark.parametrize("name", ["broadcast keys", "bias"])
-def test_gradients_that_are_summed_or_rounded_afterwards_are_bound_once(cupy, monkeypatch, name):
+@pytest.mark.parametrize("mask", [None, DENSE[0]], ids=["no mask", "mask on the device"])
+def test_a_plan_that_writes_to_given_arrays_is_bound_once(cupy, monkeypatch, mask):
+    check_outputs(cupy, monkeypatch, cuflash, mask)
+
+
+def check_summed_gradients(machine, monkeypatch, library, name):
+    """Gradients over broadcast axes, and those that are rounded afterwards, are bound once, and are in no graph."""
     bias = RNG.standard_normal((1, 1, K.shape[-2])).astype(np.float16)
     q = np.stack([Q, Q[::-1]]) if name == "broadcast keys" else Q
     do = np.stack([DO, DO[::-1]]) if name == "broadcast keys" else DO
     operands = {} if name == "broadcast keys" else {"score": cuflash.scores.bias(bias), "wrt": ("bias",)}
-    options = {"bias": cupy.asarray(bias), "wrt": "bias"} if operands else {}
-    arrays = [cupy.asarray(array) for array in (q, K, V)]
-    for _ in range(2):
-        found = cuflash.attention_vjp(*arrays, **options)[1](cupy.asarray(do))
+    options = {"bias": machine.asarray(bias), "wrt": "bias"} if operands else {}
+    arrays = [machine.asarray(array) for array in (q, K, V)]
+    bindings = bound_once(monkeypatch, library)
+    for _ in range(3):
+        _, vjp = library.attention_vjp(*arrays, **options)
+        found = vjp(machine.asarray(do))
         named = dict(zip(("dq", "dk", "dv"), found)) | ({"bias": found["bias"]} if operands else {})
+        assert {each: array.dtype for each, array in named.items()} == {each: np.float32 for each in named} | (
+            {"bias": np.float16} if operands else {}
+        )
         require_bounds(named, q=q, do=do, **operands)
-        monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
+    assert len(bindings) == 2  # a forward pass, and a backward pass
+    there, stream = machine.asarray(do), machine.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        try:
+            vjp(there)
+        except RuntimeError as error:
+            assert "gradients over broadcast axes are summed in memory that a graph would outlive" in str(error)
+        else:
+            raise AssertionError("a graph sums in memory that is gone")
+        stream.end_capture()
+
+
+@pytest.mark.parametrize("name", ["broadcast keys", "bias"])
+def test_gradients_that_are_summed_or_rounded_afterwards_are_bound_once(cupy, monkeypatch, name):
+    check_summed_gradients(cupy, monkeypatch, cuflash, name)
 
 
 # Plans for masks on the device.

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cupy_double
 import numpy as np
-from cuflash.planning._call_cache import CALLS, CallCache
-
-from cuflash.compiler import nvrtc as compiling
+import pytest
+from cuflash.compiler.source import KERNELS
 from cuflash.executors import sim as simulated
 from cuflash.planning.spec import KernelSpec
-from cuflash.compiler.source import source
+from library_parts import part
+
+import cuflash
 
 H100 = {
     "name": b"NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multiProcessorCount": 132,
@@ -321,29 +324,38 @@ class Cupy(cupy_double.Double):
 
 
 @contextmanager
-def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
+def installed(monkeypatch: Any, cache: Path, library: ModuleType = cuflash) -> Iterator[Cupy]:
     """Make the stand-in `import cupy`, and empty the caches that may hold an earlier one."""
-    from cuflash.executors import gpu, tensor_map
-    from cuflash.planning import plan_cache
-
+    gpu, tensor_map = part(library, "executors.gpu"), part(library, "executors.tensor_map")
+    plan_cache, calls = part(library, "planning.plan_cache"), part(library, "planning._call_cache")
+    compiling, sources = part(library, "compiler.nvrtc"), part(library, "compiler.source")
     machine = Cupy(cache)
 
     def remembered(spec: KernelSpec) -> str:
-        machine.specs[source(spec)] = spec
-        return source(spec)
+        machine.specs[sources.source(spec)] = spec
+        return str(sources.source(spec))
 
     monkeypatch.setitem(__import__("sys").modules, "cupy", machine)
     monkeypatch.setattr(compiling, "source", remembered)
+    monkeypatch.setattr(sources, "KERNELS", KERNELS)  # which a copy of the library does not have
     for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None), ("_is_started", False)):
         monkeypatch.setattr(compiling, name, fresh)
     monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
     monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
     monkeypatch.setattr(gpu, "_pinned", set())
-    for name, fresh in vars(CallCache()).items():
-        monkeypatch.setattr(CALLS, name, fresh)
+    for name, fresh in vars(calls.CallCache()).items():
+        monkeypatch.setattr(calls.CALLS, name, fresh)
     monkeypatch.setattr(Ndarray, "machine", machine, raising=False)
     gpu._device_spec.cache_clear()
     plan_cache._cached_plan.cache_clear()
     yield machine
     gpu._device_spec.cache_clear()
     plan_cache._cached_plan.cache_clear()
+
+
+@contextmanager
+def a_machine_for(library: ModuleType) -> Iterator[Cupy]:
+    """A stand-in for CuPy and a GPU, for a copy of the library."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        with installed(patch, Path(folder), library) as machine:
+            yield machine

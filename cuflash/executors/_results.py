@@ -1,0 +1,105 @@
+"""Merges and compares results of attention on the current CUDA device: a launch for a call, and nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+
+import numpy as np
+
+from ..arrays import Array, namespace
+from ..planning._call_cache import CALLS
+from ..planning._result_kernels import COMPARED, comparing, merging
+from . import checks, gpu
+from ._layout_key import layout_key
+from .selecting import bound_kernel
+
+
+class BoundMerge:
+    """The kernel that merges parts, for parts of one layout.
+
+    Parameters
+    ----------
+    outs, lses : sequence of CuPy arrays
+        Their layouts alone matter.
+    target : Gpu
+        The device; the kernel is compiled now.
+    """
+
+    def __init__(self, outs: Sequence[Array], lses: Sequence[Array], target: gpu.Gpu) -> None:
+        self._launches = bound_kernel(merging(len(outs), outs[0].shape, outs[0].dtype), target)
+        self._is_empty = lses[0].size == 0
+        like = outs[0], lses[0]
+        self._makers = [target.maker(each.shape, each.dtype) for each in like]
+        self._odd_bits = [each.dtype.itemsize - 1 for each in like]
+        self._is_dense = all(each.flags.c_contiguous for each in (*outs, *lses))
+        self._target, self._current_stream = target, target.current_stream
+        self._captured: list[Array] = []
+
+    def __call__(self, outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array] | None:
+        """o and lse of the union of these parts; None where an array lies at an odd address."""
+        if not self._is_dense:
+            outs, lses = (list(map(namespace(outs[0]).ascontiguousarray, each)) for each in (outs, lses))
+        of_outs, of_lses = (list(map(self._target.address, each)) for each in (outs, lses))
+        if reduce(or_, of_outs) & self._odd_bits[0] or reduce(or_, of_lses) & self._odd_bits[1]:
+            return None
+        o, lse = (make() for make in self._makers)
+        if self._is_empty:
+            return o, lse
+        stream = self._current_stream()
+        self._launches.launch((*of_outs, *of_lses, self._target.address(o), self._target.address(lse)), stream)
+        if stream.is_capturing():  # each replay reads copies, and writes there
+            self._captured += [o, lse, *(() if self._is_dense else (*outs, *lses))]
+            gpu.hold(self)
+        if checks.is_on():
+            self._launches.wait()
+        return o, lse
+
+
+class BoundComparison:
+    """The kernel that compares results with a mask and without, for results of one shape and dtype.
+
+    Parameters
+    ----------
+    o, lse : CuPy arrays
+        Their shapes and dtypes alone matter.
+    target : Gpu
+        The device; the kernel is compiled now.
+    """
+
+    def __init__(self, o: Array, lse: Array, target: gpu.Gpu) -> None:
+        self._launches = bound_kernel(comparing(o.shape, o.dtype), target, (*COMPARED, "mass", "error"))
+        self._makers = [target.maker(lse.shape, lse.dtype), target.maker((), np.dtype(np.float64))]
+        self._target, self._current_stream = target, target.current_stream
+        self._captured: list[Array] = []
+
+    def __call__(self, *results: Array) -> tuple[Array, Array]:
+        """The masses and the error, for o and lse without the mask and with it, all in C order."""
+        mass, error = (make() for make in self._makers)
+        stream = self._current_stream()
+        workspaces = self._launches.launch(list(map(self._target.address, (*results, mass, error))), stream)
+        if stream.is_capturing():  # each replay writes there
+            self._captured += [mass, error, *workspaces]
+            gpu.hold(self)
+        if checks.is_on():
+            self._launches.wait()
+        return mass, error
+
+
+def compared(o: Array, lse: Array, kept_o: Array, kept_lse: Array) -> tuple[Array, Array]:
+    """Compare the results of two calls of attention on CuPy's arrays, without a mask and with it.
+
+    Returns
+    -------
+    mass : CuPy array of lse's shape and dtype
+        exp(kept_lse - lse), 1 in rows that have no key without the mask.
+    error : CuPy float64 array of shape ()
+        The Frobenius norm of the change of o, divided by that of o.
+    """
+    key = "compare", layout_key(o, lse, kept_o, kept_lse)
+    compare: BoundComparison | None = CALLS.get(key)
+    if compare is None:
+        compare = BoundComparison(o, lse, gpu.current_target())
+        CALLS.put(key, compare)
+    return compare(o, lse, kept_o, kept_lse)

@@ -1,0 +1,92 @@
+"""Kernels that read results of attention: one merges parts over disjoint keys, one compares a mask's with the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from .launches import Pass, Workspace
+from .spec import KernelSpec
+
+MOST_PARTS = 128  # of a launch
+# Mirror `kernels_cu/results/params.cuh`.
+MERGE = np.dtype(
+    [
+        *((name, [(str(part), np.uint64) for part in range(MOST_PARTS)]) for name in ("outs", "lses")),
+        *((name, np.uint64) for name in ("o", "lse")),
+        ("num_rows", np.int64),
+        *((name, np.int32) for name in ("num_parts", "num_columns", "threads_per_row", "padding")),
+    ],
+    align=True,
+)
+COMPARISON = np.dtype(
+    [
+        *((name, np.uint64) for name in ("o", "lse", "kept_o", "kept_lse", "sums", "num_arrived", "mass", "error")),
+        *((name, np.int64) for name in ("num_rows", "num_elements")),
+    ],
+    align=True,
+)
+COMPARED = ("o", "lse", "kept_o", "kept_lse")  # what the kernel that compares reads
+_WARPS = {"merge": 4, "compare": 8}
+_COLUMNS = 4  # of a thread of the kernel that merges
+_ELEMENTS, _MOST_BLOCKS = 16, 1024  # of a thread, and of a launch, of the kernel that compares
+_BYTES_OF_SQUARES = 16  # two sums of float64
+
+
+def result_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
+    """A kernel that reads results of a dtype."""
+    return KernelSpec(
+        family="results", entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0,
+        num_warps=_WARPS[entry], min_blocks=1,
+    )  # fmt: skip
+
+
+def every_result_spec(dtypes: tuple[np.dtype[Any], ...]) -> set[KernelSpec]:
+    """The kernels for results of some dtypes."""
+    return {result_spec(entry, dtype) for entry in _WARPS for dtype in dtypes}
+
+
+def merging(num_parts: int, o_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pass:
+    """Return the kernel that merges parts; it reads "outs.0" and so on, "lses.0" and so on, and writes "o" and "lse".
+
+    Parameters
+    ----------
+    num_parts : int
+        At most `MOST_PARTS`.
+    o_shape : tuple of int
+        [..., seqlen_q, value_dim], of each part.
+    dtype : numpy.dtype
+        Of o.
+    """
+    spec, num_rows, num_columns = result_spec("merge", dtype), prod(o_shape[:-1]), o_shape[-1]
+    threads_per_row = max(1, -(-num_columns // _COLUMNS))
+    numbers = {
+        "num_rows": num_rows, "num_parts": num_parts, "num_columns": num_columns, "threads_per_row": threads_per_row,
+    }  # fmt: skip
+    parts = tuple(f"{name}.{part}" for name in ("outs", "lses") for part in range(num_parts))
+    grid = -(-num_rows * threads_per_row // spec.num_threads)
+    return Pass.of_kernel(spec, grid, MERGE, numbers, reads=parts, writes=("o", "lse"))
+
+
+def comparing(o_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pass:
+    """Return the kernel that compares results with a mask and without.
+
+    Parameters
+    ----------
+    o_shape : tuple of int
+        [..., seqlen_q, value_dim]
+    dtype : numpy.dtype
+        Of o.
+    """
+    spec, num_rows, num_elements = result_spec("compare", dtype), prod(o_shape[:-1]), prod(o_shape)
+    needed = -(-max(num_rows, num_elements) // (spec.num_threads * _ELEMENTS))
+    grid = min(max(needed, 1), _MOST_BLOCKS)
+    kernels = Pass.of_kernel(
+        spec, grid, COMPARISON, {"num_rows": num_rows, "num_elements": num_elements}, reads=COMPARED,
+        writes=("mass", "error", "sums", "num_arrived"), shared_bytes=_BYTES_OF_SQUARES * spec.num_warps + 8,
+    )  # fmt: skip
+    sums, arrived = Workspace((grid, 2), np.dtype(np.float64)), Workspace((1,), np.dtype(np.int32), is_zeroed=True)
+    return replace(kernels, workspaces={"sums": sums, "num_arrived": arrived})
