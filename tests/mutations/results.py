@@ -140,7 +140,7 @@ FAULTS = {
         ),
         "each call makes a kernel": Edit(BOUND, "compared", "CALLS.put(key, compare)", "pass"),
         "workspaces are lost": Edit(
-            "executors/launch.py", "BoundPass.launch", "self._workspaces.give_back(stream, taken)", "pass"
+            "executors/launch.py", "BoundPass.launch", "workspaces.give_back(stream, taken)", "pass"
         ),
     },
 }
