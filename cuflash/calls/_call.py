@@ -16,6 +16,7 @@ from ..executors._bound_plan import EXECUTORS
 from ..executors.index_maker import BlockIndex  # plans list the blocks of masks on a device, which its module does
 from ..fp8 import operands as fp8
 from ..layouts import device_number, is_differentiated
+from ..masks._chosen import chosen_masks
 from ..masks.base import Mask
 from ..masks.content import held_arrays
 from ..planning.device import DeviceSpec
@@ -262,6 +263,8 @@ def _posed(
     if problem is not None:
         with collecting(reasons):
             mask = mask() if isinstance(mask, partial) else mask
+            for chosen in chosen_masks(mask):
+                chosen.require_heads(problem.num_heads, problem.num_kv_heads)
             resolved = requested_mask(mask, options.causal, options.window, problem.mask_shape, where)
         reasons += alignment_reasons(composed, mask, options.causal, problem.mask_shape)
     return problem, resolved, reasons
