@@ -11,7 +11,7 @@ from ..arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namesp
 from ..blocks.work_list import requested_mask
 from ..compiler import nvrtc
 from ..errors import collecting, refuse
-from ..executors import gpu
+from ..executors import checks, gpu
 from ..executors._bound_plan import EXECUTORS
 from ..executors.index_maker import BlockIndex  # plans list the blocks of masks on a device, which its module does
 from ..fp8 import operands as fp8
@@ -265,6 +265,8 @@ def _posed(
             mask = mask() if isinstance(mask, partial) else mask
             for chosen in chosen_masks(mask):
                 chosen.require_heads(problem.num_heads, problem.num_kv_heads)
+                if checks.is_on():
+                    chosen.require_numbers(problem.seqlen_kv)
             resolved = requested_mask(mask, options.causal, options.window, problem.mask_shape, where)
         reasons += alignment_reasons(composed, mask, options.causal, problem.mask_shape)
     return problem, resolved, reasons

@@ -16,7 +16,7 @@ from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from .base import Mask
 from .block_set import BlockGrid, BlockSet
-from .content import held_masks
+from .content import held_arrays, held_masks
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, leading_reasons, widened
 from .fields import take_arrays
 from .shape import MAX_SEQLEN, MaskShape, broadcasts_to
@@ -63,7 +63,8 @@ class ChosenBlocks(Mask):
     learns through what its scores also multiply, such as the gates of branches that `merge_vjp` combines.
 
     Arrays are read at each call and not copied by the mask. On a device they are never looked at by the host: there a
-    number outside the blocks is ignored, and memory is read for none.
+    number outside the blocks is ignored, and memory is read for none. With ``CUFLASH_CHECK=1`` calls wait, and refuse
+    it.
 
     Examples
     --------
@@ -160,7 +161,9 @@ class ChosenBlocks(Mask):
                 f"counts must broadcast to the axes of blocks before the last, {axes[:-1]}; got shape "
                 f"{tuple(self.counts.shape)}"
             )
-        refuse(reasons or self._content_reasons(shape.seqlen_kv))
+        refuse(reasons)
+        if {namespace(array) for array in held_arrays(self)} == {np}:
+            self.require_numbers(shape.seqlen_kv)
         return ResolvedChosen(self, shape)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
@@ -240,26 +243,42 @@ class ChosenBlocks(Mask):
         num_distinct = len(np.unique(np.stack([run, rows[is_first]]), axis=1).T)
         return float(num_distinct / num_runs / (num_members / seqlen_q))
 
-    def _content_reasons(self, seqlen_kv: int) -> list[str]:
-        """Why the numbers of lists on the host are refused; those on a device are not looked at."""
-        if namespace(self.blocks) is not np or (self.counts is not None and namespace(self.counts) is not np):
-            return []
-        n, num_blocks = self.blocks.shape[-1], -(-seqlen_kv // self.block)
-        if self.counts is not None and (wrong := (self.counts < 0) | (self.counts > n)).any():
-            place = tuple(map(int, np.argwhere(wrong)[0]))
-            return [f"counts must be ints in 0..{n}; got {int(self.counts[place])} at {place}"]
-        wrong = (self.blocks < -1) | (self.blocks >= num_blocks)
-        if not wrong.any():
-            return []
+    def require_numbers(self, seqlen_kv: int) -> None:
+        """Refuse numbers that are not those of blocks, and counts beyond the lists; wait for a device.
+
+        Calls require them of lists on the host, and with CUFLASH_CHECK=1 of lists on a device.
+
+        Parameters
+        ----------
+        seqlen_kv : int
+            Length of the keys in tokens.
+
+        Raises
+        ------
+        UnsupportedProblem
+            It names the first of them.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> ChosenBlocks(np.array([[0, 3]]), block=64).require_numbers(256)
+        """
+        blocks, n, num_blocks = to_host(self.blocks), self.blocks.shape[-1], -(-seqlen_kv // self.block)
+        wrong = (blocks < -1) | (blocks >= num_blocks)
         if self.counts is not None:
-            wrong &= np.arange(n) < self.counts[..., None]
-            if not wrong.any():
-                return []
-        place = tuple(map(int, np.argwhere(wrong)[0]))
-        return [
-            f"blocks must hold block numbers from -1, which stands for none, to {num_blocks - 1} "
-            f"(seqlen_kv={seqlen_kv} in blocks of {self.block}); got {int(self.blocks[place])} at {place}"
-        ]
+            counts = to_host(self.counts)
+            if (is_beyond := (counts < 0) | (counts > n)).any():
+                place = tuple(map(int, np.argwhere(is_beyond)[0]))
+                raise UnsupportedProblem([f"counts must be ints in 0..{n}; got {int(counts[place])} at {place}"])
+            wrong &= np.arange(n) < counts[..., None]
+        if wrong.any():
+            place = tuple(map(int, np.argwhere(wrong)[0]))
+            raise UnsupportedProblem(
+                [
+                    f"blocks must hold block numbers from -1, which stands for none, to {num_blocks - 1} "
+                    f"(seqlen_kv={seqlen_kv} in blocks of {self.block}); got {int(blocks[place])} at {place}"
+                ]
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

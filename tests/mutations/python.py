@@ -23,7 +23,8 @@ FAULTS = {
             "executors/_host_tiles.py", "masked_elements", "keys.start % work.block_kv", "0"
         ),
         "a key is lost where a run is cut": Edit(
-            "executors/_host_tiles.py", "_groups", "start=segment.start + remaining)", "start=segment.start + remaining + 1)"
+            "executors/_host_tiles.py", "_groups", "start=segment.start + remaining)",
+            "start=segment.start + remaining + 1)",
         ),
         "heads are grouped by remainder": Edit(
             "executors/cpu.py", "_HostCall._rows_of", ".h // self.group_size)", ".h % self.plan.problem.num_kv_heads)"

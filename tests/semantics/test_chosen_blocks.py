@@ -6,6 +6,7 @@ Checks take the library as an argument, so that they guard copies of it with pla
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any
 
 import device_double
@@ -19,7 +20,9 @@ from library_parts import part
 import cuflash
 from cuflash import BlockIndex, ShapeDtype, UnsupportedProblem, masks, reference, testing
 from cuflash.blocks._chosen_work import ChosenWork, Unions
+from cuflash.calls._call import _posed
 from cuflash.masks import ChosenBlocks, MaskShape
+from cuflash.planning.options import Options
 from cuflash.testing import Example, assert_within, assert_within_bounds
 from cuflash.testing.mask_strategies import chosen_blocks
 
@@ -666,6 +669,20 @@ def test_what_does_not_fit_is_refused_by_the_call(name: str, executor: str) -> N
         with pytest.raises(UnsupportedProblem) as refused:
             call(Q, K, K, mask=mask, executor=executor)
         assert told in str(refused.value) and len(refused.value.reasons) == 1
+
+
+@pytest.mark.parametrize("mask, told", [CALLED_WRONGLY[name] for name in CALLED_WRONGLY if "number" in name])
+def test_numbers_on_a_device_are_named_where_calls_are_checked(
+    mask: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device = mask.to(device_double.to_device)
+    given_ = *(ShapeDtype(x.shape, x.dtype) for x in (Q, K, K)), Options(mask=on_device)
+    pose = partial(_posed, None, None, given_[-1], None, "ieee", on_device, *given_[:-1])
+    assert pose()[-1] == [], "nothing waits for the device"
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    with device_double.transfers_allowed():
+        (reason,) = pose()[-1]
+    assert told in reason
 
 
 def test_entries_behind_the_counts_are_not_looked_at() -> None:
