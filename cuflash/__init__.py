@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # where each public name comes from; at run time `__getattr__
     from .errors import CompileError, UnsupportedProblem
     from .fp8 import QuantizationBound, Rotation, quantization_bound
     from .fp8.quantize import Quantized, quantize
-    from .merging import merge
+    from .merging import merge, merge_vjp
     from .packing import pack, unpack
     from .planning.device import DeviceSpec
     from .planning.peaks import Peaks
@@ -67,6 +67,7 @@ __all__ = [
     "masks",
     "memory",
     "merge",
+    "merge_vjp",
     "pack",
     "patterns",
     "plan",
@@ -97,7 +98,7 @@ _MODULES = {
     "fp8": ("QuantizationBound", "Rotation", "quantization_bound"),
     "fp8.quantize": ("Quantized", "quantize"),
     "masks": ("masks",),
-    "merging": ("merge",),
+    "merging": ("merge", "merge_vjp"),
     "packing": ("pack", "unpack"),
     "patterns": ("patterns",),
     "planning.device": ("DeviceSpec",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,125 @@ def _merged_in_stages(outs: list[Array], lses: list[Array]) -> tuple[Array, Arra
     runs = [merge(wide[start : start + MOST_PARTS], lses[start : start + MOST_PARTS]) for start in starts]
     o, lse = merge(*(list(each) for each in zip(*runs)))
     return o.astype(outs[0].dtype, copy=False), lse
+
+
+@explains_keywords
+def merge_vjp(
+    outs: Sequence[Array] | Array, lses: Sequence[Array] | Array
+) -> tuple[tuple[Array, Array], MergePullback]:
+    """Merge attention over disjoint sets of keys, and return what pulls gradients back to the parts.
+
+    Parameters
+    ----------
+    outs, lses : sequences of arrays
+        As in `merge`.
+
+    Returns
+    -------
+    merged : (array, array)
+        o and lse, as `merge` returns them.
+    vjp : MergePullback
+        ``vjp(do, dlse=None)`` returns ``(douts, dlses)``, two tuples with an array for each part: the gradients of
+        sum(do * o) + sum(dlse * lse), in the shapes and dtypes of `outs` and `lses`. Rows that are empty in a part have
+        gradients 0 there.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `merge`.
+
+    Notes
+    -----
+    With w_p = exp(lse_p - lse), do_p = w_p do and dlse_p = w_p (do . (o_p - o) + dlse). The vjp of a part takes both:
+    ``vjp_p(do_p, dlse_p)``.
+
+    A gate g_p on a part's weights, o = sum_p g_p exp(lse_p) o_p / sum_p g_p exp(lse_p), is ``lse_p + log(g_p)`` in
+    place of lse_p, and the gradient of log(g_p) is dlse_p.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v, do = np.random.default_rng(0).standard_normal((4, 8, 4))
+    >>> left, left_vjp = cuflash.attention_vjp(q, k[:3], v[:3], return_lse=True)
+    >>> right, right_vjp = cuflash.attention_vjp(q, k[3:], v[3:], return_lse=True)
+    >>> (o, lse), vjp = cuflash.merge_vjp(*zip(left, right))
+    >>> (do_left, do_right), (dlse_left, dlse_right) = vjp(do)
+    >>> dq = left_vjp(do_left, dlse_left).dq + right_vjp(do_right, dlse_right).dq
+    >>> _, whole_vjp = cuflash.attention_vjp(q, k, v)
+    >>> bool(np.allclose(dq, whole_vjp(do).dq))
+    True
+    """
+    outs, lses = _parts("outs", outs), _parts("lses", lses)
+    o, lse = merge(outs, lses)
+    return (o, lse), MergePullback(tuple(outs), tuple(lses), lse)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MergePullback:
+    """Pulls gradients back through `merge`: what `merge_vjp` returns beside its results.
+
+    Attributes
+    ----------
+    outs, lses : tuple of arrays
+        The parts.
+    lse : array
+        The merged log-sum-exp.
+    """
+
+    outs: tuple[Array, ...]
+    lses: tuple[Array, ...]
+    lse: Array
+
+    @explains_keywords
+    def __call__(self, do: Array, dlse: Array | None = None) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Gradients of sum(do * o) + sum(dlse * lse) by the parts, (douts, dlses).
+
+        Raises
+        ------
+        TypeError
+            An argument is not an array.
+        UnsupportedProblem
+            An argument is not like o, or not like lse. It lists every reason.
+        """
+        reasons: list[str] = []
+        do = self._like("do", do, "o", self.outs[0], reasons)
+        dlse = None if dlse is None else self._like("dlse", dlse, "lse", self.lse, reasons)
+        refuse(reasons)
+        xp = namespace(self.lse)
+        with np.errstate(all="ignore"):  # weights of parts far below the largest are 0, and NaN is a result
+            wide = do.astype(accumulator_dtype(do.dtype))
+            is_empty = [xp.isneginf(lse) for lse in self.lses]
+            weights = [xp.exp(lse - self.lse) for lse in self.lses]
+            slopes = [
+                xp.where(no_key, 0, (wide * out.astype(wide.dtype)).sum(axis=-1))
+                for no_key, out in zip(is_empty, self.outs)
+            ]
+            # do . o, and not of the o that was rounded to the dtype of the parts
+            mean = sum(weight * slope for weight, slope in zip(weights, slopes))
+            by_lse = -mean if dlse is None else dlse - mean
+            douts = tuple(
+                xp.where(no_key[..., None], 0, weight[..., None] * wide).astype(do.dtype)
+                for no_key, weight in zip(is_empty, weights)
+            )
+            dlses = tuple(
+                xp.where(no_key, 0, weight * (slope + by_lse)).astype(self.lse.dtype)
+                for no_key, weight, slope in zip(is_empty, weights, slopes)
+            )
+        return douts, dlses
+
+    def _like(self, name: str, value: Any, like: str, wanted: Array, reasons: list[str]) -> Any:
+        """A cotangent as an array, with why it is not like a result."""
+        array = _as_known_array(name, value)
+        if not is_array(array):
+            raise TypeError(f"{name} must be an array; got {describe(value)}")
+        if array.shape != wanted.shape or array.dtype != wanted.dtype:
+            reasons.append(
+                f"{name} must have {like}'s shape {wanted.shape} and dtype {wanted.dtype}; got {array.shape}, "
+                f"{array.dtype}"
+            )
+        elif namespace(array) is not namespace(wanted):
+            reasons.append(f"{name} must be an array of the parts' kind; got {describe(array)}: copy it")
+        return array
 
 
 def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ from ..arrays import Array, flag_reasons, is_array, is_sparse, namespace, requir
 from ..errors import UnsupportedProblem, collecting, refuse, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import is_differentiated
+from ..masks._chosen import ChosenBlocks
 from ..masks.arrays import COMBINED, Sparse, as_mask, without_padding
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
@@ -24,7 +25,7 @@ from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .carried import CarriedLists, KeptIndex, Owner
 from .classify import BlockKind, classify, pack, pointers, transposed_intervals, unpack
-from .index_mask import IndexMask
+from .index_mask import IndexMask, chosen_lists
 from .report import IndexReport, require_same_blocks
 
 _EVERYTHING = Band()
@@ -647,6 +648,29 @@ class BlockIndex:
                [0, 0, 1, 1]])
         """
         return IndexMask(self)
+
+    def chosen(self) -> ChosenBlocks:
+        """Return the blocks of each query as lists of an index in blocks of one query; waits for a device.
+
+        Returns
+        -------
+        ChosenBlocks
+            Lists [num_heads, seqlen_q, n], or [batch, num_heads, seqlen_q, n] of an index of several batch entries, in
+            ascending order and with -1 behind them.
+
+        Raises
+        ------
+        UnsupportedProblem
+            A block is of several queries, or not full.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.array([[1, 0, 1], [0, 1, 0]], bool), 2, 6, block=(1, 2))
+        >>> index.chosen().blocks.tolist()
+        [[[0, 2], [1, -1]]]
+        """
+        return ChosenBlocks(namespace(self.indptr).asarray(chosen_lists(self.on_host)), self.block[1])
 
     def __and__(self, other: Any) -> Any:
         return self._combined(other, and_)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, namespace
-from ..errors import refuse
+from ..errors import UnsupportedProblem, refuse
 from ..masks.base import Mask
 from ..masks.block_set import BlockSet
 from ..masks.coordinates import LeadingArray
@@ -115,3 +115,24 @@ class IndexMask(Mask):
         """A position in the lists, any position where there is no entry, and whether there is an entry."""
         capacity = len(self.index.indices)
         return namespace(entry).minimum(entry, max(capacity - 1, 0)), entry < capacity
+
+
+def chosen_lists(index: Any) -> Array:
+    """Lists of the blocks of an index on the host with full blocks of one query, int32 [..., heads, seqlen_q, n].
+
+    Raises
+    ------
+    UnsupportedProblem
+        A block is of several queries, or not full.
+    """
+    if index.block[0] != 1:
+        raise UnsupportedProblem([f"the index must be in blocks of one query, as (1, 64); got block={index.block}"])
+    if (index.kinds != BlockKind.FULL).any():
+        raise UnsupportedProblem(
+            ["the index must hold full blocks alone; got partial ones: write index.filled().chosen() & mask"]
+        )
+    counts = np.diff(index.indptr)
+    blocks = np.full((len(counts), int(counts.max(initial=0))), -1, np.int32)
+    blocks[index.block_rows, np.arange(len(index.indices)) - index.indptr[index.block_rows]] = index.indices
+    leading = (index.batch,) if index.batch > 1 else ()
+    return blocks.reshape(*leading, index.num_heads, index.seqlen_q, blocks.shape[1])

@@ -6,6 +6,7 @@ its transpose. All three answer the same two questions, `row` and `column`, with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.content import held_arrays, mask_namespace, without_memos
 from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
 from ..masks.shape import MAX_SEQLEN, MaskShape
+from ._gathered_rows import GatheredRows
 from .classify import BlockKind, extents, row_intervals, unpack
 from .index import BlockIndex
 from .index_mask import IndexMask
@@ -36,6 +38,10 @@ class Segment(NamedTuple):
     stop: int
     kind: BlockKind
     tile: int = -1
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -311,7 +317,7 @@ class ListedWork:
         """First row and one past the last of each bit tile that attends any key."""
         return _used_range(self.index.bits.any(-1))
 
-    def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
+    def row(self, b: int, h: int, start: int, stop: int) -> Sequence[Segment | GatheredRows]:
         """The keys that the block row holding queries start <= i < stop visits."""
         index = self.index
         row = self._matrix(b, h) * index.num_q_blocks + start // self.block_q
@@ -322,7 +328,7 @@ class ListedWork:
             within = int(lo[0]), int(hi[-1])
         return _segments(index, index.indices[entries], entries, self.block_kv, index.seqlen_kv, within, self.used_keys)
 
-    def column(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
+    def column(self, b: int, h: int, start: int, stop: int) -> Sequence[Segment | GatheredRows]:
         """The queries that visit the block column holding keys start <= j < stop."""
         index = self.index
         pointers, order = index._columns

@@ -11,11 +11,12 @@ from ..arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namesp
 from ..blocks.work_list import requested_mask
 from ..compiler import nvrtc
 from ..errors import collecting, refuse
-from ..executors import gpu
+from ..executors import checks, gpu
 from ..executors._bound_plan import EXECUTORS
 from ..executors.index_maker import BlockIndex  # plans list the blocks of masks on a device, which its module does
 from ..fp8 import operands as fp8
 from ..layouts import device_number, is_differentiated
+from ..masks._chosen import chosen_masks
 from ..masks.base import Mask
 from ..masks.content import held_arrays
 from ..planning.device import DeviceSpec
@@ -262,6 +263,10 @@ def _posed(
     if problem is not None:
         with collecting(reasons):
             mask = mask() if isinstance(mask, partial) else mask
+            for chosen in chosen_masks(mask):
+                chosen.require_heads(problem.num_heads, problem.num_kv_heads)
+                if checks.is_on():
+                    chosen.require_numbers(problem.seqlen_kv)
             resolved = requested_mask(mask, options.causal, options.window, problem.mask_shape, where)
         reasons += alignment_reasons(composed, mask, options.causal, problem.mask_shape)
     return problem, resolved, reasons

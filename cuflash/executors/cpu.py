@@ -8,21 +8,20 @@ algorithm 1); the backward pass recomputes P tile by tile, once by rows for dQ a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..arrays import Array, ShapeDtype
-from ..blocks.classify import BlockKind
-from ..blocks.work_list import ListedWork, Segment, WorkList
+from ..blocks._chosen_work import ChosenWork
 from ..planning.dropout_launches import SEED
 from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
+from ._host_tiles import BatchHead, KeptTiles, Step, Tile, masked_elements, row_numbers, steps_side_by_side
 from .checks import Check
 from .host_threads import run
 from .launch import BoundCall
@@ -46,7 +45,7 @@ def bind(
 
     Of `given` the names alone are read, and of the options of `gpu.bind` none but `unwanted`.
     """
-    names, run_pass, tiles = tuple(given), _PASSES[name], _KeptTiles(plan)
+    names, run_pass, tiles = tuple(given), _PASSES[name], KeptTiles(plan)
 
     def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
         empty = _empty if check is None else check.empty
@@ -93,112 +92,8 @@ def _backward(call: _HostCall, results: Mapping[str, Array]) -> None:
 _PASSES = {"forward": _forward, "backward": _backward}
 
 
-class _PartialSegment:
-    """A segment that needs a mask, the slice of its rows among those of a step, and its intervals once they are known.
-
-    The intervals are the first and last keys of each query of the tile.
-    """
-
-    __slots__ = ("bounds", "rows", "segment")
-
-    def __init__(self, segment: Segment, rows: slice) -> None:
-        self.segment, self.rows = segment, rows
-        self.bounds: tuple[Array, Array] | None = None
-
-
-class _Step(NamedTuple):
-    """Keys that a tile visits at once: an index of rows, their number, and those that need a mask."""
-
-    rows: slice | Array
-    num_rows: int
-    partial: list[_PartialSegment]
-
-
-class _VisitedRows(NamedTuple):
-    """All that a tile visits of one matrix, in steps of as many rows as a tile of scores has room for."""
-
-    steps: list[_Step]
-    num_rows: int
-
-    @classmethod
-    def of(cls, segments: list[Segment], width: int) -> _VisitedRows:
-        steps = [_step(group) for group in _groups(segments, width)]
-        return cls(steps, sum(step.num_rows for step in steps))
-
-
-class _Tile(NamedTuple):
-    """Queries of a head, or keys of a key/value head, and what they visit.
-
-    A tile of keys visits the queries of each head of its group, one visit a head.
-    """
-
-    b: int
-    h: int
-    rows: slice
-    visits: tuple[_VisitedRows, ...]
-
-
-_MOST_KEPT_TILES = 4096  # some hundred bytes each
-
-
-class _KeptTiles:
-    """The batches of tiles of a plan, which the first call makes and later calls use if they are not too many."""
-
-    def __init__(self, plan: KernelPlan) -> None:
-        self._plan = plan
-        self._kept: dict[str, list[list[_Tile]]] = {}
-
-    @property
-    def _tiling(self) -> HostTiling:
-        assert self._plan.tiling is not None
-        return self._plan.tiling
-
-    def of_rows(self) -> Iterator[list[_Tile]]:
-        """Yield batches of tiles of queries, last first: under a causal mask those are the longest."""
-        return self._batches("rows", self._row_tiles)
-
-    def of_columns(self) -> Iterator[list[_Tile]]:
-        """Yield batches of tiles of keys."""
-        return self._batches("columns", self._column_tiles)
-
-    def _batches(self, side: str, tiles: Callable[[], Iterator[_Tile]]) -> Iterator[list[_Tile]]:
-        if side not in self._kept:
-            if self._tiling.num_tiles > _MOST_KEPT_TILES:
-                return _batches(self._tiling, tiles())
-            self._kept[side] = list(_batches(self._tiling, tiles()))
-        return iter(self._kept[side])
-
-    def _row_tiles(self) -> Iterator[_Tile]:
-        problem, work = self._plan.problem, self._plan.work
-        for rows in _reversed_tiles(problem.seqlen_q, work.block_q):
-            visits_of: dict[_BatchHead, _VisitedRows] = {}
-            for b, h in product(range(problem.mask_shape.num_batch), range(problem.num_heads)):
-                yield _Tile(b, h, rows, (self._visit(visits_of, work.row, (b, h), rows),))
-
-    def _column_tiles(self) -> Iterator[_Tile]:
-        problem, work = self._plan.problem, self._plan.work
-        block, group_size = work.block_kv if isinstance(work, ListedWork) else work.block_q, problem.group_size
-        for rows in _reversed_tiles(problem.seqlen_kv, block):
-            visits_of: dict[_BatchHead, _VisitedRows] = {}
-            for b, kv_head in product(range(problem.mask_shape.num_batch), range(problem.num_kv_heads)):
-                heads = range(kv_head * group_size, (kv_head + 1) * group_size)
-                yield _Tile(b, kv_head, rows, tuple(self._visit(visits_of, work.column, (b, h), rows) for h in heads))
-
-    def _visit(
-        self, visits_of: dict[_BatchHead, _VisitedRows], visited: Callable[..., list[Segment]], batch_head: _BatchHead,
-        rows: slice
-    ) -> _VisitedRows:  # fmt: skip
-        """Return the segments that some rows of a head visit, made once for all heads that share them."""
-        shared = self._plan.work.owner(*batch_head)
-        if shared not in visits_of:
-            width = self._tiling.step_width(rows.stop - rows.start)
-            visits_of[shared] = _VisitedRows.of(visited(*shared, rows.start, rows.stop), width)
-        return visits_of[shared]
-
-
 _OF_HEADS = ("sink", "dsink")  # arrays of one number a head
 _OF_SCORE = ("score.", "dscore.")  # names of a score function's arrays and of their gradients start so
-_BatchHead: TypeAlias = tuple[int, int]  # batch entry, head
 _RowIndex: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices
 
 
@@ -213,7 +108,7 @@ class _HostCall:
     """
 
     plan: KernelPlan
-    tiles: _KeptTiles
+    tiles: KeptTiles
     arrays: dict[str, Array]
     batch_indices: tuple[tuple[int, ...], ...]  # indices into the leading axes, by flat batch index
     wide: Any  # the accumulator's scalar type
@@ -225,7 +120,7 @@ class _HostCall:
 
     @classmethod
     def of(
-        cls, plan: KernelPlan, tiles: _KeptTiles, numbers: Sequence[int] = (), **arrays: Array | None
+        cls, plan: KernelPlan, tiles: KeptTiles, numbers: Sequence[int] = (), **arrays: Array | None
     ) -> _HostCall:
         problem, batch = plan.problem, plan.problem.batch
         broadcast = {}
@@ -250,8 +145,10 @@ class _HostCall:
 
     @property
     def power(self) -> Any:
-        """The ufunc that makes weights of scores."""
-        return np.exp2 if self.score is None else np.exp
+        """The function that makes weights of scores."""
+        if self.score is not None:
+            return np.exp
+        return _exp2_of_many_hidden if isinstance(self.plan.work, ChosenWork) else np.exp2
 
     @property
     def natural(self) -> float:
@@ -263,15 +160,15 @@ class _HostCall:
         assert self.plan.tiling is not None
         return self.plan.tiling
 
-    def row_index(self, batch_heads: list[_BatchHead], rows: Sequence[slice | Array]) -> _RowIndex:
+    def row_index(self, batch_heads: list[BatchHead], rows: Sequence[slice | Array]) -> _RowIndex:
         """The index of some rows of each place: slices, which make a view, for one run of neighbouring heads."""
         (b, h), row_set = batch_heads[0], rows[0]
         if any(other is not row_set for other in rows):
-            row_set = np.stack([_row_numbers(other) for other in rows])
+            row_set = np.stack([row_numbers(other) for other in rows])
         elif isinstance(row_set, slice) and batch_heads == [(b, h + i) for i in range(len(batch_heads))]:
             return (*self.batch_indices[b], slice(h, h + len(batch_heads)), row_set)
         else:
-            row_set = _row_numbers(row_set)[None]
+            row_set = row_numbers(row_set)[None]
         return (*np.array([(*self.batch_indices[b], h) for b, h in batch_heads]).T[..., None], row_set)
 
     def read(self, name: str, row_index: _RowIndex) -> Array:
@@ -295,12 +192,12 @@ class _HostCall:
         do = self.read("do", row_index)
         return np.where(self.arrays["empty"][row_index][..., None], self.wide(0), do) if "empty" in self.arrays else do
 
-    def forward_rows(self, tiles: list[_Tile], scratch: Array) -> None:
+    def forward_rows(self, tiles: list[Tile], scratch: Array) -> None:
         """Tiles of queries through all of their keys: online softmax, then o and lse."""
         rows, kv_batch_heads = self._rows_of(tiles)
         q = self.read_queries(rows)
         row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
-        for steps in _steps_side_by_side(tiles):
+        for steps in steps_side_by_side(tiles):
             keys = self.row_index(kv_batch_heads, [step.rows for step in steps])
             s = self.scores(self.read("k", keys), q, scratch[0])
             if self.score is not None:
@@ -334,7 +231,7 @@ class _HostCall:
         self.write("o", rows, o)
         self.write("lse", rows, lse)
 
-    def backward_rows(self, tiles: list[_Tile], scratch: Array) -> None:
+    def backward_rows(self, tiles: list[Tile], scratch: Array) -> None:
         """delta = rowsum(dO * O) - dlse of tiles of queries, and their dQ."""
         rows, kv_batch_heads = self._rows_of(tiles)
         do, shift = self.read_gradients(rows), self.read("shift", rows)
@@ -344,7 +241,7 @@ class _HostCall:
         self.write("delta", rows, delta)
         q = self.read_queries(rows)
         dq: Array | None = None
-        for steps in _steps_side_by_side(tiles):
+        for steps in steps_side_by_side(tiles):
             keys = self.row_index(kv_batch_heads, [step.rows for step in steps])
             k = self.read("k", keys)
             s, dp = self.scores(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
@@ -372,7 +269,7 @@ class _HostCall:
             terms = np.exp(sink - lse) * delta
             return -np.where(sink == -np.inf, self.wide(0), terms).sum(axis=-1)
 
-    def backward_columns(self, tiles: list[_Tile], scratch: Array) -> None:
+    def backward_columns(self, tiles: list[Tile], scratch: Array) -> None:
         """dK and dV of tiles of keys, summed over the query heads that share them."""
         keys = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         k, v = self.read("k", keys), self.read("v", keys)
@@ -380,7 +277,7 @@ class _HostCall:
         dv: Array | None = None
         for head in range(self.group_size):
             batch_heads = [(tile.b, tile.h * self.group_size + head) for tile in tiles]
-            for steps in _steps_side_by_side(tiles, head):
+            for steps in steps_side_by_side(tiles, head):
                 rows = self.row_index(batch_heads, [step.rows for step in steps])
                 q, do = self.read_queries(rows), self.read_gradients(rows)
                 shift, delta = self.read("shift", rows), self.read("delta", rows)
@@ -404,32 +301,30 @@ class _HostCall:
         of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
         self.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * self.wide(of_kept))
 
-    def _rows_of(self, tiles: list[_Tile]) -> tuple[_RowIndex, list[_BatchHead]]:
+    def _rows_of(self, tiles: list[Tile]) -> tuple[_RowIndex, list[BatchHead]]:
         """The rows of tiles of queries, and the key/value heads that these read."""
         rows = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         return rows, [(tile.b, tile.h // self.group_size) for tile in tiles]
 
-    def _row_places(self, tiles: list[_Tile], steps: tuple[_Step, ...]) -> tuple[Array, ...]:
+    def _row_places(self, tiles: list[Tile], steps: tuple[Step, ...]) -> tuple[Array, ...]:
         """b, h, i and j of the scores of tiles of queries."""
         batch_heads = [(tile.b, tile.h) for tile in tiles]
         return coordinates(batch_heads, [tile.rows for tile in tiles], [step.rows for step in steps])
 
-    def _mask_keys(self, tiles: list[_Tile], steps: tuple[_Step, ...], x: Array, value: float) -> None:
+    def _mask_keys(self, tiles: list[Tile], steps: tuple[Step, ...], x: Array, value: float) -> None:
         """Set scores, or dS, of masked keys to a value."""
         for number, (tile, step) in enumerate(zip(tiles, steps)):
             for each in step.partial:
-                keys = slice(*each.segment[:2])
-                masked = _masked_elements(self.plan.work, (tile.b, tile.h), each, tile.rows, keys)
+                masked = masked_elements(self.plan.work, (tile.b, tile.h), each, tile.rows, None)
                 np.copyto(x[number, each.rows], value, where=masked)
 
     def _mask_queries(
-        self, tiles: list[_Tile], batch_heads: list[_BatchHead], steps: tuple[_Step, ...], *weights: Array
+        self, tiles: list[Tile], batch_heads: list[BatchHead], steps: tuple[Step, ...], *weights: Array
     ) -> None:
         """Set P, or P and dS, of masked queries to 0."""
         for number, (tile, batch_head, step) in enumerate(zip(tiles, batch_heads, steps)):
             for each in step.partial:
-                queries = slice(*each.segment[:2])
-                masked = _masked_elements(self.plan.work, batch_head, each, queries, tile.rows)
+                masked = masked_elements(self.plan.work, batch_head, each, None, tile.rows)
                 for x in weights:
                     np.copyto(x[number, :, each.rows], 0, where=masked)
 
@@ -439,7 +334,7 @@ class QueryTiles:
     """Some tiles of queries of a call, for passes over their scores that are not attention's."""
 
     _call: _HostCall
-    _tiles: list[_Tile]
+    _tiles: list[Tile]
     _scratch: Array
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], slice]]:
@@ -465,54 +360,38 @@ class QueryTiles:
         call, tiles = self._call, self._tiles
         rows, kv_batch_heads = call._rows_of(tiles)
         q = call.read_queries(rows)
-        for steps in _steps_side_by_side(tiles):
+        for steps in steps_side_by_side(tiles):
             keys = call.row_index(kv_batch_heads, [step.rows for step in steps])
             s = call.scores(call.read("k", keys), q, self._scratch[0])
             if call.score is not None:
                 call.score.apply(s, call._row_places(tiles, steps))
                 s *= call.wide(LOG2_E)
             call._mask_keys(tiles, steps, s, -np.inf)
-            yield [_row_numbers(step.rows) for step in steps], s
+            yield [row_numbers(step.rows) for step in steps], s
 
 
 def over_queries(
     plan: KernelPlan, arrays: Mapping[str, Array], visit: Callable[[QueryTiles], None], *, in_order: bool
 ) -> None:
     """Visit all tiles of queries of a call, on several threads or in order."""
-    call = _HostCall.of(plan, _KeptTiles(plan), **arrays)
+    call = _HostCall.of(plan, KeptTiles(plan), **arrays)
 
-    def step(tiles: list[_Tile], scratch: Array) -> None:
+    def step(tiles: list[Tile], scratch: Array) -> None:
         visit(QueryTiles(call, tiles, scratch))
 
     run(call.tiling, (step, call.tiles.of_rows()), in_order=in_order)
-
-
-def _steps_side_by_side(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
-    """The steps of all tiles of a batch, side by side."""
-    return zip(*(tile.visits[head].steps for tile in tiles))
-
-
-def _step(segments: list[Segment]) -> _Step:
-    partial, count = [], 0
-    for segment in segments:
-        first, count = count, count + segment.stop - segment.start
-        if segment.kind != BlockKind.FULL:
-            partial.append(_PartialSegment(segment, slice(first, count)))
-    start, stop = segments[0].start, segments[-1].stop
-    if stop - start == count:  # they follow each other without a gap
-        return _Step(slice(start, stop), count, partial)
-    rows = np.concatenate([np.arange(segment.start, segment.stop) for segment in segments])
-    return _Step(rows, count, partial)
-
-
-def _row_numbers(rows: slice | Array) -> Array:
-    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 def _product(keys: Array, queries: Array, scratch: Array) -> Array:
     """keys @ queries^T, in memory that is there: fresh pages would take longer than the numbers."""
     shape = *keys.shape[:-1], queries.shape[-2]
     return np.matmul(keys, queries.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
+
+
+def _exp2_of_many_hidden(x: Array, out: Array | None = None) -> Array:
+    """Powers of 2, of -inf too, for which `numpy.exp2` takes 20 times as long as for a number."""
+    x = np.multiply(x, x.dtype.type(LN_2), out=out)
+    return np.exp(x, out=out)
 
 
 def _added(total: Array | None, term: Array) -> Array:
@@ -541,66 +420,3 @@ def _score_gradient(lse_2: Array, delta: Array, s: Array, dp: Array) -> tuple[Ar
     dp -= delta[..., None, :]
     dp *= p
     return p, dp
-
-
-def _reversed_tiles(length: int, block: int) -> Iterator[slice]:
-    """Tiles of a length, the last first."""
-    return (slice(start, min(start + block, length)) for start in reversed(range(0, length, block)))
-
-
-def _batches(tiling: HostTiling, tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
-    """Tiles of one height that visit equally many rows, as many together as `HostTiling.batch_area` has room for.
-
-    NumPy's price for a call, and the threads' for handing the interpreter to each other, are paid once a batch.
-    A quarter of all tiles is the most, so that there is something to share; threads are not counted, since results
-    may not depend on them.
-    """
-    capacity, max_tiles = tiling.batch_area, tiling.num_tiles if tiling.is_small else max(1, tiling.num_tiles // 4)
-    waiting: dict[tuple[int, ...], list[_Tile]] = {}
-    for tile in tiles:
-        visited = tuple(visit.num_rows for visit in tile.visits)
-        height, widest = tile.rows.stop - tile.rows.start, max(visited)
-        limit = min(capacity // (height * max(widest, 1)), max_tiles) if widest <= tiling.step_width(height) else 1
-        key = height, *visited
-        group = waiting.setdefault(key, [])
-        group.append(tile)
-        if len(group) >= limit:
-            yield waiting.pop(key)
-    yield from waiting.values()
-
-
-def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
-    """Segments in steps of at most `limit` rows; bit tiles stay whole, longer runs are cut."""
-    group: list[Segment] = []
-    remaining = limit
-    for segment in segments:
-        while segment.stop - segment.start > remaining:
-            if segment.kind != BlockKind.BITS and remaining == limit:
-                yield [segment._replace(stop=segment.start + remaining)]
-                segment = segment._replace(start=segment.start + remaining)
-            elif group:
-                yield group
-                group, remaining = [], limit
-            else:
-                break
-        group.append(segment)
-        remaining -= segment.stop - segment.start
-    if group:
-        yield group
-
-
-def _masked_elements(
-    work: WorkList, batch_head: _BatchHead, part: _PartialSegment, rows: slice, keys: slice
-) -> Array:
-    """Return which elements of a partial segment are masked, bool [keys, queries]."""
-    if part.segment.kind == BlockKind.BITS:
-        assert isinstance(work, ListedWork)
-        first_row, first_key = rows.start % work.block_q, keys.start % work.block_kv
-        tile = work.bit_tile(part.segment.tile)
-        tile = tile[first_row : first_row + rows.stop - rows.start, first_key : first_key + keys.stop - keys.start]
-        return ~tile.T
-    if part.bounds is None:
-        part.bounds = work.bounds(*batch_head, rows.start, rows.stop)
-    lo, hi = part.bounds
-    j = np.arange(keys.start, keys.stop)
-    return (j[:, None] < lo) | (j[:, None] >= hi)

@@ -11,6 +11,7 @@ array([[1, 0, 0, 0],
        [0, 0, 1, 1]])
 """
 
+from ._chosen import ChosenBlocks, Compressed
 from .arrays import Dense, FromFunction, Sparse
 from .base import Band, Mask
 from .block_pattern import BlockPattern
@@ -24,6 +25,8 @@ __all__ = [
     "Band",
     "BlockPattern",
     "Causal",
+    "ChosenBlocks",
+    "Compressed",
     "Dense",
     "Dilated",
     "Documents",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from ..blocks._chosen_work import ChosenWork
 from ..blocks.work_list import ListedWork, WorkList
 from ..dropout import LEVELS, Draws
 from ..masks.base import Band
@@ -111,7 +112,9 @@ def _described_work(work: WorkList) -> str:
     if isinstance(work, ListedWork):
         index = work.index.on_host
         full, partial = int((index.kinds == 1).sum()), int((index.kinds != 1).sum())
-        return f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
+        told = f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
+        is_chosen = isinstance(work, ChosenWork)
+        return f"{told}; {work.block_q} neighbouring queries visit the union of theirs" if is_chosen else told
     if work.band is not None:
         return f"computed on the fly: query i attends {_described_band(work.band)}; no block list is stored"
     return "computed on the fly: each query attends one interval of keys; no block list is stored"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import ShapeDtype
+from ..blocks._chosen_work import chosen_work
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import refuse
 from ..masks.base import Band, Mask
@@ -184,7 +185,7 @@ class KernelPlan:
             for h in range(shape.num_heads):
                 for start in range(0, shape.seqlen_q, work.block_q):
                     stop = min(start + work.block_q, shape.seqlen_q)
-                    keys = sum(segment.stop - segment.start for segment in work.row(b, h, start, stop))
+                    keys = sum(visit.num_rows for visit in work.row(b, h, start, stop))
                     total += (stop - start) * keys
         return total
 
@@ -192,7 +193,8 @@ class KernelPlan:
 def host_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> KernelPlan:
     """The plan of a call on the host."""
     block_q, block_kv = host_tile(problem, device)
-    work = in_flat_tiles(work_list(mask, problem.mask_shape, (block_q, block_kv)))
+    shape = problem.mask_shape
+    work = chosen_work(mask, shape) or in_flat_tiles(work_list(mask, shape, (block_q, block_kv)))
     tiling = HostTiling(problem, device, block_q, block_kv, work)
     return KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling)
 

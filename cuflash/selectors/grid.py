@@ -16,9 +16,9 @@ from ..errors import UnsupportedProblem, collecting
 from ..executors._layout_key import layout_key
 from ..executors.index_maker import index_of
 from ..executors.selecting import chosen
+from ..masks._chosen import Stairs
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
-from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
 from ..planning._call_cache import CALLS
 from ..planning.options import Options
@@ -26,34 +26,6 @@ from ..planning.problem import problem_of, reasons_without_v
 from ..planning.selection_kernels import ChoiceRule
 from ..plans import as_arrays, as_mask_of_arrays
 from .budget import Budget, Diagonal, Forced, choose
-
-
-@dataclass(frozen=True, eq=False)
-class Stairs(Mask):
-    """Row i sees the columns j <= (step_q i + last) / step_kv: a causal mask between groups of queries and of keys.
-
-    Parameters
-    ----------
-    step_q, step_kv : int
-        Queries of a row and keys of a column.
-    last : int
-        The key that the last query of row 0 sees last, less whatever a column must hold beside its first key.
-
-    Examples
-    --------
-    >>> Stairs(2, 4, 1).toarray(4, 3).astype(int)
-    array([[1, 0, 0],
-           [1, 0, 0],
-           [1, 1, 0],
-           [1, 1, 0]])
-    """
-
-    step_q: int
-    step_kv: int
-    last: int
-
-    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        return 0 * widened(i), (widened(i) * self.step_q + self.last) // self.step_kv + 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -332,7 +332,7 @@ def _elements(plan: KernelPlan) -> tuple[int, int]:
             for start in range(0, shape.seqlen_q, work.block_q):
                 stop = min(start + work.block_q, shape.seqlen_q)
                 segments = work.row(*owner, start, stop)
-                runs += (stop - start) * sum(segment.stop - segment.start for segment in segments)
+                runs += (stop - start) * sum(segment.num_rows for segment in segments)
             if of_lists is not None:
                 counts[owner] = int(of_lists[owner]), runs
             else:

@@ -39,6 +39,7 @@ if find_spec("hypothesis") is None:
         name="hypothesis",
     )
 
+from ._chosen_strategy import chosen
 from .assertions import (
     Example,
     assert_exact_probes,
@@ -59,6 +60,7 @@ __all__ = [
     "assert_non_finite",
     "assert_within",
     "assert_within_bounds",
+    "chosen",
     "examples",
     "masks",
     "structures",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ..arrays import whole_number
 from ..keywords import explains_keywords
+from ..masks._chosen import ChosenBlocks, Compressed
 from ..masks.arrays import Dense, FromFunction
 from ..masks.base import Mask
 from ..masks.block_pattern import BlockPattern
@@ -189,6 +190,82 @@ def _on_blocks(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return pattern.on_blocks(block, mirrored=grid[0] == grid[1] and draw(st.booleans()))
 
 
+CHOICES = ("random", "shared", "disjoint", "the same", "the first by all")  # of neighbouring queries
+
+
+@explains_keywords
+@st.composite
+def chosen_blocks(draw: st.DrawFn, shape: MaskShape, num_kv_heads: int = 1) -> ChosenBlocks:
+    """Lists of blocks of every kind that fit this shape: with repeated numbers, none among them, and empty rows.
+
+    Parameters
+    ----------
+    shape : MaskShape
+        Batch, heads and lengths that lists are drawn for.
+    num_kv_heads : int
+        Key/value heads, for each of which there may be a list.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy
+        Draws a `ChosenBlocks`.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> @settings(deadline=None, max_examples=5, database=None)
+    ... @given(chosen_blocks(MaskShape((), 4, 3, 50), num_kv_heads=2))
+    ... def test(mask):
+    ...     assert mask.num_lists in (1, 2, 4)
+    >>> test()
+    """
+    block = draw(st.sampled_from((1, 8, 16, 24, 32, 64, 128)))
+    num_blocks = -(-shape.seqlen_kv // block)
+    num_entries = draw(st.integers(0, min(num_blocks, 8) + 3))
+    heads = draw(st.sampled_from((1, num_kv_heads, shape.num_heads)))
+    stretched = (*shape.batch[:-1], 1) if shape.batch else ()
+    leading = draw(st.sampled_from(((), stretched, shape.batch[1:], shape.batch)))
+    rng, axes = _generator(draw), (*leading, heads, shape.seqlen_q, num_entries)
+    blocks = _choice(rng, draw(st.sampled_from(CHOICES)), axes, num_blocks)
+    counts = rng.integers(0, num_entries, axes[:-1], endpoint=True) if draw(st.booleans()) else None
+    if counts is not None:
+        blocks[np.arange(num_entries) >= counts[..., None]] = draw(st.sampled_from((-1, -7, num_blocks, 2**31 - 1)))
+    if draw(st.booleans()):
+        blocks[..., _some_rows(draw, shape), :] = -1
+    blocks = blocks.astype(draw(st.sampled_from((np.int32, np.int64))))
+    if draw(st.booleans()):  # as arrays of (batch, length, heads, entries) are passed
+        blocks = np.ascontiguousarray(blocks.swapaxes(-3, -2)).swapaxes(-3, -2)
+    is_flat = heads == 1 and not leading and draw(st.booleans())
+    if counts is None:
+        return ChosenBlocks(blocks[0] if is_flat else blocks, block)
+    counts = counts.astype(_integers_that_hold(draw, num_entries))
+    return ChosenBlocks(blocks[0], block, counts=counts[0]) if is_flat else ChosenBlocks(blocks, block, counts=counts)
+
+
+def _choice(rng: np.random.Generator, kind: str, axes: tuple[int, ...], num_blocks: int) -> Any:
+    """Draw numbers of blocks, int64, some of them none."""
+    blocks = rng.integers(-1, num_blocks, axes)
+    queries = np.arange(axes[-2])[:, None]
+    if kind == "shared":  # each neighbour keeps most of what the first of eight chose
+        kept = rng.random(axes) < 0.8
+        blocks = np.where(kept, blocks[..., queries[:, 0] // 8 * 8, :], blocks)
+    elif kind == "disjoint":
+        blocks = np.where(blocks < 0, -1, (queries * axes[-1] + np.arange(axes[-1])) % max(1, num_blocks))
+    elif kind == "the same":
+        blocks = np.broadcast_to(blocks[..., :1, :], axes).copy()
+    elif kind == "the first by all" and num_blocks:
+        blocks[..., :1] = 0
+    return blocks
+
+
+def _chosen_blocks(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return draw(chosen_blocks(shape))
+
+
+def _compressed(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return Compressed(draw(_numbers(1, 40)), draw(_numbers(1, 20)))
+
+
 def _dense(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return Dense(_random_bools(draw, shape, shape[2:]))
 
@@ -233,6 +310,8 @@ _LEAVES = (
     _documents,
     _sequences,
     _block_pattern,
+    _chosen_blocks,
+    _compressed,
     _on_blocks,
     _dense,
     _single_cell,

@@ -41,6 +41,10 @@ def ids(rng: np.random.Generator) -> np.ndarray:
 KINDS = {
     "Dense": Kind(masks.Dense, lambda rng: (rng.random((2, SEQLEN, SEQLEN)) < 0.5,)),
     "BlockPattern": Kind(lambda blocks: masks.BlockPattern(blocks, 8), lambda rng: (rng.random((5, 5)) < 0.5,)),
+    "ChosenBlocks": Kind(
+        lambda blocks, counts: masks.ChosenBlocks(blocks, 8, counts=counts),
+        lambda rng: (rng.integers(-1, 5, (SEQLEN, 3)), rng.integers(0, 4, SEQLEN)),
+    ),
     "Sequences": Kind(lambda q: masks.Sequences(q, causal=True, allow_gaps=True), lambda rng: (offsets(rng),)),
     "Sequences of two arrays": Kind(
         lambda q, kv: masks.Sequences(q, kv, causal="bottom_right", allow_gaps=True),

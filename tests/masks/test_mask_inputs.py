@@ -84,6 +84,9 @@ RULES = {  # arguments, and whether query i attends key j
     "strided": ((numbers(1),), lambda at, stride: -stride < at <= 0 or at <= 0 and at % stride == 0),
 }
 PLACED_RULES = {  # whether query i attends key j, of which the places matter too
+    "compressed": (
+        (numbers(1), numbers(1)), lambda i, j, length, stride: j * stride + length - 1 <= i,
+    ),
     "prefix": ((numbers(),), lambda i, j, prefix: j <= i or j < prefix),
     "lengths": (
         (sides(), sides()),
@@ -118,9 +121,9 @@ def numbered_mask(library, name, arguments, align):
     made = part(library, "masks")
     kinds = {
         "window": made.SlidingWindow, "dilated": made.Dilated, "band": made.Band, "prefix": made.PrefixLM,
-        "lengths": lambda q, kv: made.Lengths(q=q, kv=kv),
+        "lengths": lambda q, kv: made.Lengths(q=q, kv=kv), "compressed": made.Compressed,
     }  # fmt: skip
-    aligned = {} if name in ("band", "lengths") else {"align": align}
+    aligned = {} if name in ("band", "lengths", "compressed") else {"align": align}
     return (kinds[name] if name in kinds else getattr(part(library, "patterns"), name))(*arguments, **aligned)
 
 

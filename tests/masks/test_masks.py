@@ -49,6 +49,11 @@ TABLES = {
     "a window at the last key": (masks.SlidingWindow(1, 0, "bottom_right"), [[0, 1, 1, 0], [0, 0, 1, 1]]),
     "a window at the first key": (masks.SlidingWindow(1, 0, "top_left"), [[1, 0, 0, 0], [1, 1, 0, 0]]),
     "a prefix": (masks.PrefixLM(3, "top_left"), [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]),
+    "blocks that each query chooses": (
+        masks.ChosenBlocks(np.array([[1, -1], [0, 2], [2, 2], [-1, -1]]), 2),
+        [[0, 0, 1, 1, 0], [1, 1, 0, 0, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]],
+    ),
+    "compressed keys that end by the query": (masks.Compressed(2, 1), [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]]),
     "documents in any order": (masks.Documents(np.array([2, 0]), np.array([0, 2, 0])), [[0, 1, 0], [1, 0, 1]]),
 }  # fmt: skip
 

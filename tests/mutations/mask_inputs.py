@@ -38,6 +38,8 @@ TELLING_NUMBERS = (
     ("dilated", (np.uint8(200), np.uint8(200), np.uint8(200))),
     ("dilated", (2**70, 2**70, 2**70)),
     ("fixed", (2**70, 2**70 - 3)),
+    ("compressed", (3, 2)),
+    ("compressed", (1, 2**70)),
 )
 
 # A fault may also show as an error of NumPy or Python where a sentence or a result is due.

@@ -20,10 +20,11 @@ FAULTS = {
             "executors/cpu.py", "_HostCall.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
         ),
         "a bit tile starts at its first key": Edit(
-            "executors/cpu.py", "_masked_elements", "keys.start % work.block_kv", "0"
+            "executors/_host_tiles.py", "masked_elements", "keys.start % work.block_kv", "0"
         ),
         "a key is lost where a run is cut": Edit(
-            "executors/cpu.py", "_groups", "start=segment.start + remaining)", "start=segment.start + remaining + 1)"
+            "executors/_host_tiles.py", "_groups", "start=segment.start + remaining)",
+            "start=segment.start + remaining + 1)",
         ),
         "heads are grouped by remainder": Edit(
             "executors/cpu.py", "_HostCall._rows_of", ".h // self.group_size)", ".h % self.plan.problem.num_kv_heads)"
@@ -47,10 +48,10 @@ FAULTS = {
             "executors/cpu.py", "_HostCall.row_index", "[(*self.batch_indices[b], h)", "[(*self.batch_indices[0], h)"
         ),
         "batches that are not full are forgotten": Edit(
-            "executors/cpu.py", "_batches", "yield from waiting.values()", ""
+            "executors/_host_tiles.py", "_batches", "yield from waiting.values()", ""
         ),
         "tiles of unlike visits are batched": Edit(
-            "executors/cpu.py", "_batches", "key = height, *visited", "key = (height,)"
+            "executors/_host_tiles.py", "_batches", "key = height, *visited", "key = (height,)"
         ),
         "broadcast gradients are not summed": Edit(
             "arrays.py", "summed_to", "gradient.sum(axis=(*range(missing), *", "gradient.max(axis=(*range(missing), *"

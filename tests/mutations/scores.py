@@ -261,7 +261,7 @@ FAULTS = {
         "the function is left out": Edit(
             TILES, "TileScores.apply", "np.copyto(s[block.tiles, block.keys], block.values[f])", "pass"
         ),
-        "weights are powers of two": Edit(CPU, "_HostCall.power", "else np.exp", "else np.exp2"),
+        "weights are powers of two": Edit(CPU, "_HostCall.power", "return np.exp", "return np.exp2"),
         "P is made in place of scores that are read later": Edit(
             TILES, "TileScores.gradients", 'instructions[n].op == "s" for n', 'instructions[n].op == "b" for n'
         ),

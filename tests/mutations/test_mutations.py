@@ -24,7 +24,7 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, decode, dq_in_order, dropout, fa1, fp8,
+    attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, chosen, decode, dq_in_order, dropout, fa1, fp8,
     fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache, lists, mask_algebra, mask_inputs,
     mass_guards, non_finite, planting, prefill, pullbacks, python, python_guards, results, reuse, score_kernels,
     score_products, scores, selector_guards, selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
@@ -33,7 +33,7 @@ from mutations import (
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (
-    calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit,
+    calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit, chosen,
 )  # fmt: skip
 # Faults of Python and of kernels.
 OF_BOTH = (
@@ -71,7 +71,8 @@ RUN_IN_LONG = (
     mask_algebra.operators_are_right, mask_algebra.index_operators_are_right, mask_algebra.closed_forms_are_right,
     mask_algebra.coarsening_is_right, mask_algebra.recall_is_right, mask_algebra.recall_has_scores,
     mask_algebra.scipy_is_read, host.magnitudes_are_right, host.nothing_is_raised, kv_cache.operations_are_right,
-    selector_guards.masked_selections_are_right,
+    selector_guards.masked_selections_are_right, chosen.lists_are_their_sets, chosen.results_are_right,
+    chosen.queries_are_apart,
 )  # fmt: skip
 
 

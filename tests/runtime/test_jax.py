@@ -107,6 +107,20 @@ def test_masks_are_arrays_and_indexes(make):
     assert (np.asarray(call(*given())) == expected).all() and (np.asarray(jax.jit(call)(*given())) == expected).all()
 
 
+def test_blocks_that_each_query_chooses_are_taken_with_their_gradients():
+    blocks, counts = RNG.integers(-1, 4, (2, 20, 3)).astype(np.int32), np.full((2, 20), 2)
+    mask = masks.ChosenBlocks(jnp.asarray(blocks), 5, counts=jnp.asarray(counts))
+    same = masks.ChosenBlocks(blocks, 5, counts=counts)
+    assert (np.asarray(mask.toarray(20, num_heads=4)) == same.toarray(20, num_heads=4)).all()
+    assert mask.index(20) == same.index(20) and mask.distinct(queries=4) == same.distinct(queries=4)
+    o, vjp = jax.vjp(partial(attention, mask=mask), *given())
+    expected, host_vjp = cuflash.attention_vjp(Q, K, V, mask=same)
+    assert (np.asarray(o) == expected).all()
+    assert all((np.asarray(x) == y).all() for x, y in zip(vjp(jnp.asarray(Q)), host_vjp(Q)))
+    with pytest.raises(cuflash.UnsupportedProblem, match="mask must be known when JAX traces the call"):
+        jax.jit(lambda blocks: attention(*given(), mask=masks.ChosenBlocks(blocks, 5)))(jnp.asarray(blocks))
+
+
 @pytest.mark.parametrize("kind", ["index", "array"])
 def test_calls_with_one_mask_plan_once(monkeypatch, kind):
     kept = RNG.random((20, 20)) < 0.6

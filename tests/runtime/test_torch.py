@@ -96,6 +96,21 @@ def test_gradients_are_those_of_differences(shapes):
     assert torch.autograd.gradcheck(lambda *x: attention(*x, mask=mask, return_lse=True), given)
 
 
+@pytest.mark.parametrize("executor", ["cpu", "sim"])
+def test_blocks_that_topk_chooses_are_taken_with_their_gradients(executor):
+    scores = torch.rand(1, Q.shape[-2], 4, generator=torch.Generator().manual_seed(1))
+    blocks = scores.topk(2).indices
+    mask = masks.ChosenBlocks(blocks, -(-K.shape[-2] // 4))
+    options = {"executor": executor, "deterministic": True, "return_lse": True}
+    (o, lse), vjp = cuflash.attention_vjp(
+        *map(as_numpy, (Q, K, V)), mask=masks.ChosenBlocks(blocks.numpy(), mask.block), **options
+    )
+    call = attention(Q, K, V, mask=mask, **options)
+    assert all((as_numpy(ours) == theirs).all() for ours, theirs in zip(call, (o, lse)))
+    found = gradients(lambda *x: attention(*x, mask=mask, **options), (Q, K, V), DO, call[1])
+    assert all((as_numpy(ours) == theirs).all() for ours, theirs in zip(found, vjp(as_numpy(DO), lse)))
+
+
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)])
 def test_only_what_requires_gradients_has_them(needed):
     given = [tensor.clone().requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V))]

@@ -38,6 +38,8 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "masks.Band": lambda: masks.Band(-3, 1),
     "masks.BlockPattern": lambda: masks.BlockPattern(np.tri(5, dtype=bool), 8),
     "masks.Causal": lambda: masks.Causal("top_left"),
+    "masks.ChosenBlocks": lambda: masks.ChosenBlocks(SORTED[:, None] % 3, 16, counts=UNSORTED % 2),
+    "masks.Compressed": lambda: masks.Compressed(8, 4),
     "masks.Dense": lambda: masks.Dense(np.tri(40, dtype=bool)),
     "masks.Dilated": lambda: masks.Dilated(3, 2, 0),
     "masks.Documents": lambda: masks.Documents(SORTED),

@@ -1,0 +1,224 @@
+"""Tiles of the `cpu` executor: which rows each of them visits in which steps, and batches of tiles alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..arrays import Array
+from ..blocks._chosen_work import ChosenWork
+from ..blocks._gathered_rows import GatheredRows
+from ..blocks.classify import BlockKind
+from ..blocks.work_list import ListedWork, Segment, WorkList
+from ..planning.host import HostTiling
+from ..planning.plan import KernelPlan
+
+_MOST_KEPT_TILES = 4096  # some hundred bytes each
+BatchHead: TypeAlias = tuple[int, int]  # batch entry, head
+
+
+class PartialSegment:
+    """A segment that needs a mask, the slice of its rows among those of a step, and its intervals once they are known.
+
+    The intervals are the first and last keys of each query of the tile. Gathered rows have none.
+    """
+
+    __slots__ = ("bounds", "rows", "segment")
+
+    def __init__(self, segment: Segment | GatheredRows, rows: slice) -> None:
+        self.segment, self.rows = segment, rows
+        self.bounds: tuple[Array, Array] | None = None
+
+
+class Step(NamedTuple):
+    """Keys that a tile visits at once: an index of rows, their number, and those that need a mask."""
+
+    rows: slice | Array
+    num_rows: int
+    partial: list[PartialSegment]
+
+
+class VisitedRows(NamedTuple):
+    """All that a tile visits of one matrix, in steps of as many rows as a tile of scores has room for."""
+
+    steps: list[Step]
+    num_rows: int
+
+    @classmethod
+    def of(cls, visits: Sequence[Segment | GatheredRows], width: int) -> VisitedRows:
+        gathered = (part for each in visits if isinstance(each, GatheredRows) for part in each.parts(width))
+        segments = [each for each in visits if isinstance(each, Segment)]
+        steps = [*map(_gathered_step, gathered), *map(_step, _groups(segments, width))]
+        return cls(steps, sum(step.num_rows for step in steps))
+
+
+class Tile(NamedTuple):
+    """Queries of a head, or keys of a key/value head, and what they visit.
+
+    A tile of keys visits the queries of each head of its group, one visit a head.
+    """
+
+    b: int
+    h: int
+    rows: slice
+    visits: tuple[VisitedRows, ...]
+
+
+class KeptTiles:
+    """The batches of tiles of a plan, which the first call makes and later calls use if they are not too many.
+
+    Those of gathered rows are made at each call: they hold numbers of rows, which take more memory.
+    """
+
+    def __init__(self, plan: KernelPlan) -> None:
+        self._plan = plan
+        self._kept: dict[str, list[list[Tile]]] = {}
+
+    @property
+    def _tiling(self) -> HostTiling:
+        assert self._plan.tiling is not None
+        return self._plan.tiling
+
+    def of_rows(self) -> Iterator[list[Tile]]:
+        """Yield batches of tiles of queries, last first: under a causal mask those are the longest."""
+        return self._batches("rows", self._row_tiles)
+
+    def of_columns(self) -> Iterator[list[Tile]]:
+        """Yield batches of tiles of keys."""
+        return self._batches("columns", self._column_tiles)
+
+    def _batches(self, side: str, tiles: Callable[[], Iterator[Tile]]) -> Iterator[list[Tile]]:
+        if side not in self._kept:
+            if self._tiling.num_tiles > _MOST_KEPT_TILES or isinstance(self._plan.work, ChosenWork):
+                return _batches(self._tiling, tiles())
+            self._kept[side] = list(_batches(self._tiling, tiles()))
+        return iter(self._kept[side])
+
+    def _row_tiles(self) -> Iterator[Tile]:
+        problem, work = self._plan.problem, self._plan.work
+        for rows in _reversed_tiles(problem.seqlen_q, work.block_q):
+            visits_of: dict[BatchHead, VisitedRows] = {}
+            for b, h in product(range(problem.mask_shape.num_batch), range(problem.num_heads)):
+                yield Tile(b, h, rows, (self._visit(visits_of, work.row, (b, h), rows),))
+
+    def _column_tiles(self) -> Iterator[Tile]:
+        problem, work = self._plan.problem, self._plan.work
+        block, group_size = work.block_kv if isinstance(work, ListedWork) else work.block_q, problem.group_size
+        for rows in _reversed_tiles(problem.seqlen_kv, block):
+            visits_of: dict[BatchHead, VisitedRows] = {}
+            for b, kv_head in product(range(problem.mask_shape.num_batch), range(problem.num_kv_heads)):
+                heads = range(kv_head * group_size, (kv_head + 1) * group_size)
+                yield Tile(b, kv_head, rows, tuple(self._visit(visits_of, work.column, (b, h), rows) for h in heads))
+
+    def _visit(
+        self, visits_of: dict[BatchHead, VisitedRows], visited: Callable[..., Sequence[Segment | GatheredRows]],
+        batch_head: BatchHead, rows: slice
+    ) -> VisitedRows:  # fmt: skip
+        """Return what some rows of a head visit, made once for all heads that share it."""
+        shared = self._plan.work.owner(*batch_head)
+        if shared not in visits_of:
+            width = self._tiling.step_width(rows.stop - rows.start)
+            visits_of[shared] = VisitedRows.of(visited(*shared, rows.start, rows.stop), width)
+        return visits_of[shared]
+
+
+def steps_side_by_side(tiles: list[Tile], head: int = 0) -> Iterator[tuple[Step, ...]]:
+    """The steps of all tiles of a batch, side by side."""
+    return zip(*(tile.visits[head].steps for tile in tiles))
+
+
+def _step(segments: list[Segment]) -> Step:
+    partial, count = [], 0
+    for segment in segments:
+        first, count = count, count + segment.stop - segment.start
+        if segment.kind != BlockKind.FULL:
+            partial.append(PartialSegment(segment, slice(first, count)))
+    start, stop = segments[0].start, segments[-1].stop
+    if stop - start == count:  # they follow each other without a gap
+        return Step(slice(start, stop), count, partial)
+    rows = np.concatenate([np.arange(segment.start, segment.stop) for segment in segments])
+    return Step(rows, count, partial)
+
+
+def _gathered_step(part: GatheredRows) -> Step:
+    start, stop, count = int(part.rows[0]), int(part.rows[-1]) + 1, part.num_rows
+    rows = slice(start, stop) if stop - start == count else part.rows
+    return Step(rows, count, [PartialSegment(part, slice(0, count))] if part.is_partial else [])
+
+
+def row_numbers(rows: slice | Array) -> Array:
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+def _reversed_tiles(length: int, block: int) -> Iterator[slice]:
+    """Tiles of a length, the last first."""
+    return (slice(start, min(start + block, length)) for start in reversed(range(0, length, block)))
+
+
+def _batches(tiling: HostTiling, tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
+    """Tiles of one height that visit equally many rows, as many together as `HostTiling.batch_area` has room for.
+
+    NumPy's price for a call, and the threads' for handing the interpreter to each other, are paid once a batch.
+    A quarter of all tiles is the most, so that there is something to share; threads are not counted, since results
+    may not depend on them.
+    """
+    capacity, max_tiles = tiling.batch_area, tiling.num_tiles if tiling.is_small else max(1, tiling.num_tiles // 4)
+    waiting: dict[tuple[int, ...], list[Tile]] = {}
+    for tile in tiles:
+        visited = tuple(visit.num_rows for visit in tile.visits)
+        height, widest = tile.rows.stop - tile.rows.start, max(visited)
+        limit = min(capacity // (height * max(widest, 1)), max_tiles) if widest <= tiling.step_width(height) else 1
+        key = height, *visited
+        group = waiting.setdefault(key, [])
+        group.append(tile)
+        if len(group) >= limit:
+            yield waiting.pop(key)
+    yield from waiting.values()
+
+
+def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
+    """Segments in steps of at most `limit` rows; bit tiles stay whole, longer runs are cut."""
+    group: list[Segment] = []
+    remaining = limit
+    for segment in segments:
+        while segment.stop - segment.start > remaining:
+            if segment.kind != BlockKind.BITS and remaining == limit:
+                yield [segment._replace(stop=segment.start + remaining)]
+                segment = segment._replace(start=segment.start + remaining)
+            elif group:
+                yield group
+                group, remaining = [], limit
+            else:
+                break
+        group.append(segment)
+        remaining -= segment.stop - segment.start
+    if group:
+        yield group
+
+
+def masked_elements(
+    work: WorkList, batch_head: BatchHead, part: PartialSegment, rows: slice | None, keys: slice | None
+) -> Array:
+    """Return which elements of a tile and a partial segment are masked, bool [keys, queries].
+
+    The tile's queries or keys are given, and None for the segment's.
+    """
+    if isinstance(part.segment, GatheredRows):
+        assert isinstance(work, ChosenWork)
+        return work.hidden(batch_head, part.segment, rows, keys)
+    visited = slice(part.segment.start, part.segment.stop)
+    rows, keys = rows or visited, keys or visited
+    if part.segment.kind == BlockKind.BITS:
+        assert isinstance(work, ListedWork)
+        first_row, first_key = rows.start % work.block_q, keys.start % work.block_kv
+        tile = work.bit_tile(part.segment.tile)
+        tile = tile[first_row : first_row + rows.stop - rows.start, first_key : first_key + keys.stop - keys.start]
+        return ~tile.T
+    if part.bounds is None:
+        part.bounds = work.bounds(*batch_head, rows.start, rows.stop)
+    lo, hi = part.bounds
+    j = np.arange(keys.start, keys.stop)
+    return (j[:, None] < lo) | (j[:, None] >= hi)
