@@ -148,6 +148,14 @@ def hold(file: IO[bytes]) -> bool:
     return _is_in_place(file)
 
 
+def release(file: IO[bytes]) -> None:
+    """Let an open file of the folder be removed again."""
+    import fcntl
+
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def _is_in_place(file: IO[bytes]) -> bool:
     """Return whether an open file still has its name: it may have been removed, or replaced by another of that name."""
     try:

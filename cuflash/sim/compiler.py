@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -13,9 +14,9 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Literal
 
@@ -197,9 +198,9 @@ def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> IO[byt
 
     def publish() -> IO[bytes]:
         kept = target.with_suffix(".cpp")
-        with _build_prelude(compiler, flags) as precompiled:
+        with _prelude(compiler, flags) as folder:
             # A compiler that cannot use the precompiled prelude finds its text here.
-            prelude = (f"-I{Path(precompiled.name).parent}", f"-I{_RUNTIME}", "-include", _PRELUDE)
+            prelude = (f"-I{folder}", f"-I{_RUNTIME}", "-include", _PRELUDE)
             to_object = [compiler, *flags, *_HERE, *prelude, "-c", kept.name, "-o", "kernel.o"]
             to_library = [compiler, *_LINK, "kernel.o", "-lgcc", "-o", target.name]
             return _publish([to_object, to_library], target, f"kernel {entry}", source)
@@ -207,8 +208,16 @@ def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> IO[byt
     return _kept_file(target, publish)
 
 
-def _build_prelude(compiler: str, flags: tuple[str, ...]) -> IO[bytes]:
-    """The precompiled prelude: half of what a small kernel takes to compile is reading its text."""
+# Precompiled preludes that this process has used: they stay open, and reading one again takes longer than linking.
+_preludes: dict[Path, IO[bytes]] = {}
+
+
+@contextmanager
+def _prelude(compiler: str, flags: tuple[str, ...]) -> Iterator[Path]:
+    """Give the folder of the precompiled prelude: half of what a small kernel takes to compile is reading its text.
+
+    The prelude stays in its place meanwhile; where another thread ends first, a compiler may have to read the text.
+    """
     folder = _target("prelude", _identity(compiler), _runtime_text(), *flags).with_suffix("")
     target = folder / f"{_PRELUDE}.gch"
 
@@ -217,7 +226,14 @@ def _build_prelude(compiler: str, flags: tuple[str, ...]) -> IO[bytes]:
         command = [compiler, *flags, "-x", "c++-header", str(source), "-o", target.name]
         return _publish([command], target, f"the prelude of kernels, {source}")
 
-    return _kept_file(target, publish)
+    held = _preludes.get(target)
+    if held is None or not host_cache.hold(held):
+        held = _preludes[target] = _kept_file(target, publish)
+        atexit.register(held.close)
+    try:
+        yield folder
+    finally:
+        host_cache.release(held)
 
 
 def _glue(entry: str) -> str:
@@ -295,7 +311,8 @@ def _publish(commands: list[list[str]], target: Path, what: str, source: str = "
                     raise BuildError(told)
             result = Path(here) / target.name
             file = undo.enter_context(result.open("ab"))
-            file.write(_seal(result.read_bytes()))
+            data = result.read_bytes()
+            file.write(_seal(data))
             file.flush()
             host_cache.hold(file)
             if (others := _opened(target)) is not None:  # another process was faster, and may be about to load it
@@ -303,13 +320,28 @@ def _publish(commands: list[list[str]], target: Path, what: str, source: str = "
             if target.is_dir():
                 target.rmdir()
             _move(result, target)
-            host_cache.shrink(folder)
+            _shrink_at_times(folder, len(data) + _SEAL_BYTES)
             undo.pop_all()
             return file
     except OSError as error:
         raise BuildError(
             f"{what} must be kept in {folder}, which fails ({error}): make room there, or remove that folder"
         ) from error
+
+
+# Bytes that this process has published in a folder since it last looked at all files there.
+_added: dict[Path, int] = {}
+
+
+def _shrink_at_times(folder: Path, nbytes: int) -> None:
+    """Shrink the folder with the first file of this process, then after each 64th of what it may hold.
+
+    A look at the thousands of files of a full folder takes a third of what a small kernel takes to compile.
+    """
+    _added[folder] = _added.get(folder, host_cache.MOST_BYTES) + nbytes
+    if _added[folder] >= host_cache.MOST_BYTES // 64:
+        _added[folder] = 0
+        host_cache.shrink(folder)
 
 
 def _move(file: Path, target: Path) -> None:

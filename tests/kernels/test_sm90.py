@@ -306,8 +306,7 @@ GROWING = {
 }
 
 
-@on_sm90
-@pytest.mark.parametrize(("name", "dtype"), in_turn(GROWING, HALVES))
+@sampled_on_simulator(on_sm90, "name, dtype", in_turn(GROWING, HALVES), 1)
 def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> None:
     """Some queries of some warps have weights that are too large under the maxima of the steps before."""
     clean = half(GROWING[name], dtype)
@@ -504,9 +503,8 @@ def test_watched_kernels_count_every_lane_that_arrives(name: str, dims: tuple[in
     assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
 
 
-@on_sm90
-@pytest.mark.parametrize(
-    ("name", "dtype"), in_turn(["dense", "not aligned", "causal", "blocks of 100 x 88"], HALVES)
+@sampled_on_simulator(
+    on_sm90, "name, dtype", in_turn(["dense", "not aligned", "causal", "blocks of 100 x 88"], HALVES), 1
 )
 def test_what_lies_past_a_length_never_matters(run: Run, name: str, dtype: str) -> None:
     example, poisoned = past_lengths(TILES[name], dtype)

@@ -591,6 +591,41 @@ def test_a_cache_that_is_too_large_shrinks_when_a_kernel_is_made(
     assert sorted(os.listdir(tmp_path)) == [f"kernel-{2:032x}.so", "made"]
 
 
+def test_a_full_cache_is_not_looked_through_for_each_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    size, looks, shrink = 12 + compiler._SEAL_BYTES, list[Path](), host_cache.shrink
+    monkeypatch.setattr(host_cache, "MOST_BYTES", 128 * size)  # a look for each 2 files
+
+    def noted(place: Path) -> None:
+        looks.append(place)
+        shrink(place)
+
+    monkeypatch.setattr(host_cache, "shrink", noted)
+    for number in range(150):
+        published(tmp_path, f"kernel-{number:032x}.so").close()
+        assert len(list(tmp_path.glob("kernel-*"))) <= 128 + 2
+    assert looks == [tmp_path] * (1 + 149 // 2)
+
+
+def test_a_prelude_is_read_once_and_made_again_after_the_cache_was_cleared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module, name in ((compiler, "cache_directory"), (host_cache, "folder")):
+        monkeypatch.setattr(module, name, lambda: tmp_path)
+    sealed, seal = list[int](), compiler._seal
+
+    def noted(data: bytes) -> bytes:
+        sealed.append(len(data))
+        return seal(data)
+
+    monkeypatch.setattr(compiler, "_seal", noted)
+    for number in (0, 1, 2):
+        build(TWICE + f"// {number}", "twice")
+    assert sum(size > 1 << 20 for size in sealed) == 2  # when it is made, and before it is used
+    assert cuflash.cache_clear().nbytes > 1 << 20 and os.listdir(tmp_path) == []
+    build(TWICE + "// again", "twice")
+    assert len(list(tmp_path.glob("prelude-*/*"))) == 1
+
+
 def test_a_kernel_that_vanishes_before_it_is_loaded_is_made_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = compiler.Kernel
 

@@ -58,31 +58,31 @@ _SQUARE = {**_TWO, "num_heads": 4, "num_kv_heads": 2, "seqlen_q": 70, "seqlen_kv
 _FEW = {**_SQUARE, "seqlen_q": 5}  # ten queries of a group in one tile
 # Widths of a step: 128 keys without a list. A window of 40 leaves most parts of a tile without a key.
 STRUCTURES = {
-    "dense": Structure(**_SQUARE, dtype="bfloat16", layouts=("padded",) * 5),
+    "dense": Structure(**_SQUARE, dtype="float16", layouts=("padded",) * 5),
     "causal": Structure(**_SQUARE, dtype="float16", mask=masks.Causal("bottom_right")),
-    "window": Structure(**_SQUARE, dtype="bfloat16", mask=masks.SlidingWindow(40, 0, "bottom_right")),
+    "window": Structure(**_SQUARE, dtype="float16", mask=masks.SlidingWindow(40, 0, "bottom_right")),
     "rows without a key": Structure(
         **_SQUARE, dtype="float16", mask=masks.Lengths(q=np.array([70, 1]), kv=np.array([0, 290]))
     ),
     "documents": Structure(
-        **_SQUARE, dtype="bfloat16", mask=masks.Documents(np.arange(70) // 20, np.arange(300) // 80)
+        **_SQUARE, dtype="float16", mask=masks.Documents(np.arange(70) // 20, np.arange(300) // 80)
     ),
     "full and interval blocks": Structure(
         **_SQUARE, dtype="float16",
         mask=masks.BlockPattern(_RNG.random((2, 4, 2, 5)) < 0.6, 64) & masks.Causal("bottom_right"),
     ),
-    "bits": Structure(**_SQUARE, dtype="bfloat16", mask=masks.Dilated(3, align="top_left"), layouts=("negative",) * 5),
+    "bits": Structure(**_SQUARE, dtype="float16", mask=masks.Dilated(3, align="top_left"), layouts=("negative",) * 5),
     "blocks of 16 x 128": Structure(
         **_SQUARE, dtype="float16", mask=masks.BlockPattern(_RNG.random((5, 3)) < 0.5, (16, 128))
     ),
     "few queries, causal": Structure(**_FEW, dtype="bfloat16", mask=masks.Causal("bottom_right")),
-    "few queries, lengths": Structure(**_FEW, dtype="float16", mask=masks.Lengths(kv=np.array([0, 170]))),
+    "few queries, lengths": Structure(**_FEW, dtype="bfloat16", mask=masks.Lengths(kv=np.array([0, 170]))),
     "few queries, windows of each head": Structure(
         **_FEW, dtype="bfloat16", mask=masks.FromFunction(lambda b, h, i, j: (j >= 10 * h) & (j < 100 + 40 * h)),
     ),
-    "few queries, bits": Structure(**_FEW, dtype="float16", mask=masks.Dilated(2, align="bottom_right")),
+    "few queries, bits": Structure(**_FEW, dtype="bfloat16", mask=masks.Dilated(2, align="bottom_right")),
     "one query": Structure(
-        **{**_SQUARE, "seqlen_q": 1, "num_heads": 8, "num_kv_heads": 1}, dtype="float16", layouts=("transposed",) * 5
+        **{**_SQUARE, "seqlen_q": 1, "num_heads": 8, "num_kv_heads": 1}, dtype="bfloat16", layouts=("transposed",) * 5
     ),
     "odd strides": Structure(**_FEW, dtype="bfloat16", layouts=("odd_strides",) * 5),
     "without heads": Structure(has_heads=False, seqlen_q=20, seqlen_kv=300, head_dim=8, value_dim=33, dtype="float16"),
@@ -91,7 +91,7 @@ STRUCTURES = {
         seqlen_kv=150, dtype="bfloat16", mask=masks.Causal("bottom_right"),
     ),
     "wide": Structure(**{**_FEW, "head_dim": 200, "value_dim": 256}, dtype="bfloat16"),
-    "scale of a negative sign": Structure(**_FEW, dtype="float16", scale=-3.0, values="outliers"),
+    "scale of a negative sign": Structure(**_FEW, dtype="bfloat16", scale=-3.0, values="outliers"),
     "float32": Structure(**_SQUARE, mask=masks.Causal("bottom_right"), layouts=("odd_strides",) * 5),
     "float32, bits": Structure(**_SQUARE, mask=masks.Dilated(3, align="top_left"), layouts=("padded",) * 5),
     "float32, few queries": Structure(**_FEW, mask=masks.Causal("bottom_right")),
