@@ -40,20 +40,20 @@ _OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|naive|fa1|simt|sm80|sm90)/
 
 
 def constants(spec: KernelSpec) -> str:
-    """A specification as C++: a line for each field, and whether the kernel belongs to a backward pass."""
+    """Return a specification as C++: a constant for each field, and whether the kernel belongs to a backward pass."""
     accumulator = "double" if spec.dtype == np.float64 else "float"
     lines = [f"using Element = {_ELEMENTS[spec.dtype]};", f"using Accumulator = {accumulator};"]
-    lines.append(f"constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
+    lines.append(f"static constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
     for field in fields(spec)[3:]:
         if field.name == "precision" or field.name.startswith("score"):
             continue
         name = "".join(word.capitalize() for word in field.name.split("_"))
         value = getattr(spec, field.name)
         type_name, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
-        lines.append(f"constexpr {type_name} k{name} = {text};")
-    lines.append(f"constexpr bool kIsBackward = {str(spec.entry.startswith('backward')).lower()};")
+        lines.append(f"static constexpr {type_name} k{name} = {text};")
+    lines.append(f"static constexpr bool kIsBackward = {str(spec.entry.startswith('backward')).lower()};")
     features = "".join(f", const __grid_constant__ {each}" for name, each in _FEATURES.items() if getattr(spec, name))
-    lines = ["namespace cuflash::config {", *lines, "}  // namespace cuflash::config"]
+    lines = ["namespace cuflash {", "struct Config {", *lines, "};", "}  // namespace cuflash"]
     return "\n".join([*lines, f"#define CUFLASH_FEATURES {features}", ""])
 
 

@@ -19,7 +19,7 @@ struct Dropout {
 };
 
 struct NoDropout : Dropout {};
-using DropoutArgument = FeatureArgument<config::kHasDropout, Dropout, NoDropout>;
+using DropoutArgument = FeatureArgument<Config::kHasDropout, Dropout, NoDropout>;
 constexpr NoDropout dropout{};
 
 using tile::philox4x32;
@@ -40,7 +40,7 @@ CUFLASH_DEVICE uint32_t head_number(const Shape& shape, const BatchHead& batch_h
 class Draws {
  public:
   explicit CUFLASH_DEVICE Draws(const Dropout& dropout) : dropout_(dropout), seed_(dropout.seed) {
-    if (config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
+    if (Config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
   }
 
   // Replace counters by the words that Philox draws for them. A counter stands for a cell of four queries and four

@@ -12,7 +12,7 @@ struct Scales {
 };
 
 struct NoScales {};
-using ScalesArgument = FeatureArgument<config::kIsQuantized, Scales, NoScales>;
+using ScalesArgument = FeatureArgument<Config::kIsQuantized, Scales, NoScales>;
 constexpr NoScales scales{};
 
 }  // namespace cuflash::attention

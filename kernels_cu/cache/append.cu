@@ -9,9 +9,9 @@ using attention::Append;
 using attention::CachePages;
 using attention::Matrices;
 using attention::NewRows;
-using config::Element;
+using Element = Config::Element;
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 struct alignas(16) Unit {
   uint64_t at[2];
 };

@@ -13,9 +13,9 @@ using attention::CachePages;
 using attention::CacheScales;
 using attention::Matrices;
 using attention::NewRows;
-using config::Element;
+using Element = Config::Element;
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int kColumnsOfLane = 8;  // rows have at most 256 columns
 constexpr uint32_t kLastExponent = 127 + 120;  // of a scale: 256 2^120 is more than a float holds
 
@@ -85,8 +85,8 @@ cache_append_e4m3(const __grid_constant__ cuflash::attention::Append params,
   using namespace cuflash;
   const CachePages& cache = params.cache;
   const attention::DivMod at = attention::divmod(blockIdx.x, params.blocks_per_sequence);
-  const int sequence = at.quotient, warp = at.remainder * config::kNumWarps + threadIdx.x / 32;
-  const int num_warps = params.blocks_per_sequence * config::kNumWarps, num_places = 2 * cache.num_kv_heads;
+  const int sequence = at.quotient, warp = at.remainder * Config::kNumWarps + threadIdx.x / 32;
+  const int num_warps = params.blocks_per_sequence * Config::kNumWarps, num_places = 2 * cache.num_kv_heads;
   const NewRows rows = attention::new_rows(params, sequence, at.remainder);
   // Warps take the pairs of row and place in order, one each, and advance by the number of warps.
   attention::DivMod item = attention::divmod(warp, num_places);

@@ -8,9 +8,9 @@ namespace cuflash {
 
 using attention::QueryIntervals;
 using attention::SequenceRows;
-using config::Element;
+using Element = Config::Element;
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 
 // Write the interval of keys that a query attends. Neither bound ever decreases from one query to the next.
 CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceRows& of, int sequence, int row) {
@@ -33,8 +33,8 @@ CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceR
 CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence, int first, int block,
                                      attention::SinkArgument sink) {
   const int num_rows = (params.pages.num_queries - first) * params.num_heads, lane = threadIdx.x % 32;
-  const int stride = params.blocks_per_sequence * config::kNumWarps;
-  for (int number = block * config::kNumWarps + threadIdx.x / 32; number < num_rows; number += stride) {
+  const int stride = params.blocks_per_sequence * Config::kNumWarps;
+  for (int number = block * Config::kNumWarps + threadIdx.x / 32; number < num_rows; number += stride) {
     const int head = number % params.num_heads, row = first + number / params.num_heads;
     const attention::BatchHead place{{sequence}, sequence, head};
     const auto o = attention::matrix<Element>(params.o, place, head, 0, 0);

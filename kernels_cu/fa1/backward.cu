@@ -10,7 +10,7 @@
 
 namespace cuflash {
 
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 using Scores = tile::WarpPartition<kBlockQ, kBlockKv, kNumWarps>::Tile;
 using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
@@ -156,7 +156,7 @@ constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState))
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 fa1_backward(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;

@@ -8,7 +8,7 @@
 
 namespace cuflash {
 
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kNumWarps>;
@@ -150,7 +150,7 @@ constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState))
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 fa1_forward(const __grid_constant__ cuflash::attention::Params params,
             const __grid_constant__ cuflash::attention::Running running) {
   using namespace cuflash;

@@ -74,7 +74,7 @@ CUFLASH_DEVICE bool fills_tiles(const attention::WorkTile& keys, const attention
 template <class Scores>
 CUFLASH_DEVICE void mask_iteration(Scores& s, const attention::Params& params, const attention::WorkTile& keys,
                                    const attention::KvBlock& queries, float value) {
-  attention::mask_scores<config::kIsListed>(s, params, {keys.batch_head, queries.start, queries.stop},
+  attention::mask_scores<Config::kIsListed>(s, params, {keys.batch_head, queries.start, queries.stop},
                                             {keys.first, keys.last, queries.kind, queries.entry}, value);
 }
 

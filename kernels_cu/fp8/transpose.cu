@@ -9,9 +9,9 @@ namespace cuflash {
 
 using attention::Transpose;
 
-constexpr int kThreads = 32 * config::kNumWarps;
-constexpr int kKeys = config::kBlockKv, kGroups = kKeys / 16;
-constexpr int kWords = config::kHeadDim / 4;  // 32-bit words per row
+constexpr int kThreads = 32 * Config::kNumWarps;
+constexpr int kKeys = Config::kBlockKv, kGroups = kKeys / 16;
+constexpr int kWords = Config::kHeadDim / 4;  // 32-bit words per row
 static_assert(kGroups == 8 && kWords % 4 == 0, "eight groups of keys and four words of a row are a warp's");
 
 // Return the index of a word of a key's row in shared memory. Rows of different groups lie in different banks.
@@ -61,7 +61,7 @@ fp8_transpose(const __grid_constant__ cuflash::attention::Transpose params) {
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const int64_t column = static_cast<int64_t>(matrix) * config::kHeadDim + 4 * word + c;
+      const int64_t column = static_cast<int64_t>(matrix) * Config::kHeadDim + 4 * word + c;
       *reinterpret_cast<Words*>(params.transposed + column * params.padded_rows + first_key + 16 * group) = columns[c];
     }
   }

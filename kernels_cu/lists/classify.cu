@@ -141,7 +141,7 @@ CUFLASH_DEVICE void classify_whole_blocks(const Params& params, int first) {
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_classify(const __grid_constant__ cuflash::lists::Params params) {
   using namespace cuflash;
   using namespace cuflash::lists;

@@ -5,7 +5,7 @@
 
 namespace cuflash::lists {
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int64_t kFar = 1LL << 62;  // beyond any key
 constexpr int kMaxLength = 255;  // in blocks: orders count longer ranges as this long
 
@@ -225,7 +225,7 @@ CUFLASH_DEVICE int tile_length(const Matrix& matrix, int number) {
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps, cuflash::Config::kMinBlocks)
 lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
   using namespace cuflash;
   using namespace cuflash::lists;

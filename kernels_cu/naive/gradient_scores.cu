@@ -42,7 +42,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
   const auto ds = rows(matrix<Accumulator>(params.naive.score_gradients, batch_head, batch_head.head, shape.seqlen_q,
                                            shape.seqlen_kv)).columns(keys.first, keys.last);
   KeptWeights<decltype(s)> kept;
-  if constexpr (config::kHasDropout) {
+  if constexpr (Config::kHasDropout) {
     kept = kept_weights_of_queries(s, dropout, shape, work, KvBlock{keys.first, keys.last, BlockKind::kInterval, -1});
     drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
   }
@@ -86,7 +86,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
                                        [&](int i) { return lse_of_row[i]; }, [&](int i) { return delta_of_row[i]; },
                                        score::Function::kAddsGradients);
   }
-  if constexpr (config::kHasDropout) {
+  if constexpr (Config::kHasDropout) {
     drop_weights(s, kept);
     s.scale(dropout.factor);
   }

@@ -84,26 +84,26 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       tile::load(do_smem, d_o.rows(block.start, block.stop),
                  [&](int row) { return lse_2(row) != -ptx::negative_infinity<Accumulator>(); });
       __syncthreads();  // dO is there
-      if constexpr (!kHasScore && !config::kHasDropout) tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
+      if constexpr (!kHasScore && !Config::kHasDropout) tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       scores.fill(0);
       tile::gemm_add_nt<kScoreUnroll>(scores, v_smem, do_smem);
       const auto p_at = [&](int i, int j) -> Accumulator& { return p_smem.at(scores.row(i), scores.column(j)); };
       KeptWeights<decltype(scores)> kept;
-      if constexpr (config::kHasDropout) {
+      if constexpr (Config::kHasDropout) {
         kept = kept_weights_of_keys(scores, dropout, shape, work, block);
         drop_gradients(scores, kept, static_cast<Accumulator>(dropout.factor));
       }
       if constexpr (kHasScore)
         scores_to_p_and_ds_of_keys(p_at, scores, score_function, params, work, block, lse_2, delta_of);
-      else if constexpr (config::kHasDropout)
+      else if constexpr (Config::kHasDropout)
         score_gradients_of_keys(scores, p_at, delta_of);
-      if constexpr (config::kHasDropout) drop_weights<decltype(scores)>(p_at, kept);
-      if constexpr (kHasScore || config::kHasDropout) {
+      if constexpr (Config::kHasDropout) drop_weights<decltype(scores)>(p_at, kept);
+      if constexpr (kHasScore || Config::kHasDropout) {
         __syncthreads();  // P is there
         tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       }
       __syncthreads();  // P and dO are read
-      if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(scores, p_at, delta_of);
+      if constexpr (!kHasScore && !Config::kHasDropout) score_gradients_of_keys(scores, p_at, delta_of);
       tile::store(p_smem, scores);
       tile::load(q_smem, q.rows(block.start, block.stop));
       __syncthreads();  // dS and Q are there
@@ -123,7 +123,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     }
   }
   dk.scale(shape.softmax_scale);
-  if constexpr (config::kHasDropout) dv.scale(dropout.factor);
+  if constexpr (Config::kHasDropout) dv.scale(dropout.factor);
   store_gradient<Element>(params.dk, work, kv_head, shape.seqlen_kv, shape.head_dim, dk);
   store_gradient<Element>(params.dv, work, kv_head, shape.seqlen_kv, shape.value_dim, dv);
 }

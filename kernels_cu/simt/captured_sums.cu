@@ -6,12 +6,12 @@
 #include <tile/element.cuh>
 #include <tile/exact_sum.cuh>
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 simt_captured_sums(const __grid_constant__ cuflash::attention::Params params,
                    const __grid_constant__ cuflash::attention::CapturedSums captured) {
   using namespace cuflash;
   using attention::SumsOperation;
-  constexpr int kThreads = 32 * config::kNumWarps;
+  constexpr int kThreads = 32 * Config::kNumWarps;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < captured.num_elements; n += stride) {
     if (captured.operation == SumsOperation::kSetZero) {

@@ -11,14 +11,14 @@
 
 namespace cuflash {
 
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 using ScorePartition = tile::WarpPartition<kBlockQ, kBlockKv, kNumWarps>;
 using Scores = ScorePartition::Tile;
 using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
-constexpr bool kMakesPAndDsTogether = kHasScore || config::kHasDropout;  // P and dS are made together, after dP
+constexpr bool kMakesPAndDsTogether = kHasScore || Config::kHasDropout;  // P and dS are made together, after dP
 constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
 constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // scores per thread
 // P is made while the tensor cores multiply dP: with elements of 16 bits, if the registers hold both.
@@ -32,7 +32,7 @@ constexpr bool kOverlapsDs =
 constexpr bool kStoresScoresEarly = kOverlapsDs || (sizeof(Element) == 2 && kNumScores > 32);
 // Warps test whether they are the first owner of their scores even if every warp is: with this test, ptxas orders the
 // instructions after it better, which gains 2 % of the backward pass at 128 columns without a list.
-constexpr bool kChecksOwner = ScorePartition::kNumOwnerWarps < kNumWarps || (!config::kIsListed && kNumScores <= 32);
+constexpr bool kChecksOwner = ScorePartition::kNumOwnerWarps < kNumWarps || (!Config::kIsListed && kNumScores <= 32);
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
@@ -184,7 +184,7 @@ CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const
                                const attention::KvBlock& block) {
   const attention::WorkTile queries{work.batch_head, block.start, block.stop};
   const attention::KvBlock keys{work.first, work.last, block.kind, block.entry};
-  attention::mask_scores<config::kIsListed>(s, params, queries, keys, attention::masked_score());
+  attention::mask_scores<Config::kIsListed>(s, params, queries, keys, attention::masked_score());
 }
 
 // Store P and dS in shared memory.
@@ -216,7 +216,7 @@ constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState))
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
@@ -271,7 +271,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
         if (is_masked || kHasScore) clear_empty_rows(do_smem, lse);
         tile::gemm_nt(dp, do_smem, v_smem);
         KeptWeights<Scores> kept;
-        if constexpr (kHasScore && config::kHasDropout) {
+        if constexpr (kHasScore && Config::kHasDropout) {
           kept = kept_weights_of_queries(s, dropout, shape, {state.work.batch_head, block.start, block.stop},
                                          {state.work.first, state.work.last, block.kind, block.entry});
           drop_gradients(dp, kept, static_cast<float>(dropout.factor));
@@ -280,14 +280,14 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
           scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head, {block.start, block.stop},
                                      {state.work.first, state.work.last}, is_masked, row_statistics<Scores>(lse, delta),
                                      Scores::is_first_owner());
-        } else if constexpr (config::kHasDropout) {
+        } else if constexpr (Config::kHasDropout) {
           const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
           dropout_score_gradients(s, dp, dropout, head, block.start, state.work.first, is_masked,
                                   state.softmax_scale_log2, row_statistics<Scores>(lse, delta));
         } else {
           score_gradients<true>(s, dp, state.softmax_scale_log2, row_statistics<Scores>(lse, delta));
         }
-        if constexpr (kHasScore && config::kHasDropout) drop_weights(s, kept);
+        if constexpr (kHasScore && Config::kHasDropout) drop_weights(s, kept);
         if (kStoresScoresEarly) store_scores(s, dp);
         if (kOverlapsDs) {
           __syncthreads();  // all of P is stored
@@ -297,7 +297,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       if (!kStoresScoresEarly) store_scores(s, dp);
       __syncthreads();  // all of P and dS is stored
       if (!kOverlapsDs) tile::gemm_add_tn(dv, p_smem, do_smem);
-      if (config::kDqAtomicWidth > 0) {
+      if (Config::kDqAtomicWidth > 0) {
         WarpDq dq;
         tile::gemm_nn(dq, ds_smem, k_smem);
         DqSumLayout(state.dq_sum + query_tile_number(params, block.start,
@@ -318,7 +318,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   __syncthreads();  // K and V have arrived, even without a step, and are read
   const int kv_head = divmod(state.work.batch_head.head, shape.group_size).quotient;
   dk.scale(shape.softmax_scale);
-  if constexpr (config::kHasDropout) dv.scale(dropout.factor);
+  if constexpr (Config::kHasDropout) dv.scale(dropout.factor);
   stage_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem, dk);
   stage_gradient(params.dv, state.work, kv_head, shape.value_dim, v_smem, dv);
   __syncthreads();  // all of dK and dV is stored

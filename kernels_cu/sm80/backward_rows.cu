@@ -10,7 +10,7 @@
 
 namespace cuflash {
 
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kNumWarps>;
@@ -44,7 +44,7 @@ constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState))
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
@@ -96,12 +96,12 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     Scores s, dp;
     tile::gemm_nt(s, q_smem, k_smem);
     tile::gemm_nt(dp, do_smem, v_smem);
-    if constexpr (kHasScore && config::kHasDropout)
+    if constexpr (kHasScore && Config::kHasDropout)
       drop_gradients(dp, kept_weights_of_queries(dp, dropout, shape, state.work, block),
                      static_cast<float>(dropout.factor));
-    if constexpr (kHasScore || config::kHasDropout) {
+    if constexpr (kHasScore || Config::kHasDropout) {
       const bool is_masked = !is_unmasked<kBlockKv>(block);
-      if (is_masked) mask_scores<config::kIsListed>(s, params, state.work, block, masked_score());
+      if (is_masked) mask_scores<Config::kIsListed>(s, params, state.work, block, masked_score());
       const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
       if constexpr (!kHasScore)
         dropout_score_gradients(s, dp, dropout, head, state.work.first, block.start, is_masked,
@@ -113,7 +113,7 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     } else if (is_unmasked<kBlockKv>(block)) {
       score_gradients<false>(s, dp, state.softmax_scale_log2, row);
     } else {
-      mask_scores<config::kIsListed>(s, params, state.work, block, masked_score());
+      mask_scores<Config::kIsListed>(s, params, state.work, block, masked_score());
       score_gradients<true>(s, dp, state.softmax_scale_log2, row);
     }
     tile::gemm_add_nn(dq, dp, k_smem);

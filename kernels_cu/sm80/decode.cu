@@ -28,7 +28,7 @@ constexpr int kSharedBytes = kBytesOfDecode<PlainStage>;
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_decode(const __grid_constant__ cuflash::attention::Decode params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;

@@ -59,7 +59,7 @@ constexpr int kSharedBytes = kBytesOfDecode<ScaledStage>;
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_decode_e4m3(const __grid_constant__ cuflash::attention::Decode params,
                  const __grid_constant__ cuflash::attention::CacheScales scales CUFLASH_FEATURES) {
   using namespace cuflash;

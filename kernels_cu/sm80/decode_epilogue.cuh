@@ -18,7 +18,7 @@ CUFLASH_DEVICE float finish_row(const Decode& params, const attention::BatchHead
     lse = ptx::fma(max, softmax_scale_log2 * static_cast<float>(kLn2), ptx::log_accurate(sum));
     factor = 1 / sum;
   }
-  if constexpr (config::kHasSink) factor *= merge_sink(lse, sink_logit<float>(sink, heads, head));
+  if constexpr (Config::kHasSink) factor *= merge_sink(lse, sink_logit<float>(sink, heads, head));
   matrix<float>(params.lse, heads, head, params.num_queries, 1).at(row % params.num_queries, 0) = lse;
   return factor;
 }

@@ -10,7 +10,7 @@ namespace cuflash {
 using attention::Decode;
 using attention::Part;
 using attention::Sequence;
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 constexpr int kRowGroups = kBlockQ / 16, kKeyGroups = kNumWarps / kRowGroups, kKeysOfWarp = kBlockKv / kKeyGroups;
 using Scores = tile::WarpTile<1, kKeysOfWarp / 8, kRowGroups, kKeyGroups>;

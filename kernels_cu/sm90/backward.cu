@@ -134,7 +134,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       if (starts_next_tile(flags)) {
         write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
         if (flags & StepMessage::kEndOfWork) return finish_sums(score, of_steps);
-        if constexpr (config::kAddsDqInOrder) {  // which tile comes next differs from call to call
+        if constexpr (Config::kAddsDqInOrder) {  // which tile comes next differs from call to call
           finish_sums(score, of_steps);
           of_steps = {};
         }
@@ -180,7 +180,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward(const __grid_constant__ cuflash::attention::Params params,
               const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;

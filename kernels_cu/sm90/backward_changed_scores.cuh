@@ -53,7 +53,7 @@ CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQuerie
 // Find which weights of a step dropout keeps.
 CUFLASH_DEVICE void draw_step(Kept& kept, const StepPositions& positions, attention::DropoutArgument dropout,
                               const attention::Shape& shape) {
-  if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, positions);
+  if constexpr (Config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, positions);
 }
 
 // Selects one of two copies of a function at compile time: for plain steps, or for others.
@@ -77,7 +77,7 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
   const ThreadMask<IsPlain> mask(queries);
 #pragma unroll
   for (int k = 0; k < PackedScores::kNumFragments; ++k) {
-    if constexpr (config::kHasDropout)
+    if constexpr (Config::kHasDropout)
       for_each_of_fragment(k, [&](int i, int j) {
         dp.at(i, j) = (kept.at(i, j) ? dp.at(i, j) : 0.0f) * dropout.single_factor;
       });
@@ -96,7 +96,7 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
       });
       if constexpr (kHasSlopes) step.apply_slopes(s, dp, k, sums);
     }
-    if constexpr (config::kHasDropout)
+    if constexpr (Config::kHasDropout)
       for_each_of_fragment(k, [&](int i, int j) { s.at(i, j) = kept.at(i, j) ? s.at(i, j) : 0.0f; });
     p.pack(s, k);
     ds.pack(dp, k);

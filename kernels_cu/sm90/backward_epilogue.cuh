@@ -36,7 +36,7 @@ CUFLASH_DEVICE void finish_dq(const attention::Params& params, WarpDq& dq, const
   const attention::BatchHead& batch_head = shared().works[message.work].tile.batch_head;
   const auto all = attention::matrix<Element>(params.dq, batch_head, batch_head.head, params.shape.seqlen_q,
                                               params.shape.head_dim);
-  const auto rows = all.rows(message.block.start, config::kCutsSequences
+  const auto rows = all.rows(message.block.start, Config::kCutsSequences
                                  ? message.block.stop
                                  : attention::query_tile_end<Listed>(params, message.block.start, kBlockQ));
   const float scale = static_cast<float>(params.shape.softmax_scale);
@@ -53,7 +53,7 @@ CUFLASH_DEVICE void write_gradients(const attention::Params& params, const atten
                                     WarpDv& dv, attention::DropoutArgument dropout) {
   const int kv_head = work.batch_head.head / params.shape.group_size;
   dk.scale(params.shape.softmax_scale);
-  if constexpr (config::kHasDropout) dv.scale(dropout.single_factor);
+  if constexpr (Config::kHasDropout) dv.scale(dropout.single_factor);
   write_gradient(params.dk, work, kv_head, params.shape.head_dim, dk);
   write_gradient(params.dv, work, kv_head, params.shape.value_dim, dv);
 }

@@ -40,7 +40,7 @@ CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const 
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
     const int query = work.first + Scores::first_row() + Scores::row(i);
-    const int first = config::kIsListed ? work.first : query / kBlockQ * kBlockQ;
+    const int first = Config::kIsListed ? work.first : query / kBlockQ * kBlockQ;
     const bool in_bounds = query < work.last;
     const QueryStats& query_stats_of_tile =
         all[in_bounds ? attention::query_tile_number<Listed>(params, first, kBlockQ) : 0];
@@ -144,7 +144,7 @@ constexpr int kSharedBytes = kArraysEnd;
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward_rows(const __grid_constant__ cuflash::attention::Params params,
                    const __grid_constant__ cuflash::attention::TensorMaps maps) {
   using namespace cuflash;

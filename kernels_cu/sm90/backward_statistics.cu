@@ -110,7 +110,7 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   if (threadIdx.x < 32) {
     compute_query_stats(stats, params, work);
     if constexpr (kLastArrivalFinishesDq) init_dq_arrivals<kBlockKv, Element>(params, work, stats.arrivals);
-    if constexpr (config::kAddsDqInOrder)
+    if constexpr (Config::kAddsDqInOrder)
       if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);
   }
   ptx::compiler_barrier();  // keeps ptxas from moving loads ahead, which would spill registers

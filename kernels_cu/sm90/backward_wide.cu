@@ -276,7 +276,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward_wide(const __grid_constant__ cuflash::attention::Params params,
                    const __grid_constant__ cuflash::attention::TensorMaps maps) {
   using namespace cuflash;

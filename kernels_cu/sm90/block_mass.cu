@@ -184,7 +184,7 @@ CUFLASH_DEVICE void init_barriers() {
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm90_block_mass(const __grid_constant__ cuflash::attention::Params params,
                 const __grid_constant__ cuflash::attention::TensorMaps maps,
                 const __grid_constant__ cuflash::attention::MassGrid grid CUFLASH_FEATURES) {

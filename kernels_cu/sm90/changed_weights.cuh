@@ -8,7 +8,7 @@
 // queries.
 namespace cuflash {
 
-constexpr bool kChangesWeights = kHasScore || config::kHasDropout;
+constexpr bool kChangesWeights = kHasScore || Config::kHasDropout;
 // If slopes depend on scores, P and dS are made together, of S, once dP has arrived. Else P is made while dP is
 // multiplied.
 constexpr bool kMakesPAndDsTogether = kHasScore && score::Function::kSlopesNeedScore;

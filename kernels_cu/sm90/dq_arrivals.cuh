@@ -78,8 +78,8 @@ CUFLASH_DEVICE int last_visiting_key_tile(const Params& params, const WorkTile& 
 template <int Width, class Element>
 CUFLASH_DEVICE void init_dq_arrivals(const Params& params, const WorkTile& work, DqArrivals& arrivals) {
   int num;
-  if constexpr (config::kIsListed) num = num_expected_arrivals<Width>(params, work);
-  else if constexpr (config::kCutsSequences) num = num_visiting_parts<Width>(params, work);
+  if constexpr (Config::kIsListed) num = num_expected_arrivals<Width>(params, work);
+  else if constexpr (Config::kCutsSequences) num = num_visiting_parts<Width>(params, work);
   else num = num_visiting_key_tiles<Width>(params, work);
   if (threadIdx.x == 0) arrivals = {0, num};
   if (num > 0) return;

@@ -86,7 +86,7 @@ CUFLASH_DEVICE void dq_writer() {
     int* const arrivals = message.arrivals;
     attention::DqSemaphoreOp dq{};
     if (kFinishesDqInOrder && flags & StepMessage::kUsesDqSemaphore) dq = message.dq;
-    const int num_before = config::kAddsDqInOrder && !is_end ? num_key_tiles_before(state.stage) : 0;
+    const int num_before = Config::kAddsDqInOrder && !is_end ? num_key_tiles_before(state.stage) : 0;
     tile::arrive(smem.q[state.stage].empty);
     if (dq.awaited_bits_or_count != 0) attention::wait_dq_semaphore(dq, finishes);
     if (finishes) {  // the tile before has signalled that its copies are complete
@@ -100,13 +100,13 @@ CUFLASH_DEVICE void dq_writer() {
     }
     release_dq<1>(0, is_end);
     release_dq<0>(1, is_end);
-    if constexpr (config::kAddsDqInOrder) {
+    if constexpr (Config::kAddsDqInOrder) {
       if (unsignalled != nullptr) signal_addition(unsignalled);
       unsignalled = arrivals;
     }
     if (is_end) return;
     // counted here, when no copy of an earlier step is pending
-    const bool is_first = config::kAddsDqInOrder ? wait_for_key_tiles(arrivals, num_before)
+    const bool is_first = Config::kAddsDqInOrder ? wait_for_key_tiles(arrivals, num_before)
                                                  : kFirstArrivalStoresDq && arrives_first(arrivals);
 #pragma unroll
     for (int part = 0; part < kNumConsumers; ++part) {
@@ -114,7 +114,7 @@ CUFLASH_DEVICE void dq_writer() {
       store_dq_sum(sum, part, is_first || (kFinishesDqInOrder && flags & StepMessage::kStoresDq));
     }
     if (dq.stored != 0 || dq.is_done) attention::signal_dq_semaphore(dq);
-    if (is_first && !config::kAddsDqInOrder) {
+    if (is_first && !Config::kAddsDqInOrder) {
       tile::wait_bulk_copies();
       tile::signal(arrivals, attention::kDqIsStored);
     }

@@ -102,7 +102,7 @@ CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::Dropou
                               unsigned num_tiles_done, unsigned num_k_blocks) {
   if constexpr (kHasDrawers) {
     read_kept(kept, num_k_blocks);
-  } else if constexpr (config::kHasDropout) {
+  } else if constexpr (Config::kHasDropout) {
     const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
     kept = attention::kept_fragments<false>(
         Scores(), attention::Draws(dropout),
@@ -114,7 +114,7 @@ CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::Dropou
 // Pack the weights of a step as an operand; dropped weights are 0.
 CUFLASH_DEVICE void pack_step(PackedP& p, const Scores& s, const Kept& kept) {
   p = s;
-  if constexpr (config::kHasDropout)
+  if constexpr (Config::kHasDropout)
 #pragma unroll
     for (int k = 0; k < PackedP::kNumFragments; ++k)
 #pragma unroll
@@ -374,7 +374,7 @@ constexpr int kSharedBytes = kArraysEnd;
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm90_forward(const __grid_constant__ cuflash::attention::Params params,
              const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;

@@ -24,7 +24,7 @@ CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::T
   const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, shared().softmax_scale_log2, row_lse);
-  if constexpr (config::kHasDropout) o.scale(dropout.factor);
+  if constexpr (Config::kHasDropout) o.scale(dropout.factor);
   merge_sink_into(o, row_lse, logit);
   const EpilogueTarget target = shared().tile_infos[tile_info_index(num_tiles_done)].epilogue_target;
   if (kStoresOByTma && target.uses_tma_store) {

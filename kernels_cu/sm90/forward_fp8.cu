@@ -304,7 +304,7 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm90_forward_fp8(const __grid_constant__ cuflash::attention::Params params,
                  const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;

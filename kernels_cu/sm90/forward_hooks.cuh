@@ -15,7 +15,7 @@ struct ForwardHooks {
     const auto o = matrix<Element>(params.o, work.batch_head, work.batch_head.head, length, num_columns);
     float row_lse = ptx::negative_infinity<float>();
     Element zero = {};
-    if (config::kHasSink) {
+    if (Config::kHasSink) {
       const float logit = sink_logit<float>(sink, work.batch_head, work.batch_head.head);
       tile::to_element(0 * merge_sink(row_lse, logit), zero);
     }

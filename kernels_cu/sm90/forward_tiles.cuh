@@ -33,7 +33,7 @@ CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, 
 
 // Merge the rows of O and lse with the head's sink, if the kernel has one.
 CUFLASH_DEVICE void merge_sink_into(Output& o, float (&row_lse)[Output::kRows], float logit) {
-  if constexpr (config::kHasSink)
+  if constexpr (Config::kHasSink)
 #pragma unroll
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, attention::merge_sink(row_lse[i], logit));
 }

@@ -29,9 +29,9 @@ template <class Tile>
 CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const WorkTileInfo& tile_info,
                                const StepMessage& message) {
   const float hidden = kLoadsDo ? attention::masked_score() : ptx::negative_infinity<float>();
-  if (!config::kIsListed && tile_info.is_band)
+  if (!Config::kIsListed && tile_info.is_band)
     return attention::mask_band(s, message.block, hidden, tile_info.band, message.unread_start);
-  attention::mask_rows<config::kIsListed>(s, message.block, hidden, [&](int row) {
+  attention::mask_rows<Config::kIsListed>(s, message.block, hidden, [&](int row) {
     auto row_mask = attention::row_mask_of_row(params, tile_info.work, message.block, row);
     row_mask.lo = max(row_mask.lo, message.unread_start);
     return row_mask;
@@ -53,7 +53,7 @@ CUFLASH_DEVICE void init_barriers() {
   for (int i = 0; i < kQStages + 2 * kNumStages; ++i) {
     const bool is_k = i >= kQStages && i < kQStages + kNumStages;
     ptx::mbarrier_init(ptx::shared_address(&slots[i].full),
-                       ((kLoadsDo && i < kQStages) || (config::kIsQuantized && is_k) ? 2 : 1) *
+                       ((kLoadsDo && i < kQStages) || (Config::kIsQuantized && is_k) ? 2 : 1) *
                            tile::kArrivalsPerWarp);
     ptx::mbarrier_init(ptx::shared_address(&slots[i].empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
   }
@@ -61,7 +61,7 @@ CUFLASH_DEVICE void init_barriers() {
   for (const tile::PipelineSlot& tile_info_slot : shared().tile_info_slots) {
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.full), tile::kArrivalsPerWarp);
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty),
-                       (2 + kStagesArray + config::kIsQuantized) * tile::kArrivalsPerWarp);
+                       (2 + kStagesArray + Config::kIsQuantized) * tile::kArrivalsPerWarp);
   }
   if constexpr (kStagesArray)
     for (int i = 0; i < kNumStages * kNumConsumers; ++i) {

@@ -26,16 +26,16 @@ CUFLASH_DEVICE void load_operand(const attention::Params& params, const attentio
   const attention::TensorMapParam& map = (&maps.q)[kOperand];
   const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
   // the rows of V are columns of the tensor map's matrix
-  constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;
+  constexpr bool kIsTransposed = Config::kIsQuantized && kOperand == kV;
   // operands of 8 bits always have a tensor map
-  if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {
+  if (Config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {
     if (elect_one())
       tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
                                            kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
     else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
     return;
   }
-  if constexpr (!config::kIsQuantized) {
+  if constexpr (!Config::kIsQuantized) {
     constexpr bool kIsOfQueries = kOperand == kQ || kOperand == kDo, kHasValueDim = kOperand == kV || kOperand == kDo;
     const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
     const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
@@ -78,7 +78,7 @@ CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::
   if (block.kind == BlockKind::kInterval && block.start >= group_range.full_start &&
       block.stop <= group_range.full_stop) group_block.kind = BlockKind::kFull;
   const bool is_unmasked = !is_shifted && attention::is_unmasked<kBlockKv>(group_block);
-  const bool is_last = is_last_of_tile || (!config::kIsListed && block.stop >= group_range.stop);
+  const bool is_last = is_last_of_tile || (!Config::kIsListed && block.stop >= group_range.stop);
   // in a backward pass the exponent of P has the sign
   const bool needs_negation = !kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
   return (is_unmasked && !needs_negation) * StepMessage::kUnmasked + is_last * StepMessage::kLastForWarpgroup +
@@ -93,7 +93,7 @@ CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int lengt
 
 // Steps keep their start and are not moved back at the end of a range: steps of a list, of pages and of operands of 8
 // bits, the latter two at multiples of their width.
-constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged || config::kIsQuantized;
+constexpr bool kKeepsSteps = Config::kIsListed || Config::kIsPaged || Config::kIsQuantized;
 
 // Return whether queries that belong to no sequence follow those of the tile, in its slot. Q must be 0 there, since it
 // may hold NaN, and the rows of a warp decide together whether maxima rise.
@@ -141,7 +141,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
       if (!is_first) continue;
       wait_slot_empty(q, q_phase_of(num_tiles_done));
       load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last,
-                       config::kIsPaged && ends_before_unused_queries(params, tile_info.work));
+                       Config::kIsPaged && ends_before_unused_queries(params, tile_info.work));
       if constexpr (kLoadsDo)
         load_operand<kDo>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
     }

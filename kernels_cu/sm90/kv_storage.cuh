@@ -10,22 +10,22 @@
 // Q, K, V and dO, messages, and barriers.
 namespace cuflash {
 
-using config::kMinBlocks;
-using config::kNumStages;
+constexpr int kMinBlocks = Config::kMinBlocks;
+constexpr int kNumStages = Config::kNumStages;
 
 constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
 constexpr int kNumConsumers = kBlockQ / 64;
-constexpr bool kLoadsDo = config::kIsBackward;  // dO is loaded with Q
+constexpr bool kLoadsDo = Config::kIsBackward;  // dO is loaded with Q
 // Several thread blocks with such tiles share a multiprocessor.
-constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1 && !config::kIsQuantized;
+constexpr bool kIsSmallTile = Config::kIsListed && kNumConsumers == 1 && !Config::kIsQuantized;
 constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
 constexpr int kNumTileInfos = 4;  // one tile each is scheduled, loaded, multiplied and written
 // A warpgroup after the consumers draws the numbers of dropout, ahead of them (sm90/drawn_weights.cuh).
-constexpr bool kHasDrawers = config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
+constexpr bool kHasDrawers = Config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
 constexpr int kKeptStages = 2;
 // The next tile is scheduled during the first step of a tile, not the last one, since loads from a list have a long
 // latency.
-constexpr bool kFetchesTileEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
+constexpr bool kFetchesTileEarly = Config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
 
 template <bool IsQuantized>
 struct OperandTiles {
@@ -39,9 +39,9 @@ struct OperandTiles<true> {  // V is transposed: tensor cores read operands of 8
   using K = tile::WgmmaTile<ptx::Float8E4M3, kBlockKv, kHeadDim>;
   using V = tile::WgmmaTile<ptx::Float8E4M3, kValueDim, kBlockKv>;
 };
-using SmemQ = OperandTiles<config::kIsQuantized>::Q;
-using SmemK = OperandTiles<config::kIsQuantized>::K;
-using SmemV = OperandTiles<config::kIsQuantized>::V;
+using SmemQ = OperandTiles<Config::kIsQuantized>::Q;
+using SmemK = OperandTiles<Config::kIsQuantized>::K;
+using SmemV = OperandTiles<Config::kIsQuantized>::V;
 CUFLASH_DEVICE SmemQ q_smem(int slot) { return {slot * SmemQ::kBytes}; }
 CUFLASH_DEVICE SmemK k_smem(int stage) { return {kQStages * SmemQ::kBytes + stage * SmemK::kBytes}; }
 CUFLASH_DEVICE SmemV v_smem(int stage) { return {k_smem(kNumStages).start + stage * SmemV::kBytes}; }

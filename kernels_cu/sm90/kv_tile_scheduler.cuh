@@ -69,13 +69,13 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
     const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
     // the first tile does not wait
     wait_slot_empty(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));
-    const bool takes_number = !config::kCutsSequences || queries.is_empty();
+    const bool takes_number = !Config::kCutsSequences || queries.is_empty();
     const int number = takes_number ? advance_tile(params, is_first, num_tiles) : 0;
     const bool is_end = number >= num_tiles;
     WorkTile work{};
     VisitRange visit_range{};
     if (!is_end) {
-      if constexpr (config::kCutsSequences) {
+      if constexpr (Config::kCutsSequences) {
         if (takes_number) queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number));
         if (!queries.is_empty()) work = take_tile<kBlockQ, kBlockKv>(params, queries);
       } else {
@@ -83,8 +83,8 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       }
       if (work.is_empty()) continue;
       visit_range = visit_range_of_queries(params, work);
-      if (config::kIsPaged) align_steps(visit_range, kBlockKv);
-      if (config::kIsQuantized && visit_range.start < visit_range.stop)
+      if (Config::kIsPaged) align_steps(visit_range, kBlockKv);
+      if (Config::kIsQuantized && visit_range.start < visit_range.stop)
         visit_range.start -= visit_range.start % kBlockKv;
       if (kStagesArray && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % 8;  // 16 bytes
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
@@ -94,7 +94,7 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
     }
     WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
     Interval band{};
-    const bool has_band = config::kIsPaged && !is_end && find_band(params, work, band);
+    const bool has_band = Config::kIsPaged && !is_end && find_band(params, work, band);
     if (!is_end && tile::lane() < kNumConsumers)
       tile_info.group_ranges[tile::lane()] = group_visit_range(params, work, 64 * tile::lane());
     if (elect_one()) {
@@ -114,8 +114,8 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
                 params.shape.value_dim % tile::kChunkOf<Element> == 0 && has_tensor_map(maps.o, params.o),
             work.first, tma_coords(params.o, work.batch_head, work.batch_head.head)};
       }
-      tile_info.is_band = config::kIsPaged ? has_band : !config::kIsListed && params.work.lo == nullptr;
-      tile_info.band = config::kIsPaged ? band
+      tile_info.is_band = Config::kIsPaged ? has_band : !Config::kIsListed && params.work.lo == nullptr;
+      tile_info.band = Config::kIsPaged ? band
                                         : Interval{clamped_to_int(work.first + params.work.lower),
                                                    clamped_to_int(work.first + params.work.upper + 1)};
     }

@@ -59,11 +59,11 @@ class PageCopy {
  private:
   // Copy the box of a lane. Called by the whole warp.
   CUFLASH_DEVICE void copy_box(const attention::Matrices& matrices, int num_columns, int lane) const {
-    constexpr int kChunk = tile::kChunkOf<config::Element>;
+    constexpr int kChunk = tile::kChunkOf<Config::Element>;
     const int page = __shfl_sync(0xffffffffu, page_, lane), row_of_page = __shfl_sync(0xffffffffu, row_of_page_, lane);
     const int first_row = lane * pages_.box_rows, chunks = to_.columns / kChunk, chunks_per_panel = to_.width / kChunk;
     const attention::BatchHead page_head{{0, 0, page}, 0, kv_head_};
-    const auto all = attention::matrix<config::Element>(matrices, page_head, kv_head_, 0, 0);
+    const auto all = attention::matrix<Config::Element>(matrices, page_head, kv_head_, 0, 0);
     const auto box = all.rows(row_of_page, row_of_page);
 #pragma unroll 1
     for (int x = tile::lane(); x < pages_.box_rows * chunks; x += 32) {

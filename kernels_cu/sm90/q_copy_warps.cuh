@@ -12,7 +12,7 @@ CUFLASH_DEVICE uint32_t bit_range(int lo, int hi) { return ptx::bits_at_or_above
 // Return a word with a bit for each of the 32 keys from `first` on that a query sees; keys from `last` on do not exist.
 CUFLASH_DEVICE uint32_t row_mask_bits(const attention::RowMask& row_mask, int first, int last) {
   uint32_t bits = bit_range(row_mask.lo - first, min(row_mask.hi, last) - first);
-  if (config::kIsListed && row_mask.bits != nullptr) {
+  if (Config::kIsListed && row_mask.bits != nullptr) {
     uint32_t listed = 0;
 #pragma unroll 1
     for (int key = 0; key < 32 && first + key < last; key += 8)

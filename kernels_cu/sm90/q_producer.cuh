@@ -11,7 +11,7 @@ CUFLASH_DEVICE bool elect_one() { return ptx::elect_one(); }
 // Return the end of the keys that lie in the slots of a tile. Where sequences are cut, those past a short tile are keys
 // of the next sequence.
 CUFLASH_DEVICE int end_of_keys(const attention::Params& params, const attention::WorkTile& work) {
-  if constexpr (config::kCutsSequences) return min(work.first + kBlockKv, params.shape.seqlen_kv);
+  if constexpr (Config::kCutsSequences) return min(work.first + kBlockKv, params.shape.seqlen_kv);
   else return work.last;
 }
 
@@ -25,7 +25,7 @@ CUFLASH_DEVICE attention::Interval visible_keys(const attention::Params& params,
 
 // Return the number of a step's tile of queries.
 CUFLASH_DEVICE int step_number(const attention::Params& params, const attention::KvBlock& block) {
-  if constexpr (config::kCutsSequences) return block.entry;
+  if constexpr (Config::kCutsSequences) return block.entry;
   else return attention::query_tile_number<Listed>(params, block.start, kBlockQ);
 }
 
@@ -48,7 +48,7 @@ CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const Head
                                      const attention::KvBlock& block) {
   using namespace attention;
   if (block.stop < min(block.start + kBlockQ, params.shape.seqlen_q))
-    if (!config::kCutsSequences || has_empty_rows_past(params, work.tile.batch_head, block)) return true;
+    if (!Config::kCutsSequences || has_empty_rows_past(params, work.tile.batch_head, block)) return true;
   if constexpr (kHasScore)  // a score function may hide a query from all keys
     if (work.stats[step_number(params, block)].has_empty_rows) return true;
   if (block.kind == BlockKind::kFull) return false;
@@ -86,7 +86,7 @@ CUFLASH_DEVICE bool advance_tile(const attention::Params& params, int work_slot)
   SharedStorage& smem = shared();
   __syncwarp();
   if (threadIdx.x == 0) {  // a comparison takes fewer registers than elect.sync
-    const int num_tiles = config::kCutsSequences ? attention::num_key_parts(params)
+    const int num_tiles = Config::kCutsSequences ? attention::num_key_parts(params)
                                                  : attention::num_key_tiles<Listed>(params, kBlockKv);
     int number;
     if constexpr (kTakesTilesInOrder) number = attention::next_tile_number_in_order(params, num_tiles);
@@ -94,9 +94,9 @@ CUFLASH_DEVICE bool advance_tile(const attention::Params& params, int work_slot)
     smem.has_tile = number < num_tiles;
     if (smem.has_tile)
       smem.works[ptx::opaque(work_slot)].tile =
-          config::kCutsSequences ? attention::key_part_at<kBlockKv>(params, number)
+          Config::kCutsSequences ? attention::key_part_at<kBlockKv>(params, number)
           : kFinishesDqInOrder ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
-                               : attention::key_tile_at<Listed>(params, kBlockKv, number, config::kAddsDqInOrder);
+                               : attention::key_tile_at<Listed>(params, kBlockKv, number, Config::kAddsDqInOrder);
   }
   __syncwarp();
   return smem.has_tile;
@@ -136,7 +136,7 @@ CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const atte
   }
   const auto found = [&](int which) { return __shfl_sync(0xffffffffu, first, 8 * which); };
   VisitRange visit_range{found(0), found(1), found(2), found(3)};
-  if constexpr (config::kCutsSequences) return store_part_range(params, work, visit_range, shared().visit_range);
+  if constexpr (Config::kCutsSequences) return store_part_range(params, work, visit_range, shared().visit_range);
   if (!elect_one()) return;
   // Keys past those of the last query have no visitor: aligned to tiles, their range would hold the last tile.
   if (visit_range.start >= params.shape.seqlen_q) visit_range.stop = visit_range.start = 0;
@@ -206,7 +206,7 @@ CUFLASH_DEVICE void load_tile(const attention::Params& params, const attention::
       }
     }
     __syncwarp();
-    QueryVisits<config::kCutsSequences>::Steps blocks(params, smem.visit_range);
+    QueryVisits<Config::kCutsSequences>::Steps blocks(params, smem.visit_range);
     KvBlock block;
     for (bool loads_k = !has_k || params.work.interval_head_stride != 0; blocks.next(block); loads_k = false) {
       const bool zero_fills = has_rows_to_zero(params, head_work, block);

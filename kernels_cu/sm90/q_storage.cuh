@@ -108,7 +108,7 @@ struct SharedStorage {
   // State of the producer, in shared memory to save registers: whether it has a tile, the phases of the next K and V as
   // flags of a message, and the visit range of a head.
   int has_tile, kv_phases;
-  QueryVisits<config::kCutsSequences>::Range visit_range;
+  QueryVisits<Config::kCutsSequences>::Range visit_range;
   DqFinish dq_finish;  // of the present step, if the last tile that arrives finishes dQ
   uint64_t dq_sum_loaded;  // sums of dQ have arrived in the staging buffer
 };

@@ -7,10 +7,10 @@
 // (sm90/q_pipeline.cuh).
 namespace cuflash {
 
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
-constexpr bool kMakesDq = config::kDqAtomicWidth > 0;
+constexpr bool kMakesDq = Config::kDqAtomicWidth > 0;
 constexpr int kNumConsumers = kMakesDq ? 2 : 1;
 // Registers per thread: at launch, and of each role after warpgroups have redistributed them.
 constexpr int kRegistersPerThread = kMakesDq ? 168 : 128;
@@ -33,13 +33,13 @@ constexpr int kProducerThreads = kIsWide ? kWarpgroupThreads : kWarpgroupThreads
     kCopyThreads = kProducerThreads - 32;
 // Blocks finish dQ of bands in the order of the tiles of keys (sm90/dq_semaphore.cuh); with a list, the tile that
 // arrives last does (sm90/dq_arrivals.cuh).
-constexpr bool kFinishesDqInOrder = config::kFusesDqEpilogue && !config::kIsListed && !config::kCountsDqArrivals;
+constexpr bool kFinishesDqInOrder = Config::kFusesDqEpilogue && !Config::kIsListed && !Config::kCountsDqArrivals;
 // A tile of keys waits for other tiles of its head, which must have been taken before it.
-constexpr bool kTakesTilesInOrder = kFinishesDqInOrder || config::kAddsDqInOrder;
-static_assert(!config::kAddsDqInOrder || (config::kCountsDqArrivals && !config::kIsListed && !config::kFusesDqEpilogue),
+constexpr bool kTakesTilesInOrder = kFinishesDqInOrder || Config::kAddsDqInOrder;
+static_assert(!Config::kAddsDqInOrder || (Config::kCountsDqArrivals && !Config::kIsListed && !Config::kFusesDqEpilogue),
               "without a list, by the count of tiles that are done");
 static_assert(!kIsWide || kMakesDq, "without in-kernel dQ, all of dK and dV must fit in registers");
-static_assert(!config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ that is finished must be staged");
+static_assert(!Config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ that is finished must be staged");
 // Up to 128 columns, P is not clamped to 1 unless some lse is large.
 constexpr bool kSkipsClamp = !kIsWide;
 // Tiles of scores in shared memory: if wide, P of even steps, P of odd steps and dS; else dS if dQ is computed.
@@ -59,7 +59,7 @@ constexpr int kDoStages = !kIsWide || kTileBytes + kNumStages * SmemDo::kBytes +
     ? kNumStages : 1;
 static_assert(kDoStages == kNumStages || kNumStages == 2, "with one stage of dO, the stage of Q is the phase of dO");
 // Messages always have the block of the step: score functions and dropout depend on it.
-constexpr bool kMessagesHaveBlocks = kHasScore || config::kHasDropout;
+constexpr bool kMessagesHaveBlocks = kHasScore || Config::kHasDropout;
 // dO is released apart from Q if it has fewer stages. At 128 columns it always is: ptxas then orders the instructions
 // after the release such that the kernel is 5 % faster.
 constexpr bool kReleasesDo = kDoStages < kNumStages || (!kIsWide && kBlockQ == 64);

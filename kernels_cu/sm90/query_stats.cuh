@@ -24,19 +24,19 @@ struct alignas(16) QueryStats {
 // These constants say whether the first tile of keys to arrive stores the sums of dQ, and whether the last one finishes
 // them (sm90/dq_arrivals.cuh).
 constexpr bool kFirstArrivalStoresDq =
-    (config::kIsListed || config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
-constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && config::kFusesDqEpilogue;
+    (Config::kIsListed || Config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
+constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && Config::kFusesDqEpilogue;
 // The rounding of a larger lse in base 2 may raise P by a thousandth above 1.
 constexpr float kLargestPlainLse2 = 1 << 14;
 
 // Return the tile of queries that a thread block works on; below, the number of its statistics and sums of dQ.
 CUFLASH_DEVICE attention::WorkTile own_query_tile(const attention::Params& params) {
-  if constexpr (config::kCutsSequences) return attention::query_part_reversed<kBlockQ>(params).work;
+  if constexpr (Config::kCutsSequences) return attention::query_part_reversed<kBlockQ>(params).work;
   else return attention::query_tile_reversed<Listed>(params, kBlockQ);
 }
 template <class L = Listed>
 CUFLASH_DEVICE int own_query_number(const attention::Params& params, const attention::WorkTile& work) {
-  if constexpr (config::kCutsSequences) return attention::query_part_reversed<kBlockQ>(params).number;
+  if constexpr (Config::kCutsSequences) return attention::query_part_reversed<kBlockQ>(params).number;
   else return attention::query_tile_number<L>(params, work.first, kBlockQ);
 }
 

@@ -4,7 +4,7 @@
 #include <ptx/shared.cuh>
 #include <sm90/query_stats.cuh>
 
-static_assert(!cuflash::config::kCutsSequences, "tiles of statistics start at multiples of kBlockQ");
+static_assert(!cuflash::Config::kCutsSequences, "tiles of statistics start at multiples of kBlockQ");
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
 sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
@@ -12,7 +12,7 @@ sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUF
   using namespace cuflash::attention;
   sum_sink_gradient<float, kThreads>(
       params, sink, ptx::dynamic_shared<float>(), [&](const BatchHead& batch_head, int query) {
-        const int row = (config::kIsListed ? query % params.work.block_q : query) % kBlockQ;
+        const int row = (Config::kIsListed ? query % params.work.block_q : query) % kBlockQ;
         const QueryStats& stats = query_stats(params, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)];
         return delta_beside_sink(params, sink, batch_head, query, stats.delta[row]);
       });

@@ -81,7 +81,7 @@ class TileScore {
     }
   }
   CUFLASH_DEVICE int position(int row) const {
-    if constexpr (config::kIsPaged) return position_(queries_.at(row));
+    if constexpr (Config::kIsPaged) return position_(queries_.at(row));
     else return queries_.at(row);
   }
   CUFLASH_DEVICE int query(int i) const { return position(Tile::first_row() + Tile::row(i)); }

@@ -70,7 +70,7 @@ FAULTS = {
             WRITER, "num_key_tiles_before", ".queries[stage].stats.arrivals.expected - smem.works[smem.", ".works[smem."
         ),
         "tiles are taken from the first one": Edit(
-            PRODUCER, "advance_tile", "number, config::kAddsDqInOrder)", "number, false)"
+            PRODUCER, "advance_tile", "number, Config::kAddsDqInOrder)", "number, false)"
         ),
         "nobody is the last visitor": Edit(
             "sm90/backward_statistics.cu", "sm90_backward_statistics",

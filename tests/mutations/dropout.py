@@ -188,7 +188,7 @@ FAULTS = {
             "sm80/forward.cu", "sm80_forward", ", params, state.work, first_key,", ", params, state.work, block.start,"
         ),
         "parts keep the size of their weights": Edit(
-            "sm80/forward.cu", "write_part", "if constexpr (config::kHasDropout) o.scale(dropout.factor);", ""
+            "sm80/forward.cu", "write_part", "if constexpr (Config::kHasDropout) o.scale(dropout.factor);", ""
         ),
         "heads of a tile draw alike": Edit(
             "sm80/forward.cu", "drop_step", "work.batch_head.head + heads.quotient", "work.batch_head.head"
@@ -205,7 +205,7 @@ FAULTS = {
     },
     hopper_gradients_are_right: {
         "where a plain step stands is not told": Edit(
-            "sm90/q_tiles.cuh", None, "= kHasScore || config::kHasDropout;", "= false;"
+            "sm90/q_tiles.cuh", None, "= kHasScore || Config::kHasDropout;", "= false;"
         ),
         "neighbours keep what they drew": Edit(
             "attention/dropout.cuh", "kept_fragments", "__shfl_xor_sync(0xffffffffu, drawn, 4)", "drawn"

@@ -103,7 +103,7 @@ FAULTS = {
         ),
         "windows begin in the middle of a scale": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
-            "if (config::kIsQuantized && visit_range.start < visit_range.stop) "
+            "if (Config::kIsQuantized && visit_range.start < visit_range.stop) "
             "visit_range.start -= visit_range.start % kBlockKv;",
             "",
         ),
@@ -140,10 +140,10 @@ FAULTS = {
     },
     fp8_is_scheduled_right: {
         "K comes without its scales": Edit(
-            "sm90/kv_pipeline.cuh", "init_barriers", "(config::kIsQuantized && is_k)", "false"
+            "sm90/kv_pipeline.cuh", "init_barriers", "(Config::kIsQuantized && is_k)", "false"
         ),
         "a tile is left before its scales are stored": Edit(
-            "sm90/kv_pipeline.cuh", "init_barriers", "kStagesArray + config::kIsQuantized)", "kStagesArray)"
+            "sm90/kv_pipeline.cuh", "init_barriers", "kStagesArray + Config::kIsQuantized)", "kStagesArray)"
         ),
         "scales are stored in a slot that is not empty": Edit(
             PIPELINE, "write_scales", "wait_slot_empty(k, phase_of(num_k_blocks));", ""
@@ -178,7 +178,7 @@ FAULTS = {
     },
     rounding_is_right: {
         "warps have maxima of their own": Edit(
-            "fp8/quantize.cu", "block_maximum", "ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : 0",
+            "fp8/quantize.cu", "block_maximum", "ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : 0",
             "of_warps[threadIdx.x / 32]",
         ),
         "sums are out of range": Edit(

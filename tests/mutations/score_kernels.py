@@ -236,7 +236,7 @@ FAULTS = {
             "true",
         ),
         "rows have no score function": Edit(
-            "sm80/backward_rows.cu", "sm80_backward_rows", "(kHasScore || config::kHasDropout)", "(false)"
+            "sm80/backward_rows.cu", "sm80_backward_rows", "(kHasScore || Config::kHasDropout)", "(false)"
         ),
     },
     packed_heads_are_exact: {

@@ -341,10 +341,10 @@ FAULTS = {
             "sm90/dq_arrivals.cuh", "num_visiting_key_tiles", ".batch_head, work.first)", ".batch_head, work.last - 1)"
         ),
         "nobody stores": Edit(
-            "sm90/query_stats.cuh", None, "config::kIsListed || config::kCountsDqArrivals", "config::kIsListed"
+            "sm90/query_stats.cuh", None, "Config::kIsListed || Config::kCountsDqArrivals", "Config::kIsListed"
         ),
         "a block of an order has one tile": Edit(
-            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "!config::kCutsSequences || queries.is_empty()", "true"
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "!Config::kCutsSequences || queries.is_empty()", "true"
         ),
         "the queries of a block are those of its positions": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
