@@ -29,12 +29,12 @@ _ELEMENTS = {
 # The argument of a kernel that has the feature of a field, in the order of `Launch.features`.
 _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
-    "score_is_staged": "cuflash::StagedMap staged_map",
+    "score_is_staged": "cuflash::sm90::StagedMap staged_map",
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
     "is_quantized": "cuflash::attention::Scales scales",
 }  # fmt: skip
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
-_SHARED_BYTES = re.compile(r"\bconstexpr int kSharedBytes =")
+_SHARED_BYTES = re.compile(r"^constexpr int kSharedBytes =", re.MULTILINE)
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
 _OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|naive|fa1|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
@@ -67,19 +67,16 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
-    layout = assertions("lists", included, host=host)
-    if "attention/params.cuh" in included:
-        features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
-        made = assertions("attention", {*included, *features}, host=host)
-        layout += f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{made}'
+    layout = f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{assertions(included, host=host)}'
     if _SHARED_BYTES.search(entry):  # the kernel's own count
-        layout += f'#line 1 "cuflash/planning/families: shared_bytes()"\n{_shared_assertion(shared_bytes(spec))}'
+        layout += f'#line 1 "cuflash/planning/families: shared_bytes()"\n{_shared_assertion(spec)}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout}"
 
 
-def _shared_assertion(nbytes: int) -> str:
-    """C++ that stops a compiler where a kernel lays out more or less shared memory than its launches ask for."""
-    return f'static_assert(cuflash::kSharedBytes == {nbytes}, "launches ask for {nbytes} bytes of shared memory");\n'
+def _shared_assertion(spec: KernelSpec) -> str:
+    """Return C++ that stops a compiler where a kernel lays out more or less shared memory than its launches ask for."""
+    rule, nbytes = f"cuflash::{spec.family}::kSharedBytes", shared_bytes(spec)
+    return f'static_assert({rule} == {nbytes}, "launches ask for {nbytes} bytes of shared memory");\n'
 
 
 def _score(spec: KernelSpec, included: set[str], host: bool) -> str:

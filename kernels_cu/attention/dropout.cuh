@@ -19,6 +19,7 @@ struct Dropout {
 };
 
 struct NoDropout : Dropout {};
+template <class Config>
 using DropoutArgument = FeatureArgument<Config::kHasDropout, Dropout, NoDropout>;
 constexpr NoDropout dropout{};
 

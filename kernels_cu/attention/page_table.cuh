@@ -19,6 +19,7 @@ struct Pages {
 };
 
 struct NoPages {};
+template <class Config>
 using PagesArgument = FeatureArgument<Config::kIsPaged, Pages, NoPages>;
 constexpr NoPages pages{};
 
@@ -53,6 +54,7 @@ struct QueryPositionIf<true> {
  private:
   int first_;
 };
+template <class Config>
 using QueryPosition = QueryPositionIf<Config::kIsPaged>;
 
 // Return the page of a position, or `num_pages` if the table has none.

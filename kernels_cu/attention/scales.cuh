@@ -12,6 +12,7 @@ struct Scales {
 };
 
 struct NoScales {};
+template <class Config>
 using ScalesArgument = FeatureArgument<Config::kIsQuantized, Scales, NoScales>;
 constexpr NoScales scales{};
 

@@ -16,6 +16,7 @@ struct Sink {
 enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
 
 struct NoSink {};
+template <class Config>
 using SinkArgument = FeatureArgument<Config::kHasSink, Sink, NoSink>;
 constexpr NoSink sink{};
 

@@ -7,7 +7,7 @@
 #include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
 
-namespace cuflash {
+namespace cuflash::fp8 {
 
 using attention::Quantize;
 using Element = Config::Element;
@@ -128,11 +128,12 @@ CUFLASH_DEVICE void store_rows(const Quantize& params, const float (&x)[kRows][k
   }
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::fp8
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::fp8::kThreads)
 fp8_quantize(const __grid_constant__ cuflash::attention::Quantize params) {
   using namespace cuflash;
+  using namespace cuflash::fp8;
   const int matrix = blockIdx.x / params.num_blocks, block = blockIdx.x % params.num_blocks;
   const int warp = threadIdx.x / 32, column = ptx::lane() % kLanesOfRow * kChunk;
   const int first_row = block * Config::kBlockQ + warp * kRowsOfWarp + ptx::lane() / kLanesOfRow;

@@ -5,7 +5,7 @@
 #include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
 
-namespace cuflash {
+namespace cuflash::fp8 {
 
 using attention::Transpose;
 
@@ -33,11 +33,12 @@ CUFLASH_DEVICE uint32_t bytes_of(const uint32_t (&words)[4], int c) {
   return found;
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::fp8
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::fp8::kThreads)
 fp8_transpose(const __grid_constant__ cuflash::attention::Transpose params) {
   using namespace cuflash;
+  using namespace cuflash::fp8;
   const int num_blocks = params.padded_rows / kKeys;
   const int matrix = blockIdx.x / num_blocks, first_key = blockIdx.x % num_blocks * kKeys;
   uint32_t* const rows = ptx::dynamic_shared<uint32_t>();

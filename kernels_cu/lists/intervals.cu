@@ -1,5 +1,6 @@
-// Finds the keys that each query sees from integers on the device, a thread a query: offsets of packed sequences, lengths,
-// or ids of documents. If blocks are ordered, it also counts the blocks of the other side that each block sees.
+// Finds the keys that each query sees from integers on the device, a thread a query: offsets of packed sequences,
+// lengths, or ids of documents. If blocks are ordered, it also counts the blocks of the other side that each block
+// sees.
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>
 
@@ -71,7 +72,8 @@ struct Interval {
 };
 
 // Return the keys of a query, as masks.Sequences defines them. Queries after all sequences start beyond all keys.
-CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Integers& q, const Integers& kv, int query) {
+CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Integers& q, const Integers& kv,
+                                         int query) {
   int after = 0;  // number of offsets that are not beyond the query
   for (int end = params.num_offsets; after < end;) {
     const int middle = (after + end) / 2;

@@ -10,10 +10,12 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::simt {
 
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
-constexpr int kDqWidth = tile::kMmaRows > 0 ? 32 : kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
+constexpr int kDqWidth = tile::kMmaRows > 0   ? 32
+                         : kHeadDim % 64 == 0 ? 64
+                                              : kHeadDim;  // columns of dQ in registers at a time
 constexpr int kUnroll = 1;  // steps of a product that are unrolled: more gain little, and compile half as long again
 // the product of scores, for which registers of operands are free
 constexpr int kScoreUnroll = tile::kMmaRows > 0 ? tile::kMmaUnroll : kUnroll;
@@ -31,11 +33,12 @@ template <int Columns>
 using SharedSlot = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
 constexpr int kSharedBytes = kBytesOf<KRows, VRows, PtTile, SharedSlot<kHeadDim>>;
 
-}  // namespace cuflash
+}  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::simt;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   WorkTile work = key_tile(params, kBlockKv);

@@ -8,18 +8,19 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::simt {
 
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
 // Steps of a product that are unrolled; 3 % slower than four, and compiled in 2/3
 constexpr int kUnroll = tile::kMmaRows > 0 ? 4 : 1;
 constexpr int kSharedBytes = kBytesOf<KTile, VTile, QTile, DoTile, PtTile>;
 
-}  // namespace cuflash
+}  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward_columns(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::simt;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   WorkTile work = key_tile(params, kBlockKv);

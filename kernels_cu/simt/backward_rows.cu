@@ -8,15 +8,16 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::simt {
 
 constexpr int kSharedBytes = kBytesOf<QTile, DoTile, KTile, VTile, PTile>;
 
-}  // namespace cuflash
+}  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::simt;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile(params, kBlockQ);

@@ -10,17 +10,18 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::simt {
 
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 using KvTile = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
 constexpr int kSharedBytes = kBytesOf<QTile, KvTile, PTile>;
 
-}  // namespace cuflash
+}  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::simt;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile(params, kBlockQ);

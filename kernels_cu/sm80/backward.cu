@@ -9,7 +9,7 @@
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
 constexpr int kNumStages = Config::kNumStages;
 
@@ -214,11 +214,12 @@ CUFLASH_DEVICE void add_dv_overlapped(WarpDv& dv, Scores& s, OTile do_smem, floa
 }
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);

@@ -8,7 +8,7 @@
 #include <ptx/cp_async.cuh>
 #include <sm80/block_state.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
 constexpr int kNumStages = Config::kNumStages;
 
@@ -42,11 +42,12 @@ CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState
 }
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile<Listed>(params, kBlockQ);

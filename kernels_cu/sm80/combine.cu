@@ -7,7 +7,7 @@
 #include <attention/tile_scheduler.cuh>
 #include <ptx/shared.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
 using Element = Config::Element;
 constexpr int kValueDim = Config::kValueDim;
@@ -26,11 +26,12 @@ CUFLASH_DEVICE float weight(float lse, float max_lse) {
 }
 constexpr int kSharedBytes = kGroups * kValueDim * static_cast<int>(sizeof(float));
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::sm80::kThreads)
 sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile(params, 1);

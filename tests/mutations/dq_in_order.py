@@ -73,7 +73,7 @@ FAULTS = {
             PRODUCER, "advance_tile", "number, Config::kAddsDqInOrder)", "number, false)"
         ),
         "nobody is the last visitor": Edit(
-            "sm90/backward_statistics.cu", "sm90_backward_statistics",
+            "sm90/backward_statistics.cu", "run",
             "if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);", ";",
         ),
         "the last visitor is one too far": Edit(

@@ -279,7 +279,7 @@ FAULTS = {
             "sm90/forward_hooks.cuh", "write_empty_rows", ", 0) = row_lse;", ", 0) = ptx::negative_infinity<float>();"
         ),
         "delta is that of the first tile": Edit(
-            "sm90/sink_gradient.cu", "sm90_sink_gradient", "[query_tile_number<Listed>(params, query, kBlockQ)]", "[0]"
+            "sm90/sink_gradient.cu", "run", "[query_tile_number<Listed>(params, query, kBlockQ)]", "[0]"
         ),
     },
 }

@@ -60,10 +60,10 @@ FAULTS = {
         ),
         "bits of a list are all 1": Edit("sm90/q_copy_warps.cuh", "row_mask_bits", "bits &= listed;", ""),
         "a warp has another's bits": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "[Scores::first_row()]", "[ptx::lane() / 4]"
+            "sm90/backward_tiles.cuh", "MaskOfThread", "[Scores::first_row()]", "[ptx::lane() / 4]"
         ),
         "a thread has another's bits": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "[x] | all) >> queries.first_query;", "[x] | all);"
+            "sm90/backward_tiles.cuh", "MaskOfThread", "[x] | all) >> queries.first_query;", "[x] | all);"
         ),
         "a query has its neighbour's delta": Edit(
             "sm90/backward_tiles.cuh", "StepQueries.delta", ".delta + first_query;", ".delta + (first_query ^ 2);"
@@ -95,7 +95,7 @@ FAULTS = {
             "0xffffffffu",
         ),
         "delta lies a row further": Edit(
-            "sm90/backward_statistics.cu", "sm90_backward_statistics", "[row - work.first]", "[(row - work.first) ^ 1]"
+            "sm90/backward_statistics.cu", "run", "[row - work.first]", "[(row - work.first) ^ 1]"
         ),
         "lse is in base e": Edit(
             "sm90/backward_statistics.cu", "compute_query_stats",
@@ -109,10 +109,10 @@ FAULTS = {
             "sm90/q_producer.cuh", "load_tile", "StepMessage::kThreadsCopyQ, sizeof stats", "StepMessage::kThreadsCopyQ"
         ),
         "a large lse hides keys": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "queries.flags & StepMessage::kMasked ? 0 : ~0u;", "0;"
+            "sm90/backward_tiles.cuh", "MaskOfThread", "queries.flags & StepMessage::kMasked ? 0 : ~0u;", "0;"
         ),
         "a mask hides nothing": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "= queries.flags & StepMessage::kMasked ? 0 : ~", "= ~"
+            "sm90/backward_tiles.cuh", "MaskOfThread", "= queries.flags & StepMessage::kMasked ? 0 : ~", "= ~"
         ),
         "dS is multiplied before it is there": Edit(
             "sm90/backward_epilogue.cuh", "start_dq",
@@ -176,7 +176,7 @@ FAULTS = {
             "sm90/dq_writer.cuh", "arrives_first", "num_before == 0", "num_before <= 1 || num_before == kDqIsStored + 1"
         ),
         "nobody tells that sums are stored": Edit(
-            "sm90/dq_writer.cuh", "dq_writer", "tile::signal(arrivals, attention::kDqIsStored);", ""
+            "sm90/dq_writer.cuh", "dq_writer", "tile::signal(arrivals, kDqIsStored);", ""
         ),
         "delta of a whole tile misses a chunk": Edit(
             "sm90/backward_statistics.cu", "for_each_delta_of_full_tile",
@@ -190,7 +190,7 @@ FAULTS = {
             "sm90/backward_statistics.cu", "compute_query_stats", "stats.arrivals.count = 0;", ""
         ),
         "what nobody stored is dQ": Edit(
-            "sm90/convert_dq.cu", "sm90_convert_dq", "if (kFirstArrivalStoresDq &&", "if (false &&"
+            "sm90/convert_dq.cu", "run", "if (kFirstArrivalStoresDq &&", "if (false &&"
         ),
         "results are those of the next tile": Edit(
             "sm90/backward.cu", "consume", "smem.messages[state.stage].work", "smem.messages[next_state.stage].work"
@@ -228,7 +228,7 @@ FAULTS = {
             "",
         ),
         "the count of tiles starts anywhere": Edit(
-            "sm90/backward_statistics.cu", "sm90_backward_statistics", "reset_tile_counter(params);", ""
+            "sm90/backward_statistics.cu", "run", "reset_tile_counter(params);", ""
         ),
         "dK is not scaled": Edit(
             "sm90/backward_epilogue.cuh", "write_gradients", "dk.scale(params.shape.softmax_scale);", ""
@@ -237,7 +237,7 @@ FAULTS = {
         "sums of dQ go to the first tile": Edit(
             "sm90/q_producer.cuh", "load_tile", "head_work.dq_sum + number * params", "head_work.dq_sum + 0 * params"
         ),
-        "dQ is not scaled": Edit("sm90/convert_dq.cu", "sm90_convert_dq", "dq.scale(shape.softmax_scale);", ""),
+        "dQ is not scaled": Edit("sm90/convert_dq.cu", "run", "dq.scale(shape.softmax_scale);", ""),
     },
     sm90_guards.wide_gradients_are_right: {
         "dO is brought while the last one is read": Edit(
@@ -322,7 +322,7 @@ FAULTS = {
             "sm90/q_producer.cuh", "advance_tile", "if constexpr (kTakesTilesInOrder) number =", "if (false) number ="
         ),
         "the last places' sums are not set to 0": Edit(
-            "sm90/backward_statistics.cu", "sm90_backward_statistics",
+            "sm90/backward_statistics.cu", "run",
             "if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);",
             "",
         ),
@@ -401,7 +401,7 @@ FAULTS = {
             PARTS, "PartIterator.next", "&& stop <= visit_range_.full_stop", ""
         ),
         "statistics lie by multiples": Edit(
-            "sm90/query_stats.cuh", "own_query_number", "attention::query_part_reversed<kBlockQ>(params).number",
+            "sm90/query_stats.cuh", "own_query_number", "query_part_reversed<kBlockQ>(params).number",
             "work.first / kBlockQ",
         ),
         "steps read statistics by multiples": Edit(
@@ -483,7 +483,7 @@ FAULTS = {
         ),
         "all sums are awaited in one phase": Edit("sm90/dq_writer.cuh", "dq_writer_fused", "phase ^= 1;", ""),
         "nobody tells that a visit is done": Edit(
-            "sm90/dq_writer.cuh", "dq_writer_fused", "tile::signal(unsignalled, attention::kArrivalIsDone);", ""
+            "sm90/dq_writer.cuh", "dq_writer_fused", "tile::signal(unsignalled, kArrivalIsDone);", ""
         ),
         "the last addition is not told": Edit(
             "sm90/dq_writer.cuh", "dq_writer_fused", "} signal_previous();", "}"
