@@ -107,7 +107,10 @@ _RECORDS = {
 
 
 def assertions(headers: Collection[str], *, host: bool = False) -> str:
-    """Return C++ that stops NVRTC, or the host's compiler, where a record of a header is not laid out as its NumPy twin."""
+    """Return C++ that stops a compiler where a record of a header is not laid out as its NumPy twin.
+
+    `host` is true for the host's compiler, and false for NVRTC.
+    """
     # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
     offset_of = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []

@@ -17,13 +17,100 @@ struct Backward : BackwardEpilogue<Config> {
     tile::start_gemm_nt(dp, tile::KMajor<SmemV>(v_smem, 64 * part), tile::KMajor<SmemDo>(do_smem(state.stage)));
   }
 
+  using Step = StepScoreOf<score::Function>;
+  using SumsOfSteps = Step::StepSums;
+
+  // Finish or stage dQ of a step; with the last step of a tile, write dK and dV of the tile, and start the next one.
+  // `flags` are those of the next step. Return false if no tile is left.
+  static CUFLASH_DEVICE bool end_step(const attention::Params& params, WarpDk& dk, WarpDv& dv, WarpDq& dq,
+                                      float* dq_staging, const PipelineState& state, int flags, DqFinish dq_finish,
+                                      int part, const score::Function& score, DropoutArgument dropout,
+                                      SumsOfSteps& of_steps) {
+    SharedStorage& smem = shared();
+    if constexpr (kLastArrivalFinishesDq) {
+      wait_dq(part);
+      dq_finish = smem.dq_finish;
+    }
+    const bool finishes = dq_finish != DqFinish::kNot;
+    // one branch for both cases, so that all other steps are one piece of code
+    if (starts_next_tile(flags) || finishes) {
+      if (starts_next_tile(flags)) release_kv();
+      tile::wait_wgmma<0>(dk);
+      if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
+      if (finishes)
+        finish_dq(params, dq, dq_staging, smem.messages[state.stage], part, dq_finish == DqFinish::kWithSums);
+      else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
+      if (starts_next_tile(flags)) {
+        write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
+        if (flags & StepMessage::kEndOfWork) {
+          finish_sums(score, of_steps);
+          return false;
+        }
+        if constexpr (Config::kAddsDqInOrder) {  // which tile comes next differs from call to call
+          finish_sums(score, of_steps);
+          of_steps = {};
+        }
+        release_ds(part);
+        dk.fill(0);
+        dv.fill(0);
+        wait_kv(flags);
+      } else {
+        release_ds(part);
+      }
+    } else {
+      release_ds(part);
+      if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
+      if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
+    }
+    return true;
+  }
+
+  // Make P and dS of a step whose weights a score function or dropout changes, as operands of products, and store dS in
+  // shared memory. If dP does not run ahead, it is multiplied here.
+  static CUFLASH_DEVICE void make_changed_step(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds, Kept& kept,
+                                               const StepQueries& queries, const PipelineState& state, int part,
+                                               const attention::Shape& shape, const score::Function& score,
+                                               DropoutArgument dropout, float softmax_scale_log2, int ds_address,
+                                               SumsOfSteps& of_steps) {
+    const StepPositions positions = positions_of_step(state.stage);
+    if constexpr (!kDpRunsAhead) {
+      start_dp(dp, state, part);
+      draw_step(kept, positions, dropout, shape);
+      tile::wait_wgmma<0>(dp);
+      ptx::fence_registers(tile::accumulators(s));
+    }
+    wait_ds(part);
+    const auto make_operands = [&](auto is_plain) {
+      make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, positions, score, dropout,
+                                                        softmax_scale_log2, ds_address, of_steps);
+    };
+    if (queries.is_plain()) make_operands(IsPlain<true>());
+    else make_operands(IsPlain<false>());
+  }
+
+  // Replace the scores of a step by P while its dP is multiplied, if P does not depend on dP.
+  static CUFLASH_DEVICE void make_step_p(Scores& s, const Step& step, QueryValues& delta, const QueryValues& lse_2,
+                                         const PipelineState& state, int first_query, int flags,
+                                         float softmax_scale_log2) {
+    const StepQueries queries{shared().queries[state.stage], first_query, flags};
+    if constexpr (kMakesPEarly) make_changed_p(s, step, queries, softmax_scale_log2);
+    else if constexpr (kChangesWeights) return;
+    else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
+    else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
+  }
+
+  // Return how the tile finishes dQ of a step, if the order of tiles decides it.
+  static CUFLASH_DEVICE DqFinish finish_of_step(int flags) {
+    return kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
+  }
+
   // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a fresh variable per iteration, so
   // that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge of the loop;
   // otherwise ptxas serialises them (advisory C7510). There is one loop, with one step per iteration, so that addresses
-  // of operands are uniform in the warp.
-  static CUFLASH_DEVICE void consume(const attention::Params& params, int part, const score::Function& score,
-                                     DropoutArgument dropout) {
-    using namespace attention;
+  // of operands are uniform in the warp. Here dP of the next step is multiplied before this step ends, and its P is
+  // made meanwhile.
+  static CUFLASH_DEVICE void consume_with_next_dp(const attention::Params& params, int part,
+                                                  const score::Function& score, DropoutArgument dropout) {
     SharedStorage& smem = shared();
     PipelineState state;
     int flags = wait_step(state);
@@ -36,16 +123,7 @@ struct Backward : BackwardEpilogue<Config> {
     if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
       ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
     Kept kept;
-    using Step = StepScoreOf<score::Function>;
-    typename Step::StepSums of_steps;
-    const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state,
-                                 const Step& step) {
-      const StepQueries queries{smem.queries[state.stage], first_query, flags};
-      if constexpr (kMakesPEarly) make_changed_p(s, step, queries, softmax_scale_log2);
-      else if constexpr (kChangesWeights) return;
-      else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
-      else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
-    };
+    SumsOfSteps of_steps;
     wait_kv(flags);
     WarpDk dk;
     WarpDv dv;
@@ -56,40 +134,94 @@ struct Backward : BackwardEpilogue<Config> {
     start_scores(s, state, part);
     release_ds(part);
     tile::wait_full(smem.d_o[state.stage], state.phase);
-    if constexpr (kDpRunsAhead) {
-      const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
-      start_dp(dp, state, part);
-      const StepPositions positions = positions_of_step(state.stage);
-      const Step step(score, positions);
-      draw_step(kept, positions, dropout, params.shape);
-      tile::wait_wgmma<1>(s);
-      make_step_p(s, delta, lse_2, state, step);
-      tile::wait_wgmma<0>(dp);
-    } else {
-      tile::wait_wgmma<0>(s);
-    }
+    const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
+    start_dp(dp, state, part);
+    const StepPositions positions = positions_of_step(state.stage);
+    const Step step(score, positions);
+    draw_step(kept, positions, dropout, params.shape);
+    tile::wait_wgmma<1>(s);
+    make_step_p(s, step, delta, lse_2, state, first_query, flags, softmax_scale_log2);
+    tile::wait_wgmma<0>(dp);
     while (true) {
       const StepQueries queries{smem.queries[state.stage], first_query, flags};
       PackedScores p, ds;
       if constexpr (kChangesWeights) {
-        const StepPositions positions = positions_of_step(state.stage);
-        if constexpr (!kDpRunsAhead) {
-          start_dp(dp, state, part);
-          draw_step(kept, positions, dropout, params.shape);
-          tile::wait_wgmma<0>(dp);
-          ptx::fence_registers(tile::accumulators(s));
-        }
-        wait_ds(part);
-        const auto make_operands = [&](auto is_plain) {
-          make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, positions, score, dropout,
-                                                            softmax_scale_log2, ds_address, of_steps);
-        };
-        if (queries.is_plain()) make_operands(IsPlain<true>());
-        else make_operands(IsPlain<false>());
-      } else if constexpr (kDpRunsAhead) {
+        make_changed_step(s, dp, p, ds, kept, queries, state, part, params.shape, score, dropout, softmax_scale_log2,
+                          ds_address, of_steps);
+      } else {
         wait_ds(part);
         if (queries.is_plain()) make_operands<true>(s, dp, p, ds, delta, queries, ds_address);
         else make_operands<false>(s, dp, p, ds, delta, queries, ds_address);
+      }
+      tile::start_gemm_add_nn(dv, p, tile::MnMajor<SmemDo>(do_smem(state.stage)));
+      WarpDq dq;
+      if constexpr (kMakesDq) start_dq(dq, part);
+      tile::start_gemm_add_nn(dk, ds, tile::MnMajor<SmemQ>(q_smem(state.stage)));
+      if constexpr (score::Function::kStoresGradient) store_gradient(score, positions_of_step(state.stage), ds_smem);
+      const PipelineState next_state = state.next();
+      const DqFinish dq_finish = finish_of_step(flags);
+      QueryValues next_lse_2;
+      flags = wait_step(next_state);
+      // loaded before stores of dQ and the next product occupy shared memory
+      next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
+      tile::wait_wgmma<1>(dv);
+      tile::fence_registers(p);
+      if constexpr (kMakesDq) ptx::fence_registers(tile::accumulators(dq));
+      if constexpr (kReleasesDo) tile::arrive(smem.d_o[state.stage].empty);
+      wait_next_head_k(flags);
+      if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, of_steps)) return;
+      Scores next_s;
+      start_scores(next_s, next_state, part);
+      // this wait contains a branch, without which ptxas serialises the products
+      tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
+      tile::wait_wgmma<1>(dk);
+      tile::fence_registers(ds);
+      Scores next_dp;
+      tile::arrive(smem.q[state.stage].empty);
+      start_dp(next_dp, next_state, part);
+      const StepPositions next_positions = positions_of_step(next_state.stage);
+      const Step next_step(score, next_positions);  // computed, as the numbers of dropout are, while products run
+      draw_step(kept, next_positions, dropout, params.shape);
+      tile::wait_wgmma<1>(next_s);
+      make_step_p(next_s, next_step, delta, next_lse_2, next_state, first_query, flags, softmax_scale_log2);
+      tile::wait_wgmma<0>(next_dp);
+      dp = next_dp;
+      s = next_s;
+      state = next_state;
+    }
+  }
+  // As above, if registers do not hold dP of the next step.
+  static CUFLASH_DEVICE void consume_without_next_dp(const attention::Params& params, int part,
+                                                     const score::Function& score, DropoutArgument dropout) {
+    SharedStorage& smem = shared();
+    PipelineState state;
+    int flags = wait_step(state);
+    if (flags & StepMessage::kEndOfWork) return;
+    const int first_query = Scores::first_column();
+    float* const dq_staging =
+        reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) + DqSumLayout::thread_offset();
+    const float softmax_scale_log2 = smem.softmax_scale_log2;
+    int ds_address = 0;
+    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
+      ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    Kept kept;
+    SumsOfSteps of_steps;
+    wait_kv(flags);
+    WarpDk dk;
+    WarpDv dv;
+    dk.fill(0);
+    dv.fill(0);
+    Scores s, dp;
+    start_scores(s, state, part);
+    release_ds(part);
+    tile::wait_full(smem.d_o[state.stage], state.phase);
+    tile::wait_wgmma<0>(s);
+    while (true) {
+      const StepQueries queries{smem.queries[state.stage], first_query, flags};
+      PackedScores p, ds;
+      if constexpr (kChangesWeights) {
+        make_changed_step(s, dp, p, ds, kept, queries, state, part, params.shape, score, dropout, softmax_scale_log2,
+                          ds_address, of_steps);
       } else {
         const QueryValues lse_2(queries.lse_2());
         start_dp(dp, state, part);
@@ -105,77 +237,31 @@ struct Backward : BackwardEpilogue<Config> {
       tile::start_gemm_add_nn(dk, ds, tile::MnMajor<SmemQ>(q_smem(state.stage)));
       if constexpr (score::Function::kStoresGradient) store_gradient(score, positions_of_step(state.stage), ds_smem);
       const PipelineState next_state = state.next();
-      DqFinish dq_finish =
-          kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
-      QueryValues next_lse_2;
-      if constexpr (kDpRunsAhead) {  // loaded before stores of dQ and the next product occupy shared memory
-        flags = wait_step(next_state);
-        next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
-      }
+      const DqFinish dq_finish = finish_of_step(flags);
       tile::wait_wgmma<1>(dv);
       tile::fence_registers(p);
       if constexpr (kMakesDq) ptx::fence_registers(tile::accumulators(dq));
       if constexpr (kReleasesDo) tile::arrive(smem.d_o[state.stage].empty);
-      if constexpr (!kDpRunsAhead) flags = wait_step(next_state);
+      flags = wait_step(next_state);
       wait_next_head_k(flags);
-      if constexpr (kLastArrivalFinishesDq) {
-        wait_dq(part);
-        dq_finish = smem.dq_finish;
-      }
-      const bool finishes = dq_finish != DqFinish::kNot;
-      // one branch for both cases, so that all other steps are one piece of code
-      if (starts_next_tile(flags) || finishes) {
-        if (starts_next_tile(flags)) release_kv();
-        tile::wait_wgmma<0>(dk);
-        if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
-        if (finishes)
-          finish_dq(params, dq, dq_staging, smem.messages[state.stage], part, dq_finish == DqFinish::kWithSums);
-        else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
-        if (starts_next_tile(flags)) {
-          write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
-          if (flags & StepMessage::kEndOfWork) return finish_sums(score, of_steps);
-          if constexpr (Config::kAddsDqInOrder) {  // which tile comes next differs from call to call
-            finish_sums(score, of_steps);
-            of_steps = {};
-          }
-          release_ds(part);
-          dk.fill(0);
-          dv.fill(0);
-          wait_kv(flags);
-        } else {
-          release_ds(part);
-        }
-      } else {
-        release_ds(part);
-        if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
-        if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
-      }
+      if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, of_steps)) return;
       Scores next_s;
       start_scores(next_s, next_state, part);
       // this wait contains a branch, without which ptxas serialises the products
       tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
-      if constexpr (kDpRunsAhead) {
-        tile::wait_wgmma<1>(dk);
-        tile::fence_registers(ds);
-        Scores next_dp;
-        tile::arrive(smem.q[state.stage].empty);
-        start_dp(next_dp, next_state, part);
-        const StepPositions next_positions = positions_of_step(next_state.stage);
-        const Step next_step(score, next_positions);  // computed, as the numbers of dropout are, while products run
-        draw_step(kept, next_positions, dropout, params.shape);
-        tile::wait_wgmma<1>(next_s);
-        make_step_p(next_s, delta, next_lse_2, next_state, next_step);
-        tile::wait_wgmma<0>(next_dp);
-        dp = next_dp;
-      } else {
-        tile::wait_wgmma<0>(next_s);
-        ptx::fence_registers(tile::accumulators(dk));
-        tile::fence_registers(ds);
-        tile::arrive(smem.q[state.stage].empty);
-      }
+      tile::wait_wgmma<0>(next_s);
+      ptx::fence_registers(tile::accumulators(dk));
+      tile::fence_registers(ds);
+      tile::arrive(smem.q[state.stage].empty);
       s = next_s;
       state = next_state;
     }
+  }
+
+  static CUFLASH_DEVICE void consume(const attention::Params& params, int part, const score::Function& score,
+                                     DropoutArgument dropout) {
+    if constexpr (kDpRunsAhead) consume_with_next_dp(params, part, score, dropout);
+    else consume_without_next_dp(params, part, score, dropout);
   }
 
   // Run a thread block.

@@ -20,13 +20,10 @@ struct BackwardChangedScores : ChangedWeights<Config> {
   // P is made while dP is multiplied, if slopes do not depend on scores and registers hold dP of the next step.
   static constexpr bool kMakesPEarly = kChangesWeights && !kMakesPAndDsTogether && kDpRunsAhead;
 
-  // Call visit(i, j) with a thread's elements of 16 queries.
+  // Call visit(i, j) for a thread's elements of 16 queries.
   template <class Visit>
   static CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
-#pragma unroll
-    for (int j = 4 * k; j < 4 * (k + 1); ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) visit(i, j);
+    attention::for_each_score<Scores>(4 * k, 4 * (k + 1), visit);
   }
 
   // Replace q k^T by P for 16 queries; P is 0 for masked elements and for queries without a key. `scale` multiplies

@@ -12,8 +12,8 @@ namespace cuflash::sm90 {
 struct BackwardRows : KvPipeline<Config> {
   using QueryTiles = QueryTileStats<Config>;
   using QueryStats = QueryTiles::QueryStats;
-  static constexpr int kProducerRegisters = 56,
-                       kConsumerRegisters = 200;  // a block starts with 128 registers for each thread
+  // a block starts with 128 registers for each thread
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;
   static_assert(kProducerRegisters + kConsumerRegisters <= 2 * 128, "a block has no more registers");
   static_assert(kNumConsumers == 1 && kThreads == 2 * kWarpgroupThreads, "a warpgroup multiplies 64 queries");
 
@@ -55,25 +55,19 @@ struct BackwardRows : KvPipeline<Config> {
   // Replace q k^T by P; masked scores keep their mark.
   template <bool IsPlain>
   static CUFLASH_DEVICE void make_p(Scores& s, const Statistics& stats, float softmax_scale_log2) {
-#pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) {
-        const float p = attention::probability(s.at(i, j), softmax_scale_log2, stats.lse_2[i]);
-        s.at(i, j) = IsPlain || !attention::is_masked_score(s.at(i, j)) ? p : s.at(i, j);
-      }
+    attention::for_each_score<Scores>([&](int i, int j) {
+      const float p = attention::probability(s.at(i, j), softmax_scale_log2, stats.lse_2[i]);
+      s.at(i, j) = IsPlain || !attention::is_masked_score(s.at(i, j)) ? p : s.at(i, j);
+    });
   }
 
   // Replace dP by dS; dP of masked elements may hold anything, and their dS is 0.
   template <bool IsPlain>
   static CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
-#pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) {
-        const float ds = attention::score_gradient(p.at(i, j), dp.at(i, j), stats.delta[i]);
-        dp.at(i, j) = IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f;
-      }
+    attention::for_each_score<Scores>([&](int i, int j) {
+      const float ds = attention::score_gradient(p.at(i, j), dp.at(i, j), stats.delta[i]);
+      dp.at(i, j) = IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f;
+    });
   }
 
   // Start the product of a step's scores, once K has arrived; below, of its dP, once V has. `num_k_blocks` counts the

@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/for_each_score.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <sm90/backward_tiles.cuh>
 
@@ -8,9 +9,9 @@ namespace cuflash::sm90 {
 template <class Config>
 struct BackwardScores : BackwardTiles<Config> {
   using Base = BackwardTiles<Config>;
+  using Base::kMakesDq;
   using typename Base::AllOfThread, typename Base::MaskOfThread, typename Base::PackedScores,
       typename Base::QueryValues, typename Base::Scores, typename Base::SmemDs, typename Base::StepQueries;
-  using Base::kMakesDq;
 
   // Replace q k^T by P. In a plain step, P is not clamped to 1. delta is loaded when the registers of lse are free, and
   // arrives while exponentials are computed.
@@ -18,30 +19,22 @@ struct BackwardScores : BackwardTiles<Config> {
   static CUFLASH_DEVICE void make_p(Scores& s, const QueryValues& lse_2, QueryValues& delta, const StepQueries& queries,
                                     float softmax_scale_log2) {
     const tile::Conditional<IsPlain, AllOfThread, MaskOfThread> mask(queries);
-#pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i)
-        s.at(i, j) = attention::score_exponent(s.at(i, j), softmax_scale_log2, lse_2.at(j));
+    attention::for_each_score<Scores>(
+        [&](int i, int j) { s.at(i, j) = attention::score_exponent(s.at(i, j), softmax_scale_log2, lse_2.at(j)); });
     ptx::compiler_barrier();
     delta = QueryValues(queries.delta());
-#pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) {
-        const float p = attention::unclamped_probability(s.at(i, j));
-        s.at(i, j) = IsPlain ? p : mask.at(i, j) ? attention::clamp_probability(p) : 0.0f;
-      }
+    attention::for_each_score<Scores>([&](int i, int j) {
+      const float p = attention::unclamped_probability(s.at(i, j));
+      s.at(i, j) = IsPlain ? p : mask.at(i, j) ? attention::clamp_probability(p) : 0.0f;
+    });
   }
 
   // Replace dP by dS = P (dP - delta), for 16 queries.
   template <class Mask>
   static CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const QueryValues& delta, const Mask& mask, int k) {
-#pragma unroll
-    for (int j = 4 * k; j < 4 * (k + 1); ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i)
-        dp.at(i, j) = mask.at(i, j) ? attention::score_gradient(p.at(i, j), dp.at(i, j), delta.at(j)) : 0.0f;
+    attention::for_each_score<Scores>(4 * k, 4 * (k + 1), [&](int i, int j) {
+      dp.at(i, j) = mask.at(i, j) ? attention::score_gradient(p.at(i, j), dp.at(i, j), delta.at(j)) : 0.0f;
+    });
   }
 
   // Replace dP by dS for all queries of a step. Pack P and dS as left operands of products, and store dS transposed for
@@ -64,11 +57,9 @@ struct BackwardScores : BackwardTiles<Config> {
   template <bool IsP>
   static CUFLASH_DEVICE void clamp_and_mask(Scores& x, const StepQueries& queries) {
     const MaskOfThread mask(queries);
-#pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i)
-        x.at(i, j) = !mask.at(i, j) ? 0.0f : IsP ? attention::clamp_probability(x.at(i, j)) : x.at(i, j);
+    attention::for_each_score<Scores>([&](int i, int j) {
+      x.at(i, j) = !mask.at(i, j) ? 0.0f : IsP ? attention::clamp_probability(x.at(i, j)) : x.at(i, j);
+    });
     ptx::fence_registers(tile::accumulators(x));
   }
 

@@ -2,6 +2,7 @@
 // dK and dV of 128 keys, so a tile has fewer keys. Two warpgroups compute S and dP of half of the keys each. P and dS
 // pass through shared memory, since each warpgroup computes dK and dV of all keys, transposed, for half of their
 // columns. Each adds half of the columns of dQ to sums in global memory.
+#include <attention/for_each_score.cuh>
 #include <ptx/store.cuh>
 #include <sm90/q_pipeline.cuh>
 
@@ -90,28 +91,23 @@ struct BackwardWide : QPipeline<Config> {
   template <bool IsMasked>
   static CUFLASH_DEVICE void make_p(Scores& s, const StageQueries& queries, float softmax_scale_log2, int part) {
     const ThreadMask mask(queries, part);
-#pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i) {
-      const float lse_2 = queries.stats.lse_2[Scores::first_row() + Scores::row(i)];
-#pragma unroll
-      for (int j = 0; j < Scores::kColumns; ++j) {
-        const float p = attention::probability(s.at(i, j), softmax_scale_log2, lse_2);
-        s.at(i, j) = !IsMasked || mask.at(i, j) ? p : 0.0f;
-      }
-    }
+    attention::for_each_score_by_rows<Scores>(
+        [&](int i) { return queries.stats.lse_2[Scores::first_row() + Scores::row(i)]; },
+        [&](int i, int j, float lse_2) {
+          const float p = attention::probability(s.at(i, j), softmax_scale_log2, lse_2);
+          s.at(i, j) = !IsMasked || mask.at(i, j) ? p : 0.0f;
+        });
   }
 
   // Replace dP by dS = P (dP - delta).
   template <bool IsMasked>
   static CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const StageQueries& queries, int part) {
     const ThreadMask mask(queries, part);
-#pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i) {
-      const float delta = queries.stats.delta[Scores::first_row() + Scores::row(i)];
-#pragma unroll
-      for (int j = 0; j < Scores::kColumns; ++j)
-        dp.at(i, j) = !IsMasked || mask.at(i, j) ? attention::score_gradient(p.at(i, j), dp.at(i, j), delta) : 0.0f;
-    }
+    attention::for_each_score_by_rows<Scores>(
+        [&](int i) { return queries.stats.delta[Scores::first_row() + Scores::row(i)]; },
+        [&](int i, int j, float delta) {
+          dp.at(i, j) = !IsMasked || mask.at(i, j) ? attention::score_gradient(p.at(i, j), dp.at(i, j), delta) : 0.0f;
+        });
   }
 
   // Return the same tile, whose address is then recomputed here, to save registers for accumulators.

@@ -11,8 +11,8 @@ namespace cuflash::sm90 {
 template <class Config>
 struct ChangedWeights : BackwardScores<Config> {
   using Base = BackwardScores<Config>;
-  using typename Base::SmemArray, typename Base::StepMessage;
   using Base::array_smem, Base::bins_of_warp, Base::kNumConsumers, Base::shared;
+  using typename Base::SmemArray, typename Base::StepMessage;
 
   static constexpr bool kChangesWeights = kHasScore || Config::kHasDropout;
   // If slopes depend on scores, P and dS are made together, of S, once dP has arrived. Else P is made while dP is
@@ -160,72 +160,74 @@ struct ChangedWeights : BackwardScores<Config> {
       else return sums.of_score;
     }
 
+    // What the scores of a query have in common, and its sums.
+    struct Column {
+      int query;
+      typename Score::OfQuery of_query;
+      typename Score::OfQuerySums sums;
+    };
+    struct ColumnWithStatistics : Column {
+      float lse_2, delta;
+    };
+    CUFLASH_DEVICE Column column(int j) const {
+      const attention::Position<T> query = queries_.at(Tile::column(j));
+      return {query.whole, score_.of_query(of_tile_, query.whole, query.real), {}};
+    }
+    CUFLASH_DEVICE void flush_column(const Column& column) const {
+      if (Score::kAddsGradients) score_.flush(of_tile_, column.of_query, column.sums);
+    }
+
     template <class Form>
     CUFLASH_DEVICE void apply_in(Tile& s, int k, float softmax_scale) const {
       const auto words = staged_words<Form>(k);
-#pragma unroll
-      for (int j = 4 * k; j < 4 * (k + 1); ++j) {
-        const attention::Position<T> query = queries_.at(Tile::column(j));
-        const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
-#pragma unroll
-        for (int i = 0; i < Tile::kRows; ++i) {
-          typename Score::Derivatives slopes;
-          s.at(i, j) = function_at<Form>(i, j, words)
-                           .value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
-                                  s.at(i, j) * softmax_scale, slopes);
-        }
-      }
+      const auto visit = [&](int i, int j, const Column& column) {
+        typename Score::Derivatives slopes;
+        s.at(i, j) = function_at<Form>(i, j, words)
+                         .value(of_tile_, column.of_query, of_key_[i], column.query, keys_[i].whole,
+                                s.at(i, j) * softmax_scale, slopes);
+      };
+      attention::for_each_score<Tile>(4 * k, 4 * (k + 1), [&](int j) { return column(j); }, visit);
     }
 
     template <class Form>
     CUFLASH_DEVICE void apply_slopes_in(Tile& p, Tile& df, int k, Sums& sums) const {
       const auto words = staged_words<Form>(k);
-#pragma unroll
-      for (int j = 4 * k; j < 4 * (k + 1); ++j) {
-        const attention::Position<T> query = queries_.at(Tile::column(j));
-        const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
-        typename Score::OfQuerySums query_sums;
-#pragma unroll
-        for (int i = 0; i < Tile::kRows; ++i) {
-          typename Score::Derivatives slopes;
-          const auto& function = function_at<Form>(i, j, words);
-          function.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
-          // Sums in bins are added without a branch, which would wait for each of them.
-          constexpr bool kHasBins = Score::kNumBins > 0;
-          const T kept_df = p.at(i, j) != 0 ? df.at(i, j) : T(0);
-          if (Score::kAddsGradients && (kHasBins || p.at(i, j) != 0))
-            function.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0),
-                         kHasBins ? kept_df : df.at(i, j), slopes, sums.of_tile, query_sums, sums.of_key[i],
-                         sums_of_scores<Form>(sums));
-          if constexpr (!Score::kIsShift) {
-            // If the slope is finite, a P of 0 makes dS 0 by itself; whether it is finite needs one test if the whole
-            // tile has one slope.
-            const T ds = df.at(i, j) * slopes.d0;
-            df.at(i, j) = !score::is_finite(slopes.d0) && p.at(i, j) == 0 ? T(0) : ds;
-          }
+      const auto visit = [&](int i, int j, Column& column) {
+        typename Score::Derivatives slopes;
+        const auto& function = function_at<Form>(i, j, words);
+        function.value(of_tile_, column.of_query, of_key_[i], column.query, keys_[i].whole, T(0), slopes);
+        // Sums in bins are added without a branch, which would wait for each of them.
+        constexpr bool kHasBins = Score::kNumBins > 0;
+        const T kept_df = p.at(i, j) != 0 ? df.at(i, j) : T(0);
+        if (Score::kAddsGradients && (kHasBins || p.at(i, j) != 0))
+          function.add(of_tile_, column.of_query, of_key_[i], column.query, keys_[i].whole, T(0),
+                       kHasBins ? kept_df : df.at(i, j), slopes, sums.of_tile, column.sums, sums.of_key[i],
+                       sums_of_scores<Form>(sums));
+        if constexpr (!Score::kIsShift) {
+          // If the slope is finite, a P of 0 makes dS 0 by itself; whether it is finite needs one test if the whole
+          // tile has one slope.
+          const T ds = df.at(i, j) * slopes.d0;
+          df.at(i, j) = !score::is_finite(slopes.d0) && p.at(i, j) == 0 ? T(0) : ds;
         }
-        if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
-      }
+      };
+      attention::for_each_score<Tile>(
+          4 * k, 4 * (k + 1), [&](int j) { return column(j); }, visit,
+          [&](const Column& column) { flush_column(column); });
     }
 
     template <class Form, class IsSeen, class LseOf, class DeltaOf>
     CUFLASH_DEVICE void make_p_and_ds_in(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2,
                                          DeltaOf delta, int k, Sums& sums) const {
       const auto words = staged_words<Form>(k);
-#pragma unroll
-      for (int j = 4 * k; j < 4 * (k + 1); ++j) {
-        const attention::Position<T> query = queries_.at(Tile::column(j));
-        const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
-        typename Score::OfQuerySums query_sums;
-        const float query_lse_2 = lse_2(j), query_delta = delta(j);
-#pragma unroll
-        for (int i = 0; i < Tile::kRows; ++i)
-          attention::score_to_p_and_ds(s.at(i, j), dp.at(i, j), function_at<Form>(i, j, words), of_tile_, of_query,
-                                       of_key_[i], query.whole, keys_[i].whole, softmax_scale, query_lse_2, query_delta,
-                                       is_seen(i, j), Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i],
-                                       sums_of_scores<Form>(sums));
-        if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
-      }
+      const auto visit = [&](int i, int j, ColumnWithStatistics& column) {
+        attention::score_to_p_and_ds(s.at(i, j), dp.at(i, j), function_at<Form>(i, j, words), of_tile_, column.of_query,
+                                     of_key_[i], column.query, keys_[i].whole, softmax_scale, column.lse_2,
+                                     column.delta, is_seen(i, j), Score::kAddsGradients, sums.of_tile, column.sums,
+                                     sums.of_key[i], sums_of_scores<Form>(sums));
+      };
+      attention::for_each_score<Tile>(
+          4 * k, 4 * (k + 1), [&](int j) { return ColumnWithStatistics{column(j), lse_2(j), delta(j)}; }, visit,
+          [&](const Column& column) { flush_column(column); });
     }
 
     const Score& score_;

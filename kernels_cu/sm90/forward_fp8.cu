@@ -216,6 +216,25 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     tile::wait_wgmma<0>(values);
   }
 
+  // Multiply a tile's last weights by V, and the first scores of the next tile. Return the flags of its first step.
+  static CUFLASH_DEVICE int multiply_next_tile(Scores& s, Output& values, const PackedP& p, int group,
+                                               unsigned num_tiles_done, unsigned num_k_blocks, bool adds) {
+    NextOperands(group, num_tiles_done, num_k_blocks).start(s, values, p, group, num_k_blocks, adds, 0, [] {});
+    const int flags = flags_of_warpgroup(group, num_k_blocks);
+    tile::wait_wgmma<0>(values);
+    tile::wait_wgmma<0>(s);
+    return flags;
+  }
+
+  // Multiply the rows of O, and of the sum that is not in O yet, by factors.
+  static CUFLASH_DEVICE void rescale(Output& o, Output& values, const float (&factor)[Softmax::kRows]) {
+#pragma unroll
+    for (int i = 0; i < Output::kRows; ++i) {
+      o.scale_row(i, factor[i]);
+      values.scale_row(i, factor[i]);
+    }
+  }
+
   // Run a consumer warpgroup: tile after tile. The first scores of the next tile are multiplied before the results of a
   // tile are written, if the warpgroup takes part in all steps of the tile.
   static CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const TensorMaps& maps, int group,
@@ -264,12 +283,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
           }
           if (!is_plain) meanwhile();
           p = s;
-          if (max_has_risen)
-#pragma unroll
-            for (int i = 0; i < Output::kRows; ++i) {
-              o.scale_row(i, factor[i]);
-              values.scale_row(i, factor[i]);
-            }
+          if (max_has_risen) rescale(o, values, factor);
         }
         if (ended_scale >= 0) add_scaled(o, values, ended_scale);
         ++num_k_blocks;
@@ -278,15 +292,8 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
           const float value_scale = step_scales().sum_scales[stage];
           tile::arrive(shared().k[stage].empty);
           has_scores = is_last_of_tile && wait_tile(num_tiles_done + 1);
-          if (has_scores) {
-            NextOperands(group, num_tiles_done + 1, num_k_blocks).start(s, values, p, group, num_k_blocks, adds, 0, [] {
-            });
-            flags = flags_of_warpgroup(group, num_k_blocks);
-            tile::wait_wgmma<0>(values);
-            tile::wait_wgmma<0>(s);
-          } else {
-            multiply_last_values(values, p, num_k_blocks - 1, adds);
-          }
+          if (has_scores) flags = multiply_next_tile(s, values, p, group, num_tiles_done + 1, num_k_blocks, adds);
+          else multiply_last_values(values, p, num_k_blocks - 1, adds);
           tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
           add_scaled(o, values, value_scale);
           if (!is_last_of_tile) skip_blocks(group, num_k_blocks);

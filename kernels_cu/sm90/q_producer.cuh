@@ -8,13 +8,13 @@ namespace cuflash::sm90 {
 template <class Config>
 struct QProducer : QStorage<Config> {
   using Base = QStorage<Config>;
-  using typename Base::Element, typename Base::HeadWork, typename Base::Listed, typename Base::PipelineState,
-      typename Base::QueryIterator, typename Base::QueryStats, typename Base::SharedStorage, typename Base::SmemArray,
-      typename Base::StepMessage;
   using Base::array_smem, Base::do_phase, Base::do_smem, Base::do_stage, Base::kBlockKv, Base::kBlockQ,
       Base::kFinishesDqInOrder, Base::kFirstArrivalStoresDq, Base::kLastArrivalFinishesDq, Base::kMakesDq,
       Base::kMessagesHaveBlocks, Base::kNonemptyWords, Base::kNumHeadWorks, Base::kReleasesDo, Base::kTakesTilesInOrder,
       Base::k_smem, Base::q_smem, Base::query_stats, Base::shared, Base::v_smem;
+  using typename Base::Element, typename Base::HeadWork, typename Base::Listed, typename Base::PipelineState,
+      typename Base::QueryIterator, typename Base::QueryStats, typename Base::SharedStorage, typename Base::SmemArray,
+      typename Base::StepMessage;
 
   // Return the end of the keys that lie in the slots of a tile. Where sequences are cut, those past a short tile are
   // keys of the next sequence.
@@ -174,6 +174,69 @@ struct QProducer : QStorage<Config> {
                               ptx::shared_address(&shared().q[stage].full), key);
   }
 
+  // Advance the tile to the next head. The HeadWork of the head before keeps its slot if a step was sent for it. Return
+  // the slot of the new one. Called by the first warp.
+  static CUFLASH_DEVICE int advance_head(int work_slot, bool has_sent_step) {
+    SharedStorage& smem = shared();
+    const int next_work_slot = has_sent_step ? (work_slot + 1) % kNumHeadWorks : work_slot;
+    if (ptx::elect_one()) {
+      smem.works[next_work_slot].tile = smem.works[work_slot].tile;
+      ++smem.works[next_work_slot].tile.batch_head.head;
+    }
+    return next_work_slot;
+  }
+
+  // Store what the steps of a head have in common. Called by one thread.
+  static CUFLASH_DEVICE void store_head_work(const attention::Params& params, const TensorMaps& maps,
+                                             HeadWork& head_work, const score::Function& score,
+                                             StagedMapArgument staged_map) {
+    using namespace attention;
+    const WorkTile& work = head_work.tile;
+    const BatchHead& batch_head = work.batch_head;
+    head_work.stats = query_stats(params, batch_head);
+    ptx::compiler_barrier();  // keeps values from being computed earlier, to save registers
+    if constexpr (kMakesDq) head_work.dq_sum = matrix<float>(params.dq_sum, batch_head, batch_head.head, 0, 0).data;
+    head_work.q_coords = tma_coords(params.q, batch_head, batch_head.head);
+    head_work.do_coords = tma_coords(params.do_, batch_head, batch_head.head);
+    head_work.flags = (work.last - work.first == kBlockKv ? 0 : StepMessage::kMasked) |
+                      (has_tensor_map(maps.q, params.q) ? 0 : StepMessage::kThreadsCopyQ) |
+                      (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
+    if constexpr (kStagesArray) head_work.flags |= find_array(head_work, score, staged_map);
+    if constexpr (kFinishesDqInOrder) {
+      head_work.dq = dq_schedule<kBlockQ, kBlockKv>(params, work);
+      head_work.flags |=
+          (head_work.dq.finishes ? StepMessage::kFinalizesDq : 0) | (head_work.dq.stores ? StepMessage::kStoresDq : 0);
+    }
+  }
+
+  // Advance the schedule of dQ by a step, and store in the step's message what it waits for and signals. Called by one
+  // thread.
+  static CUFLASH_DEVICE void advance_dq_schedule(HeadWork& head_work, StepMessage& message,
+                                                 const attention::KvBlock& block, int seqlen_q) {
+    constexpr int kSemaphoreFlags = StepMessage::kStoresDq | StepMessage::kUsesDqSemaphore;
+    DqSchedule& dq = head_work.dq;
+    if (block.stop >= dq.next) {
+      head_work.flags = (head_work.flags & ~kSemaphoreFlags) | StepMessage::kUsesDqSemaphore |
+                        (dq.stores ? StepMessage::kStoresDq : 0);
+      message.dq = dq.at(block.stop, seqlen_q);
+    } else if (head_work.flags & StepMessage::kUsesDqSemaphore) {
+      head_work.flags &= ~StepMessage::kUsesDqSemaphore;
+    }
+  }
+
+  // Start to copy Q of a step, its statistics and the elements of the staged array. Called by one thread.
+  static CUFLASH_DEVICE void load_queries(const TensorMaps& maps, const HeadWork& head_work, int first_query, int stage,
+                                          int flags, const QueryStats& stats, StagedMapArgument staged_map) {
+    SharedStorage& smem = shared();
+    load_operand(tile::TmaBoxes(q_smem(stage)), maps.q, head_work.q_coords, first_query, smem.q[stage],
+                 flags & StepMessage::kThreadsCopyQ,
+                 sizeof stats + (kStagesArray && !(flags & StepMessage::kThreadsCopyArray) ? SmemArray::kBytes : 0));
+    if constexpr (kStagesArray)
+      load_array_boxes(head_work, staged_map, first_query, head_work.tile.first, stage, flags);
+    ptx::bulk_load(ptx::shared_address(&smem.queries[stage].stats), &stats, sizeof stats,
+                   ptx::shared_address(&smem.q[stage].full));
+  }
+
   // Load the steps of a tile: write the message of each, and start its copies. Called by the first warp.
   static CUFLASH_DEVICE void load_tile(const attention::Params& params, const TensorMaps& maps, PipelineState& state,
                                        int& work_slot, bool& has_sent_step, const score::Function& score,
@@ -185,57 +248,25 @@ struct QProducer : QStorage<Config> {
     // opaque, so that the bound is loaded again for each head, to save registers
     for (int head = 0; head < shape.group_size; head = ptx::opaque(head + 1)) {
       __syncwarp();
-      if (head > 0) {
-        const int next_work_slot = has_sent_step ? (work_slot + 1) % kNumHeadWorks : work_slot;
-        if (ptx::elect_one()) {
-          smem.works[next_work_slot].tile = smem.works[work_slot].tile;
-          ++smem.works[next_work_slot].tile.batch_head.head;
-        }
-        work_slot = next_work_slot;
-      }
+      if (head > 0) work_slot = advance_head(work_slot, has_sent_step);
       has_sent_step = false;
       __syncwarp();
       HeadWork& head_work = smem.works[work_slot];
       const WorkTile& work = head_work.tile;
       find_visit_range(params, work);
-      if (ptx::elect_one()) {
-        const BatchHead& batch_head = work.batch_head;
-        head_work.stats = query_stats(params, batch_head);
-        ptx::compiler_barrier();  // keeps values from being computed earlier, to save registers
-        if constexpr (kMakesDq) head_work.dq_sum = matrix<float>(params.dq_sum, batch_head, batch_head.head, 0, 0).data;
-        head_work.q_coords = tma_coords(params.q, batch_head, batch_head.head);
-        head_work.do_coords = tma_coords(params.do_, batch_head, batch_head.head);
-        head_work.flags = (work.last - work.first == kBlockKv ? 0 : StepMessage::kMasked) |
-                          (has_tensor_map(maps.q, params.q) ? 0 : StepMessage::kThreadsCopyQ) |
-                          (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
-        if constexpr (kStagesArray) head_work.flags |= find_array(head_work, score, staged_map);
-        if constexpr (kFinishesDqInOrder) {
-          head_work.dq = dq_schedule<kBlockQ, kBlockKv>(params, work);
-          head_work.flags |= (head_work.dq.finishes ? StepMessage::kFinalizesDq : 0) |
-                             (head_work.dq.stores ? StepMessage::kStoresDq : 0);
-        }
-      }
+      if (ptx::elect_one()) store_head_work(params, maps, head_work, score, staged_map);
       __syncwarp();
       QueryIterator blocks(params, smem.visit_range);
       KvBlock block;
       for (bool loads_k = !has_k || params.work.interval_head_stride != 0; blocks.next(block); loads_k = false) {
         const bool zero_fills = has_rows_to_zero(params, head_work, block);
         StepMessage& message = smem.messages[state.stage];
-        tile::wait_empty(smem.q[state.stage],
-                         state.phase);  // all threads of the warp wait, so that none misses a phase
+        // all threads of the warp wait, so that none misses a phase
+        tile::wait_empty(smem.q[state.stage], state.phase);
         __syncwarp();
         if (ptx::elect_one()) {
-          if constexpr (kFinishesDqInOrder) {  // first, to save registers
-            constexpr int kSemaphoreFlags = StepMessage::kStoresDq | StepMessage::kUsesDqSemaphore;
-            DqSchedule& dq = head_work.dq;
-            if (block.stop >= dq.next) {
-              head_work.flags = (head_work.flags & ~kSemaphoreFlags) | StepMessage::kUsesDqSemaphore |
-                                (dq.stores ? StepMessage::kStoresDq : 0);
-              message.dq = dq.at(block.stop, shape.seqlen_q);
-            } else if (head_work.flags & StepMessage::kUsesDqSemaphore) {
-              head_work.flags &= ~StepMessage::kUsesDqSemaphore;
-            }
-          }
+          if constexpr (kFinishesDqInOrder)  // first, to save registers
+            advance_dq_schedule(head_work, message, block, shape.seqlen_q);
           const bool is_full_block = block.kind == BlockKind::kFull && block.stop - block.start == kBlockQ;
           int flags = head_work.flags | smem.kv_phases | (is_full_block ? 0 : StepMessage::kMasked);
           if (zero_fills) flags |= StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo;
@@ -262,14 +293,7 @@ struct QProducer : QStorage<Config> {
 #pragma unroll 1
             for (int x = 0; x < kNonemptyWords; ++x) message.nonempty[x] = stats.nonempty[x];
           }
-          load_operand(
-              tile::TmaBoxes(q_smem(state.stage)), maps.q, head_work.q_coords, block.start, smem.q[state.stage],
-              flags & StepMessage::kThreadsCopyQ,
-              sizeof stats + (kStagesArray && !(flags & StepMessage::kThreadsCopyArray) ? SmemArray::kBytes : 0));
-          if constexpr (kStagesArray)
-            load_array_boxes(head_work, staged_map, block.start, work.first, state.stage, flags);
-          ptx::bulk_load(ptx::shared_address(&smem.queries[state.stage].stats), &stats, sizeof stats,
-                         ptx::shared_address(&smem.q[state.stage].full));
+          load_queries(maps, head_work, block.start, state.stage, flags, stats, staged_map);
           ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));
           // Copy warps load K and V once their slots are empty; the prefetch puts them into the level-2 cache.
           if (loads_k) {

@@ -55,6 +55,10 @@ class TileScore {
   }
 
  private:
+  struct Column {
+    int key;
+    typename Score::OfKey of_key;
+  };
   template <class ValueOf>
   CUFLASH_DEVICE void apply_to_each(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
                                     ValueOf value_of) const {
@@ -67,17 +71,15 @@ class TileScore {
       const int distance = query(i) - block.start - Tile::first_column();
       of_query[i] = kCountsFromKey ? score.of_query(of_tile_, distance) : of_query_[i];
     }
-#pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
+    const auto column_of = [&](int j) -> Column {
       const attention::Position<T> key =
           kCountsFromKey ? attention::Position<T>{Tile::column(j), T(Tile::column(j))} : keys.at(Tile::column(j));
-      const auto of_key = score.of_key(of_tile_, key.whole, key.real);
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i) {
-        const T product = Score::kTakesProducts ? s.at(i, j) : s.at(i, j) * softmax_scale;
-        s.at(i, j) = value_of(i, j, of_tile_, of_query[i], of_key, query(i), key.whole, product);
-      }
-    }
+      return {key.whole, score.of_key(of_tile_, key.whole, key.real)};
+    };
+    attention::for_each_score<Tile>(0, Tile::kColumns, column_of, [&](int i, int j, const Column& column) {
+      const T product = Score::kTakesProducts ? s.at(i, j) : s.at(i, j) * softmax_scale;
+      s.at(i, j) = value_of(i, j, of_tile_, of_query[i], column.of_key, query(i), column.key, product);
+    });
   }
   CUFLASH_DEVICE int position(int row) const {
     if constexpr (Config::kIsPaged) return position_(queries_.at(row));

@@ -87,9 +87,9 @@ FAULTS = {
     },
     sums_of_arrays_end_with_a_tile: {
         "sums go on with a block's next tile": Edit(
-            "sm90/backward.cu", "consume", "finish_sums(score, of_steps); of_steps = {};", ""
+            "sm90/backward.cu", "end_step", "finish_sums(score, of_steps); of_steps = {};", ""
         ),
-        "a tile's sums are added again": Edit("sm90/backward.cu", "consume", "of_steps = {};", ""),
+        "a tile's sums are added again": Edit("sm90/backward.cu", "end_step", "of_steps = {};", ""),
     },
     stored_parts_are_right: {
         "the last part is left out": Edit(

@@ -168,7 +168,7 @@ FAULTS = {
             "attention/dropout.cuh", "head_number", "batch_head.batch_index", "0 * batch_head.batch_index"
         ),
         "dropped weights stay in dv": Edit(
-            "simt/backward.cu", "simt_backward", "drop_weights<decltype(scores)>(p_at, kept);", ";"
+            "simt/backward.cu", "make_changed_p_and_ds", "drop_weights<Dp>(p, kept);", ";"
         ),
         "gradients by dropped weights count": Edit(
             "attention/dropout.cuh", "drop_gradients", "kept.at(i, j) ? element(dp, i, j) * factor : T(0)",
@@ -220,7 +220,7 @@ FAULTS = {
             "attention/dropout.cuh", "kept_fragments", "if ((first_row | first_column) % 16 != 0)", "if (false)",
         ),
         "the next step has this one's weights": Edit(
-            "sm90/backward.cu", "consume", "draw_step(kept, next_positions, dropout, params.shape);", ";"
+            "sm90/backward.cu", "consume_with_next_dp", "draw_step(kept, next_positions, dropout, params.shape);", ";"
         ),
         "dP of a dropped weight is kept": Edit(
             "sm90/backward_changed_scores.cuh", "make_changed_operands",

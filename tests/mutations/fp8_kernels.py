@@ -121,10 +121,10 @@ FAULTS = {
             FORWARD, "consume_tiles", ", p, group, num_k_blocks, ended_scale < 0,", ", p, group, num_k_blocks, true,"
         ),
         "O keeps its size as maxima rise": Edit(
-            FORWARD, "consume_tiles", "o.scale_row(i, factor[i]);", ""
+            FORWARD, "rescale", "o.scale_row(i, factor[i]);", ""
         ),
         "sums of values keep their size as maxima rise": Edit(
-            FORWARD, "consume_tiles", "values.scale_row(i, factor[i]);", ""
+            FORWARD, "rescale", "values.scale_row(i, factor[i]);", ""
         ),
         "weights exceed e4m3": Edit(SOFTMAX, "QuantizedSoftmax", "kMaxRise = 2", "kMaxRise = 60"),
         "scores of infinite weights are not made again": Edit(

@@ -69,16 +69,18 @@ FAULTS = {
             "sm90/backward_tiles.cuh", "StepQueries.delta", ".delta + first_query;", ".delta + (first_query ^ 2);"
         ),
         "lse is that of the step before": Edit(
-            "sm90/backward.cu", "consume", "(smem.queries[next_state.stage].stats", "(smem.queries[state.stage].stats"
+            "sm90/backward.cu", "consume_with_next_dp", "(smem.queries[next_state.stage].stats",
+            "(smem.queries[state.stage].stats",
         ),
         "lse of 128 queries is that of the first step": Edit(
-            "sm90/backward.cu", "consume", "lse_2(queries.lse_2())", "lse_2(smem.queries[0].stats.lse_2 + first_query)"
+            "sm90/backward.cu", "consume_without_next_dp", "lse_2(queries.lse_2())",
+            "lse_2(smem.queries[0].stats.lse_2 + first_query)",
         ),
         "delta is that of the step before": Edit(
-            "sm90/backward.cu", "consume", "next_s, delta, next_lse_2, next_state,", "next_s, delta, next_lse_2, state,"
+            "sm90/backward.cu", "consume_with_next_dp", "delta, next_lse_2, next_state,", "delta, next_lse_2, state,"
         ),
         "P is made before the scores are there": Edit(
-            "sm90/backward.cu", "consume", "tile::wait_wgmma<1>(next_s);", ""
+            "sm90/backward.cu", "consume_with_next_dp", "tile::wait_wgmma<1>(next_s);", ""
         ),
         "minima are left out where an lse is large": Edit(
             "sm90/backward_statistics.cu", "compute_query_stats", "fabsf(lse_2) > kLargestPlainLse2", "false"
@@ -106,7 +108,8 @@ FAULTS = {
             "sm90/q_producer.cuh", "load_tile", "head_work.stats[number]", "head_work.stats[0]"
         ),
         "what is known is not waited for": Edit(
-            "sm90/q_producer.cuh", "load_tile", "StepMessage::kThreadsCopyQ, sizeof stats", "StepMessage::kThreadsCopyQ"
+            "sm90/q_producer.cuh", "load_queries", "StepMessage::kThreadsCopyQ, sizeof stats",
+            "StepMessage::kThreadsCopyQ",
         ),
         "a large lse hides keys": Edit(
             "sm90/backward_tiles.cuh", "MaskOfThread", "queries.flags & StepMessage::kMasked ? 0 : ~0u;", "0;"
@@ -150,7 +153,7 @@ FAULTS = {
             "",
         ),
         "a head takes the place of one that helpers work on": Edit(
-            "sm90/q_producer.cuh", "load_tile", "? (work_slot + 1) % kNumHeadWorks", "? (work_slot + 1) % 2"
+            "sm90/q_producer.cuh", "advance_head", "? (work_slot + 1) % kNumHeadWorks", "? (work_slot + 1) % 2"
         ),
         "a head's queries have the mask of the one before": Edit(
             "sm90/q_producer.cuh", "load_tile", "message.work = work_slot;", "message.work = 0;"
@@ -159,15 +162,15 @@ FAULTS = {
             "sm90/backward_epilogue.cuh", "start_dq", "kRowParts == 1 ? part * KOfWarpgroup::kBytes : 0", "0"
         ),
         "Q is left before dK is made": Edit(
-            "sm90/backward.cu", "consume",
+            "sm90/backward.cu", "consume_with_next_dp",
             "tile::wait_wgmma<1>(dv);",
             "tile::arrive(smem.q[state.stage].empty); tile::wait_wgmma<1>(dv);",
         ),
         "dO is left before dV is made": Edit(
-            "sm90/backward.cu", "consume", "tile::wait_wgmma<1>(dv);", "tile::wait_wgmma<2>(dv);"
+            "sm90/backward.cu", "consume_with_next_dp", "tile::wait_wgmma<1>(dv);", "tile::wait_wgmma<2>(dv);"
         ),
         "the last part of dQ is lost": Edit(
-            "sm90/backward.cu", "consume", "else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);", ""
+            "sm90/backward.cu", "end_step", "else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);", ""
         ),
         "who comes first adds": Edit(
             "sm90/dq_writer.cuh", "dq_writer", "is_first || (kFinishesDqInOrder", "false || (kFinishesDqInOrder"
@@ -193,23 +196,22 @@ FAULTS = {
             "sm90/convert_dq.cu", "run", "if (kFirstArrivalStoresDq &&", "if (false &&"
         ),
         "results are those of the next tile": Edit(
-            "sm90/backward.cu", "consume", "smem.messages[state.stage].work", "smem.messages[next_state.stage].work"
+            "sm90/backward.cu", "end_step", "smem.messages[state.stage].work", "smem.messages[state.next().stage].work"
         ),
         "gradients start with those of the last tile": Edit(
-            "sm90/backward.cu", "consume", "dk.fill(0); dv.fill(0); wait_kv(flags);", "wait_kv(flags);"
+            "sm90/backward.cu", "end_step", "dk.fill(0); dv.fill(0); wait_kv(flags);", "wait_kv(flags);"
         ),
-        "the next tile's keys are not awaited": Edit("sm90/backward.cu", "consume", "wait_kv(flags); }", "}"),
+        "the next tile's keys are not awaited": Edit("sm90/backward.cu", "end_step", "wait_kv(flags); }", "}"),
         "keys are left before dQ is made": Edit(
-            "sm90/backward.cu", "consume",
+            "sm90/backward.cu", "consume_with_next_dp",
             "tile::wait_wgmma<1>(dv);",
             "if (starts_next_tile(flags)) release_kv(); tile::wait_wgmma<1>(dv);",
         ),
         "K of another head is let in before dQ is made": Edit(
-            "sm90/backward.cu", "consume",
-            "if constexpr (kDpRunsAhead) { flags = wait_step(next_state);",
-            "if constexpr (kDpRunsAhead) { flags = wait_step(next_state); wait_next_head_k(flags);",
+            "sm90/backward.cu", "consume_with_next_dp", "flags = wait_step(next_state);",
+            "flags = wait_step(next_state); wait_next_head_k(flags);",
         ),
-        "keys are never left": Edit("sm90/backward.cu", "consume", "if (starts_next_tile(flags)) release_kv();", ""),
+        "keys are never left": Edit("sm90/backward.cu", "end_step", "if (starts_next_tile(flags)) release_kv();", ""),
         "K of every tile has one phase": Edit(
             "sm90/q_producer.cuh", "load_tile", "smem.kv_phases ^= StepMessage::kPhaseOfK |", "smem.kv_phases ^= 0 |"
         ),
@@ -310,13 +312,14 @@ FAULTS = {
             "softmax_scale); ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);",
         ),
         "dQ is that of the step after": Edit(
-            "sm90/backward.cu", "consume", "smem.messages[state.stage], part,", "smem.messages[next_state.stage], part,"
+            "sm90/backward.cu", "end_step", "smem.messages[state.stage], part,",
+            "smem.messages[state.next().stage], part,",
         ),
         "dQ is not scaled": Edit(
             "sm90/backward_epilogue.cuh", "finish_dq", "(rows, dq, first, scale)", "(rows, dq, first, 1.0f)"
         ),
         "steps that finish are walked as others": Edit(
-            "sm90/q_producer.cuh", "load_tile", "(head_work.dq.finishes ? StepMessage::kFinalizesDq : 0)", "0"
+            "sm90/q_producer.cuh", "store_head_work", "(head_work.dq.finishes ? StepMessage::kFinalizesDq : 0)", "0"
         ),
         "blocks have their first tiles by their own numbers": Edit(
             "sm90/q_producer.cuh", "advance_tile", "if constexpr (kTakesTilesInOrder) number =", "if (false) number ="
@@ -500,10 +503,11 @@ FAULTS = {
             "sm90/dq_writer.cuh", "dq_writer_fused", "ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);", ""
         ),
         "steps that hide nothing are not noted": Edit(
-            "sm90/q_producer.cuh", "load_tile", "(kLastArrivalFinishesDq || kMessagesHaveBlocks", "(kMessagesHaveBlocks"
+            "sm90/q_producer.cuh", "load_tile", "(kLastArrivalFinishesDq || kMessagesHaveBlocks",
+            "(kMessagesHaveBlocks",
         ),
         "whether a step finishes is asked too early": Edit(
-            "sm90/backward.cu", "consume",
+            "sm90/backward.cu", "end_step",
             "wait_dq(part); dq_finish = smem.dq_finish;",
             "dq_finish = smem.dq_finish; wait_dq(part);",
         ),
@@ -525,6 +529,6 @@ FAULTS = {
             "(kIsWide || row < message.block.stop - message.block.start) &&",
             "",
         ),
-        "dK is that of the last step but one": Edit("sm90/backward.cu", "consume", "tile::wait_wgmma<0>(dk);", ""),
+        "dK is that of the last step but one": Edit("sm90/backward.cu", "end_step", "tile::wait_wgmma<0>(dk);", ""),
     },
 }  # fmt: skip
