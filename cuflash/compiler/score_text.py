@@ -120,10 +120,10 @@ class Printer:
         head = [
             "namespace cuflash {",
             "constexpr bool kHasScore = true;",
-            *["CUFLASH_DEVICE config::Accumulator* bins_of_warp();"] * bool(self.num_bins),
+            *["CUFLASH_DEVICE Config::Accumulator* bins_of_warp();"] * bool(self.num_bins),
             "}  // namespace cuflash",
             "namespace cuflash::score {",
-            "using T = config::Accumulator;",
+            "using T = Config::Accumulator;",
             *(f"struct {level.capitalize()} {{ {self._members(level)} }};" for level in _LEVELS[:3]),
             "struct Slopes {",
             *(f"  T d{number};" for number in range(len(self.program.results) - 1)),

@@ -29,31 +29,31 @@ _ELEMENTS = {
 # The argument of a kernel that has the feature of a field, in the order of `Launch.features`.
 _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
-    "score_is_staged": "cuflash::StagedMap staged_map",
+    "score_is_staged": "cuflash::sm90::StagedMap staged_map",
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
     "is_quantized": "cuflash::attention::Scales scales",
 }  # fmt: skip
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
-_SHARED_BYTES = re.compile(r"\bconstexpr int kSharedBytes =")
+_SHARED_BYTES = re.compile(r"^constexpr int kSharedBytes =", re.MULTILINE)
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
 _OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|results|naive|fa1|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
 def constants(spec: KernelSpec) -> str:
-    """A specification as C++: a line for each field, and whether the kernel belongs to a backward pass."""
+    """Return a specification as C++: a constant for each field, and whether the kernel belongs to a backward pass."""
     accumulator = "double" if spec.dtype == np.float64 else "float"
     lines = [f"using Element = {_ELEMENTS[spec.dtype]};", f"using Accumulator = {accumulator};"]
-    lines.append(f"constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
+    lines.append(f"static constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
     for field in fields(spec)[3:]:
         if field.name == "precision" or field.name.startswith("score"):
             continue
         name = "".join(word.capitalize() for word in field.name.split("_"))
         value = getattr(spec, field.name)
         type_name, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
-        lines.append(f"constexpr {type_name} k{name} = {text};")
-    lines.append(f"constexpr bool kIsBackward = {str(spec.entry.startswith('backward')).lower()};")
+        lines.append(f"static constexpr {type_name} k{name} = {text};")
+    lines.append(f"static constexpr bool kIsBackward = {str(spec.entry.startswith('backward')).lower()};")
     features = "".join(f", const __grid_constant__ {each}" for name, each in _FEATURES.items() if getattr(spec, name))
-    lines = ["namespace cuflash::config {", *lines, "}  // namespace cuflash::config"]
+    lines = ["namespace cuflash {", "struct Config {", *lines, "};", "}  // namespace cuflash"]
     return "\n".join([*lines, f"#define CUFLASH_FEATURES {features}", ""])
 
 
@@ -67,19 +67,16 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
-    layout = "".join(assertions(room, included, host=host) for room in ("lists", "results"))
-    if "attention/params.cuh" in included:
-        features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
-        made = assertions("attention", {*included, *features}, host=host)
-        layout += f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{made}'
+    layout = f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{assertions(included, host=host)}'
     if _SHARED_BYTES.search(entry):  # the kernel's own count
-        layout += f'#line 1 "cuflash/planning/families: shared_bytes()"\n{_shared_assertion(shared_bytes(spec))}'
+        layout += f'#line 1 "cuflash/planning/families: shared_bytes()"\n{_shared_assertion(spec)}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout}"
 
 
-def _shared_assertion(nbytes: int) -> str:
-    """C++ that stops a compiler where a kernel lays out more or less shared memory than its launches ask for."""
-    return f'static_assert(cuflash::kSharedBytes == {nbytes}, "launches ask for {nbytes} bytes of shared memory");\n'
+def _shared_assertion(spec: KernelSpec) -> str:
+    """Return C++ that stops a compiler where a kernel lays out more or less shared memory than its launches ask for."""
+    rule, nbytes = f"cuflash::{spec.family}::kSharedBytes", shared_bytes(spec)
+    return f'static_assert({rule} == {nbytes}, "launches ask for {nbytes} bytes of shared memory");\n'
 
 
 def _score(spec: KernelSpec, included: set[str], host: bool) -> str:

@@ -244,7 +244,7 @@ def bare(text: str) -> str:
     return "\n".join(line for line in stripped if line and not line.startswith("#line"))
 
 
-_END_OF_CONSTANTS = "}  // namespace cuflash::config\n"
+_END_OF_CONSTANTS = "#define CUFLASH_FEATURES"
 
 
 def compared_text(text: str) -> str:

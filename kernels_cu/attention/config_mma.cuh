@@ -7,12 +7,12 @@
 // as in FlashAttention-2 (arXiv 2307.08691).
 namespace cuflash {
 
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kHeadDim;
-using config::kNumWarps;
-using config::kValueDim;
+using Element = Config::Element;
+constexpr int kBlockKv = Config::kBlockKv;
+constexpr int kBlockQ = Config::kBlockQ;
+constexpr int kHeadDim = Config::kHeadDim;
+constexpr int kNumWarps = Config::kNumWarps;
+constexpr int kValueDim = Config::kValueDim;
 
 constexpr int kThreads = 32 * kNumWarps;
 
@@ -22,7 +22,7 @@ using VTile = tile::SwizzledTile<Element, kBlockKv, kValueDim>;
 using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // of O and dO
 using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;  // of P and dS
 
-using Listed = attention::StaticListed<config::kIsListed, config::kIsOrdered>;
+using Listed = attention::StaticListed<Config::kIsListed, Config::kIsOrdered>;
 
 // Return the rows first <= x < last of a matrix that starts at `data`.
 template <class T>

@@ -5,12 +5,12 @@
 // as in FlashAttention-2 (arXiv 2307.08691).
 namespace cuflash {
 
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kHeadDim;
-using config::kValueDim;
+using Accumulator = Config::Accumulator;
+using Element = Config::Element;
+constexpr int kBlockKv = Config::kBlockKv;
+constexpr int kBlockQ = Config::kBlockQ;
+constexpr int kHeadDim = Config::kHeadDim;
+constexpr int kValueDim = Config::kValueDim;
 
 using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
 using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;

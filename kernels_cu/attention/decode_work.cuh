@@ -46,9 +46,9 @@ struct Part {
 // there are at most max_parts of them. In kernels of parts at fixed positions the cuts are multiples of kPartKeys.
 template <int Width>
 CUFLASH_DEVICE Part part_of(const Decode& params, const Sequence& of, int number) {
-  if constexpr (config::kPartKeys > 0) {
-    constexpr int kKeys = config::kPartKeys > 0 ? config::kPartKeys : 1;
-    static_assert(kKeys % Width == 0 || config::kPartKeys == 0, "a step lies within one part");
+  if constexpr (Config::kPartKeys > 0) {
+    constexpr int kKeys = Config::kPartKeys > 0 ? Config::kPartKeys : 1;
+    static_assert(kKeys % Width == 0 || Config::kPartKeys == 0, "a step lies within one part");
     const int first_part = of.first_key / kKeys, start = (first_part + number) * kKeys;
     const int num_parts = max(1, (of.length + kKeys - 1) / kKeys - first_part);
     return {number, num_parts, max(start, of.first_key / Width * Width), min(of.length, start + kKeys)};

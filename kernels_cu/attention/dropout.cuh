@@ -19,7 +19,8 @@ struct Dropout {
 };
 
 struct NoDropout : Dropout {};
-using DropoutArgument = FeatureArgument<config::kHasDropout, Dropout, NoDropout>;
+template <class Config>
+using DropoutArgument = FeatureArgument<Config::kHasDropout, Dropout, NoDropout>;
 constexpr NoDropout dropout{};
 
 using tile::philox4x32;
@@ -40,7 +41,7 @@ CUFLASH_DEVICE uint32_t head_number(const Shape& shape, const BatchHead& batch_h
 class Draws {
  public:
   explicit CUFLASH_DEVICE Draws(const Dropout& dropout) : dropout_(dropout), seed_(dropout.seed) {
-    if (config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
+    if (Config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
   }
 
   // Replace counters by the words that Philox draws for them. A counter stands for a cell of four queries and four
@@ -151,11 +152,9 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_keys(const Tile& tile, const Dr
 // Set dropped weights to 0. `p` is a function of a thread's row and column.
 template <class Tile, class POf, class Kept>
 CUFLASH_DEVICE void drop_weights(POf p, const Kept& kept) {
-#pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
-#pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j)
-      if (!kept.at(i, j)) p(i, j) = 0;
+  for_each_score_by_rows<Tile>([&](int i, int j) {
+    if (!kept.at(i, j)) p(i, j) = 0;
+  });
 }
 template <class Tile, class Kept>
 CUFLASH_DEVICE void drop_weights(Tile& p, const Kept& kept) {
@@ -165,10 +164,8 @@ CUFLASH_DEVICE void drop_weights(Tile& p, const Kept& kept) {
 // Turn the gradient with respect to the kept weights into that with respect to all weights, in place.
 template <class Tile, class Kept, class T>
 CUFLASH_DEVICE void drop_gradients(Tile& dp, const Kept& kept, T factor) {
-#pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
-#pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) element(dp, i, j) = kept.at(i, j) ? element(dp, i, j) * factor : T(0);
+  for_each_score_by_rows<Tile>(
+      [&](int i, int j) { element(dp, i, j) = kept.at(i, j) ? element(dp, i, j) * factor : T(0); });
 }
 
 // The kept weights of a thread in the accumulator layout of tensor cores, one bit each. Rows are queries, or keys if
@@ -211,10 +208,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
       const int of_row = row + Tile::row(i), of_column = column + Tile::column(j);
       return IsTransposed ? WeightPosition{head, of_column, of_row} : WeightPosition{head, of_row, of_column};
     });
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i)
-#pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) kept.set(i, j, scattered.at(i, j));
+    for_each_score_by_rows<Tile>([&](int i, int j) { kept.set(i, j, scattered.at(i, j)); });
     return kept;
   }
   const int number = row % 2;  // the thread draws every other one of the tiles of 16 x 16

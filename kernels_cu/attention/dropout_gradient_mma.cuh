@@ -13,16 +13,13 @@ CUFLASH_DEVICE void dropout_score_gradients(Tile& s, Tile& dp, const Dropout& dr
                                             const RowStatistics<Tile>& row) {
   const float factor = dropout.single_factor;
   const auto kept = kept_fragments<false>(s, Draws(dropout), head, first_query, first_key);
-#pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
-#pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
-      const bool is_kept = kept.at(i, j), is_allowed = !is_masked || !is_masked_score(s.at(i, j));
-      const float p = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
-      const float by_weight = is_kept ? dp.at(i, j) * factor : 0.0f;
-      s.at(i, j) = is_allowed && is_kept ? p : 0.0f;
-      dp.at(i, j) = is_allowed ? score_gradient(p, by_weight, row.delta[i]) : 0.0f;
-    }
+  for_each_score_by_rows<Tile>([&](int i, int j) {
+    const bool is_kept = kept.at(i, j), is_allowed = !is_masked || !is_masked_score(s.at(i, j));
+    const float p = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
+    const float by_weight = is_kept ? dp.at(i, j) * factor : 0.0f;
+    s.at(i, j) = is_allowed && is_kept ? p : 0.0f;
+    dp.at(i, j) = is_allowed ? score_gradient(p, by_weight, row.delta[i]) : 0.0f;
+  });
 }
 
 }  // namespace cuflash::attention

@@ -11,7 +11,7 @@ using WarpDq = DqPartition::Tile;
 static_assert(DqPartition::kNumOwnerWarps == kNumWarps, "a part that two warps hold would be added twice");
 
 // Layout of a query tile's sums of dQ, which the kernels that add and the kernel that rounds have in common.
-using DqSumLayout = tile::AccumulatorLayout<WarpDq, config::kDqAtomicWidth == 4 ? 4 : 1>;
+using DqSumLayout = tile::AccumulatorLayout<WarpDq, Config::kDqAtomicWidth == 4 ? 4 : 1>;
 
 // Stage the rows of a gradient in free shared memory before they are stored; float32 gradients, which are summed over
 // broadcast axes afterwards, are stored at once.

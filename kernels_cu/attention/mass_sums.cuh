@@ -10,8 +10,8 @@
 // they copy and multiply rows of q and k.
 namespace cuflash {
 
-using config::kNumStages;
-using config::kSplitsHeadDim;
+constexpr int kNumStages = Config::kNumStages;
+constexpr bool kSplitsHeadDim = Config::kSplitsHeadDim;
 
 // A thread block may have warps beyond those that hold scores.
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps) + (kBlockQ < 16 * kNumWarps);
@@ -251,7 +251,7 @@ CUFLASH_DEVICE void finish_scores(Scores& s, const Score& score, const attention
   if constexpr (kHasScore) score_of_queries(s, score, shape.softmax_scale, work, block, 1);
   else if (Softmax::needs_negation(shape.softmax_scale)) Softmax::negate(s, shape.softmax_scale);
   if (!is_unmasked<kBlockKv>(block))
-    mask_scores<config::kIsListed>(s, params, work, block, ptx::negative_infinity<float>());
+    mask_scores<Config::kIsListed>(s, params, work, block, ptx::negative_infinity<float>());
 }
 
 // Call `add_tile` for all tiles that a thread block owns; it stores lse, and the sums of rows over blocks of keys.

@@ -23,7 +23,7 @@ struct TileState {
 constexpr int kNumQSlots = kSplitsHeadDim ? kNumStages : 1;
 constexpr int kKeysOffset = kNumQSlots * QTile::kBytes;
 constexpr int kStateOffset = kKeysOffset + kNumStages * KTile::kBytes;
-constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(TileState));
+constexpr int kWalkBytes = kStateOffset + static_cast<int>(sizeof(TileState));
 CUFLASH_DEVICE QTile q_slot(int slot) { return {kSplitsHeadDim ? slot * QTile::kBytes : 0}; }
 CUFLASH_DEVICE KTile k_slot(int slot) { return {kKeysOffset + slot * KTile::kBytes}; }
 

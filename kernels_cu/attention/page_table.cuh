@@ -19,7 +19,8 @@ struct Pages {
 };
 
 struct NoPages {};
-using PagesArgument = FeatureArgument<config::kIsPaged, Pages, NoPages>;
+template <class Config>
+using PagesArgument = FeatureArgument<Config::kIsPaged, Pages, NoPages>;
 constexpr NoPages pages{};
 
 // The rows of a sequence. Its queries are its last positions.
@@ -53,7 +54,8 @@ struct QueryPositionIf<true> {
  private:
   int first_;
 };
-using QueryPosition = QueryPositionIf<config::kIsPaged>;
+template <class Config>
+using QueryPosition = QueryPositionIf<Config::kIsPaged>;
 
 // Return the page of a position, or `num_pages` if the table has none.
 CUFLASH_DEVICE int page_of(const Pages& pages, int sequence, int position) {

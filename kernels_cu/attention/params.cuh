@@ -1,7 +1,7 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// The parameters of every attention kernel, passed by value. cuflash/compiler/params_layout.py has the same records as
+// The parameters of every attention kernel, passed by value. cuflash/planning/_params.py has the same records as
 // NumPy dtypes; each translation unit asserts that all offsets agree.
 namespace cuflash::attention {
 

@@ -12,7 +12,8 @@ struct Scales {
 };
 
 struct NoScales {};
-using ScalesArgument = FeatureArgument<config::kIsQuantized, Scales, NoScales>;
+template <class Config>
+using ScalesArgument = FeatureArgument<Config::kIsQuantized, Scales, NoScales>;
 constexpr NoScales scales{};
 
 }  // namespace cuflash::attention

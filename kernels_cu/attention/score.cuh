@@ -1,5 +1,6 @@
 #pragma once
 #include <attention/block_iterator.cuh>
+#include <attention/for_each_score.cuh>
 #include <attention/score_function.cuh>
 #include <attention/softmax_simt.cuh>
 #include <tile/register_tile.cuh>
@@ -107,16 +108,13 @@ CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, typename Score::Num
     of_query[i] = score.of_query(of_tile[i], rows[i].query);
   }
   const PositionsOf<Score> positions(keys, column_of(s, 0));
-#pragma unroll
-  for (int j = 0; j < Tile::kColumns; ++j) {  // values that depend on the key are live in one column alone
-    const Position<T> key = positions.at(column_distance(s, j));
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) {
-      T& x = element(s, i, j);
-      const auto of_key = score.of_key(of_tile[i], key.whole, key.real);
-      x = by * score.value(of_tile[i], of_query[i], of_key, rows[i].query, key.whole, x * scale);
-    }
-  }
+  for_each_score<Tile>(
+      0, Tile::kColumns, [&](int j) { return positions.at(column_distance(s, j)); },
+      [&](int i, int j, const Position<T>& key) {
+        T& x = element(s, i, j);
+        const auto of_key = score.of_key(of_tile[i], key.whole, key.real);
+        x = by * score.value(of_tile[i], of_query[i], of_key, rows[i].query, key.whole, x * scale);
+      });
 }
 
 // Replace q k^T by the score function, as `apply_score` does, in a tile whose rows are queries of one head.

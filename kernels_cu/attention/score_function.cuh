@@ -8,7 +8,7 @@ constexpr bool kHasScore = false;
 
 namespace score {
 struct Function {
-  using Number = config::Accumulator;  // type in which the function computes
+  using Number = Config::Accumulator;  // type in which the function computes
   static constexpr bool kIsDerived = false;  // has derivatives, for backward passes
   static constexpr bool kAddsGradients = false;  // adds to the gradients of captured arrays
   static constexpr bool kReadsAtPositions = false;  // reads captured arrays at positions of queries or keys

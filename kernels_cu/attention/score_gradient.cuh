@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/for_each_score.cuh>
 #include <attention/mask_simt.cuh>
 #include <attention/softmax_simt.cuh>
 #include <tile/register_tile.cuh>
@@ -74,13 +75,10 @@ CUFLASH_DEVICE void score_gradients_of_queries(const tile::RegisterTile<T, Rows,
                                                const T (&delta)[NumRows]) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
   const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
-#pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
-#pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
-      const T p = probability(s.at[i][j], softmax_scale_log2, lse_2[i]);
-      dp.at[i][j] = score_gradient(p, dp.at[i][j], delta[i]);
-    }
+  for_each_score_by_rows<Tile>([&](int i, int j) {
+    const T p = probability(s.at[i][j], softmax_scale_log2, lse_2[i]);
+    dp.at[i][j] = score_gradient(p, dp.at[i][j], delta[i]);
+  });
   mask_scores(dp, params, work, block, T(0));
 }
 
@@ -106,19 +104,14 @@ CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& 
                                           const WorkTile& work, const KvBlock& block, LseOf lse_2) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
   const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
-#pragma unroll
-  for (int j = 0; j < Tile::kColumns; ++j) {
-    const T query_lse_2 = lse_2(Tile::column(j));
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, query_lse_2);
-  }
+  for_each_score<Tile>(
+      0, Tile::kColumns, [&](int j) { return lse_2(Tile::column(j)); },
+      [&](int i, int j, T query_lse_2) { s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, query_lse_2); });
   if (block.kind == BlockKind::kFull && block.stop - block.start == Columns && work.last - work.first == Rows) return;
   const auto score_mask = score_mask_of_keys<Tile>(params, work, block);
-#pragma unroll
-  for (int j = 0; j < Tile::kColumns; ++j)
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i)
-      if (!score_mask.allows(j, i)) s.at[i][j] = -T(0);
+  for_each_score<Tile>([&](int i, int j) {
+    if (!score_mask.allows(j, i)) s.at[i][j] = -T(0);
+  });
 }
 
 // Replace dP^T by dS^T in a tile of keys in one step. `p` returns P^T by a thread's row and column, `delta` the delta
@@ -126,13 +119,11 @@ CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& 
 template <class T, int Rows, int Columns, class POf, class DeltaOf>
 CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>& dp, POf p, DeltaOf delta) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
-#pragma unroll
-  for (int j = 0; j < Tile::kColumns; ++j) {
-    const T query_delta = delta(Tile::column(j));
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i)
-      dp.at[i][j] = is_masked(p(i, j)) ? T(0) : score_gradient(p(i, j), dp.at[i][j], query_delta);
-  }
+  for_each_score<Tile>(
+      0, Tile::kColumns, [&](int j) { return delta(Tile::column(j)); },
+      [&](int i, int j, T query_delta) {
+        dp.at[i][j] = is_masked(p(i, j)) ? T(0) : score_gradient(p(i, j), dp.at[i][j], query_delta);
+      });
 }
 
 // Return the keys of a tile that some query of a step may see, as rows of the tile. Rows of K at other keys must be

@@ -41,15 +41,12 @@ CUFLASH_DEVICE float probability(float s, float softmax_scale_log2, float lse_2)
 // Replace q k^T by P and dP by dS = P (dP - delta). Masked elements have `masked_score` in the place of q k^T.
 template <bool IsMasked, class Tile>
 CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2, const RowStatistics<Tile>& row) {
-#pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
-#pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
-      const bool is_allowed = !IsMasked || !is_masked_score(s.at(i, j));
-      const float p = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
-      s.at(i, j) = is_allowed ? p : 0.0f;
-      dp.at(i, j) = is_allowed ? score_gradient(p, dp.at(i, j), row.delta[i]) : 0.0f;
-    }
+  for_each_score_by_rows<Tile>([&](int i, int j) {
+    const bool is_allowed = !IsMasked || !is_masked_score(s.at(i, j));
+    const float p = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
+    s.at(i, j) = is_allowed ? p : 0.0f;
+    dp.at(i, j) = is_allowed ? score_gradient(p, dp.at(i, j), row.delta[i]) : 0.0f;
+  });
 }
 
 // Multiply dP = dO V^T, and replace q k^T by P in a step without a mask. P is made while the tensor cores multiply, a
@@ -73,11 +70,9 @@ CUFLASH_DEVICE void overlap_probabilities_with_dp(Tile& s, Tile& dp, Do do_smem,
 // Replace dP by dS = P (dP - delta) in one group of eight columns.
 template <class Tile>
 CUFLASH_DEVICE void score_gradient_columns(Tile& dp, Tile& p, const RowStatistics<Tile>& row, int column_tile) {
-#pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
-#pragma unroll
-    for (int j = 2 * column_tile; j < 2 * column_tile + 2; ++j)
-      dp.at(i, j) = score_gradient(p.at(i, j), dp.at(i, j), row.delta[i]);
+  for_each_score_by_rows<Tile>(2 * column_tile, 2 * column_tile + 2, [&](int i, int j) {
+    dp.at(i, j) = score_gradient(p.at(i, j), dp.at(i, j), row.delta[i]);
+  });
 }
 
 // Write the rows of a gradient in float32, which is summed over broadcast axes afterwards.

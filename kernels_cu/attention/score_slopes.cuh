@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/score.cuh>
 #include <attention/score_gradient.cuh>
+#include <tile/conditional.cuh>
 
 // Gradients of scores that a score function has changed.
 namespace cuflash::attention {
@@ -40,57 +41,53 @@ CUFLASH_DEVICE void scores_to_p_and_ds(ElementOf s, Tile& dp, const Score& score
   const auto of_tile = score.of_tile(batch_head.batch_index, batch_head.head);
   typename Score::OfTileSums tile_sums;
   typename Score::OfScoreSums score_sums;
-  if constexpr (kRowsAreQueries) {
-    typename Score::OfQuery of_query[Tile::kRows];
-    typename Score::OfQuerySums query_sums[Tile::kRows];
+  using OfRow = tile::Conditional<kRowsAreQueries, typename Score::OfQuery, typename Score::OfKey>;
+  using RowSums = tile::Conditional<kRowsAreQueries, typename Score::OfQuerySums, typename Score::OfKeySums>;
+  struct Column {
+    int position;
+    tile::Conditional<kRowsAreQueries, typename Score::OfKey, typename Score::OfQuery> values;
+    tile::Conditional<kRowsAreQueries, typename Score::OfKeySums, typename Score::OfQuerySums> sums;
+  };
+  OfRow of_row[Tile::kRows];
+  RowSums row_sums[Tile::kRows];
 #pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) of_query[i] = score.of_query(of_tile, rows.at(row_of(dp, i)));
-#pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
-      const int key = columns.at(column_of(dp, j));
-      const auto of_key = score.of_key(of_tile, key);
-      typename Score::OfKeySums key_sums;
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i)
-        score_to_p_and_ds(s(i, j), element(dp, i, j), score, of_tile, of_query[i], of_key, rows.at(row_of(dp, i)), key,
-                          scale, lse_2(i), delta(i), is_seen(i, j), adds, tile_sums, query_sums[i], key_sums,
-                          score_sums);
-      if (adds) score.flush(of_tile, of_key, key_sums);
-    }
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i)
-      if (adds) score.flush(of_tile, of_query[i], query_sums[i]);
-  } else {
-    typename Score::OfKey of_key[Tile::kRows];
-    typename Score::OfKeySums key_sums[Tile::kRows];
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) of_key[i] = score.of_key(of_tile, rows.at(row_of(dp, i)));
-#pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
-      const int query = columns.at(column_of(dp, j));
-      const auto of_query = score.of_query(of_tile, query);
-      typename Score::OfQuerySums query_sums;
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i)
-        score_to_p_and_ds(s(i, j), element(dp, i, j), score, of_tile, of_query, of_key[i], query,
-                          rows.at(row_of(dp, i)), scale, lse_2(j), delta(j), is_seen(i, j), adds, tile_sums, query_sums,
-                          key_sums[i], score_sums);
-      if (adds) score.flush(of_tile, of_query, query_sums);
-    }
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i)
-      if (adds) score.flush(of_tile, of_key[i], key_sums[i]);
+  for (int i = 0; i < Tile::kRows; ++i) {
+    const int row = rows.at(row_of(dp, i));
+    if constexpr (kRowsAreQueries) of_row[i] = score.of_query(of_tile, row);
+    else of_row[i] = score.of_key(of_tile, row);
   }
+  const auto column_of = [&](int j) -> Column {
+    const int column = columns.at(attention::column_of(dp, j));
+    if constexpr (kRowsAreQueries) return {column, score.of_key(of_tile, column), {}};
+    else return {column, score.of_query(of_tile, column), {}};
+  };
+  const auto visit = [&](int i, int j, Column& column) {
+    const int row = rows.at(row_of(dp, i));
+    if constexpr (kRowsAreQueries)
+      score_to_p_and_ds(s(i, j), element(dp, i, j), score, of_tile, of_row[i], column.values, row, column.position,
+                        scale, lse_2(i), delta(i), is_seen(i, j), adds, tile_sums, row_sums[i], column.sums,
+                        score_sums);
+    else
+      score_to_p_and_ds(s(i, j), element(dp, i, j), score, of_tile, column.values, of_row[i], column.position, row,
+                        scale, lse_2(j), delta(j), is_seen(i, j), adds, tile_sums, column.sums, row_sums[i],
+                        score_sums);
+  };
+  for_each_score<Tile>(0, Tile::kColumns, column_of, visit, [&](const Column& column) {
+    if (adds) score.flush(of_tile, column.values, column.sums);
+  });
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i)
+    if (adds) score.flush(of_tile, of_row[i], row_sums[i]);
   if (adds) score.flush(of_tile, tile_sums);
   if (adds) score.flush(score_sums);
 }
 
 // Make dS of a tile of queries in one step, as `scores_to_p_and_ds` does, in the place of dP; P is not needed any more.
 template <class T, int NumRows, int NumColumns, int Kept, class Score>
-CUFLASH_DEVICE void scores_to_p_and_ds_of_queries(tile::RegisterTile<T, NumRows, NumColumns>& s, tile::RegisterTile<T,
-                                                  NumRows, NumColumns>& dp, const Score& score, const Params& params,
-                                                  const WorkTile& work, const KvBlock& block, const T (&lse_2)[Kept],
-                                                  const T (&delta)[Kept]) {
+CUFLASH_DEVICE void scores_to_p_and_ds_of_queries(tile::RegisterTile<T, NumRows, NumColumns>& s,
+                                                  tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
+                                                  const Params& params, const WorkTile& work, const KvBlock& block,
+                                                  const T (&lse_2)[Kept], const T (&delta)[Kept]) {
   using Tile = tile::RegisterTile<T, NumRows, NumColumns>;
   const bool is_whole = block.kind == BlockKind::kFull && block.stop - block.start == NumColumns;
   ScoreMask<Tile::kColumns> row_mask{~0ull};

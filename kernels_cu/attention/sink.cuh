@@ -16,7 +16,8 @@ struct Sink {
 enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
 
 struct NoSink {};
-using SinkArgument = FeatureArgument<config::kHasSink, Sink, NoSink>;
+template <class Config>
+using SinkArgument = FeatureArgument<Config::kHasSink, Sink, NoSink>;
 constexpr NoSink sink{};
 
 // Return the sink of a head; -inf in kernels without a sink.

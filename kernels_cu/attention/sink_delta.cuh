@@ -3,9 +3,9 @@
 
 namespace cuflash::attention {
 
-// Return delta = rowsum(dO o O) - dlse of a query for the gradient of its head's sink, given as computed. In a row without
-// a key o is 0 and lse is the sink, so that NaN and infinities of dO count for nothing there, and dlse alone does. A row
-// whose keys weigh so little beside the sink that o and lse round to these numbers is treated alike.
+// Return delta = rowsum(dO o O) - dlse of a query for the gradient of its head's sink, given as computed. In a row
+// without a key o is 0 and lse is the sink, so that NaN and infinities of dO count for nothing there, and dlse alone
+// does. A row whose keys weigh so little beside the sink that o and lse round to these numbers is treated alike.
 template <class T>
 CUFLASH_DEVICE T delta_beside_sink(
     const Params& params, const Sink& sink, const BatchHead& batch_head, int query, T delta) {
@@ -13,7 +13,7 @@ CUFLASH_DEVICE T delta_beside_sink(
   const Shape& shape = params.shape;
   const auto lse = matrix<T>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1);
   if (lse.at(query, 0) != sink_logit<T>(sink, batch_head, batch_head.head)) return delta;
-  const auto o = matrix<config::Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
+  const auto o = matrix<Config::Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
   for (int column = 0; column < shape.value_dim; ++column)
     if (tile::to_accumulator(o.at(query, column)) != 0) return delta;
   if (params.dlse.data == nullptr) return 0;

@@ -3,15 +3,15 @@
 // its length sets the new one. Rows for which there is no room are dropped and counted.
 #include <attention/append_work.cuh>
 
-namespace cuflash {
+namespace cuflash::cache {
 
 using attention::Append;
 using attention::CachePages;
 using attention::Matrices;
 using attention::NewRows;
-using config::Element;
+using Element = Config::Element;
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 struct alignas(16) Unit {
   uint64_t at[2];
 };
@@ -78,11 +78,12 @@ CUFLASH_DEVICE NewRows copy_rows(const Append& params, int sequence, int block) 
   return rows;
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::cache
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::cache::kThreads)
 cache_append(const __grid_constant__ cuflash::attention::Append params) {
   using namespace cuflash;
+  using namespace cuflash::cache;
   const attention::CachePages& cache = params.cache;
   const attention::DivMod at = attention::divmod(blockIdx.x, params.blocks_per_sequence);
   const bool is_aligned = has_aligned_units(params.k, cache.head_dim) && has_aligned_units(params.v, cache.value_dim) &&

@@ -6,16 +6,16 @@
 #include <attention/cache_scales.cuh>
 #include <tile/e4m3.cuh>
 
-namespace cuflash {
+namespace cuflash::cache {
 
 using attention::Append;
 using attention::CachePages;
 using attention::CacheScales;
 using attention::Matrices;
 using attention::NewRows;
-using config::Element;
+using Element = Config::Element;
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int kColumnsOfLane = 8;  // rows have at most 256 columns
 constexpr uint32_t kLastExponent = 127 + 120;  // of a scale: 256 2^120 is more than a float holds
 
@@ -33,7 +33,8 @@ class Row {
       x_[c] = bits & 0x7f800000u ? x : __uint_as_float(bits & 0x80000000u);
     }
   }
-  CUFLASH_DEVICE void store(const Matrices& to, const Matrices& scales, int page, int head, int row, int num_columns) const {
+  CUFLASH_DEVICE void store(const Matrices& to, const Matrices& scales, int page, int head, int row,
+                            int num_columns) const {
     const attention::BatchHead place{{page}, 0, head};
     const auto data = attention::matrix<ptx::Float8E4M3>(to, place, head, 0, 0);
     const uint32_t largest = largest_bits();
@@ -46,7 +47,8 @@ class Row {
     for (int c = 0; c < kColumnsOfLane; ++c) {
       const int column = 32 * c + ptx::lane();
       if (column < num_columns)
-        data.at(row, column) = is_finite ? tile::to_e4m3(fmaxf(-most, fminf(x_[c] * inverse, most))) : ptx::Float8E4M3{0x7f};
+        data.at(row, column) =
+            is_finite ? tile::to_e4m3(fmaxf(-most, fminf(x_[c] * inverse, most))) : ptx::Float8E4M3{0x7f};
     }
     const uint32_t scale = !is_finite ? 0x7fc00000u : largest == 0 ? 0x3f800000u : exponent << 23;
     if (ptx::lane() == 0) attention::matrix<float>(scales, place, head, 0, 0).at(row, 0) = __uint_as_float(scale);
@@ -60,7 +62,8 @@ class Row {
 #pragma unroll
     for (int c = 0; c < kColumnsOfLane; ++c) largest = max(largest, __float_as_uint(x_[c]) & 0x7fffffffu);
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    for (int offset = 16; offset > 0; offset /= 2)
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
     return largest;
   }
 
@@ -77,16 +80,17 @@ struct Place {
         num_columns(is_value ? cache.value_dim : cache.head_dim) {}
 };
 
-}  // namespace cuflash
+}  // namespace cuflash::cache
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::cache::kThreads)
 cache_append_e4m3(const __grid_constant__ cuflash::attention::Append params,
                   const __grid_constant__ cuflash::attention::CacheScales scales) {
   using namespace cuflash;
+  using namespace cuflash::cache;
   const CachePages& cache = params.cache;
   const attention::DivMod at = attention::divmod(blockIdx.x, params.blocks_per_sequence);
-  const int sequence = at.quotient, warp = at.remainder * config::kNumWarps + threadIdx.x / 32;
-  const int num_warps = params.blocks_per_sequence * config::kNumWarps, num_places = 2 * cache.num_kv_heads;
+  const int sequence = at.quotient, warp = at.remainder * Config::kNumWarps + threadIdx.x / 32;
+  const int num_warps = params.blocks_per_sequence * Config::kNumWarps, num_places = 2 * cache.num_kv_heads;
   const NewRows rows = attention::new_rows(params, sequence, at.remainder);
   // Warps take the pairs of row and place in order, one each, and advance by the number of warps.
   attention::DivMod item = attention::divmod(warp, num_places);

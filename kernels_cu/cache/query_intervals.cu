@@ -4,13 +4,13 @@
 #include <attention/query_intervals.cuh>
 #include <attention/sink.cuh>
 
-namespace cuflash {
+namespace cuflash::cache {
 
 using attention::QueryIntervals;
 using attention::SequenceRows;
-using config::Element;
+using Element = Config::Element;
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 
 // Write the interval of keys that a query attends. Neither bound ever decreases from one query to the next.
 CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceRows& of, int sequence, int row) {
@@ -31,10 +31,10 @@ CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceR
 // Write o = 0 of the queries from `first` on in all heads, and lse = -inf or that of the sink. The warps of a
 // sequence's blocks share the rows.
 CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence, int first, int block,
-                                     attention::SinkArgument sink) {
+                                     attention::SinkArgument<Config> sink) {
   const int num_rows = (params.pages.num_queries - first) * params.num_heads, lane = threadIdx.x % 32;
-  const int stride = params.blocks_per_sequence * config::kNumWarps;
-  for (int number = block * config::kNumWarps + threadIdx.x / 32; number < num_rows; number += stride) {
+  const int stride = params.blocks_per_sequence * Config::kNumWarps;
+  for (int number = block * Config::kNumWarps + threadIdx.x / 32; number < num_rows; number += stride) {
     const int head = number % params.num_heads, row = first + number / params.num_heads;
     const attention::BatchHead place{{sequence}, sequence, head};
     const auto o = attention::matrix<Element>(params.o, place, head, 0, 0);
@@ -46,17 +46,19 @@ CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence,
   }
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::cache
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::cache::kThreads)
 cache_query_intervals(const __grid_constant__ cuflash::attention::QueryIntervals params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::cache;
   using namespace cuflash::attention;
   const int sequence = blockIdx.x / params.blocks_per_sequence, block = blockIdx.x % params.blocks_per_sequence;
   const SequenceRows of = rows_of_sequence(params.pages, sequence);
   if (threadIdx.x == 0 && blockIdx.x == 0 && params.tile_counter != nullptr) *params.tile_counter = 0;
   if (threadIdx.x == 0 && block == 0 && !of.is_valid) ptx::fetch_add(params.pages.num_faults, 1);
-  for (int row = block * kThreads + threadIdx.x; row < params.pages.num_queries; row += params.blocks_per_sequence * kThreads)
+  for (int row = block * kThreads + threadIdx.x; row < params.pages.num_queries;
+       row += params.blocks_per_sequence * kThreads)
     write_interval(params, of, sequence, row);
   write_empty_rows(params, sequence, of.count, block, sink);
 }

@@ -8,9 +8,9 @@
 #include <fa1/running.cuh>
 #include <ptx/cp_async.cuh>
 
-namespace cuflash {
+namespace cuflash::fa1 {
 
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 using Scores = tile::WarpPartition<kBlockQ, kBlockKv, kNumWarps>::Tile;
 using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
@@ -154,11 +154,12 @@ CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::B
 }
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
-}  // namespace cuflash
+}  // namespace cuflash::fa1
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 fa1_backward(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
+  using namespace cuflash::fa1;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);

@@ -6,9 +6,9 @@
 #include <ptx/cp_async.cuh>
 #include <tile/epilogue.cuh>
 
-namespace cuflash {
+namespace cuflash::fa1 {
 
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kNumWarps>;
@@ -26,7 +26,7 @@ struct alignas(8) Statistics {
   float row_max, row_sum;
 };
 
-CUFLASH_DEVICE Statistics& statistics_of(const attention::Running& running, const attention::BatchHead& batch_head,
+CUFLASH_DEVICE Statistics& statistics_of(const Running& running, const attention::BatchHead& batch_head,
                                          int query) {
   const auto all = attention::matrix<float>(running.running_statistics, batch_head, batch_head.head, 0, 2);
   return reinterpret_cast<Statistics&>(all.at(query, 0));
@@ -80,7 +80,7 @@ CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::Bat
 }
 
 // Run one inner iteration, lines 8 to 13 of algorithm 1: add a tile of keys to O, l and m of a tile of queries.
-CUFLASH_DEVICE void add_keys(const attention::Params& params, const attention::Running& running,
+CUFLASH_DEVICE void add_keys(const attention::Params& params, const Running& running,
                              const attention::WorkTile& keys, const attention::KvBlock& queries, QTile q_smem,
                              float softmax_scale_log2) {
   using namespace attention;
@@ -117,7 +117,7 @@ CUFLASH_DEVICE void add_keys(const attention::Params& params, const attention::R
 }
 
 // Set O = 0, l = 0 and m = -inf: line 2 of algorithm 1.
-CUFLASH_DEVICE void clear_running(const attention::Params& params, const attention::Running& running,
+CUFLASH_DEVICE void clear_running(const attention::Params& params, const Running& running,
                                   const attention::BatchHead& batch_head) {
   clear_sums(params, running.running_o, batch_head, kBlockQ * kValueDim);
   for (int query = threadIdx.x; query < params.shape.seqlen_q; query += kThreads)
@@ -125,7 +125,7 @@ CUFLASH_DEVICE void clear_running(const attention::Params& params, const attenti
 }
 
 // Write O in the dtype of the operands, and the natural log-sum-exp of each row; rows without a key have 0 and -inf.
-CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::Running& running,
+CUFLASH_DEVICE void write_results(const attention::Params& params, const Running& running,
                                   const attention::BatchHead& batch_head, float softmax_scale_log2) {
   using namespace attention;
   const Shape& shape = params.shape;
@@ -148,12 +148,13 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
 }
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
-}  // namespace cuflash
+}  // namespace cuflash::fa1
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 fa1_forward(const __grid_constant__ cuflash::attention::Params params,
-            const __grid_constant__ cuflash::attention::Running running) {
+            const __grid_constant__ cuflash::fa1::Running running) {
   using namespace cuflash;
+  using namespace cuflash::fa1;
   using namespace cuflash::attention;
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
   const BatchHead batch_head = own_batch_head(params);

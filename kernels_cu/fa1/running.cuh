@@ -5,17 +5,13 @@
 
 // State of the loops of FlashAttention-1 (arXiv 2205.14135): its sums in global memory, and its masks. An outer
 // iteration of a kernel works on a tile of keys, an inner iteration on a tile of queries that attends these keys.
-namespace cuflash::attention {
+namespace cuflash::fa1 {
 
 // Arrays of the forward kernel that hold the state of each query. cuflash/planning/families/fa1.py has the same record.
 struct Running {
-  Matrices running_o;           // [query tiles, kBlockQ * kValueDim] float32: O of the keys so far, divided by l
-  Matrices running_statistics;  // [seqlen_q, 2] float32: m, the largest product q k^T so far, and l
+  attention::Matrices running_o;  // [query tiles, kBlockQ * kValueDim] float32: O of the keys so far, divided by l
+  attention::Matrices running_statistics;  // [seqlen_q, 2] float32: m, the largest product q k^T so far, and l
 };
-
-}  // namespace cuflash::attention
-
-namespace cuflash {
 
 // State of the outer iteration, which a thread block keeps in shared memory to save registers.
 struct BlockState {
@@ -74,8 +70,8 @@ CUFLASH_DEVICE bool fills_tiles(const attention::WorkTile& keys, const attention
 template <class Scores>
 CUFLASH_DEVICE void mask_iteration(Scores& s, const attention::Params& params, const attention::WorkTile& keys,
                                    const attention::KvBlock& queries, float value) {
-  attention::mask_scores<config::kIsListed>(s, params, {keys.batch_head, queries.start, queries.stop},
+  attention::mask_scores<Config::kIsListed>(s, params, {keys.batch_head, queries.start, queries.stop},
                                             {keys.first, keys.last, queries.kind, queries.entry}, value);
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::fa1

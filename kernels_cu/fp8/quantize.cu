@@ -7,17 +7,17 @@
 #include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
 
-namespace cuflash {
+namespace cuflash::fp8 {
 
 using attention::Quantize;
-using config::Element;
+using Element = Config::Element;
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int kChunk = 8, kColumns = 2 * kChunk;  // columns per chunk and per lane
-constexpr int kChunkStride = config::kHeadDim / 2;  // columns from one chunk of a lane to the next
-constexpr int kLanesOfRow = config::kHeadDim / kColumns, kRowsOfWarp = 32 / kLanesOfRow;
-constexpr int kRows = config::kBlockQ / (config::kNumWarps * kRowsOfWarp);  // rows per lane
-static_assert(kRows * config::kNumWarps * kRowsOfWarp == config::kBlockQ, "warps share the rows");
+constexpr int kChunkStride = Config::kHeadDim / 2;  // columns from one chunk of a lane to the next
+constexpr int kLanesOfRow = Config::kHeadDim / kColumns, kRowsOfWarp = 32 / kLanesOfRow;
+constexpr int kRows = Config::kBlockQ / (Config::kNumWarps * kRowsOfWarp);  // rows per lane
+static_assert(kRows * Config::kNumWarps * kRowsOfWarp == Config::kBlockQ, "warps share the rows");
 constexpr float kSmallestScale = 0x1p-126f, kLargestScale = 0x1.fffffep127f;  // of normal floats
 constexpr float kLargeUnits = 256.0f;
 constexpr uint32_t kLarge = (127u + 119u) << 23;  // bits of 2^119; the sum of 256 such numbers overflows
@@ -61,7 +61,7 @@ CUFLASH_DEVICE void butterfly(float (&x)[kColumns]) {
 // Multiply a row by the Hadamard matrix, without its normalizer: stages `kHalf` and greater.
 template <int kHalf>
 CUFLASH_DEVICE void hadamard(float (&x)[kColumns]) {
-  if constexpr (kHalf < config::kHeadDim) {
+  if constexpr (kHalf < Config::kHeadDim) {
     butterfly<kHalf>(x);
     hadamard<2 * kHalf>(x);
   }
@@ -85,7 +85,7 @@ CUFLASH_DEVICE uint32_t block_maximum(const float (&x)[kRows][kColumns], uint32_
   largest = warp_maximum(largest);
   if (ptx::lane() == 0) of_warps[threadIdx.x / 32] = largest;
   __syncthreads();
-  return warp_maximum(ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : 0);
+  return warp_maximum(ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : 0);
 }
 
 // Divides by a number with three operations a quotient, which rounds to the number of e4m3 to which the nearest float
@@ -110,10 +110,10 @@ CUFLASH_DEVICE void store_rows(const Quantize& params, const float (&x)[kRows][k
                                int column, Divided divided) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int row = first_row + i * config::kNumWarps * kRowsOfWarp;
+    const int row = first_row + i * Config::kNumWarps * kRowsOfWarp;
     if (row >= params.num_rows) continue;
     uint8_t* const data =
-        params.data + (static_cast<int64_t>(matrix) * params.num_rows + row) * config::kHeadDim + column;
+        params.data + (static_cast<int64_t>(matrix) * params.num_rows + row) * Config::kHeadDim + column;
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
       Words words;
@@ -128,19 +128,20 @@ CUFLASH_DEVICE void store_rows(const Quantize& params, const float (&x)[kRows][k
   }
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::fp8
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::fp8::kThreads)
 fp8_quantize(const __grid_constant__ cuflash::attention::Quantize params) {
   using namespace cuflash;
+  using namespace cuflash::fp8;
   const int matrix = blockIdx.x / params.num_blocks, block = blockIdx.x % params.num_blocks;
   const int warp = threadIdx.x / 32, column = ptx::lane() % kLanesOfRow * kChunk;
-  const int first_row = block * config::kBlockQ + warp * kRowsOfWarp + ptx::lane() / kLanesOfRow;
+  const int first_row = block * Config::kBlockQ + warp * kRowsOfWarp + ptx::lane() / kLanesOfRow;
   float x[kRows][kColumns];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int row = first_row + i * config::kNumWarps * kRowsOfWarp;
-    const int64_t offset = (static_cast<int64_t>(matrix) * params.num_rows + row) * config::kHeadDim + column;
+    const int row = first_row + i * Config::kNumWarps * kRowsOfWarp;
+    const int64_t offset = (static_cast<int64_t>(matrix) * params.num_rows + row) * Config::kHeadDim + column;
     const Element* const from = static_cast<const Element*>(params.x) + offset;
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {

@@ -5,13 +5,13 @@
 #include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
 
-namespace cuflash {
+namespace cuflash::fp8 {
 
 using attention::Transpose;
 
-constexpr int kThreads = 32 * config::kNumWarps;
-constexpr int kKeys = config::kBlockKv, kGroups = kKeys / 16;
-constexpr int kWords = config::kHeadDim / 4;  // 32-bit words per row
+constexpr int kThreads = 32 * Config::kNumWarps;
+constexpr int kKeys = Config::kBlockKv, kGroups = kKeys / 16;
+constexpr int kWords = Config::kHeadDim / 4;  // 32-bit words per row
 static_assert(kGroups == 8 && kWords % 4 == 0, "eight groups of keys and four words of a row are a warp's");
 
 // Return the index of a word of a key's row in shared memory. Rows of different groups lie in different banks.
@@ -33,11 +33,12 @@ CUFLASH_DEVICE uint32_t bytes_of(const uint32_t (&words)[4], int c) {
   return found;
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::fp8
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::fp8::kThreads)
 fp8_transpose(const __grid_constant__ cuflash::attention::Transpose params) {
   using namespace cuflash;
+  using namespace cuflash::fp8;
   const int num_blocks = params.padded_rows / kKeys;
   const int matrix = blockIdx.x / num_blocks, first_key = blockIdx.x % num_blocks * kKeys;
   uint32_t* const rows = ptx::dynamic_shared<uint32_t>();
@@ -61,7 +62,7 @@ fp8_transpose(const __grid_constant__ cuflash::attention::Transpose params) {
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const int64_t column = static_cast<int64_t>(matrix) * config::kHeadDim + 4 * word + c;
+      const int64_t column = static_cast<int64_t>(matrix) * Config::kHeadDim + 4 * word + c;
       *reinterpret_cast<Words*>(params.transposed + column * params.padded_rows + first_key + 16 * group) = columns[c];
     }
   }

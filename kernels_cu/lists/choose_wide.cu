@@ -2,7 +2,7 @@
 // keep a single warp busy for long; lists_choose serves grids of many rows.
 #include <lists/row_choice.cuh>
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps, cuflash::Config::kMinBlocks)
 lists_choose_wide(const __grid_constant__ cuflash::lists::Choices choices) {
   using namespace cuflash;
   using namespace cuflash::lists;

@@ -23,7 +23,7 @@ CUFLASH_DEVICE bool has_any(const uint32_t* words, int64_t start, int64_t stop, 
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_crossings(const __grid_constant__ cuflash::lists::Crossings crossings) {
   using namespace cuflash;
   using namespace cuflash::lists;

@@ -3,7 +3,7 @@
 #include <lists/selection.cuh>
 #include <tile/philox.cuh>
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_draw(const __grid_constant__ cuflash::lists::Draw draw) {
   using namespace cuflash;
   const uint64_t cell = static_cast<uint64_t>(blockIdx.x) * lists::kSelectionThreads + ptx::thread_index();

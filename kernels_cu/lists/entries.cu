@@ -29,7 +29,7 @@ struct ColumnPart {
 
   CUFLASH_DEVICE ColumnPart(const Params& p, int column)
       : params(p), kv_block(column % p.num_kv_blocks), first_row(column / p.num_kv_blocks * p.num_q_blocks) {
-    const int rows = (p.num_q_blocks + config::kNumWarps - 1) / config::kNumWarps;
+    const int rows = (p.num_q_blocks + Config::kNumWarps - 1) / Config::kNumWarps;
     start = min(ptx::thread_index() / 32 * rows, p.num_q_blocks);
     stop = column < p.num_columns() ? min(start + rows, p.num_q_blocks) : start;
   }
@@ -106,12 +106,12 @@ CUFLASH_DEVICE void clear_unused_entries(const Params& params) {
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_entries(const __grid_constant__ cuflash::lists::Params params) {
   using namespace cuflash;
   using namespace cuflash::lists;
   const int num_rows = params.num_rows(), num_columns = params.num_columns();
-  const int blocks_of_rows = (num_rows + config::kNumWarps - 1) / config::kNumWarps;
+  const int blocks_of_rows = (num_rows + Config::kNumWarps - 1) / Config::kNumWarps;
   const int block = blockIdx.x;
   clear_unused_entries(params);
   if (block < blocks_of_rows) {

@@ -21,11 +21,11 @@ CUFLASH_DEVICE void put_in_order(const int32_t* lengths, int32_t* order, int num
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_interval_orders(const __grid_constant__ cuflash::lists::IntervalParams params) {
   using namespace cuflash;
   using namespace cuflash::lists;
-  const int warp = blockIdx.x * config::kNumWarps + ptx::thread_index() / 32;
+  const int warp = blockIdx.x * Config::kNumWarps + ptx::thread_index() / 32;
   const int num_rows = params.num_matrices * params.num_q_blocks;
   const int num_columns = params.num_matrices * params.num_kv_blocks;
   if (warp < num_rows) put_in_order(params.row_lengths, params.row_order, warp, params.num_q_blocks);

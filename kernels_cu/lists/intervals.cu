@@ -1,11 +1,12 @@
-// Finds the keys that each query sees from integers on the device, a thread a query: offsets of packed sequences, lengths,
-// or ids of documents. If blocks are ordered, it also counts the blocks of the other side that each block sees.
+// Finds the keys that each query sees from integers on the device, a thread a query: offsets of packed sequences,
+// lengths, or ids of documents. If blocks are ordered, it also counts the blocks of the other side that each block
+// sees.
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>
 
 namespace cuflash::lists {
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int64_t kFar = 1LL << 62;  // beyond any key
 constexpr int kMaxLength = 255;  // in blocks: orders count longer ranges as this long
 
@@ -71,7 +72,8 @@ struct Interval {
 };
 
 // Return the keys of a query, as masks.Sequences defines them. Queries after all sequences start beyond all keys.
-CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Integers& q, const Integers& kv, int query) {
+CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Integers& q, const Integers& kv,
+                                         int query) {
   int after = 0;  // number of offsets that are not beyond the query
   for (int end = params.num_offsets; after < end;) {
     const int middle = (after + end) / 2;
@@ -225,7 +227,7 @@ CUFLASH_DEVICE int tile_length(const Matrix& matrix, int number) {
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps, cuflash::Config::kMinBlocks)
 lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
   using namespace cuflash;
   using namespace cuflash::lists;

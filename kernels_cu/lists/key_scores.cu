@@ -8,11 +8,11 @@
 
 namespace cuflash::lists {
 
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kHeadDim;
+using Accumulator = Config::Accumulator;
+using Element = Config::Element;
+constexpr int kBlockKv = Config::kBlockKv;
+constexpr int kBlockQ = Config::kBlockQ;
+constexpr int kHeadDim = Config::kHeadDim;
 
 using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
 using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;

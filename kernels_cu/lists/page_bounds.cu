@@ -6,8 +6,8 @@
 
 namespace cuflash::lists {
 
-using config::Accumulator;
-using config::Element;
+using Accumulator = Config::Accumulator;
+using Element = Config::Element;
 
 // Return the lesser, and below the greater, of two numbers; NaN if one of them is NaN.
 CUFLASH_DEVICE Accumulator lesser(Accumulator x, Accumulator y) { return x <= y || x != x ? x : y; }
@@ -15,11 +15,11 @@ CUFLASH_DEVICE Accumulator greater(Accumulator x, Accumulator y) { return x >= y
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_page_bounds(const __grid_constant__ cuflash::lists::PageBounds bounds) {
   using namespace cuflash;
   using namespace cuflash::lists;
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * config::kNumWarps + ptx::thread_index() / 32;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * Config::kNumWarps + ptx::thread_index() / 32;
   if (number >= bounds.num_bounds) return;
   const int page = static_cast<int>(number % bounds.num_pages);
   const int64_t row = number / bounds.num_pages, query = row % bounds.num_queries;

@@ -7,7 +7,7 @@
 namespace cuflash::lists {
 
 constexpr int kBatchAxes = 3;
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 
 // BlockKind of cuflash/blocks/classify.py, and kAbsent for blocks that are not listed.
 enum Kind : int { kAbsent, kFull, kInterval, kBits };
@@ -49,6 +49,6 @@ struct Params {
 };
 
 // Return the number of this warp in the grid of the launch.
-CUFLASH_DEVICE int warp_of_grid() { return blockIdx.x * config::kNumWarps + ptx::thread_index() / 32; }
+CUFLASH_DEVICE int warp_of_grid() { return blockIdx.x * Config::kNumWarps + ptx::thread_index() / 32; }
 
 }  // namespace cuflash::lists

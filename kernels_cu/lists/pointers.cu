@@ -3,7 +3,7 @@
 #include <lists/params.cuh>
 #include <ptx/shared.cuh>
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_pointers(const __grid_constant__ cuflash::lists::Params params) {
   using namespace cuflash;
   using namespace cuflash::lists;

@@ -4,8 +4,8 @@
 
 namespace cuflash::lists {
 
-using config::Accumulator;
-using config::Element;
+using Accumulator = Config::Accumulator;
+using Element = Config::Element;
 
 // Write the means of a block of rows. Called by all threads.
 CUFLASH_DEVICE void pool_block(const PooledRows& rows, int64_t number) {
@@ -31,7 +31,7 @@ CUFLASH_DEVICE void pool_block(const PooledRows& rows, int64_t number) {
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_pool(const __grid_constant__ cuflash::lists::Pooling pooling) {
   using namespace cuflash::lists;
   const int64_t number = blockIdx.x, of_q = pooling.num_thread_blocks_of_q;

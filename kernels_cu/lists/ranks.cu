@@ -33,11 +33,11 @@ CUFLASH_DEVICE void count_column(const Params& params, int column) {
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_ranks(const __grid_constant__ cuflash::lists::Params params) {
   using namespace cuflash;
   using namespace cuflash::lists;
-  const int num_rows = params.num_rows(), blocks_of_rows = (num_rows + config::kNumWarps - 1) / config::kNumWarps;
+  const int num_rows = params.num_rows(), blocks_of_rows = (num_rows + Config::kNumWarps - 1) / Config::kNumWarps;
   const int block = blockIdx.x;
   if (block < blocks_of_rows) {
     if (warp_of_grid() < num_rows) rank_row(params, warp_of_grid());

@@ -9,7 +9,7 @@
 // up their shares. cuflash/selectors/budget.py is the specification.
 namespace cuflash::lists {
 
-using config::Accumulator;
+using Accumulator = Config::Accumulator;
 
 constexpr uint32_t kForcedPlace = 0, kNotEligiblePlace = ~0u;
 
@@ -39,8 +39,8 @@ struct WarpOfRow {
 // in shared memory, always in one order.
 struct BlockOfRow {
   static constexpr int kThreads = kSelectionThreads;
-  static constexpr int kBytes = sizeof(double) * config::kNumWarps;
-  static_assert(config::kNumWarps <= 32, "a lane has the sum of a warp");
+  static constexpr int kBytes = sizeof(double) * Config::kNumWarps;
+  static_assert(Config::kNumWarps <= 32, "a lane has the sum of a warp");
 
   void* sums;  // kBytes of shared memory
 
@@ -52,7 +52,7 @@ struct BlockOfRow {
     x = sum_of_warp(x);
     if (ptx::lane() == 0) of_warps[ptx::thread_index() / 32] = x;
     __syncthreads();  // all warps have written
-    x = sum_of_warp(ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : T(0));
+    x = sum_of_warp(ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : T(0));
     __syncthreads();  // all warps have read
     return x;
   }

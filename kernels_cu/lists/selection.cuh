@@ -8,7 +8,7 @@
 // cuflash/planning/selection_kernels.py has the same records as NumPy dtypes.
 namespace cuflash::lists {
 
-constexpr int kSelectionThreads = 32 * config::kNumWarps;
+constexpr int kSelectionThreads = 32 * Config::kNumWarps;
 
 // A choice in each row of a grid of blocks [matrices, num_q_blocks, num_kv_blocks] in C order; each row keeps a number
 // of its columns.
@@ -87,7 +87,7 @@ struct KeyScores {
 
 // The greatest score of a query and a run of keys, and the sum of exp2(score - greatest), 0 if no key is seen.
 struct KeyRun {
-  config::Accumulator greatest, sum;
+  Config::Accumulator greatest, sum;
 };
 
 // The parameters of lists_slash_sums: scores [matrices, rows, keys] of single keys in base 2 and their runs [matrices,

@@ -8,8 +8,8 @@
 
 namespace cuflash::lists {
 
-using config::Accumulator;
-using config::kBlockQ;
+using Accumulator = Config::Accumulator;
+constexpr int kBlockQ = Config::kBlockQ;
 
 // The numbers that turn a row's scores into masses, exp2(score - shift) * factor. The factor of a row without a key is
 // 0.
@@ -32,7 +32,7 @@ CUFLASH_DEVICE RowMass mass_of_row(const KeyRun* runs, int num_runs) {
 
 }  // namespace cuflash::lists
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps, cuflash::Config::kMinBlocks)
 lists_slash_sums(const __grid_constant__ cuflash::lists::SlashSums sums) {
   using namespace cuflash;
   using namespace cuflash::lists;
@@ -50,7 +50,7 @@ lists_slash_sums(const __grid_constant__ cuflash::lists::SlashSums sums) {
   for (int first = 0; first < sums.num_rows; first += kBlockQ) {
     const int last = min(first + kBlockQ, sums.num_rows);
     __syncthreads();  // the rows before are read
-    for (int row = first + ptx::thread_index() / 32; row < last; row += config::kNumWarps) {
+    for (int row = first + ptx::thread_index() / 32; row < last; row += Config::kNumWarps) {
       const RowMass mass = mass_of_row(runs + static_cast<int64_t>(row) * sums.num_runs, sums.num_runs);
       if (ptx::lane() == 0) rows[row - first] = mass;
     }

@@ -3,10 +3,10 @@
 // cuflash/selectors/compressed.py is the specification.
 #include <lists/selection.cuh>
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_spread(const __grid_constant__ cuflash::lists::Spread spread) {
   using namespace cuflash;
-  using config::Accumulator;
+  using Accumulator = Config::Accumulator;
   const int64_t cell = static_cast<int64_t>(blockIdx.x) * lists::kSelectionThreads + ptx::thread_index();
   const int64_t rows = cell / spread.num_kv_blocks;
   if (rows >= static_cast<int64_t>(spread.num_groups) * spread.num_q_blocks) return;

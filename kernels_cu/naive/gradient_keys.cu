@@ -6,18 +6,19 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::naive {
 
 static_assert(kHeadDim == kValueDim, "dk and dv are made of tiles of one width");
 using WeightTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;  // dS or P
 using RowTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;  // tile of Q or dO
 constexpr int kSharedBytes = kBytesOf<WeightTile, RowTile> + kBlockQ * static_cast<int>(sizeof(int));
 
-}  // namespace cuflash
+}  // namespace cuflash::naive
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
 naive_gradient_keys(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
+  using namespace cuflash::naive;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const int num_of_keys = num_column_tiles(shape.head_dim, kHeadDim);

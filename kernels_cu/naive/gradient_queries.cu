@@ -1,16 +1,17 @@
 // Backward of standard attention: dq = dS k softmax_scale. One block makes one tile of dq, from all keys.
 #include <naive/products.cuh>
 
-namespace cuflash {
+namespace cuflash::naive {
 
 constexpr int kSharedBytes = kBytesOf<PTile, KTile> + kBlockKv * static_cast<int>(sizeof(int));
 
-}  // namespace cuflash
+}  // namespace cuflash::naive
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
+  using namespace cuflash::naive;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const int num_parts = num_column_tiles(shape.head_dim, kHeadDim);

@@ -6,16 +6,17 @@
 #include <attention/score_slopes.cuh>
 #include <naive/products.cuh>
 
-namespace cuflash {
+namespace cuflash::naive {
 
 constexpr int kSharedBytes = kBytesOf<DoTile, VTile>;
 
-}  // namespace cuflash
+}  // namespace cuflash::naive
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::naive;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const Tiling key_tiles = key_tiling(params, kBlockKv);
@@ -42,7 +43,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
   const auto ds = rows(matrix<Accumulator>(params.naive.score_gradients, batch_head, batch_head.head, shape.seqlen_q,
                                            shape.seqlen_kv)).columns(keys.first, keys.last);
   KeptWeights<decltype(s)> kept;
-  if constexpr (config::kHasDropout) {
+  if constexpr (Config::kHasDropout) {
     kept = kept_weights_of_queries(s, dropout, shape, work, KvBlock{keys.first, keys.last, BlockKind::kInterval, -1});
     drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
   }
@@ -86,7 +87,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
                                        [&](int i) { return lse_of_row[i]; }, [&](int i) { return delta_of_row[i]; },
                                        score::Function::kAddsGradients);
   }
-  if constexpr (config::kHasDropout) {
+  if constexpr (Config::kHasDropout) {
     drop_weights(s, kept);
     s.scale(dropout.factor);
   }

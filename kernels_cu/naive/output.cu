@@ -1,16 +1,17 @@
 // Standard attention, third of three kernels: o = P v. One block makes one tile of o, from all keys.
 #include <naive/products.cuh>
 
-namespace cuflash {
+namespace cuflash::naive {
 
 constexpr int kSharedBytes = kBytesOf<PTile, VTile> + kBlockKv * static_cast<int>(sizeof(int));
 
-}  // namespace cuflash
+}  // namespace cuflash::naive
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_output(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
+  using namespace cuflash::naive;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const int num_parts = num_column_tiles(shape.value_dim, kValueDim);

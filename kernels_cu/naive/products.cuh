@@ -5,10 +5,10 @@
 #include <tile/gemm_simt.cuh>
 
 // Products of whole matrices in naive kernels, tile by tile through shared memory.
-namespace cuflash {
+namespace cuflash::naive {
 
-// Add a b^T to c for rows a of a tile of queries and rows b of a tile of keys, in chunks of Width columns. Called by all
-// threads.
+// Add a b^T to c for rows a of a tile of queries and rows b of a tile of keys, in chunks of Width columns. Called by
+// all threads.
 template <int Width, class Sum>
 CUFLASH_DEVICE void add_product_of_rows(Sum& c, const tile::Matrix<Element>& a, const tile::Matrix<Element>& b) {
   using ATile = tile::SharedTile<Accumulator, kBlockQ, Width>;
@@ -24,8 +24,8 @@ CUFLASH_DEVICE void add_product_of_rows(Sum& c, const tile::Matrix<Element>& a, 
   }
 }
 
-// Add the product of a tile's weights [queries, keys] and `rows` [keys, at most Width columns] to c. Rows of keys that no
-// query of the tile visits are read as 0. Called by all threads.
+// Add the product of a tile's weights [queries, keys] and `rows` [keys, at most Width columns] to c. Rows of keys that
+// no query of the tile visits are read as 0. Called by all threads.
 template <int Width, class Sum>
 CUFLASH_DEVICE void add_weighted_rows(Sum& c, const attention::Params& params, const attention::WorkTile& work,
                                       const tile::Matrix<Accumulator>& weights, const tile::Matrix<Element>& rows) {
@@ -49,4 +49,4 @@ CUFLASH_DEVICE void add_weighted_rows(Sum& c, const attention::Params& params, c
   }
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::naive

@@ -6,16 +6,17 @@
 #include <attention/softmax_simt.cuh>
 #include <naive/products.cuh>
 
-namespace cuflash {
+namespace cuflash::naive {
 
 constexpr int kSharedBytes = kBytesOf<QTile, KTile>;
 
-}  // namespace cuflash
+}  // namespace cuflash::naive
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::naive;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const Tiling key_tiles = key_tiling(params, kBlockKv);

@@ -1,14 +1,15 @@
-// The gradient of a sink. One block sums over the queries of one head, and recomputes delta = rowsum(dO o O) - dlse of each.
+// The gradient of a sink. One block sums over the queries of one head, and recomputes delta = rowsum(dO o O) - dlse of
+// each.
 #include <attention/config_simt.cuh>
 #include <attention/sink_delta.cuh>
 #include <ptx/shared.cuh>
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 naive_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
-  sum_sink_gradient<Accumulator, 32 * config::kNumWarps>(
+  sum_sink_gradient<Accumulator, 32 * Config::kNumWarps>(
       params, sink, ptx::dynamic_shared<Accumulator>(), [&](const BatchHead& batch_head, int query) {
         const auto o = matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
         const auto d_o = matrix<Element>(params.do_, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);

@@ -36,13 +36,13 @@ naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     const bool is_empty = row_highest == ptx::negative_infinity<Accumulator>() && sum == 0;
     const Accumulator divisor = is_empty ? Accumulator(1) : sum;
     Accumulator row_lse = 0, factor = 1;
-    if (config::kHasSink) {
+    if (Config::kHasSink) {
       row_lse = row_highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
       factor = merge_sink(row_lse, logit);
     }
     for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)
       s.at(query, key) = ptx::exp2_accurate(s.at(query, key) - shift) / divisor * factor;
-    if constexpr (config::kHasDropout) {
+    if constexpr (Config::kHasDropout) {
       WeightDraw draw{Draws(dropout)};
       const uint32_t head = head_number(shape, batch_head, batch_head.head);
       for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes) {
@@ -51,6 +51,6 @@ naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       }
     }
     if (in_bounds && tile::is_row_leader())
-      lse.at(query, 0) = config::kHasSink ? row_lse : row_highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
+      lse.at(query, 0) = Config::kHasSink ? row_lse : row_highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
   }
 }

@@ -14,12 +14,12 @@ CUFLASH_DEVICE void red_add_release(int* counter, int value) {
 // made before their additions. Called by whole warps: if one lane alone waits, ptxas takes registers from the whole kernel. In a
 // kernel with a watchdog, the wait ends with a fault after four seconds.
 CUFLASH_DEVICE void wait_for_counter(const int* counter, int mask, int threshold) {
-  const uint64_t started_at = config::kHasWatchdog ? assembly::nanoseconds() : 0;
+  const uint64_t started_at = Config::kHasWatchdog ? assembly::nanoseconds() : 0;
   while (true) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
     if (__all_sync(0xffffffffu, (value & mask) >= threshold)) return;
-    if (config::kHasWatchdog && assembly::nanoseconds() - started_at > 4'000'000'000u) assembly::fault();
+    if (Config::kHasWatchdog && assembly::nanoseconds() - started_at > 4'000'000'000u) assembly::fault();
   }
 }
 

@@ -54,9 +54,9 @@ CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int phase) {
 // Waits until the phase of this parity has ended. In a kernel with a watchdog, the wait ends with a fault after four
 // seconds.
 CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, int phase) {
-  const uint64_t started_at = config::kHasWatchdog ? assembly::nanoseconds() : 0;
+  const uint64_t started_at = Config::kHasWatchdog ? assembly::nanoseconds() : 0;
   while (!mbarrier_try_wait(barrier, phase))
-    if (config::kHasWatchdog && assembly::nanoseconds() - started_at > 4'000'000'000u) assembly::fault();
+    if (Config::kHasWatchdog && assembly::nanoseconds() - started_at > 4'000'000'000u) assembly::fault();
 }
 
 }  // namespace cuflash::ptx

@@ -15,7 +15,7 @@ struct Squares {
 
 // Shared memory: the sums of each warp, and whether the thread block has ended last.
 struct Shared {
-  Squares of_warps[config::kNumWarps];
+  Squares of_warps[Config::kNumWarps];
   int32_t is_last, padding;
 };
 
@@ -30,7 +30,7 @@ CUFLASH_DEVICE Squares sum_over_block(Squares sums) {
   if (ptx::lane() == 0) of_warps[ptx::thread_index() / 32] = sums;
   __syncthreads();
   if (ptx::thread_index() == 0)
-    for (int warp = 1; warp < config::kNumWarps; ++warp) {
+    for (int warp = 1; warp < Config::kNumWarps; ++warp) {
       sums.change += of_warps[warp].change;
       sums.whole += of_warps[warp].whole;
     }
@@ -43,8 +43,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::results::kThreads)
 results_compare(const __grid_constant__ cuflash::results::Comparison of) {
   using namespace cuflash;
   using namespace cuflash::results;
-  using config::Accumulator;
-  using config::Element;
+  using Accumulator = Config::Accumulator;
+  using Element = Config::Element;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + ptx::thread_index();
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t row = first; row < of.num_rows; row += step) {

@@ -16,8 +16,8 @@ CUFLASH_DEVICE void round_to(float x, ptx::BFloat16& to) { to = ptx::bfloat16_by
 extern "C" __global__ void __launch_bounds__(cuflash::results::kThreads)
 results_merge(const __grid_constant__ cuflash::results::Merge merge) {
   using namespace cuflash;
-  using config::Accumulator;
-  using config::Element;
+  using Accumulator = Config::Accumulator;
+  using Element = Config::Element;
   constexpr int kColumns = 4;  // of a thread, at most
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * results::kThreads + ptx::thread_index();
   const int64_t row = thread / merge.threads_per_row;

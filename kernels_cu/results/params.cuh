@@ -6,7 +6,7 @@
 // cuflash/planning/_result_kernels.py has the same records as NumPy dtypes.
 namespace cuflash::results {
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int kMostParts = 128;
 
 // The parameters of results_merge: the results [rows, columns] and [rows] of each part, and those of their union.

@@ -10,10 +10,12 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::simt {
 
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
-constexpr int kDqWidth = tile::kMmaRows > 0 ? 32 : kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
+constexpr int kDqWidth = tile::kMmaRows > 0   ? 32
+                         : kHeadDim % 64 == 0 ? 64
+                                              : kHeadDim;  // columns of dQ in registers at a time
 constexpr int kUnroll = 1;  // steps of a product that are unrolled: more gain little, and compile half as long again
 // the product of scores, for which registers of operands are free
 constexpr int kScoreUnroll = tile::kMmaRows > 0 ? tile::kMmaUnroll : kUnroll;
@@ -31,11 +33,43 @@ template <int Columns>
 using SharedSlot = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
 constexpr int kSharedBytes = kBytesOf<KRows, VRows, PtTile, SharedSlot<kHeadDim>>;
 
-}  // namespace cuflash
+// Replace P^T (with a score function: S^T) by the weights that are multiplied by dO, and dP^T by dS^T, in kernels with
+// a score function or dropout. `p` is a function of a thread's row and column, `lse_2` and `delta_of` of a column.
+template <class POf, class Dp, class LseOf, class DeltaOf>
+CUFLASH_DEVICE void make_changed_p_and_ds(POf p, Dp& dp, const attention::Params& params,
+                                          const attention::WorkTile& work, const attention::KvBlock& block,
+                                          LseOf lse_2, DeltaOf delta_of, const score::Function& score_function,
+                                          attention::DropoutArgument<Config> dropout) {
+  using namespace attention;
+  KeptWeights<Dp> kept;
+  if constexpr (Config::kHasDropout) {
+    kept = kept_weights_of_keys(dp, dropout, params.shape, work, block);
+    drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
+  }
+  if constexpr (kHasScore)
+    scores_to_p_and_ds_of_keys(p, dp, score_function, params, work, block, lse_2, delta_of);
+  else if constexpr (Config::kHasDropout)
+    score_gradients_of_keys(dp, p, delta_of);
+  if constexpr (Config::kHasDropout) drop_weights<Dp>(p, kept);
+}
+
+// Load K and V of a tile. Called by all threads.
+CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::WorkTile& work, int kv_head,
+                              KRows k_smem, VRows v_smem) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  tile::load(k_smem, matrix<Element>(params.k, work.batch_head, kv_head, shape.seqlen_kv, shape.head_dim)
+                         .rows(work.first, work.last));
+  tile::load(v_smem, matrix<Element>(params.v, work.batch_head, kv_head, shape.seqlen_kv, shape.value_dim)
+                         .rows(work.first, work.last));
+}
+
+}  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::simt;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   WorkTile work = key_tile(params, kBlockKv);
@@ -51,10 +85,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   const SharedSlot<kHeadDim> dq_smem{q_smem.data};
   const auto lse_2 = [&](int row) { return q_smem.at(row, kWidest); };
   const auto delta_of = [&](int row) { return q_smem.at(row, kWidest + 1); };
-  tile::load(k_smem, matrix<Element>(params.k, work.batch_head, kv_head, shape.seqlen_kv, shape.head_dim)
-                         .rows(work.first, work.last));
-  tile::load(v_smem, matrix<Element>(params.v, work.batch_head, kv_head, shape.seqlen_kv, shape.value_dim)
-                         .rows(work.first, work.last));
+  load_keys(params, work, kv_head, k_smem, v_smem);
 
   tile::RegisterTile<Accumulator, kBlockKv, kHeadDim, kRun> dk;
   tile::RegisterTile<Accumulator, kBlockKv, kValueDim, kRun> dv;
@@ -84,26 +115,17 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       tile::load(do_smem, d_o.rows(block.start, block.stop),
                  [&](int row) { return lse_2(row) != -ptx::negative_infinity<Accumulator>(); });
       __syncthreads();  // dO is there
-      if constexpr (!kHasScore && !config::kHasDropout) tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
+      if constexpr (!kHasScore && !Config::kHasDropout) tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       scores.fill(0);
       tile::gemm_add_nt<kScoreUnroll>(scores, v_smem, do_smem);
       const auto p_at = [&](int i, int j) -> Accumulator& { return p_smem.at(scores.row(i), scores.column(j)); };
-      KeptWeights<decltype(scores)> kept;
-      if constexpr (config::kHasDropout) {
-        kept = kept_weights_of_keys(scores, dropout, shape, work, block);
-        drop_gradients(scores, kept, static_cast<Accumulator>(dropout.factor));
-      }
-      if constexpr (kHasScore)
-        scores_to_p_and_ds_of_keys(p_at, scores, score_function, params, work, block, lse_2, delta_of);
-      else if constexpr (config::kHasDropout)
-        score_gradients_of_keys(scores, p_at, delta_of);
-      if constexpr (config::kHasDropout) drop_weights<decltype(scores)>(p_at, kept);
-      if constexpr (kHasScore || config::kHasDropout) {
+      make_changed_p_and_ds(p_at, scores, params, work, block, lse_2, delta_of, score_function, dropout);
+      if constexpr (kHasScore || Config::kHasDropout) {
         __syncthreads();  // P is there
         tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       }
       __syncthreads();  // P and dO are read
-      if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(scores, p_at, delta_of);
+      if constexpr (!kHasScore && !Config::kHasDropout) score_gradients_of_keys(scores, p_at, delta_of);
       tile::store(p_smem, scores);
       tile::load(q_smem, q.rows(block.start, block.stop));
       __syncthreads();  // dS and Q are there
@@ -123,7 +145,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     }
   }
   dk.scale(shape.softmax_scale);
-  if constexpr (config::kHasDropout) dv.scale(dropout.factor);
+  if constexpr (Config::kHasDropout) dv.scale(dropout.factor);
   store_gradient<Element>(params.dk, work, kv_head, shape.seqlen_kv, shape.head_dim, dk);
   store_gradient<Element>(params.dv, work, kv_head, shape.seqlen_kv, shape.value_dim, dv);
 }

@@ -8,18 +8,19 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::simt {
 
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
 // Steps of a product that are unrolled; 3 % slower than four, and compiled in 2/3
 constexpr int kUnroll = tile::kMmaRows > 0 ? 4 : 1;
 constexpr int kSharedBytes = kBytesOf<KTile, VTile, QTile, DoTile, PtTile>;
 
-}  // namespace cuflash
+}  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward_columns(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::simt;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   WorkTile work = key_tile(params, kBlockKv);
@@ -64,7 +65,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
       tile::gemm_add_nt<kUnroll>(s, k_smem, q_smem);
       tile::gemm_add_nt<kUnroll>(dp, v_smem, do_smem);
       KeptWeights<decltype(s)> kept;
-      if constexpr (config::kHasDropout) {
+      if constexpr (Config::kHasDropout) {
         kept = kept_weights_of_keys(s, dropout, shape, work, block);
         drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
       }
@@ -77,7 +78,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
         probabilities_of_keys(s, params, work, block, lse_2);
         score_gradients_of_keys(dp, [&](int i, int j) { return s.at[i][j]; }, delta_of);
       }
-      if constexpr (config::kHasDropout) drop_weights(s, kept);
+      if constexpr (Config::kHasDropout) drop_weights(s, kept);
       tile::store(p_smem, s);
       __syncthreads();  // P is there
       tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
@@ -88,7 +89,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
     }
   }
   dk.scale(shape.softmax_scale);
-  if constexpr (config::kHasDropout) dv.scale(dropout.factor);
+  if constexpr (Config::kHasDropout) dv.scale(dropout.factor);
   store_gradient<Element>(params.dk, work, kv_head, shape.seqlen_kv, shape.head_dim, dk);
   store_gradient<Element>(params.dv, work, kv_head, shape.seqlen_kv, shape.value_dim, dv);
 }

@@ -8,15 +8,16 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::simt {
 
 constexpr int kSharedBytes = kBytesOf<QTile, DoTile, KTile, VTile, PTile>;
 
-}  // namespace cuflash
+}  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::simt;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile(params, kBlockQ);
@@ -53,7 +54,7 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     dp.fill(0);
     tile::gemm_add_nt(s, q_smem, k_smem);
     tile::gemm_add_nt(dp, do_smem, v_smem);
-    if constexpr (config::kHasDropout)
+    if constexpr (Config::kHasDropout)
       drop_gradients(dp, kept_weights_of_queries(dp, dropout, shape, work, block),
                      static_cast<Accumulator>(dropout.factor));
     if constexpr (kHasScore) scores_to_p_and_ds_of_queries(s, dp, score_function, params, work, block, lse_2, delta);

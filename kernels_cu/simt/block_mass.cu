@@ -1,6 +1,7 @@
-// The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread block
-// owns whole rows of the grid, so that no two add to one mass. It walks the keys of its queries once if lse is given; else
-// twice, first for lse. Where head_dim is wider than a tile of shared memory, scores are summed over chunks of it.
+// The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread
+// block owns whole rows of the grid, so that no two add to one mass. It walks the keys of its queries once if lse is
+// given; else twice, first for lse. Where head_dim is wider than a tile of shared memory, scores are summed over chunks
+// of it.
 #include <attention/block_iterator.cuh>
 #include <attention/block_mass.cuh>
 #include <attention/config_simt.cuh>
@@ -10,7 +11,7 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::simt {
 
 using Scores = tile::RegisterTile<Accumulator, kBlockQ, kBlockKv>;
 using Rows = tile::Matrix<Element>;
@@ -39,12 +40,13 @@ CUFLASH_DEVICE void step_scores(Scores& s, Accumulator* smem, const attention::P
 }
 constexpr int kSharedBytes = kBytesOf<QTile, KTile, PTile>;
 
-}  // namespace cuflash
+}  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_block_mass(const __grid_constant__ cuflash::attention::Params params,
                 const __grid_constant__ cuflash::attention::MassGrid grid CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::simt;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile owned = query_rows(params, mass_queries(grid, kBlockQ));

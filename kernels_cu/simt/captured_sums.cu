@@ -1,17 +1,17 @@
-// Sets the sums for the gradient of a score function's array to 0 before kernels add to them; or writes the gradient afterwards:
-// exact sums are rounded, and partial sums are added in the order of their numbers.
+// Sets the sums for the gradient of a score function's array to 0 before kernels add to them; or writes the gradient
+// afterwards: exact sums are rounded, and partial sums are added in the order of their numbers.
 #include <attention/captured_sums.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/params.cuh>
 #include <tile/element.cuh>
 #include <tile/exact_sum.cuh>
 
-extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 simt_captured_sums(const __grid_constant__ cuflash::attention::Params params,
                    const __grid_constant__ cuflash::attention::CapturedSums captured) {
   using namespace cuflash;
   using attention::SumsOperation;
-  constexpr int kThreads = 32 * config::kNumWarps;
+  constexpr int kThreads = 32 * Config::kNumWarps;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < captured.num_elements; n += stride) {
     if (captured.operation == SumsOperation::kSetZero) {

@@ -10,17 +10,18 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-namespace cuflash {
+namespace cuflash::simt {
 
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 using KvTile = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
 constexpr int kSharedBytes = kBytesOf<QTile, KvTile, PTile>;
 
-}  // namespace cuflash
+}  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::simt;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile(params, kBlockQ);
@@ -57,7 +58,7 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     else s.scale(softmax_scale_log2);
     mask_scores(s, params, work, block);
     softmax.update(s, o);
-    if constexpr (config::kHasDropout) drop_weights(s, kept_weights_of_queries(s, dropout, shape, work, block));
+    if constexpr (Config::kHasDropout) drop_weights(s, kept_weights_of_queries(s, dropout, shape, work, block));
     tile::store(p_smem, s);
     __syncthreads();  // V and P are there
     tile::gemm_add_nn(o, p_smem, v_smem);
@@ -69,8 +70,8 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
     Accumulator row_lse = softmax.finalize(i, o);
-    if constexpr (config::kHasSink) o.scale_row(i, merge_sink(row_lse, logit));
-    if constexpr (config::kHasDropout) o.scale_row(i, dropout.factor);
+    if constexpr (Config::kHasSink) o.scale_row(i, merge_sink(row_lse, logit));
+    if constexpr (Config::kHasDropout) o.scale_row(i, dropout.factor);
     if (tile::is_row_leader() && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
   }
   const auto all_o = matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);

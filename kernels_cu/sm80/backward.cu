@@ -9,16 +9,16 @@
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 using ScorePartition = tile::WarpPartition<kBlockQ, kBlockKv, kNumWarps>;
 using Scores = ScorePartition::Tile;
 using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
-constexpr bool kMakesPAndDsTogether = kHasScore || config::kHasDropout;  // P and dS are made together, after dP
+constexpr bool kMakesPAndDsTogether = kHasScore || Config::kHasDropout;  // P and dS are made together, after dP
 constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
 constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // scores per thread
 // P is made while the tensor cores multiply dP: with elements of 16 bits, if the registers hold both.
@@ -32,7 +32,7 @@ constexpr bool kOverlapsDs =
 constexpr bool kStoresScoresEarly = kOverlapsDs || (sizeof(Element) == 2 && kNumScores > 32);
 // Warps test whether they are the first owner of their scores even if every warp is: with this test, ptxas orders the
 // instructions after it better, which gains 2 % of the backward pass at 128 columns without a list.
-constexpr bool kChecksOwner = ScorePartition::kNumOwnerWarps < kNumWarps || (!config::kIsListed && kNumScores <= 32);
+constexpr bool kChecksOwner = ScorePartition::kNumOwnerWarps < kNumWarps || (!Config::kIsListed && kNumScores <= 32);
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
@@ -184,7 +184,7 @@ CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const
                                const attention::KvBlock& block) {
   const attention::WorkTile queries{work.batch_head, block.start, block.stop};
   const attention::KvBlock keys{work.first, work.last, block.kind, block.entry};
-  attention::mask_scores<config::kIsListed>(s, params, queries, keys, attention::masked_score());
+  attention::mask_scores<Config::kIsListed>(s, params, queries, keys, attention::masked_score());
 }
 
 // Store P and dS in shared memory.
@@ -212,13 +212,78 @@ CUFLASH_DEVICE void add_dv_overlapped(WarpDv& dv, Scores& s, OTile do_smem, floa
     }
   });
 }
+
+// Make P and dS of a step in which all queries see all keys, from the products S.
+CUFLASH_DEVICE void make_scores_of_full_step(WarpDv& dv, Scores& s, Scores& dp, OTile do_smem,
+                                             const tile::Matrix<float>& lse, const tile::Matrix<float>& delta,
+                                             const BlockState& state) {
+  using namespace attention;
+  const auto row = row_statistics<Scores>(lse, delta);
+  const float softmax_scale_log2 = state.softmax_scale_log2;
+  if constexpr (kOverlapsDs) {
+    add_dv_overlapped(dv, s, do_smem, softmax_scale_log2, row);
+  } else if constexpr (kOverlapsP) {
+    overlap_probabilities_with_dp(s, dp, do_smem, v_smem, softmax_scale_log2, row);
+#pragma unroll
+    for (int j = 0; j < Scores::kColumnTiles; ++j) score_gradient_columns(dp, s, row, j);
+  } else {
+    tile::gemm_nt(dp, do_smem, v_smem);
+    score_gradients<false>(s, dp, softmax_scale_log2, row);
+    if (kStoresScoresEarly) store_scores(s, dp);
+  }
+}
+
+// Add the product of dS and K to the sums of dQ.
+CUFLASH_DEVICE void add_dq(const attention::Params& params, const BlockState& state, int first_query) {
+  using namespace attention;
+  WarpDq dq;
+  tile::gemm_nn(dq, ds_smem, k_smem);
+  DqSumLayout(state.dq_sum + query_tile_number(params, first_query, kBlockQ) * params.dq_sum.row_stride)
+      .atomic_add(dq);
+}
+
+// Replace q k^T of a step by P, and dP by dS, in kernels with a score function or dropout.
+CUFLASH_DEVICE void make_changed_p_and_ds(Scores& s, Scores& dp, const attention::Params& params,
+                                          const BlockState& state, const attention::KvBlock& block, bool is_masked,
+                                          const tile::Matrix<float>& lse, const tile::Matrix<float>& delta,
+                                          const score::Function& score_function,
+                                          attention::DropoutArgument<Config> dropout) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  if constexpr (kHasScore) {
+    scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head, {block.start, block.stop},
+                               {state.work.first, state.work.last}, is_masked, row_statistics<Scores>(lse, delta),
+                               Scores::is_first_owner());
+  } else if constexpr (Config::kHasDropout) {
+    const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
+    dropout_score_gradients(s, dp, dropout, head, block.start, state.work.first, is_masked,
+                            state.softmax_scale_log2, row_statistics<Scores>(lse, delta));
+  }
+}
+
+// Write dK and dV of the tile, by way of the shared memory of its K and V. Called by all threads.
+CUFLASH_DEVICE void write_gradients(const attention::Params& params, const BlockState& state, WarpDk& dk, WarpDv& dv,
+                                    attention::DropoutArgument<Config> dropout) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  const int kv_head = divmod(state.work.batch_head.head, shape.group_size).quotient;
+  dk.scale(shape.softmax_scale);
+  if constexpr (Config::kHasDropout) dv.scale(dropout.factor);
+  stage_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem, dk);
+  stage_gradient(params.dv, state.work, kv_head, shape.value_dim, v_smem, dv);
+  __syncthreads();  // all of dK and dV is stored
+  write_staged_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem);
+  write_staged_gradient(params.dv, state.work, kv_head, shape.value_dim, v_smem);
+}
+
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
@@ -251,19 +316,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       Scores s, dp;
       tile::gemm_nt(s, q_smem, k_smem);
       if (!kMakesPAndDsTogether && block.kind == BlockKind::kFull && state.work.last - state.work.first == kBlockKv) {
-        const auto row = row_statistics<Scores>(lse, delta);
-        const float softmax_scale_log2 = state.softmax_scale_log2;
-        if constexpr (kOverlapsDs) {
-          add_dv_overlapped(dv, s, do_smem, softmax_scale_log2, row);
-        } else if constexpr (kOverlapsP) {
-          overlap_probabilities_with_dp(s, dp, do_smem, v_smem, softmax_scale_log2, row);
-#pragma unroll
-          for (int j = 0; j < Scores::kColumnTiles; ++j) score_gradient_columns(dp, s, row, j);
-        } else {
-          tile::gemm_nt(dp, do_smem, v_smem);
-          score_gradients<false>(s, dp, softmax_scale_log2, row);
-          if (kStoresScoresEarly) store_scores(s, dp);
-        }
+        make_scores_of_full_step(dv, s, dp, do_smem, lse, delta, state);
       } else {
         const bool is_masked =
             !kMakesPAndDsTogether || block.kind != BlockKind::kFull || state.work.last - state.work.first != kBlockKv;
@@ -271,23 +324,16 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
         if (is_masked || kHasScore) clear_empty_rows(do_smem, lse);
         tile::gemm_nt(dp, do_smem, v_smem);
         KeptWeights<Scores> kept;
-        if constexpr (kHasScore && config::kHasDropout) {
+        if constexpr (kHasScore && Config::kHasDropout) {
           kept = kept_weights_of_queries(s, dropout, shape, {state.work.batch_head, block.start, block.stop},
                                          {state.work.first, state.work.last, block.kind, block.entry});
           drop_gradients(dp, kept, static_cast<float>(dropout.factor));
         }
-        if constexpr (kHasScore) {
-          scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head, {block.start, block.stop},
-                                     {state.work.first, state.work.last}, is_masked, row_statistics<Scores>(lse, delta),
-                                     Scores::is_first_owner());
-        } else if constexpr (config::kHasDropout) {
-          const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
-          dropout_score_gradients(s, dp, dropout, head, block.start, state.work.first, is_masked,
-                                  state.softmax_scale_log2, row_statistics<Scores>(lse, delta));
-        } else {
+        if constexpr (kMakesPAndDsTogether)
+          make_changed_p_and_ds(s, dp, params, state, block, is_masked, lse, delta, score_function, dropout);
+        else
           score_gradients<true>(s, dp, state.softmax_scale_log2, row_statistics<Scores>(lse, delta));
-        }
-        if constexpr (kHasScore && config::kHasDropout) drop_weights(s, kept);
+        if constexpr (kHasScore && Config::kHasDropout) drop_weights(s, kept);
         if (kStoresScoresEarly) store_scores(s, dp);
         if (kOverlapsDs) {
           __syncthreads();  // all of P is stored
@@ -297,12 +343,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       if (!kStoresScoresEarly) store_scores(s, dp);
       __syncthreads();  // all of P and dS is stored
       if (!kOverlapsDs) tile::gemm_add_tn(dv, p_smem, do_smem);
-      if (config::kDqAtomicWidth > 0) {
-        WarpDq dq;
-        tile::gemm_nn(dq, ds_smem, k_smem);
-        DqSumLayout(state.dq_sum + query_tile_number(params, block.start,
-                                                     kBlockQ) * params.dq_sum.row_stride).atomic_add(dq);
-      }
+      if (Config::kDqAtomicWidth > 0) add_dq(params, state, block.start);
       tile::gemm_add_tn(dk, ds_smem, q_smem);
       if (kNumStages == 1) {
         __syncthreads();  // all warps have read Q and dO
@@ -316,12 +357,5 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   }
   ptx::cp_async_wait<0>();
   __syncthreads();  // K and V have arrived, even without a step, and are read
-  const int kv_head = divmod(state.work.batch_head.head, shape.group_size).quotient;
-  dk.scale(shape.softmax_scale);
-  if constexpr (config::kHasDropout) dv.scale(dropout.factor);
-  stage_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem, dk);
-  stage_gradient(params.dv, state.work, kv_head, shape.value_dim, v_smem, dv);
-  __syncthreads();  // all of dK and dV is stored
-  write_staged_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem);
-  write_staged_gradient(params.dv, state.work, kv_head, shape.value_dim, v_smem);
+  write_gradients(params, state, dk, dv, dropout);
 }

@@ -8,9 +8,9 @@
 #include <ptx/cp_async.cuh>
 #include <sm80/block_state.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kNumWarps>;
@@ -40,13 +40,43 @@ CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState
   tile::load_async<kThreads, false>(VTile{kVOffset + stage * VTile::kBytes},
                                     rows(state.v, params.v, shape.value_dim, block.start, block.stop));
 }
+
+// Replace dP of a step by dS.
+CUFLASH_DEVICE void make_ds(Scores& s, Scores& dp, const attention::Params& params, const BlockState& state,
+                            const attention::KvBlock& block, const attention::RowStatistics<Scores>& row,
+                            const score::Function& score_function, attention::DropoutArgument<Config> dropout) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  if constexpr (kHasScore && Config::kHasDropout)
+    drop_gradients(dp, kept_weights_of_queries(dp, dropout, shape, state.work, block),
+                   static_cast<float>(dropout.factor));
+  if constexpr (kHasScore || Config::kHasDropout) {
+    const bool is_masked = !is_unmasked<kBlockKv>(block);
+    if (is_masked) mask_scores<Config::kIsListed>(s, params, state.work, block, masked_score());
+    const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
+    if constexpr (!kHasScore)
+      dropout_score_gradients(s, dp, dropout, head, state.work.first, block.start, is_masked,
+                              state.softmax_scale_log2, row);
+    else
+      scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head,
+                                 {state.work.first, state.work.last}, {block.start, block.stop}, is_masked, row,
+                                 true);
+  } else if (is_unmasked<kBlockKv>(block)) {
+    score_gradients<false>(s, dp, state.softmax_scale_log2, row);
+  } else {
+    mask_scores<Config::kIsListed>(s, params, state.work, block, masked_score());
+    score_gradients<true>(s, dp, state.softmax_scale_log2, row);
+  }
+}
+
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile<Listed>(params, kBlockQ);
@@ -96,26 +126,7 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     Scores s, dp;
     tile::gemm_nt(s, q_smem, k_smem);
     tile::gemm_nt(dp, do_smem, v_smem);
-    if constexpr (kHasScore && config::kHasDropout)
-      drop_gradients(dp, kept_weights_of_queries(dp, dropout, shape, state.work, block),
-                     static_cast<float>(dropout.factor));
-    if constexpr (kHasScore || config::kHasDropout) {
-      const bool is_masked = !is_unmasked<kBlockKv>(block);
-      if (is_masked) mask_scores<config::kIsListed>(s, params, state.work, block, masked_score());
-      const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
-      if constexpr (!kHasScore)
-        dropout_score_gradients(s, dp, dropout, head, state.work.first, block.start, is_masked,
-                                state.softmax_scale_log2, row);
-      else
-        scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head,
-                                   {state.work.first, state.work.last}, {block.start, block.stop}, is_masked, row,
-                                   true);
-    } else if (is_unmasked<kBlockKv>(block)) {
-      score_gradients<false>(s, dp, state.softmax_scale_log2, row);
-    } else {
-      mask_scores<config::kIsListed>(s, params, state.work, block, masked_score());
-      score_gradients<true>(s, dp, state.softmax_scale_log2, row);
-    }
+    make_ds(s, dp, params, state, block, row, score_function, dropout);
     tile::gemm_add_nn(dq, dp, k_smem);
     if (kNumStages == 1) {
       __syncthreads();  // all warps have read K and V

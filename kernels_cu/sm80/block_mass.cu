@@ -1,7 +1,13 @@
 // The sum of softmax weights in every block of a grid (attention/mass_walk.cuh), on the tensor cores of Ampere.
 #include <attention/mass_walk.cuh>
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+namespace cuflash::sm80 {
+
+constexpr int kSharedBytes = kWalkBytes;
+
+}  // namespace cuflash::sm80
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_block_mass(const __grid_constant__ cuflash::attention::Params params,
                 const __grid_constant__ cuflash::attention::MassGrid grid CUFLASH_FEATURES) {
   using namespace cuflash;

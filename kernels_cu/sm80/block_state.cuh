@@ -2,7 +2,7 @@
 #include <attention/block_iterator.cuh>
 #include <attention/config_mma.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
 // State of a thread block that keeps a tile of queries and walks blocks of keys. It lies in shared memory, so that
 // registers are left for accumulators.
@@ -15,4 +15,4 @@ struct BlockState {
   bool rows_fill_tiles;  // rows of K and V have as many columns as their tiles
 };
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80

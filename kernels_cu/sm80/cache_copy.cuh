@@ -2,7 +2,7 @@
 #include <sm80/decode_tiles.cuh>
 
 // Copies of K and V from the rows or pages of a cache into the stages of a decode kernel (sm80/decode.cuh).
-namespace cuflash {
+namespace cuflash::sm80 {
 
 // Copies the rows of K and V that a warp reads, together with the other warps that read them, so that no other warp has
 // to wait. The size of a page is a multiple of 16 rows, so 16 keys lie in one page. Pages are looked up one step before
@@ -107,8 +107,8 @@ class CacheCopy {
 #pragma unroll
       for (int chunk = 0; chunk < Tile::kChunks; chunk += Stage::kThreadsPerRow) {
         const bool is_copied = is_there && (own_chunk() + chunk) * Tile::kChunk < num_columns;
-        ptx::cp_async_cg_16(Tile::advanced(start, row, chunk), from + (is_copied ? row * row_stride + chunk * Tile::kChunk : 0),
-                            is_copied ? 16 : 0);
+        ptx::cp_async_cg_16(Tile::advanced(start, row, chunk),
+                            from + (is_copied ? row * row_stride + chunk * Tile::kChunk : 0), is_copied ? 16 : 0);
       }
     }
   }
@@ -124,4 +124,4 @@ class CacheCopy {
   int pages_[kUnits], rows_[kUnits];
 };
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80

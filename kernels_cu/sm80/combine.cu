@@ -7,13 +7,13 @@
 #include <attention/tile_scheduler.cuh>
 #include <ptx/shared.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
-using config::Element;
-using config::kValueDim;
+using Element = Config::Element;
+constexpr int kValueDim = Config::kValueDim;
 using tile::Vector;
 
-constexpr int kThreads = 32 * config::kNumWarps;
+constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int kColumnLanes = kValueDim > 192 ? 16 : 8, kGroups = kThreads / kColumnLanes;
 // kWidth: the columns that a group loads at once
 constexpr int kVector = Vector<float>::kLength, kWidth = kColumnLanes * kVector;
@@ -26,11 +26,12 @@ CUFLASH_DEVICE float weight(float lse, float max_lse) {
 }
 constexpr int kSharedBytes = kGroups * kValueDim * static_cast<int>(sizeof(float));
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::sm80::kThreads)
 sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile(params, 1);
@@ -48,13 +49,13 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) max_lse =
       fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, lane_offset));
   const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
-  if (config::kHasSink) max_lse = fmaxf(max_lse, logit);  // the sink counts as one more part, with o = 0
+  if (Config::kHasSink) max_lse = fmaxf(max_lse, logit);  // the sink counts as one more part, with o = 0
   if (max_lse == ptx::negative_infinity<float>()) max_lse = 0;  // avoids -inf - (-inf), which is NaN
   for (int row = first; row < num_rows; row += 32 * seqlen_q) total += weight(lse_parts.at(row, 0), max_lse);
 #pragma unroll
   for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) total += __shfl_xor_sync(0xffffffffu, total,
                                                                                          lane_offset);
-  if (config::kHasSink) total += weight(logit, max_lse);
+  if (Config::kHasSink) total += weight(logit, max_lse);
 
   Vector<float> o[kVectors] = {};
   const int first_column = threadIdx.x % kColumnLanes * kVector;

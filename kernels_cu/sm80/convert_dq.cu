@@ -2,15 +2,16 @@
 // block converts one tile of queries; its warps hold the sums in the accumulator layout of the warps that added them.
 #include <attention/epilogue_mma.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
 constexpr int kSharedBytes = QTile::kBytes;
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
 sm80_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile_reversed<Listed>(params, kBlockQ);

@@ -1,7 +1,7 @@
 // Attention of a few new tokens to a KV cache that has the dtype of Q (sm80/decode.cuh).
 #include <sm80/decode.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
 struct PlainStage {
   struct Arrays {};
@@ -26,11 +26,12 @@ struct PlainStage {
 };
 constexpr int kSharedBytes = kBytesOfDecode<PlainStage>;
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_decode(const __grid_constant__ cuflash::attention::Decode params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   decode<PlainStage>(params, {}, sink, score_function);
 }

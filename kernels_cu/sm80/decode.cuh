@@ -19,7 +19,7 @@
 #include <sm80/cache_copy.cuh>
 #include <sm80/decode_epilogue.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
 // Replace the scores of a step by their score function. Rows of the tile are the queries of all heads of the group.
 template <class Score>
@@ -35,11 +35,12 @@ CUFLASH_DEVICE void score_step(Scores& s, const Decode& params, const Sequence& 
 
 // The body of a decode kernel. Each thread block computes one part of one sequence for one key/value head.
 template <class Stage, class Score>
-CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, attention::SinkArgument sink,
-                           const Score& score) {
+CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays,
+                           attention::SinkArgument<Config> sink, const Score& score) {
   using namespace attention;
   static_assert(4 * kMergeFloats <= kBytesOfStages<Stage>, "there is room for what is merged");
-  const DivMod by_part = divmod(blockIdx.x, params.max_parts), by_head = divmod(by_part.quotient, params.cache.num_kv_heads);
+  const DivMod by_part = divmod(blockIdx.x, params.max_parts),
+               by_head = divmod(by_part.quotient, params.cache.num_kv_heads);
   const int number = by_head.quotient, kv_head = by_head.remainder;
   const Sequence of = sequence(params, number);
   const Part part = part_of<kBlockKv>(params, of, by_part.remainder);
@@ -104,4 +105,4 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   if (threadIdx.x == 0) *arrivals = 0;  // reset for the next launch: all parts of this one have arrived
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80

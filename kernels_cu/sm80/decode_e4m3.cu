@@ -5,7 +5,7 @@
 #include <sm80/decode.cuh>
 #include <tile/e4m3.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
 struct ScaledStage {
   using Arrays = attention::CacheScales;
@@ -27,8 +27,8 @@ struct ScaledStage {
   }
   // Start to copy the scales of 16 rows: one half of the warp copies those of the keys, the other half those of the
   // values.
-  CUFLASH_DEVICE void start_scales(const Arrays& arrays, int to, const attention::BatchHead& place, int row, int first_row,
-                                   int last_row) const {
+  CUFLASH_DEVICE void start_scales(const Arrays& arrays, int to, const attention::BatchHead& place, int row,
+                                   int first_row, int last_row) const {
     const int lane = ptx::lane(), own_row = lane % 16;
     const auto& from = lane < 16 ? arrays.k_scale : arrays.v_scale;
     const bool is_there = own_row >= first_row && own_row < last_row;
@@ -57,12 +57,13 @@ struct ScaledStage {
 };
 constexpr int kSharedBytes = kBytesOfDecode<ScaledStage>;
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_decode_e4m3(const __grid_constant__ cuflash::attention::Decode params,
                  const __grid_constant__ cuflash::attention::CacheScales scales CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   decode<ScaledStage>(params, scales, sink, score_function);
 }

@@ -5,11 +5,11 @@
 
 // Results of a decode kernel (sm80/decode.cuh) in global memory: those of a whole sequence, those of a part of one, and
 // the merge of parts by the block that ends last.
-namespace cuflash {
+namespace cuflash::sm80 {
 
 // Write lse of a row, and return the factor by which its o must be multiplied.
 CUFLASH_DEVICE float finish_row(const Decode& params, const attention::BatchHead& heads, int row, float max, float sum,
-                                float softmax_scale_log2, attention::SinkArgument sink) {
+                                float softmax_scale_log2, attention::SinkArgument<Config> sink) {
   using namespace attention;
   const int head = heads.head + row / params.num_queries;
   const bool is_empty = max == ptx::negative_infinity<float>() && sum == 0;
@@ -18,7 +18,7 @@ CUFLASH_DEVICE float finish_row(const Decode& params, const attention::BatchHead
     lse = ptx::fma(max, softmax_scale_log2 * static_cast<float>(kLn2), ptx::log_accurate(sum));
     factor = 1 / sum;
   }
-  if constexpr (config::kHasSink) factor *= merge_sink(lse, sink_logit<float>(sink, heads, head));
+  if constexpr (Config::kHasSink) factor *= merge_sink(lse, sink_logit<float>(sink, heads, head));
   matrix<float>(params.lse, heads, head, params.num_queries, 1).at(row % params.num_queries, 0) = lse;
   return factor;
 }
@@ -29,8 +29,8 @@ CUFLASH_DEVICE Element& o_at(const Decode& params, const attention::BatchHead& h
 
 // Write the results of a sequence that has one part. Called by the warps that hold them.
 template <class Stage>
-CUFLASH_DEVICE void write_results(const Decode& params, const attention::BatchHead& heads, const RowStats& stats, Output& o,
-                                  float softmax_scale_log2, attention::SinkArgument sink) {
+CUFLASH_DEVICE void write_results(const Decode& params, const attention::BatchHead& heads, const RowStats& stats,
+                                  Output& o, float softmax_scale_log2, attention::SinkArgument<Config> sink) {
   const int num_rows = params.group_size * params.num_queries;
 #pragma unroll
   for (int i = 0; i < Output::kRows; ++i) {
@@ -72,8 +72,8 @@ CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
 
 // Merge all parts of a sequence in their order; their rows follow each other from `first_row` on. A thread loads its
 // first parts before it computes their weights. Called by all threads.
-CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead& heads, int64_t first_row, int num_parts,
-                                float softmax_scale_log2, attention::SinkArgument sink) {
+CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead& heads, int64_t first_row,
+                                int num_parts, float softmax_scale_log2, attention::SinkArgument<Config> sink) {
   using Vector = tile::Vector<float>;
   constexpr int kVectors = kValueDim / 4, kAhead = kNumWarps > 4 ? 8 : 16;  // more warps have fewer registers each
   const int own = threadIdx.x;
@@ -129,4 +129,4 @@ CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead
   }
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80

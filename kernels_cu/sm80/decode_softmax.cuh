@@ -2,7 +2,7 @@
 #include <sm80/decode_tiles.cuh>
 
 // The online softmax of each warp of a decode kernel (sm80/decode.cuh), and the merge of the warps' results.
-namespace cuflash {
+namespace cuflash::sm80 {
 
 // Running maximum and sum of a thread's rows, in units of q k^T. They depend on the row's own scores alone.
 struct RowStats {
@@ -78,4 +78,4 @@ CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, float softmax_scale_
   }
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80

@@ -5,18 +5,19 @@
 #include <tile/accumulator_layout.cuh>
 
 // Constants, register tiles and shared memory of decode kernels (sm80/decode.cuh).
-namespace cuflash {
+namespace cuflash::sm80 {
 
 using attention::Decode;
 using attention::Part;
 using attention::Sequence;
-using config::kNumStages;
+constexpr int kNumStages = Config::kNumStages;
 
 constexpr int kRowGroups = kBlockQ / 16, kKeyGroups = kNumWarps / kRowGroups, kKeysOfWarp = kBlockKv / kKeyGroups;
 using Scores = tile::WarpTile<1, kKeysOfWarp / 8, kRowGroups, kKeyGroups>;
 using Output = tile::WarpTile<1, kValueDim / 8, kRowGroups>;
 using Softmax = attention::LazySoftmax<Scores::kRows>;  // its scale alone is used, since a warp shares its maxima
-static_assert(kRowGroups * kKeyGroups == kNumWarps && kKeysOfWarp % 16 == 0 && kBlockKv % 16 == 0, "warps share evenly");
+static_assert(kRowGroups * kKeyGroups == kNumWarps && kKeysOfWarp % 16 == 0 && kBlockKv % 16 == 0,
+              "warps share evenly");
 
 constexpr QTile q_smem{0};
 template <class Stage>
@@ -46,4 +47,4 @@ constexpr int kBytesOfDecode = kBytesOfStages<Stage> > 4 * kPartsFloats ? kBytes
 
 CUFLASH_DEVICE float* merge_room() { return ptx::dynamic_shared<float>(); }
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80

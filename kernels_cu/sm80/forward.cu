@@ -11,10 +11,10 @@
 #include <ptx/cp_async.cuh>
 #include <sm80/block_state.cuh>
 
-namespace cuflash {
+namespace cuflash::sm80 {
 
-using config::kPackGqa;
-using config::kIsSplit;
+constexpr bool kPackGqa = Config::kPackGqa;
+constexpr bool kIsSplit = Config::kIsSplit;
 
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kNumWarps>;
@@ -42,7 +42,7 @@ CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Param
   using namespace attention;
   if (kPackGqa) work.last = params.shape.seqlen_q;  // all heads have the same queries
   VisitRange full_range = visit_range_of_queries(params, work);
-  if (config::kIsPaged) align_steps(full_range, kBlockKv);
+  if (Config::kIsPaged) align_steps(full_range, kBlockKv);
   const int num_splits = params.shape.num_splits;
   return kIsSplit ? split_range<kBlockKv, Listed>(params, full_range, split_index(num_splits), num_splits) : full_range;
 }
@@ -63,7 +63,7 @@ CUFLASH_DEVICE void save_state(const attention::Params& params, const attention:
   using namespace attention;
   const Shape& shape = params.shape;
   const int kv_head = divmod(work.batch_head.head, shape.group_size).quotient;
-  const BatchHead place = config::kIsPaged ? BatchHead{} : work.batch_head;  // the first page, if there are pages
+  const BatchHead place = Config::kIsPaged ? BatchHead{} : work.batch_head;  // the first page, if there are pages
   state.k = matrix<Element>(params.k, place, kv_head, 0, 0).data;
   state.v = matrix<Element>(params.v, place, kv_head, 0, 0).data;
   state.work = work;
@@ -121,17 +121,18 @@ CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const
   using namespace attention;
   const float hidden = ptx::negative_infinity<float>();
   if (kPackGqa) mask_scores<false>(s, params, state.work, block, hidden, PackedQuery{params.shape.seqlen_q});
-  else mask_scores<config::kIsListed>(s, params, state.work, block, hidden);
+  else mask_scores<Config::kIsListed>(s, params, state.work, block, hidden);
 }
 
 // Replace the scores of a step by their score function.
 template <class Score>
 CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
-                               const attention::KvBlock& block, const Score& score, attention::PagesArgument pages) {
+                               const attention::KvBlock& block, const Score& score,
+                               attention::PagesArgument<Config> pages) {
   using namespace attention;
   const Positions rows{work.first, work.last};
-  static_assert(!kPackGqa || !config::kIsPaged, "rows of several heads have no position in a cache");
-  const QueryPosition position(pages, work.batch_head.batch_index);
+  static_assert(!kPackGqa || !Config::kIsPaged, "rows of several heads have no position in a cache");
+  const QueryPosition<Config> position(pages, work.batch_head.batch_index);
   const auto query_of = [&](int i) {
     const int row = rows.at(row_of(s, i));
     if (!kPackGqa) return HeadAndQuery{work.batch_head.head, position(row)};
@@ -143,10 +144,11 @@ CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const
 
 // Set weights of a step that are dropped to 0.
 CUFLASH_DEVICE void drop_step(Scores& p, const attention::Params& params, const attention::WorkTile& work,
-                              int first_key, attention::DropoutArgument dropout) {
+                              int first_key, attention::DropoutArgument<Config> dropout) {
   using namespace attention;
-  if constexpr (!config::kHasDropout) return;
-  else if constexpr (!kPackGqa) drop_weights_of_queries(p, dropout, params.shape, work.batch_head, work.first, first_key);
+  if constexpr (!Config::kHasDropout) return;
+  else if constexpr (!kPackGqa)
+    drop_weights_of_queries(p, dropout, params.shape, work.batch_head, work.first, first_key);
   else drop_weights(p, kept_weights<Scores>(Draws(dropout), [&](int i, int j) {
     const DivMod heads = divmod(work.first + row_of(p, i), params.shape.seqlen_q);
     return WeightPosition{head_number(params.shape, work.batch_head, work.batch_head.head + heads.quotient),
@@ -164,13 +166,13 @@ CUFLASH_DEVICE tile::StackedRows<float> rows_of_part(const attention::Shape& sha
 
 // Write the partial results of a block that shares its tile: lse of its keys, and O of rows that see one of them.
 CUFLASH_DEVICE void write_part(const attention::Params& params, const BlockState& state, const Softmax& softmax,
-                               Output& o, attention::DropoutArgument dropout) {
+                               Output& o, attention::DropoutArgument<Config> dropout) {
   const attention::WorkTile& work = state.work;
   const auto lse_rows = rows_of_part(params.shape, params.parts.lse_parts, work.batch_head, 1);
   const auto o_rows = rows_of_part(params.shape, params.parts.o_parts, work.batch_head, kValueDim);
   float row_lse[Output::kRows];
   softmax.finalize(o, state.softmax_scale_log2, row_lse);
-  if constexpr (config::kHasDropout) o.scale(dropout.factor);
+  if constexpr (Config::kHasDropout) o.scale(dropout.factor);
   ptx::cp_async_wait<0>();  // Q has arrived, even without a step
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
@@ -184,7 +186,7 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const BlockState
 // Write lse, and O by way of shared memory in the place of Q.
 CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockState& state, const Softmax& softmax,
                                   Output& o,
-                                  attention::SinkArgument sink, attention::DropoutArgument dropout) {
+                                  attention::SinkArgument<Config> sink, attention::DropoutArgument<Config> dropout) {
   using namespace attention;
   const WorkTile& work = state.work;
   const BatchHead& batch_head = work.batch_head;
@@ -194,8 +196,8 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockSt
   const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, state.softmax_scale_log2, row_lse);
-  if constexpr (config::kHasDropout) o.scale(dropout.factor);
-  if constexpr (config::kHasSink)
+  if constexpr (Config::kHasDropout) o.scale(dropout.factor);
+  if constexpr (Config::kHasSink)
 #pragma unroll
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
 #pragma unroll
@@ -210,11 +212,12 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockSt
 }
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
-}  // namespace cuflash
+}  // namespace cuflash::sm80
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
 sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::sm80;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);

@@ -4,120 +4,29 @@
 // each. They compute S and dP transposed, so that P and dS, and dK and dV, stay in registers. Only dS passes through
 // shared memory, for the product dQ, whose parts are summed in global memory. If sm90/backward_rows.cu computes dQ,
 // this kernel does not, and one warpgroup multiplies.
-#include <sm90/backward_changed_scores.cuh>
 #include <sm90/backward_epilogue.cuh>
 
-namespace cuflash {
+namespace cuflash::sm90 {
 
-// Start the product of a step's scores; below, of its dP. Both are transposed: rows are the warpgroup's keys.
-CUFLASH_DEVICE void start_scores(Scores& s, const PipelineState& state, int part) {
-  tile::start_gemm_nt(s, tile::KMajor<SmemK>(k_smem, 64 * part), tile::KMajor<SmemQ>(q_smem(state.stage)));
-}
-CUFLASH_DEVICE void start_dp(Scores& dp, const PipelineState& state, int part) {
-  tile::start_gemm_nt(dp, tile::KMajor<SmemV>(v_smem, 64 * part), tile::KMajor<SmemDo>(do_smem(state.stage)));
-}
-
-// Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a fresh variable per iteration, so
-// that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge of the loop;
-// otherwise ptxas serialises them (advisory C7510). There is one loop, with one step per iteration, so that addresses
-// of operands are uniform in the warp.
-CUFLASH_DEVICE void consume(const attention::Params& params, int part, const score::Function& score,
-                            attention::DropoutArgument dropout) {
-  using namespace attention;
-  SharedStorage& smem = shared();
-  PipelineState state;
-  int flags = wait_step(state);
-  if (flags & StepMessage::kEndOfWork) return;
-  const int first_query = Scores::first_column();
-  float* const dq_staging = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) +
-      DqSumLayout::thread_offset();
-  const float softmax_scale_log2 = smem.softmax_scale_log2;
-  int ds_address = 0;
-  if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
-    ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
-  Kept kept;
-  using Step = StepScoreIf<Scores, score::Function>;
-  typename Step::StepSums of_steps;
-  const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state,
-                               const Step& step) {
-    const StepQueries queries{smem.queries[state.stage], first_query, flags};
-    if constexpr (kMakesPEarly)
-      make_changed_p(s, step, queries, softmax_scale_log2);
-    else if constexpr (kChangesWeights) return;
-    else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
-    else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
-  };
-  wait_kv(flags);
-  WarpDk dk;
-  WarpDv dv;
-  dk.fill(0);
-  dv.fill(0);
-  Scores s, dp;
-  QueryValues delta;
-  start_scores(s, state, part);
-  release_ds(part);
-  tile::wait_full(smem.d_o[state.stage], state.phase);
-  if constexpr (kDpRunsAhead) {
-    const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
-    start_dp(dp, state, part);
-    const StepPositions positions = positions_of_step(state.stage);
-    const Step step(score, positions);
-    draw_step(kept, positions, dropout, params.shape);
-    tile::wait_wgmma<1>(s);
-    make_step_p(s, delta, lse_2, state, step);
-    tile::wait_wgmma<0>(dp);
-  } else {
-    tile::wait_wgmma<0>(s);
+struct Backward : BackwardEpilogue<Config> {
+  // Start the product of a step's scores; below, of its dP. Both are transposed: rows are the warpgroup's keys.
+  static CUFLASH_DEVICE void start_scores(Scores& s, const PipelineState& state, int part) {
+    tile::start_gemm_nt(s, tile::KMajor<SmemK>(k_smem, 64 * part), tile::KMajor<SmemQ>(q_smem(state.stage)));
   }
-  while (true) {
-    const StepQueries queries{smem.queries[state.stage], first_query, flags};
-    PackedScores p, ds;
-    if constexpr (kChangesWeights) {
-      const StepPositions positions = positions_of_step(state.stage);
-      if constexpr (!kDpRunsAhead) {
-        start_dp(dp, state, part);
-        draw_step(kept, positions, dropout, params.shape);
-        tile::wait_wgmma<0>(dp);
-        ptx::fence_registers(tile::accumulators(s));
-      }
-      wait_ds(part);
-      const auto make_operands = [&](auto is_plain) {
-        make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, positions, score, dropout,
-                                                          softmax_scale_log2, ds_address, of_steps);
-      };
-      if (queries.is_plain()) make_operands(IsPlain<true>());
-      else make_operands(IsPlain<false>());
-    } else if constexpr (kDpRunsAhead) {
-      wait_ds(part);
-      if (queries.is_plain()) make_operands<true>(s, dp, p, ds, delta, queries, ds_address);
-      else make_operands<false>(s, dp, p, ds, delta, queries, ds_address);
-    } else {
-      const QueryValues lse_2(queries.lse_2());
-      start_dp(dp, state, part);
-      make_p_and_ds(s, dp, lse_2, queries, softmax_scale_log2);
-      p = s;
-      ds = dp;
-      wait_ds(part);
-      tile::store_transposed<SmemDs>(ds_address, ds);
-    }
-    tile::start_gemm_add_nn(dv, p, tile::MnMajor<SmemDo>(do_smem(state.stage)));
-    WarpDq dq;
-    if constexpr (kMakesDq) start_dq(dq, part);
-    tile::start_gemm_add_nn(dk, ds, tile::MnMajor<SmemQ>(q_smem(state.stage)));
-    if constexpr (score::Function::kStoresGradient) store_gradient(score, positions_of_step(state.stage), ds_smem);
-    const PipelineState next_state = state.next();
-    DqFinish dq_finish = kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
-    QueryValues next_lse_2;
-    if constexpr (kDpRunsAhead) {  // loaded before stores of dQ and the next product occupy shared memory
-      flags = wait_step(next_state);
-      next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
-    }
-    tile::wait_wgmma<1>(dv);
-    tile::fence_registers(p);
-    if constexpr (kMakesDq) ptx::fence_registers(tile::accumulators(dq));
-    if constexpr (kReleasesDo) tile::arrive(smem.d_o[state.stage].empty);
-    if constexpr (!kDpRunsAhead) flags = wait_step(next_state);
-    wait_next_head_k(flags);
+  static CUFLASH_DEVICE void start_dp(Scores& dp, const PipelineState& state, int part) {
+    tile::start_gemm_nt(dp, tile::KMajor<SmemV>(v_smem, 64 * part), tile::KMajor<SmemDo>(do_smem(state.stage)));
+  }
+
+  using Step = StepScoreOf<score::Function>;
+  using SumsOfSteps = Step::StepSums;
+
+  // Finish or stage dQ of a step; with the last step of a tile, write dK and dV of the tile, and start the next one.
+  // `flags` are those of the next step. Return false if no tile is left.
+  static CUFLASH_DEVICE bool end_step(const attention::Params& params, WarpDk& dk, WarpDv& dv, WarpDq& dq,
+                                      float* dq_staging, const PipelineState& state, int flags, DqFinish dq_finish,
+                                      int part, const score::Function& score, DropoutArgument dropout,
+                                      SumsOfSteps& of_steps) {
+    SharedStorage& smem = shared();
     if constexpr (kLastArrivalFinishesDq) {
       wait_dq(part);
       dq_finish = smem.dq_finish;
@@ -128,13 +37,16 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       if (starts_next_tile(flags)) release_kv();
       tile::wait_wgmma<0>(dk);
       if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
-      if (finishes) finish_dq(params, dq, dq_staging, smem.messages[state.stage], part,
-                              dq_finish == DqFinish::kWithSums);
+      if (finishes)
+        finish_dq(params, dq, dq_staging, smem.messages[state.stage], part, dq_finish == DqFinish::kWithSums);
       else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
       if (starts_next_tile(flags)) {
         write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
-        if (flags & StepMessage::kEndOfWork) return finish_sums(score, of_steps);
-        if constexpr (config::kAddsDqInOrder) {  // which tile comes next differs from call to call
+        if (flags & StepMessage::kEndOfWork) {
+          finish_sums(score, of_steps);
+          return false;
+        }
+        if constexpr (Config::kAddsDqInOrder) {  // which tile comes next differs from call to call
           finish_sums(score, of_steps);
           of_steps = {};
         }
@@ -150,11 +62,118 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
       if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
     }
-    Scores next_s;
-    start_scores(next_s, next_state, part);
-    // this wait contains a branch, without which ptxas serialises the products
-    tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
-    if constexpr (kDpRunsAhead) {
+    return true;
+  }
+
+  // Make P and dS of a step whose weights a score function or dropout changes, as operands of products, and store dS in
+  // shared memory. If dP does not run ahead, it is multiplied here.
+  static CUFLASH_DEVICE void make_changed_step(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds, Kept& kept,
+                                               const StepQueries& queries, const PipelineState& state, int part,
+                                               const attention::Shape& shape, const score::Function& score,
+                                               DropoutArgument dropout, float softmax_scale_log2, int ds_address,
+                                               SumsOfSteps& of_steps) {
+    const StepPositions positions = positions_of_step(state.stage);
+    if constexpr (!kDpRunsAhead) {
+      start_dp(dp, state, part);
+      draw_step(kept, positions, dropout, shape);
+      tile::wait_wgmma<0>(dp);
+      ptx::fence_registers(tile::accumulators(s));
+    }
+    wait_ds(part);
+    const auto make_operands = [&](auto is_plain) {
+      make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, positions, score, dropout,
+                                                        softmax_scale_log2, ds_address, of_steps);
+    };
+    if (queries.is_plain()) make_operands(IsPlain<true>());
+    else make_operands(IsPlain<false>());
+  }
+
+  // Replace the scores of a step by P while its dP is multiplied, if P does not depend on dP.
+  static CUFLASH_DEVICE void make_step_p(Scores& s, const Step& step, QueryValues& delta, const QueryValues& lse_2,
+                                         const PipelineState& state, int first_query, int flags,
+                                         float softmax_scale_log2) {
+    const StepQueries queries{shared().queries[state.stage], first_query, flags};
+    if constexpr (kMakesPEarly) make_changed_p(s, step, queries, softmax_scale_log2);
+    else if constexpr (kChangesWeights) return;
+    else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
+    else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
+  }
+
+  // Return how the tile finishes dQ of a step, if the order of tiles decides it.
+  static CUFLASH_DEVICE DqFinish finish_of_step(int flags) {
+    return kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
+  }
+
+  // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a fresh variable per iteration, so
+  // that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge of the loop;
+  // otherwise ptxas serialises them (advisory C7510). There is one loop, with one step per iteration, so that addresses
+  // of operands are uniform in the warp. Here dP of the next step is multiplied before this step ends, and its P is
+  // made meanwhile.
+  static CUFLASH_DEVICE void consume_with_next_dp(const attention::Params& params, int part,
+                                                  const score::Function& score, DropoutArgument dropout) {
+    SharedStorage& smem = shared();
+    PipelineState state;
+    int flags = wait_step(state);
+    if (flags & StepMessage::kEndOfWork) return;
+    const int first_query = Scores::first_column();
+    float* const dq_staging =
+        reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) + DqSumLayout::thread_offset();
+    const float softmax_scale_log2 = smem.softmax_scale_log2;
+    int ds_address = 0;
+    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
+      ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    Kept kept;
+    SumsOfSteps of_steps;
+    wait_kv(flags);
+    WarpDk dk;
+    WarpDv dv;
+    dk.fill(0);
+    dv.fill(0);
+    Scores s, dp;
+    QueryValues delta;
+    start_scores(s, state, part);
+    release_ds(part);
+    tile::wait_full(smem.d_o[state.stage], state.phase);
+    const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
+    start_dp(dp, state, part);
+    const StepPositions positions = positions_of_step(state.stage);
+    const Step step(score, positions);
+    draw_step(kept, positions, dropout, params.shape);
+    tile::wait_wgmma<1>(s);
+    make_step_p(s, step, delta, lse_2, state, first_query, flags, softmax_scale_log2);
+    tile::wait_wgmma<0>(dp);
+    while (true) {
+      const StepQueries queries{smem.queries[state.stage], first_query, flags};
+      PackedScores p, ds;
+      if constexpr (kChangesWeights) {
+        make_changed_step(s, dp, p, ds, kept, queries, state, part, params.shape, score, dropout, softmax_scale_log2,
+                          ds_address, of_steps);
+      } else {
+        wait_ds(part);
+        if (queries.is_plain()) make_operands<true>(s, dp, p, ds, delta, queries, ds_address);
+        else make_operands<false>(s, dp, p, ds, delta, queries, ds_address);
+      }
+      tile::start_gemm_add_nn(dv, p, tile::MnMajor<SmemDo>(do_smem(state.stage)));
+      WarpDq dq;
+      if constexpr (kMakesDq) start_dq(dq, part);
+      tile::start_gemm_add_nn(dk, ds, tile::MnMajor<SmemQ>(q_smem(state.stage)));
+      if constexpr (score::Function::kStoresGradient) store_gradient(score, positions_of_step(state.stage), ds_smem);
+      const PipelineState next_state = state.next();
+      const DqFinish dq_finish = finish_of_step(flags);
+      QueryValues next_lse_2;
+      flags = wait_step(next_state);
+      // loaded before stores of dQ and the next product occupy shared memory
+      next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
+      tile::wait_wgmma<1>(dv);
+      tile::fence_registers(p);
+      if constexpr (kMakesDq) ptx::fence_registers(tile::accumulators(dq));
+      if constexpr (kReleasesDo) tile::arrive(smem.d_o[state.stage].empty);
+      wait_next_head_k(flags);
+      if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, of_steps)) return;
+      Scores next_s;
+      start_scores(next_s, next_state, part);
+      // this wait contains a branch, without which ptxas serialises the products
+      tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
       tile::wait_wgmma<1>(dk);
       tile::fence_registers(ds);
       Scores next_dp;
@@ -164,27 +183,110 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       const Step next_step(score, next_positions);  // computed, as the numbers of dropout are, while products run
       draw_step(kept, next_positions, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
-      make_step_p(next_s, delta, next_lse_2, next_state, next_step);
+      make_step_p(next_s, next_step, delta, next_lse_2, next_state, first_query, flags, softmax_scale_log2);
       tile::wait_wgmma<0>(next_dp);
       dp = next_dp;
-    } else {
+      s = next_s;
+      state = next_state;
+    }
+  }
+  // As above, if registers do not hold dP of the next step.
+  static CUFLASH_DEVICE void consume_without_next_dp(const attention::Params& params, int part,
+                                                     const score::Function& score, DropoutArgument dropout) {
+    SharedStorage& smem = shared();
+    PipelineState state;
+    int flags = wait_step(state);
+    if (flags & StepMessage::kEndOfWork) return;
+    const int first_query = Scores::first_column();
+    float* const dq_staging =
+        reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) + DqSumLayout::thread_offset();
+    const float softmax_scale_log2 = smem.softmax_scale_log2;
+    int ds_address = 0;
+    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
+      ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    Kept kept;
+    SumsOfSteps of_steps;
+    wait_kv(flags);
+    WarpDk dk;
+    WarpDv dv;
+    dk.fill(0);
+    dv.fill(0);
+    Scores s, dp;
+    start_scores(s, state, part);
+    release_ds(part);
+    tile::wait_full(smem.d_o[state.stage], state.phase);
+    tile::wait_wgmma<0>(s);
+    while (true) {
+      const StepQueries queries{smem.queries[state.stage], first_query, flags};
+      PackedScores p, ds;
+      if constexpr (kChangesWeights) {
+        make_changed_step(s, dp, p, ds, kept, queries, state, part, params.shape, score, dropout, softmax_scale_log2,
+                          ds_address, of_steps);
+      } else {
+        const QueryValues lse_2(queries.lse_2());
+        start_dp(dp, state, part);
+        make_p_and_ds(s, dp, lse_2, queries, softmax_scale_log2);
+        p = s;
+        ds = dp;
+        wait_ds(part);
+        tile::store_transposed<SmemDs>(ds_address, ds);
+      }
+      tile::start_gemm_add_nn(dv, p, tile::MnMajor<SmemDo>(do_smem(state.stage)));
+      WarpDq dq;
+      if constexpr (kMakesDq) start_dq(dq, part);
+      tile::start_gemm_add_nn(dk, ds, tile::MnMajor<SmemQ>(q_smem(state.stage)));
+      if constexpr (score::Function::kStoresGradient) store_gradient(score, positions_of_step(state.stage), ds_smem);
+      const PipelineState next_state = state.next();
+      const DqFinish dq_finish = finish_of_step(flags);
+      tile::wait_wgmma<1>(dv);
+      tile::fence_registers(p);
+      if constexpr (kMakesDq) ptx::fence_registers(tile::accumulators(dq));
+      if constexpr (kReleasesDo) tile::arrive(smem.d_o[state.stage].empty);
+      flags = wait_step(next_state);
+      wait_next_head_k(flags);
+      if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, of_steps)) return;
+      Scores next_s;
+      start_scores(next_s, next_state, part);
+      // this wait contains a branch, without which ptxas serialises the products
+      tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
       tile::wait_wgmma<0>(next_s);
       ptx::fence_registers(tile::accumulators(dk));
       tile::fence_registers(ds);
       tile::arrive(smem.q[state.stage].empty);
+      s = next_s;
+      state = next_state;
     }
-    s = next_s;
-    state = next_state;
   }
-}
+
+  static CUFLASH_DEVICE void consume(const attention::Params& params, int part, const score::Function& score,
+                                     DropoutArgument dropout) {
+    if constexpr (kDpRunsAhead) consume_with_next_dp(params, part, score, dropout);
+    else consume_without_next_dp(params, part, score, dropout);
+  }
+
+  // Run a thread block.
+  static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, DropoutArgument dropout,
+                                 const score::Function& score_function, StagedMapArgument staged_map) {
+    run_roles(
+        params, maps, [&](int part) { consume(params, part, score_function, dropout); }, score_function, staged_map);
+  }
+};
+
+constexpr int kSharedBytes = Backward::kSharedBytes;
+
+}  // namespace cuflash::sm90
+
+namespace cuflash {
+
+// The bins of the score function, which its text adds to.
+CUFLASH_DEVICE score::Function::Number* bins_of_warp() { return sm90::Backward::bins_of_warp(); }
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::sm90::Backward::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward(const __grid_constant__ cuflash::attention::Params params,
-              const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
+              const __grid_constant__ cuflash::sm90::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
-  using namespace cuflash::attention;
-  run_roles(params, maps, [&](int part) { consume(params, part, score_function, dropout); }, score_function,
-            staged_map);
+  using namespace cuflash::sm90;
+  Backward::run(params, maps, dropout, score_function, staged_map);
 }

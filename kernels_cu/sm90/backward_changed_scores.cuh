@@ -1,108 +1,115 @@
 #pragma once
-#include <sm90/backward_scores.cuh>
 #include <sm90/changed_weights.cuh>
 
 // P and dS of a step of sm90_backward, in registers, for calls whose weights a score function or dropout changes.
-namespace cuflash {
+namespace cuflash::sm90 {
 
-using Kept = attention::KeptFragments<Scores, true>;
+template <class Config>
+struct BackwardChangedScores : ChangedWeights<Config> {
+  using Base = ChangedWeights<Config>;
+  using typename Base::AllOfThread, typename Base::DropoutArgument, typename Base::MaskOfThread,
+      typename Base::PackedScores, typename Base::Scores, typename Base::SmemDs, typename Base::StepPositions,
+      typename Base::StepQueries;
+  using Base::kChangesWeights, Base::kDpRunsAhead, Base::kHasSlopes, Base::kMakesDq,
+      Base::kMakesPAndDsTogether;
 
-// P is made while dP is multiplied, if slopes do not depend on scores and registers hold dP of the next step.
-constexpr bool kMakesPEarly = kChangesWeights && !kMakesPAndDsTogether && kDpRunsAhead;
+  using Kept = attention::KeptFragments<Scores, true>;
+  template <class Score>
+  using StepScoreOf = typename Base::template StepScoreIf<Scores, Score>;
 
-// Call visit(i, j) with a thread's elements of 16 queries.
-template <class Visit>
-CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
-#pragma unroll
-  for (int j = 4 * k; j < 4 * (k + 1); ++j)
-#pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i) visit(i, j);
-}
+  // P is made while dP is multiplied, if slopes do not depend on scores and registers hold dP of the next step.
+  static constexpr bool kMakesPEarly = kChangesWeights && !kMakesPAndDsTogether && kDpRunsAhead;
 
-// Replace q k^T by P for 16 queries; P is 0 for masked elements and for queries without a key. `scale` multiplies
-// scores with a score function, and exponents without one.
-template <bool IsPlain, class Step>
-CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
-                                   const ThreadMask<IsPlain>& mask, float scale) {
-  step.apply(s, k, scale);
-  const float exponent_scale = kHasScore ? static_cast<float>(attention::kLog2E) : scale;
-  for_each_of_fragment(k, [&](int i, int j) {
-    const float lse_2 = queries.lse_2()[Scores::column(j)];
-    const float p = attention::unclamped_probability(attention::score_exponent(s.at(i, j), exponent_scale, lse_2));
-    const bool is_seen = mask.at(i, j) && lse_2 != -ptx::negative_infinity<float>();
-    s.at(i, j) = IsPlain ? p : is_seen ? attention::clamp_probability(p) : 0.0f;
-  });
-}
+  // Call visit(i, j) for a thread's elements of 16 queries.
+  template <class Visit>
+  static CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
+    attention::for_each_score<Scores>(4 * k, 4 * (k + 1), visit);
+  }
 
-// Replace q k^T by P for all queries of a step. P is made as in a plain step, then corrected if the step is not plain:
-// so all steps share one piece of code, which saves instruction fetches.
-template <class Step>
-CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQueries& queries, float scale) {
-  const ThreadMask<true> all(queries);
-#pragma unroll
-  for (int k = 0; k < PackedScores::kNumFragments; ++k) make_changed_p(s, step, k, queries, all, scale);
-  if (queries.is_plain()) return;
-  clamp_and_mask<true>(s, queries);
-#pragma unroll
-  for (int k = 0; k < PackedScores::kNumFragments; ++k)
+  // Replace q k^T by P for 16 queries; P is 0 for masked elements and for queries without a key. `scale` multiplies
+  // scores with a score function, and exponents without one.
+  template <class Step, class Mask>
+  static CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
+                                            const Mask& mask, float scale) {
+    step.apply(s, k, scale);
+    const float exponent_scale = kHasScore ? static_cast<float>(attention::kLog2E) : scale;
     for_each_of_fragment(k, [&](int i, int j) {
-      if (queries.lse_2()[Scores::column(j)] == -ptx::negative_infinity<float>()) s.at(i, j) = 0;
+      const float lse_2 = queries.lse_2()[Scores::column(j)];
+      const float p = attention::unclamped_probability(attention::score_exponent(s.at(i, j), exponent_scale, lse_2));
+      const bool is_seen = mask.at(i, j) && lse_2 != -ptx::negative_infinity<float>();
+      s.at(i, j) = Mask::kIsPlain ? p : is_seen ? attention::clamp_probability(p) : 0.0f;
     });
-}
+  }
 
-// Find which weights of a step dropout keeps.
-CUFLASH_DEVICE void draw_step(Kept& kept, const StepPositions& positions, attention::DropoutArgument dropout,
-                              const attention::Shape& shape) {
-  if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, positions);
-}
+  // Replace q k^T by P for all queries of a step. P is made as in a plain step, then corrected if the step is not
+  // plain: so all steps share one piece of code, which saves instruction fetches.
+  template <class Step>
+  static CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQueries& queries, float scale) {
+    const AllOfThread all(queries);
+#pragma unroll
+    for (int k = 0; k < PackedScores::kNumFragments; ++k) make_changed_p(s, step, k, queries, all, scale);
+    if (queries.is_plain()) return;
+    Base::template clamp_and_mask<true>(s, queries);
+#pragma unroll
+    for (int k = 0; k < PackedScores::kNumFragments; ++k)
+      for_each_of_fragment(k, [&](int i, int j) {
+        if (queries.lse_2()[Scores::column(j)] == -ptx::negative_infinity<float>()) s.at(i, j) = 0;
+      });
+  }
 
-// Selects one of two copies of a function at compile time: for plain steps, or for others.
-template <bool Value>
-struct IsPlain {
-  static constexpr bool kValue = Value;
+  // Find which weights of a step dropout keeps.
+  static CUFLASH_DEVICE void draw_step(Kept& kept, const StepPositions& positions, DropoutArgument dropout,
+                                       const attention::Shape& shape) {
+    if constexpr (Config::kHasDropout) kept = Base::template kept_weights_of_step<Scores>(dropout, shape, positions);
+  }
+
+  // Selects one of two copies of a function at compile time: for plain steps, or for others.
+  template <bool Value>
+  struct IsPlain {
+    static constexpr bool kValue = Value;
+  };
+
+  // Make P and dS of a step from P (or q k^T) and dP, pack them as left operands of products, and store dS transposed
+  // for the product dQ. P loses the weights that dropout drops, as the product dV needs it.
+  template <bool IsPlain, class Score>
+  static CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
+                                                   const Kept& kept, const StepQueries& queries,
+                                                   const StepPositions& positions, const Score& score,
+                                                   DropoutArgument dropout, float scale, uint32_t ds_address,
+                                                   typename StepScoreOf<Score>::StepSums& of_steps) {
+    using Step = StepScoreOf<Score>;
+    const Step step(score, positions);
+    typename Step::Sums sums;
+    step.start_bins(of_steps);
+    const tile::Conditional<IsPlain, AllOfThread, MaskOfThread> mask(queries);
+#pragma unroll
+    for (int k = 0; k < PackedScores::kNumFragments; ++k) {
+      if constexpr (Config::kHasDropout)
+        for_each_of_fragment(
+            k, [&](int i, int j) { dp.at(i, j) = (kept.at(i, j) ? dp.at(i, j) : 0.0f) * dropout.single_factor; });
+      if constexpr (kMakesPAndDsTogether) {
+        step.make_p_and_ds(
+            s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
+            [&](int j) { return queries.lse_2()[Scores::column(j)]; },
+            [&](int j) { return queries.delta()[Scores::column(j)]; }, k, sums);
+      } else {
+        if constexpr (!kMakesPEarly) make_changed_p(s, step, k, queries, mask, scale);
+        for_each_of_fragment(k, [&](int i, int j) {
+          const float delta = queries.delta()[Scores::column(j)];
+          const float ds = attention::score_gradient(s.at(i, j), dp.at(i, j), delta);
+          // 0 also for queries that the score function hides from all keys
+          dp.at(i, j) = IsPlain || s.at(i, j) != 0 ? ds : 0.0f;
+        });
+        if constexpr (kHasSlopes) step.apply_slopes(s, dp, k, sums);
+      }
+      if constexpr (Config::kHasDropout)
+        for_each_of_fragment(k, [&](int i, int j) { s.at(i, j) = kept.at(i, j) ? s.at(i, j) : 0.0f; });
+      p.pack(s, k);
+      ds.pack(dp, k);
+      if constexpr (kMakesDq) tile::store_transposed<SmemDs>(ds_address, ds, k);
+    }
+    step.flush(sums, of_steps);
+  }
 };
 
-// Make P and dS of a step from P (or q k^T) and dP, pack them as left operands of products, and store dS transposed for
-// the product dQ. P loses the weights that dropout drops, as the product dV needs it.
-template <bool IsPlain, class Score>
-CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds, const Kept& kept,
-                                          const StepQueries& queries, const StepPositions& positions,
-                                          const Score& score, attention::DropoutArgument dropout, float scale,
-                                          uint32_t ds_address,
-                                          typename StepScoreIf<Scores, Score>::StepSums& of_steps) {
-  using Step = StepScoreIf<Scores, Score>;
-  const Step step(score, positions);
-  typename Step::Sums sums;
-  step.start_bins(of_steps);
-  const ThreadMask<IsPlain> mask(queries);
-#pragma unroll
-  for (int k = 0; k < PackedScores::kNumFragments; ++k) {
-    if constexpr (config::kHasDropout)
-      for_each_of_fragment(k, [&](int i, int j) {
-        dp.at(i, j) = (kept.at(i, j) ? dp.at(i, j) : 0.0f) * dropout.single_factor;
-      });
-    if constexpr (kMakesPAndDsTogether) {
-      step.make_p_and_ds(
-          s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
-          [&](int j) { return queries.lse_2()[Scores::column(j)]; },
-          [&](int j) { return queries.delta()[Scores::column(j)]; }, k, sums);
-    } else {
-      if constexpr (!kMakesPEarly) make_changed_p(s, step, k, queries, mask, scale);
-      for_each_of_fragment(k, [&](int i, int j) {
-        const float delta = queries.delta()[Scores::column(j)];
-        const float ds = attention::score_gradient(s.at(i, j), dp.at(i, j), delta);
-        // 0 also for queries that the score function hides from all keys
-        dp.at(i, j) = IsPlain || s.at(i, j) != 0 ? ds : 0.0f;
-      });
-      if constexpr (kHasSlopes) step.apply_slopes(s, dp, k, sums);
-    }
-    if constexpr (config::kHasDropout)
-      for_each_of_fragment(k, [&](int i, int j) { s.at(i, j) = kept.at(i, j) ? s.at(i, j) : 0.0f; });
-    p.pack(s, k);
-    ds.pack(dp, k);
-    if constexpr (kMakesDq) tile::store_transposed<SmemDs>(ds_address, ds, k);
-  }
-  step.flush(sums, of_steps);
-}
-
-}  // namespace cuflash
+}  // namespace cuflash::sm90

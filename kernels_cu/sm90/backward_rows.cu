@@ -4,161 +4,165 @@
 // and V of each step; the other one multiplies. P, dS and dQ stay in registers. A second thread block on the
 // multiprocessor multiplies while this one computes P and dS.
 #include <attention/score_gradient_mma.cuh>
-#include <sm90/epilogue_gradient.cuh>
 #include <sm90/query_stats.cuh>
 #include <sm90/kv_pipeline.cuh>
 
-namespace cuflash {
+namespace cuflash::sm90 {
 
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;  // a block starts with 128 registers for each thread
-static_assert(kProducerRegisters + kConsumerRegisters <= 2 * 128, "a block has no more registers");
-static_assert(kNumConsumers == 1 && kThreads == 2 * kWarpgroupThreads, "a warpgroup multiplies 64 queries");
+struct BackwardRows : KvPipeline<Config> {
+  using QueryTiles = QueryTileStats<Config>;
+  using QueryStats = QueryTiles::QueryStats;
+  // a block starts with 128 registers for each thread
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;
+  static_assert(kProducerRegisters + kConsumerRegisters <= 2 * 128, "a block has no more registers");
+  static_assert(kNumConsumers == 1 && kThreads == 2 * kWarpgroupThreads, "a warpgroup multiplies 64 queries");
 
-using Scores = tile::WarpTile<1, kBlockKv / 8, 4>;
-using Dq = tile::WarpTile<1, kHeadDim / 8, 4>;
-using PackedDs = tile::PackedOperand<Element, Scores>;  // dS
-using Statistics = attention::RowStatistics<Scores>;
+  using Scores = tile::WarpTile<1, kBlockKv / 8, 4>;
+  using Dq = tile::WarpTile<1, kHeadDim / 8, 4>;
+  using PackedDs = tile::PackedOperand<Element, Scores>;  // dS
+  using Statistics = attention::RowStatistics<Scores>;
 
-struct BackwardRowsHooks {
-  // Write dq = 0 of queries that see no key. Called by a warp.
-  static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
-                                              attention::SinkArgument) {
-    using namespace attention;
-    const int head = work.batch_head.head, num_columns = params.shape.head_dim;
-    if (params.dq.is_accumulator)
-      tile::clear(matrix<float>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
-    else
-      tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
+  struct BackwardRowsHooks {
+    // Write dq = 0 of queries that see no key. Called by a warp.
+    static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
+                                                SinkArgument) {
+      using namespace attention;
+      const int head = work.batch_head.head, num_columns = params.shape.head_dim;
+      if (params.dq.is_accumulator)
+        tile::clear(matrix<float>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
+      else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
+    }
+  };
+
+  // Return lse and delta of a thread's rows. The kernel before has stored them by tiles of queries. Without a list it
+  // cuts tiles from the first query on, and this kernel cuts them from the last one.
+  static CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const attention::WorkTile& work) {
+    const QueryStats* const all = QueryTiles::query_stats(params, work.batch_head);
+    Statistics stats;
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) {
+      const int query = work.first + Scores::first_row() + Scores::row(i);
+      const int first = Config::kIsListed ? work.first : query / kBlockQ * kBlockQ;
+      const bool in_bounds = query < work.last;
+      const QueryStats& query_stats_of_tile =
+          all[in_bounds ? attention::query_tile_number<Listed>(params, first, kBlockQ) : 0];
+      stats.lse_2[i] = in_bounds ? query_stats_of_tile.lse_2[query - first] : -ptx::negative_infinity<float>();
+      stats.delta[i] = in_bounds ? query_stats_of_tile.delta[query - first] : 0;
+    }
+    return stats;
+  }
+
+  // Replace q k^T by P; masked scores keep their mark.
+  template <bool IsPlain>
+  static CUFLASH_DEVICE void make_p(Scores& s, const Statistics& stats, float softmax_scale_log2) {
+    attention::for_each_score<Scores>([&](int i, int j) {
+      const float p = attention::probability(s.at(i, j), softmax_scale_log2, stats.lse_2[i]);
+      s.at(i, j) = IsPlain || !attention::is_masked_score(s.at(i, j)) ? p : s.at(i, j);
+    });
+  }
+
+  // Replace dP by dS; dP of masked elements may hold anything, and their dS is 0.
+  template <bool IsPlain>
+  static CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
+    attention::for_each_score<Scores>([&](int i, int j) {
+      const float ds = attention::score_gradient(p.at(i, j), dp.at(i, j), stats.delta[i]);
+      dp.at(i, j) = IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f;
+    });
+  }
+
+  // Start the product of a step's scores, once K has arrived; below, of its dP, once V has. `num_k_blocks` counts the
+  // blocks of keys that the warpgroup has read.
+  static CUFLASH_DEVICE void start_scores(Scores& s, unsigned num_k_blocks) {
+    const int stage = stage_of(num_k_blocks);
+    tile::wait_full(shared().k[stage], phase_of(num_k_blocks));
+    tile::start_gemm_nt(s, tile::KMajor<SmemQ>(q_smem(0)), tile::KMajor<SmemK>(k_smem(stage)));
+  }
+  static CUFLASH_DEVICE void start_dp(Scores& dp, unsigned num_k_blocks) {
+    const int stage = stage_of(num_k_blocks);
+    tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
+    tile::start_gemm_nt(dp, tile::KMajor<SmemDo>(do_smem(0)), tile::KMajor<SmemV>(v_smem(stage)));
+  }
+
+  // Add all keys of a tile to its dQ. Scores and dP of the next step are queued behind the product dQ of this one, and
+  // P is made under dP. Q and dO are released after the last dP, so that those of the next tile are loaded while the
+  // results are written.
+  static CUFLASH_DEVICE void process_tile(const attention::Params& params, Dq& dq, const WorkTileInfo& tile_info,
+                                          unsigned& num_k_blocks) {
+    SharedStorage& smem = shared();
+    Scores s, dp;
+    start_scores(s, num_k_blocks);
+    start_dp(dp, num_k_blocks);
+    const Statistics stats = row_statistics(params, tile_info.work);  // loaded while the products run
+    tile::wait_wgmma<1>(s);
+    while (true) {
+      const int stage = stage_of(num_k_blocks), flags = flags_of_warpgroup(0, num_k_blocks);
+      const bool is_plain = flags & StepMessage::kUnmasked;
+      if (is_plain) {
+        make_p<true>(s, stats, smem.softmax_scale_log2);
+      } else {
+        mask_block(params, s, tile_info, smem.messages[stage]);
+        make_p<false>(s, stats, smem.softmax_scale_log2);
+      }
+      tile::wait_wgmma<0>(dp);
+      tile::arrive(smem.v[stage].empty);
+      if (is_plain) make_ds<true>(s, dp, stats);
+      else make_ds<false>(s, dp, stats);
+      PackedDs ds;
+      ds = dp;
+      tile::start_gemm_add_nn(dq, ds, tile::MnMajor<SmemK>(k_smem(stage)));
+      ++num_k_blocks;
+      if (flags & StepMessage::kLastOfTile) break;
+      start_scores(s, num_k_blocks);
+      start_dp(dp, num_k_blocks);
+      tile::wait_wgmma<1>(s);
+      ptx::fence_registers(tile::accumulators(dq));
+      tile::fence_registers(ds);
+      tile::arrive(smem.k[stage].empty);
+    }
+    tile::arrive(smem.q[0].empty);
+    tile::wait_wgmma<0>(dq);
+    tile::arrive(smem.k[stage_of(num_k_blocks - 1)].empty);
+  }
+
+  static CUFLASH_DEVICE void consume(const attention::Params& params) {
+    unsigned num_k_blocks = 0;
+    for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
+      const WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
+      Dq dq;
+      dq.fill(0);
+      process_tile(params, dq, tile_info, num_k_blocks);
+      dq.scale(params.shape.softmax_scale);
+      QueryTiles::write_gradient(params.dq, tile_info.work, tile_info.work.batch_head.head, params.shape.head_dim, dq);
+    }
+  }
+
+  // Run a thread block.
+  static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
+                                 PagesArgument pages, ScalesArgument scales, const score::Function& score_function,
+                                 StagedMapArgument staged_map) {
+    if (threadIdx.x == 0) {
+      init_barriers();
+      shared().softmax_scale_log2 = params.shape.softmax_scale * attention::kLog2E;
+    }
+    __syncthreads();
+    if (threadIdx.x < kWarpgroupThreads) {
+      ptx::setmaxnreg_dec<kProducerRegisters>();
+      produce<BackwardRowsHooks>(params, maps, sink, pages, scales, score_function, staged_map);
+    } else {
+      ptx::setmaxnreg_inc<kConsumerRegisters>();
+      consume(params);
+    }
   }
 };
 
-// Return lse and delta of a thread's rows. The kernel before has stored them by tiles of queries. Without a list it
-// cuts tiles from the first query on, and this kernel cuts them from the last one.
-CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const attention::WorkTile& work) {
-  const QueryStats* const all = query_stats(params, work.batch_head);
-  Statistics stats;
-#pragma unroll
-  for (int i = 0; i < Scores::kRows; ++i) {
-    const int query = work.first + Scores::first_row() + Scores::row(i);
-    const int first = config::kIsListed ? work.first : query / kBlockQ * kBlockQ;
-    const bool in_bounds = query < work.last;
-    const QueryStats& query_stats_of_tile =
-        all[in_bounds ? attention::query_tile_number<Listed>(params, first, kBlockQ) : 0];
-    stats.lse_2[i] = in_bounds ? query_stats_of_tile.lse_2[query - first] : -ptx::negative_infinity<float>();
-    stats.delta[i] = in_bounds ? query_stats_of_tile.delta[query - first] : 0;
-  }
-  return stats;
-}
+constexpr int kSharedBytes = BackwardRows::kArraysEnd;
 
-// Replace q k^T by P; masked scores keep their mark.
-template <bool IsPlain>
-CUFLASH_DEVICE void make_p(Scores& s, const Statistics& stats, float softmax_scale_log2) {
-#pragma unroll
-  for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i) {
-      const float p = attention::probability(s.at(i, j), softmax_scale_log2, stats.lse_2[i]);
-      s.at(i, j) = IsPlain || !attention::is_masked_score(s.at(i, j)) ? p : s.at(i, j);
-    }
-}
+}  // namespace cuflash::sm90
 
-// Replace dP by dS; dP of masked elements may hold anything, and their dS is 0.
-template <bool IsPlain>
-CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
-#pragma unroll
-  for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i) {
-      const float ds = attention::score_gradient(p.at(i, j), dp.at(i, j), stats.delta[i]);
-      dp.at(i, j) = IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f;
-    }
-}
-
-// Start the product of a step's scores, once K has arrived; below, of its dP, once V has. `num_k_blocks` counts the
-// blocks of keys that the warpgroup has read.
-CUFLASH_DEVICE void start_scores(Scores& s, unsigned num_k_blocks) {
-  const int stage = stage_of(num_k_blocks);
-  tile::wait_full(shared().k[stage], phase_of(num_k_blocks));
-  tile::start_gemm_nt(s, tile::KMajor<SmemQ>(q_smem(0)), tile::KMajor<SmemK>(k_smem(stage)));
-}
-CUFLASH_DEVICE void start_dp(Scores& dp, unsigned num_k_blocks) {
-  const int stage = stage_of(num_k_blocks);
-  tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
-  tile::start_gemm_nt(dp, tile::KMajor<SmemDo>(do_smem(0)), tile::KMajor<SmemV>(v_smem(stage)));
-}
-
-// Add all keys of a tile to its dQ. Scores and dP of the next step are queued behind the product dQ of this one, and P
-// is made under dP. Q and dO are released after the last dP, so that those of the next tile are loaded while the
-// results are written.
-CUFLASH_DEVICE void process_tile(const attention::Params& params, Dq& dq, const WorkTileInfo& tile_info,
-                                 unsigned& num_k_blocks) {
-  SharedStorage& smem = shared();
-  Scores s, dp;
-  start_scores(s, num_k_blocks);
-  start_dp(dp, num_k_blocks);
-  const Statistics stats = row_statistics(params, tile_info.work);  // loaded while the products run
-  tile::wait_wgmma<1>(s);
-  while (true) {
-    const int stage = stage_of(num_k_blocks), flags = flags_of_warpgroup(0, num_k_blocks);
-    const bool is_plain = flags & StepMessage::kUnmasked;
-    if (is_plain) {
-      make_p<true>(s, stats, smem.softmax_scale_log2);
-    } else {
-      mask_block(params, s, tile_info, smem.messages[stage]);
-      make_p<false>(s, stats, smem.softmax_scale_log2);
-    }
-    tile::wait_wgmma<0>(dp);
-    tile::arrive(smem.v[stage].empty);
-    if (is_plain) make_ds<true>(s, dp, stats);
-    else make_ds<false>(s, dp, stats);
-    PackedDs ds;
-    ds = dp;
-    tile::start_gemm_add_nn(dq, ds, tile::MnMajor<SmemK>(k_smem(stage)));
-    ++num_k_blocks;
-    if (flags & StepMessage::kLastOfTile) break;
-    start_scores(s, num_k_blocks);
-    start_dp(dp, num_k_blocks);
-    tile::wait_wgmma<1>(s);
-    ptx::fence_registers(tile::accumulators(dq));
-    tile::fence_registers(ds);
-    tile::arrive(smem.k[stage].empty);
-  }
-  tile::arrive(smem.q[0].empty);
-  tile::wait_wgmma<0>(dq);
-  tile::arrive(smem.k[stage_of(num_k_blocks - 1)].empty);
-}
-
-CUFLASH_DEVICE void consume(const attention::Params& params) {
-  unsigned num_k_blocks = 0;
-  for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
-    const WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
-    Dq dq;
-    dq.fill(0);
-    process_tile(params, dq, tile_info, num_k_blocks);
-    dq.scale(params.shape.softmax_scale);
-    write_gradient(params.dq, tile_info.work, tile_info.work.batch_head.head, params.shape.head_dim, dq);
-  }
-}
-
-constexpr int kSharedBytes = kArraysEnd;
-
-}  // namespace cuflash
-
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::sm90::BackwardRows::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward_rows(const __grid_constant__ cuflash::attention::Params params,
-                   const __grid_constant__ cuflash::attention::TensorMaps maps) {
+                   const __grid_constant__ cuflash::sm90::TensorMaps maps) {
   using namespace cuflash;
-  if (threadIdx.x == 0) {
-    init_barriers();
-    shared().softmax_scale_log2 = params.shape.softmax_scale * attention::kLog2E;
-  }
-  __syncthreads();
-  if (threadIdx.x < kWarpgroupThreads) {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce<BackwardRowsHooks>(params, maps, attention::sink, attention::pages, attention::scales, score_function,
-                               staged_map);
-  } else {
-    ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params);
-  }
+  using namespace cuflash::sm90;
+  BackwardRows::run(params, maps, sink, pages, scales, score_function, staged_map);
 }

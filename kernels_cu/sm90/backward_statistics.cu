@@ -5,116 +5,124 @@
 #include <sm90/dq_semaphore.cuh>
 #include <sm90/query_stats.cuh>
 
-namespace cuflash {
+namespace cuflash::sm90 {
 
-// Compute the statistics of a tile of queries except delta. Called by a warp.
-CUFLASH_DEVICE void compute_query_stats(QueryStats& stats, const attention::Params& params,
-                                        const attention::WorkTile& work) {
-  using namespace attention;
-  const auto lse = matrix<float>(params.lse, work.batch_head, work.batch_head.head, params.shape.seqlen_q, 1);
-  bool has_large = false, has_empty_row = false;
-  for (int first = 0; first < kBlockQ; first += 32) {
-    const int row = first + ptx::lane();
-    const bool in_bounds = work.first + row < work.last;
-    const float lse_2 = in_bounds ? lse_in_base_2(lse.at(work.first + row, 0)) : -ptx::negative_infinity<float>();
-    stats.lse_2[row] = lse_2;
-    if (!in_bounds) stats.delta[row] = 0;
-    const bool is_nonempty = lse_2 != -ptx::negative_infinity<float>();
-    has_empty_row |= in_bounds && !is_nonempty;
-    has_large |= is_nonempty && fabsf(lse_2) > kLargestPlainLse2;
-    const uint32_t nonempty = __ballot_sync(0xffffffffu, is_nonempty);
-    if (ptx::lane() < 2) stats.nonempty[first / 16 + ptx::lane()] = nonempty >> 16 * ptx::lane() & 0xffff;
+struct BackwardStatistics : QueryTileStats<Config> {
+  // Compute the statistics of a tile of queries except delta. Called by a warp.
+  static CUFLASH_DEVICE void compute_query_stats(QueryStats& stats, const attention::Params& params,
+                                                 const attention::WorkTile& work) {
+    using namespace attention;
+    const auto lse = matrix<float>(params.lse, work.batch_head, work.batch_head.head, params.shape.seqlen_q, 1);
+    bool has_large = false, has_empty_row = false;
+    for (int first = 0; first < kBlockQ; first += 32) {
+      const int row = first + ptx::lane();
+      const bool in_bounds = work.first + row < work.last;
+      const float lse_2 = in_bounds ? lse_in_base_2(lse.at(work.first + row, 0)) : -ptx::negative_infinity<float>();
+      stats.lse_2[row] = lse_2;
+      if (!in_bounds) stats.delta[row] = 0;
+      const bool is_nonempty = lse_2 != -ptx::negative_infinity<float>();
+      has_empty_row |= in_bounds && !is_nonempty;
+      has_large |= is_nonempty && fabsf(lse_2) > kLargestPlainLse2;
+      const uint32_t nonempty = __ballot_sync(0xffffffffu, is_nonempty);
+      if (ptx::lane() < 2) stats.nonempty[first / 16 + ptx::lane()] = nonempty >> 16 * ptx::lane() & 0xffff;
+    }
+    has_large = __any_sync(0xffffffffu, has_large);
+    has_empty_row = __any_sync(0xffffffffu, has_empty_row);
+    if (ptx::lane() != 0) return;
+    stats.has_large_lse = has_large;
+    stats.has_empty_rows = has_empty_row;
+    stats.arrivals.count = 0;
   }
-  has_large = __any_sync(0xffffffffu, has_large);
-  has_empty_row = __any_sync(0xffffffffu, has_empty_row);
-  if (ptx::lane() != 0) return;
-  stats.has_large_lse = has_large;
-  stats.has_empty_rows = has_empty_row;
-  stats.arrivals.count = 0;
-}
 
-// Call write(row, delta) with each row of a full tile whose rows are full, and return true; return false for other
-// tiles, which for_each_delta serves. A thread loads a few chunks of O and of dO at a time, which saves 2 % of a causal
-// backward pass of 1024 tokens at 64 columns (sm90_steps.log of b648872e, 28).
-template <class Write>
-CUFLASH_DEVICE bool for_each_delta_of_full_tile(const attention::Params& params, const attention::WorkTile& work,
-                                                Write write) {
-  using namespace attention;
-  using Chunk = tile::Chunk<Element>;
-  using Partition = tile::ChunkPartition<kThreads, OTile>;
-  constexpr int kWidth = OTile::kChunk * Partition::kThreadsPerRow, kHeight = Partition::kRowsPerPass;
-  if constexpr (kValueDim % kWidth != 0 || kBlockQ % kHeight != 0) {
-    return false;
-  } else {
-    // chunks of a thread in a row, and rows of a thread
-    constexpr int kChunksPerThread = kValueDim / kWidth, kRowsPerThread = kBlockQ / kHeight;
-    // rows loaded at a time; with all of them, ptxas spills registers
-    constexpr int kRowsInFlight = kChunksPerThread * kRowsPerThread <= 4 ? (kRowsPerThread + 1) / 2
-        : kChunksPerThread < 4 ? 4 / kChunksPerThread : 1;
-    static_assert(kRowsPerThread % kRowsInFlight == 0, "a thread loads all of its rows");
-    const Shape& shape = params.shape;
-    const BatchHead& batch_head = work.batch_head;
-    const auto o = matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
-    const auto d_o = matrix<Element>(params.do_, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
-    if (!tile::has_aligned_chunks(o) || !tile::has_aligned_chunks(d_o) || shape.value_dim != kValueDim ||
-        work.last - work.first != kBlockQ)
+  // Call write(row, delta) with each row of a full tile whose rows are full, and return true; return false for other
+  // tiles, which for_each_delta serves. A thread loads a few chunks of O and of dO at a time, which saves 2 % of a
+  // causal backward pass of 1024 tokens at 64 columns (sm90_steps.log of b648872e, 28).
+  template <class Write>
+  static CUFLASH_DEVICE bool for_each_delta_of_full_tile(const attention::Params& params,
+                                                         const attention::WorkTile& work, Write write) {
+    using namespace attention;
+    using Chunk = tile::Chunk<Element>;
+    using Partition = tile::ChunkPartition<kThreads, OTile>;
+    constexpr int kWidth = OTile::kChunk * Partition::kThreadsPerRow, kHeight = Partition::kRowsPerPass;
+    if constexpr (kValueDim % kWidth != 0 || kBlockQ % kHeight != 0) {
       return false;
-    const auto lse = matrix<float>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1);
-    const auto dlse = matrix<float>(params.dlse, batch_head, batch_head.head, shape.seqlen_q, 1);
-    const int first_column = Partition::first_chunk() * OTile::kChunk;
+    } else {
+      // chunks of a thread in a row, and rows of a thread
+      constexpr int kChunksPerThread = kValueDim / kWidth, kRowsPerThread = kBlockQ / kHeight;
+      // rows loaded at a time; with all of them, ptxas spills registers
+      constexpr int kRowsInFlight = kChunksPerThread * kRowsPerThread <= 4 ? (kRowsPerThread + 1) / 2
+                                    : kChunksPerThread < 4                 ? 4 / kChunksPerThread
+                                                                           : 1;
+      static_assert(kRowsPerThread % kRowsInFlight == 0, "a thread loads all of its rows");
+      const Shape& shape = params.shape;
+      const BatchHead& batch_head = work.batch_head;
+      const auto o = matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
+      const auto d_o = matrix<Element>(params.do_, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
+      if (!tile::has_aligned_chunks(o) || !tile::has_aligned_chunks(d_o) || shape.value_dim != kValueDim ||
+          work.last - work.first != kBlockQ)
+        return false;
+      const auto lse = matrix<float>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1);
+      const auto dlse = matrix<float>(params.dlse, batch_head, batch_head.head, shape.seqlen_q, 1);
+      const int first_column = Partition::first_chunk() * OTile::kChunk;
 #pragma unroll 1
-    for (int row = work.first + Partition::first_row(); row < work.last; row += kRowsInFlight * kHeight) {
-      Chunk a[kRowsInFlight][kChunksPerThread], b[kRowsInFlight][kChunksPerThread];
-      float row_lse[kRowsInFlight];
+      for (int row = work.first + Partition::first_row(); row < work.last; row += kRowsInFlight * kHeight) {
+        Chunk a[kRowsInFlight][kChunksPerThread], b[kRowsInFlight][kChunksPerThread];
+        float row_lse[kRowsInFlight];
 #pragma unroll
-      for (int x = 0; x < kRowsInFlight; ++x) {
-        row_lse[x] = lse.at(row + x * kHeight, 0);
+        for (int x = 0; x < kRowsInFlight; ++x) {
+          row_lse[x] = lse.at(row + x * kHeight, 0);
 #pragma unroll
-        for (int c = 0; c < kChunksPerThread; ++c) {
-          a[x][c] = reinterpret_cast<const Chunk&>(o.at(row + x * kHeight, first_column + c * kWidth));
-          b[x][c] = reinterpret_cast<const Chunk&>(d_o.at(row + x * kHeight, first_column + c * kWidth));
+          for (int c = 0; c < kChunksPerThread; ++c) {
+            a[x][c] = reinterpret_cast<const Chunk&>(o.at(row + x * kHeight, first_column + c * kWidth));
+            b[x][c] = reinterpret_cast<const Chunk&>(d_o.at(row + x * kHeight, first_column + c * kWidth));
+          }
+        }
+#pragma unroll
+        for (int x = 0; x < kRowsInFlight; ++x) {
+          float sum = 0;
+#pragma unroll
+          for (int c = 0; c < kChunksPerThread; ++c)
+#pragma unroll
+            for (int e = 0; e < OTile::kChunk; ++e)
+              sum += tile::to_accumulator(a[x][c].at[e]) * tile::to_accumulator(b[x][c].at[e]);
+#pragma unroll
+          for (int lane_offset = 1; lane_offset < Partition::kThreadsPerRow; lane_offset *= 2)
+            sum += __shfl_xor_sync(0xffffffffu, sum, lane_offset);
+          if (first_column != 0) continue;
+          const int own = row + x * kHeight;
+          const bool is_empty = row_lse[x] == ptx::negative_infinity<float>();
+          write(own, is_empty ? 0.0f : params.dlse.data == nullptr ? sum : sum - dlse.at(own, 0));
         }
       }
-#pragma unroll
-      for (int x = 0; x < kRowsInFlight; ++x) {
-        float sum = 0;
-#pragma unroll
-        for (int c = 0; c < kChunksPerThread; ++c)
-#pragma unroll
-          for (int e = 0; e < OTile::kChunk; ++e)
-            sum += tile::to_accumulator(a[x][c].at[e]) * tile::to_accumulator(b[x][c].at[e]);
-#pragma unroll
-        for (int lane_offset = 1; lane_offset < Partition::kThreadsPerRow; lane_offset *= 2)
-          sum += __shfl_xor_sync(0xffffffffu, sum, lane_offset);
-        if (first_column != 0) continue;
-        const int own = row + x * kHeight;
-        const bool is_empty = row_lse[x] == ptx::negative_infinity<float>();
-        write(own, is_empty ? 0.0f : params.dlse.data == nullptr ? sum : sum - dlse.at(own, 0));
-      }
+      return true;
     }
-    return true;
   }
-}
 
-}  // namespace cuflash
+  // Run a thread block.
+  static CUFLASH_DEVICE void run(const attention::Params& params) {
+    reset_tile_counter(params);
+    const WorkTile work = own_query_tile(params);
+    if (work.is_empty()) return;
+    if (work.first == 0 && threadIdx.x == 0) reset_dq_semaphore(params, work.batch_head);
+    QueryStats& stats = query_stats(params, work.batch_head)[own_query_number(params, work)];
+    if (threadIdx.x < 32) {
+      compute_query_stats(stats, params, work);
+      if constexpr (kLastArrivalFinishesDq) init_dq_arrivals<Config>(params, work, stats.arrivals);
+      if constexpr (Config::kAddsDqInOrder)
+        if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);
+    }
+    ptx::compiler_barrier();  // keeps ptxas from moving loads ahead, which would spill registers
+    const auto write = [&](int row, float sum) { stats.delta[row - work.first] = sum; };
+    if (!for_each_delta_of_full_tile(params, work, write)) for_each_delta(params, work, write);
+    if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);
+  }
+};
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+}  // namespace cuflash::sm90
+
+extern "C" __global__ void __launch_bounds__(cuflash::sm90::BackwardStatistics::kThreads)
 sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
-  using namespace cuflash::attention;
-  reset_tile_counter(params);
-  const WorkTile work = own_query_tile(params);
-  if (work.is_empty()) return;
-  if (work.first == 0 && threadIdx.x == 0) reset_dq_semaphore(params, work.batch_head);
-  QueryStats& stats = query_stats(params, work.batch_head)[own_query_number(params, work)];
-  if (threadIdx.x < 32) {
-    compute_query_stats(stats, params, work);
-    if constexpr (kLastArrivalFinishesDq) init_dq_arrivals<kBlockKv, Element>(params, work, stats.arrivals);
-    if constexpr (config::kAddsDqInOrder)
-      if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);
-  }
-  ptx::compiler_barrier();  // keeps ptxas from moving loads ahead, which would spill registers
-  const auto write = [&](int row, float sum) { stats.delta[row - work.first] = sum; };
-  if (!for_each_delta_of_full_tile(params, work, write)) for_each_delta(params, work, write);
-  if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);
+  using namespace cuflash::sm90;
+  BackwardStatistics::run(params);
 }

@@ -3,72 +3,78 @@
 
 // Register tiles of sm90_backward, whose rows of scores are keys, and how threads read the statistics and masks of a
 // step's queries.
-namespace cuflash {
+namespace cuflash::sm90 {
 
-static_assert(!kIsWide && kBlockKv == 64 * kNumConsumers, "a warpgroup has 64 keys");
+template <class Config>
+struct BackwardTiles : QPipeline<Config> {
+  using Base = QPipeline<Config>;
+  using typename Base::Element, typename Base::StageQueries, typename Base::StepMessage;
+  using Base::kBlockKv, Base::kBlockQ, Base::kHeadDim, Base::kIsWide, Base::kNumConsumers, Base::kQueryWords,
+      Base::kScoreOffset, Base::kValueDim;
 
-using Scores = tile::WarpTile<1, kBlockQ / 8, 4 * kNumConsumers>;
-using WarpDk = tile::WarpTile<1, kHeadDim / 8, 4 * kNumConsumers>;
-using WarpDv = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
-using PackedScores = tile::PackedOperand<Element, Scores>;  // P or dS
-using SmemDs = tile::WgmmaTile<Element, kBlockQ, kBlockKv>;
-constexpr SmemDs ds_smem{kScoreOffset};  // if this kernel computes dQ
+  static_assert(!kIsWide && kBlockKv == 64 * kNumConsumers, "a warpgroup has 64 keys");
 
-// The part of dQ that a warpgroup computes: all columns if a step has 64 queries, half of the columns if it has 128.
-constexpr int kRowParts = kBlockQ / 64;
-// With 64 queries a step, registers hold S and dP of the next step too: its P is made while its dP is multiplied.
-constexpr bool kDpRunsAhead = kRowParts == 1;
-using KOfWarpgroup = tile::WgmmaTile<Element, kBlockKv, kHeadDim * kRowParts / kNumConsumers>;
+  using Scores = tile::WarpTile<1, kBlockQ / 8, 4 * kNumConsumers>;
+  using WarpDk = tile::WarpTile<1, kHeadDim / 8, 4 * kNumConsumers>;
+  using WarpDv = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
+  using PackedScores = tile::PackedOperand<Element, Scores>;  // P or dS
+  using SmemDs = tile::WgmmaTile<Element, kBlockQ, kBlockKv>;
+  static constexpr SmemDs ds_smem{kScoreOffset};  // if this kernel computes dQ
 
-// Statistics of a step's queries, from the thread's first query on.
-struct StepQueries {
-  const StageQueries& stage;
-  int first_query, flags;
+  // The part of dQ that a warpgroup computes: all columns if a step has 64 queries, half of the columns if it has 128.
+  static constexpr int kRowParts = kBlockQ / 64;
+  // With 64 queries a step, registers hold S and dP of the next step too: its P is made while its dP is multiplied.
+  static constexpr bool kDpRunsAhead = kRowParts == 1;
+  using KOfWarpgroup = tile::WgmmaTile<Element, kBlockKv, kHeadDim * kRowParts / kNumConsumers>;
 
-  CUFLASH_DEVICE bool is_plain() const { return !(flags & (StepMessage::kMasked | StepMessage::kLargeLse)); }
-  CUFLASH_DEVICE const float* lse_2() const { return stage.stats.lse_2 + first_query; }
-  CUFLASH_DEVICE const float* delta() const { return stage.stats.delta + first_query; }
-};
+  // Statistics of a step's queries, from the thread's first query on.
+  struct StepQueries {
+    const StageQueries& stage;
+    int first_query, flags;
 
-// Mask of a thread's scores. It allows all of them in a plain step; otherwise it has a bit for each query of each of
-// the thread's keys, in words of 32 queries.
-template <bool IsPlain>
-struct ThreadMask {
-  explicit CUFLASH_DEVICE ThreadMask(const StepQueries&) {}
-  CUFLASH_DEVICE bool at(int, int) const { return true; }
-};
-template <>
-struct ThreadMask<false> {
-  uint32_t bits[Scores::kRows][kQueryWords];  // bit 0 belongs to the thread's first query
+    CUFLASH_DEVICE bool is_plain() const { return !(flags & (StepMessage::kMasked | StepMessage::kLargeLse)); }
+    CUFLASH_DEVICE const float* lse_2() const { return stage.stats.lse_2 + first_query; }
+    CUFLASH_DEVICE const float* delta() const { return stage.stats.delta + first_query; }
+  };
 
-  ThreadMask() = default;
-  explicit CUFLASH_DEVICE ThreadMask(const StepQueries& queries) {
-    const uint32_t all = queries.flags & StepMessage::kMasked ? 0 : ~0u;  // a step with a large lse may have no mask
-    const uint32_t(*const row_masks)[kQueryWords] = &queries.stage.row_masks[Scores::first_row()];
+  // Mask of a thread's scores. It allows all of them in a plain step; otherwise it has a bit for each query of each of
+  // the thread's keys, in words of 32 queries.
+  struct AllOfThread {
+    static constexpr bool kIsPlain = true;
+    explicit CUFLASH_DEVICE AllOfThread(const StepQueries&) {}
+    CUFLASH_DEVICE bool at(int, int) const { return true; }
+  };
+  struct MaskOfThread {
+    static constexpr bool kIsPlain = false;
+    uint32_t bits[Scores::kRows][kQueryWords];  // bit 0 belongs to the thread's first query
+
+    MaskOfThread() = default;
+    explicit CUFLASH_DEVICE MaskOfThread(const StepQueries& queries) {
+      const uint32_t all = queries.flags & StepMessage::kMasked ? 0 : ~0u;  // a step with a large lse may have no mask
+      const uint32_t(*const row_masks)[kQueryWords] = &queries.stage.row_masks[Scores::first_row()];
 #pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i)
+      for (int i = 0; i < Scores::kRows; ++i)
 #pragma unroll
-      for (int x = 0; x < kQueryWords; ++x) bits[i][x] = (row_masks[Scores::row(i)][x] | all) >> queries.first_query;
-  }
-  CUFLASH_DEVICE bool at(int i, int j) const {
-    return bits[i][Scores::column(j) / 32] >> Scores::column(j) % 32 & 1;
-  }
+        for (int x = 0; x < kQueryWords; ++x) bits[i][x] = (row_masks[Scores::row(i)][x] | all) >> queries.first_query;
+    }
+    CUFLASH_DEVICE bool at(int i, int j) const { return bits[i][Scores::column(j) / 32] >> Scores::column(j) % 32 & 1; }
+  };
+
+  // Values of the thread's queries, lse or delta. Some are loaded into registers in advance, so that products which
+  // start meanwhile do not delay them; the others are loaded at use.
+  struct QueryValues {
+    static constexpr int kPrefetched = 1024 / kBlockQ;
+    static_assert(kPrefetched <= Scores::kColumns, "a thread has no more queries");
+    const float* from;
+    float first[kPrefetched];
+
+    QueryValues() = default;
+    explicit CUFLASH_DEVICE QueryValues(const float* from) : from(from) {
+#pragma unroll
+      for (int j = 0; j < kPrefetched; ++j) first[j] = from[Scores::column(j)];
+    }
+    CUFLASH_DEVICE float at(int j) const { return j < kPrefetched ? first[j % kPrefetched] : from[Scores::column(j)]; }
+  };
 };
 
-// Values of the thread's queries, lse or delta. Some are loaded into registers in advance, so that products which start
-// meanwhile do not delay them; the others are loaded at use.
-struct QueryValues {
-  static constexpr int kPrefetched = 1024 / kBlockQ;
-  static_assert(kPrefetched <= Scores::kColumns, "a thread has no more queries");
-  const float* from;
-  float first[kPrefetched];
-
-  QueryValues() = default;
-  explicit CUFLASH_DEVICE QueryValues(const float* from) : from(from) {
-#pragma unroll
-    for (int j = 0; j < kPrefetched; ++j) first[j] = from[Scores::column(j)];
-  }
-  CUFLASH_DEVICE float at(int j) const { return j < kPrefetched ? first[j % kPrefetched] : from[Scores::column(j)]; }
-};
-
-}  // namespace cuflash
+}  // namespace cuflash::sm90

@@ -1,23 +1,33 @@
 // The last kernel of a backward pass on Hopper that sums dQ in float32: it scales dQ and rounds it to the dtype of Q. A
 // thread block converts one tile of queries; its warps hold the sums in the accumulator layout of the warpgroups that
 // added them.
-#include <sm90/epilogue_gradient.cuh>
 #include <sm90/query_stats.cuh>
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+namespace cuflash::sm90 {
+
+struct ConvertDq : QueryTileStats<Config> {
+  // Run a thread block.
+  static CUFLASH_DEVICE void run(const attention::Params& params) {
+    const Shape& shape = params.shape;
+    const WorkTile work = own_query_tile(params);
+    if (work.is_empty()) return;
+    const int64_t tile = own_query_number<DynamicListed>(params, work);
+    const DqSumLayout sum(matrix<float>(params.dq_sum, work.batch_head, work.batch_head.head, 0, 0).data +
+                          tile * params.dq_sum.row_stride);
+    WarpDq dq;
+    // no tile of keys has stored sums
+    if (kFirstArrivalStoresDq && query_stats(params, work.batch_head)[tile].arrivals.count == 0) dq.fill(0);
+    else sum.load(dq);
+    dq.scale(shape.softmax_scale);
+    write_gradient(params.dq, work, work.batch_head.head, shape.head_dim, dq);
+  }
+};
+
+}  // namespace cuflash::sm90
+
+extern "C" __global__ void __launch_bounds__(cuflash::sm90::ConvertDq::kThreads)
 sm90_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
-  using namespace cuflash::attention;
-  const Shape& shape = params.shape;
-  const WorkTile work = own_query_tile(params);
-  if (work.is_empty()) return;
-  const int64_t tile = own_query_number<DynamicListed>(params, work);
-  const DqSumLayout sum(matrix<float>(params.dq_sum, work.batch_head, work.batch_head.head, 0, 0).data +
-                        tile * params.dq_sum.row_stride);
-  WarpDq dq;
-  // no tile of keys has stored sums
-  if (kFirstArrivalStoresDq && query_stats(params, work.batch_head)[tile].arrivals.count == 0) dq.fill(0);
-  else sum.load(dq);
-  dq.scale(shape.softmax_scale);
-  write_gradient(params.dq, work, work.batch_head.head, shape.head_dim, dq);
+  using namespace cuflash::sm90;
+  ConvertDq::run(params);
 }

@@ -7,7 +7,7 @@
 // add. If very few tiles arrive, the last one waits until all others are done, takes their sums and finishes dQ: with a
 // list that saves 4 % of a backward pass if four tiles arrive, and nothing if eight do
 // (sm90_steps.log of b648872e, 29). A tile waits only for tiles that arrived before it.
-namespace cuflash::attention {
+namespace cuflash::sm90 {
 
 // Counter of the tiles of keys that have arrived at a tile of queries, plus kDqIsStored once the first has stored its
 // sums. If the last of `expected` tiles finishes dQ, the counter has kArrivalIsDone for each tile that is done.
@@ -47,7 +47,7 @@ CUFLASH_DEVICE int num_expected_arrivals(const Params& params, const WorkTile& w
   const WorkList& list = params.work;
   const int64_t row = list_index(list, work.batch_head) * list.num_q_blocks + work.first / list.block_q;
   const int lo = interval(params, work.batch_head, work.first).lo,
-      hi = interval(params, work.batch_head, work.last - 1).hi;
+            hi = interval(params, work.batch_head, work.last - 1).hi;
   return tile::warp_sum(list.row_pointers[row], list.row_pointers[row + 1], [&](int entry) {
     const bool is_cut = static_cast<BlockKind>(list.kinds[entry]) == BlockKind::kInterval;
     const int first = list.kv_blocks[entry] * list.block_kv, last = min(first + list.block_kv, params.shape.seqlen_kv);
@@ -62,7 +62,7 @@ CUFLASH_DEVICE int num_expected_arrivals(const Params& params, const WorkTile& w
 template <int Width>
 CUFLASH_DEVICE int num_visiting_key_tiles(const Params& params, const WorkTile& work) {
   const int lo = interval(params, work.batch_head, work.first).lo,
-      hi = interval(params, work.batch_head, work.last - 1).hi;
+            hi = interval(params, work.batch_head, work.last - 1).hi;
   return lo < params.shape.seqlen_kv ? max((hi + Width - 1) / Width - lo / Width, 0) : 0;
 }
 
@@ -75,17 +75,19 @@ CUFLASH_DEVICE int last_visiting_key_tile(const Params& params, const WorkTile& 
 
 // Reset the counter of a tile of queries, and store how many tiles will arrive. If none will, write dQ = 0. Called by
 // the first warp.
-template <int Width, class Element>
+template <class Config>
 CUFLASH_DEVICE void init_dq_arrivals(const Params& params, const WorkTile& work, DqArrivals& arrivals) {
+  constexpr int Width = Config::kBlockKv;
   int num;
-  if constexpr (config::kIsListed) num = num_expected_arrivals<Width>(params, work);
-  else if constexpr (config::kCutsSequences) num = num_visiting_parts<Width>(params, work);
+  if constexpr (Config::kIsListed) num = num_expected_arrivals<Width>(params, work);
+  else if constexpr (Config::kCutsSequences) num = num_visiting_parts<Width>(params, work);
   else num = num_visiting_key_tiles<Width>(params, work);
   if (threadIdx.x == 0) arrivals = {0, num};
   if (num > 0) return;
   const Shape& shape = params.shape;
-  tile::clear(matrix<Element>(params.dq, work.batch_head, work.batch_head.head, shape.seqlen_q, shape.head_dim)
-                  .rows(work.first, work.last));
+  tile::clear(
+      matrix<typename Config::Element>(params.dq, work.batch_head, work.batch_head.head, shape.seqlen_q, shape.head_dim)
+          .rows(work.first, work.last));
 }
 
-}  // namespace cuflash::attention
+}  // namespace cuflash::sm90

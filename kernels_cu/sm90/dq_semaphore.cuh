@@ -1,5 +1,6 @@
 #pragma once
 #include <attention/block_iterator.cuh>
+#include <sm90/constants.cuh>
 #include <tile/counter.cuh>
 
 // The order of sums of dQ, for the heads whose dQ the backward kernel finishes. Of the tiles of keys that visit a
@@ -8,7 +9,7 @@
 // query must see the first tile of keys, and every tile of keys some query, as without a mask or under a causal one.
 // Blocks take tiles in the order of FusedDqTileOrder; within a head, a tile waits only for tiles that were taken
 // earlier.
-namespace cuflash::attention {
+namespace cuflash::sm90 {
 
 // State of dQ of a batch entry and head, which the blocks of its tiles of keys share.
 struct DqSemaphore {
@@ -34,8 +35,8 @@ struct DqSchedule {
 
   CUFLASH_DEVICE DqSemaphoreOp at(int stop, int seqlen_q) {
     const bool is_last = stop == seqlen_q, was_stored = stores;  // evaluated before the schedule advances
-    const DqSemaphoreOp op{semaphore, was_stored ? 0 : awaited_bits_or_count, was_stored ? bit : 0, is_last &&
-                           !finishes};
+    const DqSemaphoreOp op{semaphore, was_stored ? 0 : awaited_bits_or_count, was_stored ? bit : 0,
+                           is_last && !finishes};
     if (!was_stored) awaited_bits_or_count = 0;
     stores = false;
     next = was_stored ? 0 : seqlen_q;
@@ -45,7 +46,7 @@ struct DqSchedule {
 
 CUFLASH_DEVICE DqSemaphore* dq_semaphore(const Params& params, const BatchHead& batch_head) {
   return reinterpret_cast<DqSemaphore*>(static_cast<int*>(params.tile_counter.data) + 2) +
-      batch_head_number(params.shape, batch_head);
+         batch_head_number(params.shape, batch_head);
 }
 CUFLASH_DEVICE bool is_dq_fused(const Params& params, const BatchHead& batch_head) {
   return batch_head_number(params.shape, batch_head) < params.shape.num_fused_dq_heads;
@@ -96,4 +97,4 @@ CUFLASH_DEVICE void signal_dq_semaphore(const DqSemaphoreOp& op) {
   tile::signal(&op.semaphore->done, op.is_done);
 }
 
-}  // namespace cuflash::attention
+}  // namespace cuflash::sm90

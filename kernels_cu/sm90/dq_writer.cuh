@@ -1,178 +1,186 @@
 #pragma once
-#include <sm90/dq_arrivals.cuh>
-#include <sm90/q_producer.cuh>
+#include <sm90/q_copy_warps.cuh>
 
 // The last warp of the producer warpgroup: it adds the parts of dQ that consumers stage in shared memory to the sums in
 // global memory, by bulk copies, or loads these sums for consumers that finish dQ.
-namespace cuflash {
+namespace cuflash::sm90 {
 
-// Release a part of the staging buffer of dQ, once at most kPending bulk copies have yet to be read. Called by a warp.
-template <int kPending>
-CUFLASH_DEVICE void release_dq(int part, bool is_end) {
-  ptx::bulk_wait_read<kPending>();
-  __syncwarp();
-  if (!is_end) ptx::bar_arrive(kDqEmpty + part, kWarpgroupThreads + 32);
-  __syncwarp();  // lanes advance together, so that the simulator sees a lane that arrives too early
-}
+template <class Config>
+struct DqWriter : QCopyWarps<Config> {
+  using Base = QCopyWarps<Config>;
+  using typename Base::PipelineState, typename Base::SharedStorage, typename Base::StepMessage;
+  using Base::dq_offset, Base::kBlockKv, Base::kDqPartBytes, Base::kFinishesDqInOrder, Base::kFirstArrivalStoresDq,
+      Base::kNumConsumers, Base::shared;
 
-// Return the address of a part of the staging buffer.
-CUFLASH_DEVICE uint32_t dq_address(int part) {
-  return ptx::shared_address(ptx::dynamic_shared<unsigned char>() + dq_offset(part));
-}
-
-// Load the sums of a step's queries into the staging buffer, for consumers to add theirs. No copy of the calling warp
-// may still read the buffer. Called by a warp.
-CUFLASH_DEVICE void load_dq_sum(const float* sum, int phase) {
-  SharedStorage& smem = shared();
-  if (elect_one()) {
-    ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&smem.dq_sum_loaded), kNumConsumers * kDqPartBytes);
-    ptx::bulk_load(dq_address(0), sum, kNumConsumers * kDqPartBytes, ptx::shared_address(&smem.dq_sum_loaded));
-  }
-  __syncwarp();
-  ptx::mbarrier_wait(ptx::shared_address(&smem.dq_sum_loaded), phase);
-  __syncwarp();
-}
-
-// Store a staged part of dQ as sums in global memory, or add it to them, by a bulk copy. Called by a warp.
-CUFLASH_DEVICE void store_dq_sum(float* sum, int part, bool stores) {
-  ptx::fence_proxy_async();  // makes the consumers' writes, which the barrier has ordered, visible to bulk copies
-  float* const part_sum = sum + part * kDqPartBytes / 4;
-  if (stores) ptx::bulk_store(part_sum, dq_address(part), kDqPartBytes);
-  else ptx::bulk_add(part_sum, dq_address(part), kDqPartBytes);
-  ptx::bulk_commit();
-}
-
-// Count the arrival of a step at its queries. Return whether it is the first one; otherwise wait until the first one
-// has stored their sums. Called by a warp.
-CUFLASH_DEVICE bool arrives_first(int* arrivals) {
-  using attention::kDqIsStored;
-  const int num_before = tile::warp_fetch_increment(arrivals);
-  if (num_before != 0 && !(num_before & kDqIsStored)) tile::wait_for_bits(arrivals, kDqIsStored);
-  return num_before == 0;
-}
-
-// Return how many tiles of keys store or add to the sums of a step's queries before the step's own tile, in kernels
-// that add in the order of the tiles (kAddsDqInOrder).
-CUFLASH_DEVICE int num_key_tiles_before(int stage) {
-  const SharedStorage& smem = shared();
-  return smem.queries[stage].stats.arrivals.expected - smem.works[smem.messages[stage].work].tile.first / kBlockKv;
-}
-// Wait until `num_before` tiles of keys are done with the sums of a step's queries. Return whether there are none.
-// Called by a warp.
-CUFLASH_DEVICE bool wait_for_key_tiles(const int* num_done, int num_before) {
-  if (num_before > 0) tile::wait_at_least(num_done, num_before);
-  return num_before == 0;
-}
-// Signal that a step is done with its sums. Called by a warp.
-CUFLASH_DEVICE void signal_addition(int* num_done) {
-  tile::wait_bulk_copies();
-  tile::signal(num_done, 1);
-}
-
-// Run the dQ writer: for each step, wait until a consumer warpgroup has staged its part of dQ, add the part to the
-// sums, and release the buffer when the copy has read it. A step that finishes dQ instead loads the sums for the
-// consumers. Called by a warp.
-CUFLASH_DEVICE void dq_writer() {
-  SharedStorage& smem = shared();
-  int phase = 0;
-  int* unsignalled = nullptr;  // counter of the step before, whose additions are signalled once they are complete
-  for (PipelineState state;; state = state.next()) {
-    tile::wait_full(smem.q[state.stage], state.phase);
-    const StepMessage& message = smem.messages[state.stage];
-    const int flags = message.flags;
-    const bool is_end = flags & StepMessage::kEndOfWork, finishes = kFinishesDqInOrder &&
-        flags & StepMessage::kFinalizesDq;
-    float* const sum = message.dq_sum;
-    int* const arrivals = message.arrivals;
-    attention::DqSemaphoreOp dq{};
-    if (kFinishesDqInOrder && flags & StepMessage::kUsesDqSemaphore) dq = message.dq;
-    const int num_before = config::kAddsDqInOrder && !is_end ? num_key_tiles_before(state.stage) : 0;
-    tile::arrive(smem.q[state.stage].empty);
-    if (dq.awaited_bits_or_count != 0) attention::wait_dq_semaphore(dq, finishes);
-    if (finishes) {  // the tile before has signalled that its copies are complete
-      load_dq_sum(sum, phase);
-      phase ^= 1;
-#pragma unroll
-      for (int part = 0; part < kNumConsumers; ++part) ptx::bar_arrive(kDqEmpty + part, kWarpgroupThreads + 32);
-#pragma unroll
-      for (int part = 0; part < kNumConsumers; ++part) ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);
-      continue;
-    }
-    release_dq<1>(0, is_end);
-    release_dq<0>(1, is_end);
-    if constexpr (config::kAddsDqInOrder) {
-      if (unsignalled != nullptr) signal_addition(unsignalled);
-      unsignalled = arrivals;
-    }
-    if (is_end) return;
-    // counted here, when no copy of an earlier step is pending
-    const bool is_first = config::kAddsDqInOrder ? wait_for_key_tiles(arrivals, num_before)
-                                                 : kFirstArrivalStoresDq && arrives_first(arrivals);
-#pragma unroll
-    for (int part = 0; part < kNumConsumers; ++part) {
-      ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);
-      store_dq_sum(sum, part, is_first || (kFinishesDqInOrder && flags & StepMessage::kStoresDq));
-    }
-    if (dq.stored != 0 || dq.is_done) attention::signal_dq_semaphore(dq);
-    if (is_first && !config::kAddsDqInOrder) {
-      tile::wait_bulk_copies();
-      tile::signal(arrivals, attention::kDqIsStored);
-    }
-  }
-}
-
-// Run the dQ writer with a list whose last tile of keys that arrives at a tile of queries finishes its dQ. A warp
-// signals its earlier additions before it waits, so that no two blocks wait for each other. Called by a warp.
-CUFLASH_DEVICE void dq_writer_fused() {
-  SharedStorage& smem = shared();
-  int phase = 0, count = 0;
-  int* unsignalled = nullptr;  // counter of the step before, whose additions are signalled once they are complete
-  const auto signal_previous = [&] {
-    if (unsignalled == nullptr) return;
-    tile::wait_bulk_copies();
-    tile::signal(unsignalled, attention::kArrivalIsDone);
-    unsignalled = nullptr;
-  };
-  const auto arrive_early = [&](const PipelineState& state) {  // started early, since the atomic has a long latency
-    tile::wait_full(smem.q[state.stage], state.phase);
-    if (!smem.messages[state.stage].is(StepMessage::kEndOfWork)) count =
-        tile::start_fetch_increment(smem.messages[state.stage].arrivals);
-  };
-  PipelineState state;
-  arrive_early(state);
-  while (!smem.messages[state.stage].is(StepMessage::kEndOfWork)) {
-    const StepMessage& message = smem.messages[state.stage];
-    count = tile::broadcast_lane_0(count);
-    const auto arrival = attention::DqArrival::of(count, smem.queries[state.stage].stats.arrivals.expected);
-    const bool is_last = arrival.is_last, is_first = arrival.before == 0;
-    if (count / attention::kArrivalIsDone < arrival.num_awaited) {
-      signal_previous();
-      attention::wait_for_arrivals(arrival, message.arrivals);
-    }
-    if (!is_first) ptx::fence_proxy_async_global();
-    if (elect_one()) smem.dq_finish = !is_last ? DqFinish::kNot : is_first ? DqFinish::kAlone : DqFinish::kWithSums;
+  // Release a part of the staging buffer of dQ, once at most kPending bulk copies have yet to be read. Called by a
+  // warp.
+  template <int kPending>
+  static CUFLASH_DEVICE void release_dq(int part, bool is_end) {
+    ptx::bulk_wait_read<kPending>();
     __syncwarp();
-    if (is_last && !is_first) {
-      ptx::bulk_wait_read<0>();
-      __syncwarp();
-      load_dq_sum(message.dq_sum, phase);
-      phase ^= 1;
-    }
-    release_dq<1>(0, false);
-    release_dq<0>(1, false);
-    signal_previous();
-    const PipelineState next_state = state.next();
-    arrive_early(next_state);
-#pragma unroll
-    for (int part = 0; part < kNumConsumers; ++part) {
-      ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);
-      if (!is_last) store_dq_sum(message.dq_sum, part, is_first);
-    }
-    unsignalled = is_last ? nullptr : message.arrivals;
-    tile::arrive(smem.q[state.stage].empty);
-    state = next_state;
+    if (!is_end) ptx::bar_arrive(kDqEmpty + part, kWarpgroupThreads + 32);
+    __syncwarp();  // lanes advance together, so that the simulator sees a lane that arrives too early
   }
-  signal_previous();
-}
 
-}  // namespace cuflash
+  // Return the address of a part of the staging buffer.
+  static CUFLASH_DEVICE uint32_t dq_address(int part) {
+    return ptx::shared_address(ptx::dynamic_shared<unsigned char>() + dq_offset(part));
+  }
+
+  // Load the sums of a step's queries into the staging buffer, for consumers to add theirs. No copy of the calling warp
+  // may still read the buffer. Called by a warp.
+  static CUFLASH_DEVICE void load_dq_sum(const float* sum, int phase) {
+    SharedStorage& smem = shared();
+    if (ptx::elect_one()) {
+      ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&smem.dq_sum_loaded), kNumConsumers * kDqPartBytes);
+      ptx::bulk_load(dq_address(0), sum, kNumConsumers * kDqPartBytes, ptx::shared_address(&smem.dq_sum_loaded));
+    }
+    __syncwarp();
+    ptx::mbarrier_wait(ptx::shared_address(&smem.dq_sum_loaded), phase);
+    __syncwarp();
+  }
+
+  // Store a staged part of dQ as sums in global memory, or add it to them, by a bulk copy. Called by a warp.
+  static CUFLASH_DEVICE void store_dq_sum(float* sum, int part, bool stores) {
+    ptx::fence_proxy_async();  // makes the consumers' writes, which the barrier has ordered, visible to bulk copies
+    float* const part_sum = sum + part * kDqPartBytes / 4;
+    if (stores) ptx::bulk_store(part_sum, dq_address(part), kDqPartBytes);
+    else ptx::bulk_add(part_sum, dq_address(part), kDqPartBytes);
+    ptx::bulk_commit();
+  }
+
+  // Count the arrival of a step at its queries. Return whether it is the first one; otherwise wait until the first one
+  // has stored their sums. Called by a warp.
+  static CUFLASH_DEVICE bool arrives_first(int* arrivals) {
+    const int num_before = tile::warp_fetch_increment(arrivals);
+    if (num_before != 0 && !(num_before & kDqIsStored)) tile::wait_for_bits(arrivals, kDqIsStored);
+    return num_before == 0;
+  }
+
+  // Return how many tiles of keys store or add to the sums of a step's queries before the step's own tile, in kernels
+  // that add in the order of the tiles (kAddsDqInOrder).
+  static CUFLASH_DEVICE int num_key_tiles_before(int stage) {
+    const SharedStorage& smem = shared();
+    return smem.queries[stage].stats.arrivals.expected - smem.works[smem.messages[stage].work].tile.first / kBlockKv;
+  }
+  // Wait until `num_before` tiles of keys are done with the sums of a step's queries. Return whether there are none.
+  // Called by a warp.
+  static CUFLASH_DEVICE bool wait_for_key_tiles(const int* num_done, int num_before) {
+    if (num_before > 0) tile::wait_at_least(num_done, num_before);
+    return num_before == 0;
+  }
+  // Signal that a step is done with its sums. Called by a warp.
+  static CUFLASH_DEVICE void signal_addition(int* num_done) {
+    tile::wait_bulk_copies();
+    tile::signal(num_done, 1);
+  }
+
+  // Run the dQ writer: for each step, wait until a consumer warpgroup has staged its part of dQ, add the part to the
+  // sums, and release the buffer when the copy has read it. A step that finishes dQ instead loads the sums for the
+  // consumers. Called by a warp.
+  static CUFLASH_DEVICE void dq_writer() {
+    SharedStorage& smem = shared();
+    int phase = 0;
+    int* unsignalled = nullptr;  // counter of the step before, whose additions are signalled once they are complete
+    for (PipelineState state;; state = state.next()) {
+      tile::wait_full(smem.q[state.stage], state.phase);
+      const StepMessage& message = smem.messages[state.stage];
+      const int flags = message.flags;
+      const bool is_end = flags & StepMessage::kEndOfWork,
+                 finishes = kFinishesDqInOrder && flags & StepMessage::kFinalizesDq;
+      float* const sum = message.dq_sum;
+      int* const arrivals = message.arrivals;
+      DqSemaphoreOp dq{};
+      if (kFinishesDqInOrder && flags & StepMessage::kUsesDqSemaphore) dq = message.dq;
+      const int num_before = Config::kAddsDqInOrder && !is_end ? num_key_tiles_before(state.stage) : 0;
+      tile::arrive(smem.q[state.stage].empty);
+      if (dq.awaited_bits_or_count != 0) wait_dq_semaphore(dq, finishes);
+      if (finishes) {  // the tile before has signalled that its copies are complete
+        load_dq_sum(sum, phase);
+        phase ^= 1;
+#pragma unroll
+        for (int part = 0; part < kNumConsumers; ++part) ptx::bar_arrive(kDqEmpty + part, kWarpgroupThreads + 32);
+#pragma unroll
+        for (int part = 0; part < kNumConsumers; ++part) ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);
+        continue;
+      }
+      release_dq<1>(0, is_end);
+      release_dq<0>(1, is_end);
+      if constexpr (Config::kAddsDqInOrder) {
+        if (unsignalled != nullptr) signal_addition(unsignalled);
+        unsignalled = arrivals;
+      }
+      if (is_end) return;
+      // counted here, when no copy of an earlier step is pending
+      const bool is_first = Config::kAddsDqInOrder ? wait_for_key_tiles(arrivals, num_before)
+                                                   : kFirstArrivalStoresDq && arrives_first(arrivals);
+#pragma unroll
+      for (int part = 0; part < kNumConsumers; ++part) {
+        ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);
+        store_dq_sum(sum, part, is_first || (kFinishesDqInOrder && flags & StepMessage::kStoresDq));
+      }
+      if (dq.stored != 0 || dq.is_done) signal_dq_semaphore(dq);
+      if (is_first && !Config::kAddsDqInOrder) {
+        tile::wait_bulk_copies();
+        tile::signal(arrivals, kDqIsStored);
+      }
+    }
+  }
+
+  // Run the dQ writer with a list whose last tile of keys that arrives at a tile of queries finishes its dQ. A warp
+  // signals its earlier additions before it waits, so that no two blocks wait for each other. Called by a warp.
+  static CUFLASH_DEVICE void dq_writer_fused() {
+    SharedStorage& smem = shared();
+    int phase = 0, count = 0;
+    int* unsignalled = nullptr;  // counter of the step before, whose additions are signalled once they are complete
+    const auto signal_previous = [&] {
+      if (unsignalled == nullptr) return;
+      tile::wait_bulk_copies();
+      tile::signal(unsignalled, kArrivalIsDone);
+      unsignalled = nullptr;
+    };
+    const auto arrive_early = [&](const PipelineState& state) {  // started early, since the atomic has a long latency
+      tile::wait_full(smem.q[state.stage], state.phase);
+      if (!smem.messages[state.stage].is(StepMessage::kEndOfWork))
+        count = tile::start_fetch_increment(smem.messages[state.stage].arrivals);
+    };
+    PipelineState state;
+    arrive_early(state);
+    while (!smem.messages[state.stage].is(StepMessage::kEndOfWork)) {
+      const StepMessage& message = smem.messages[state.stage];
+      count = tile::broadcast_lane_0(count);
+      const auto arrival = DqArrival::of(count, smem.queries[state.stage].stats.arrivals.expected);
+      const bool is_last = arrival.is_last, is_first = arrival.before == 0;
+      if (count / kArrivalIsDone < arrival.num_awaited) {
+        signal_previous();
+        wait_for_arrivals(arrival, message.arrivals);
+      }
+      if (!is_first) ptx::fence_proxy_async_global();
+      if (ptx::elect_one())
+        smem.dq_finish = !is_last ? DqFinish::kNot : is_first ? DqFinish::kAlone : DqFinish::kWithSums;
+      __syncwarp();
+      if (is_last && !is_first) {
+        ptx::bulk_wait_read<0>();
+        __syncwarp();
+        load_dq_sum(message.dq_sum, phase);
+        phase ^= 1;
+      }
+      release_dq<1>(0, false);
+      release_dq<0>(1, false);
+      signal_previous();
+      const PipelineState next_state = state.next();
+      arrive_early(next_state);
+#pragma unroll
+      for (int part = 0; part < kNumConsumers; ++part) {
+        ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);
+        if (!is_last) store_dq_sum(message.dq_sum, part, is_first);
+      }
+      unsignalled = is_last ? nullptr : message.arrivals;
+      tile::arrive(smem.q[state.stage].empty);
+      state = next_state;
+    }
+    signal_previous();
+  }
+};
+
+}  // namespace cuflash::sm90

@@ -6,44 +6,53 @@
 #include <sm90/store_boxes.cuh>
 
 // Results of sm90_forward: lse and O of a tile.
-namespace cuflash {
+namespace cuflash::sm90 {
 
-using Softmax = attention::LazySoftmax<Scores::kRows>;
+template <class Config>
+struct ForwardEpilogue : ForwardTiles<Config> {
+  using Base = ForwardTiles<Config>;
+  using typename Base::DropoutArgument, typename Base::Element, typename Base::Output, typename Base::Scores,
+      typename Base::SinkArgument, typename Base::SmemQ;
+  using Base::kBlockQ, Base::kHeadDim, Base::kPingPong, Base::kQStages, Base::kValueDim, Base::merge_sink_into,
+      Base::own_group, Base::q_smem, Base::q_stage_of, Base::shared, Base::store_lse, Base::tile_info_index;
 
-// O is staged in the slot of its Q: a warp writes only where its own rows of Q were.
-using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
-constexpr bool kStoresOByTma =
-    kQStages > 1 && kValueDim <= kHeadDim && SmemO::kPanelWidth == SmemQ::kPanelWidth;
+  using Softmax = attention::LazySoftmax<Scores::kRows>;
 
-// Write lse and O of a tile. If TMA can store O, each warp stages its rows in the slot of Q and stores them as a box.
-CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps,
-                             unsigned num_tiles_done, const Softmax& softmax, Output& o, bool is_last,
-                             attention::SinkArgument sink, attention::DropoutArgument dropout) {
-  using namespace attention;
-  const BatchHead& batch_head = shared().tile_infos[tile_info_index(num_tiles_done)].work.batch_head;
-  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
-  float row_lse[Output::kRows];
-  softmax.finalize(o, shared().softmax_scale_log2, row_lse);
-  if constexpr (config::kHasDropout) o.scale(dropout.factor);
-  merge_sink_into(o, row_lse, logit);
-  const EpilogueTarget target = shared().tile_infos[tile_info_index(num_tiles_done)].epilogue_target;
-  if (kStoresOByTma && target.uses_tma_store) {
-    // The warpgroup's products must have read Q. With ping-pong, the wait before the next tile's first products ensures
-    // it.
-    if (!kPingPong || is_last) ptx::bar_sync(kQEmptyBarrier + own_group(), kWarpgroupThreads);
-    store_boxes<Element>(maps, target, SmemO{q_smem(q_stage_of(num_tiles_done)).start}, o);
-  } else {
-    const WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-    const auto all = matrix<Element>(params.o, work.batch_head, work.batch_head.head, 0, params.shape.value_dim);
-    tile::store(all.rows(work.first, work.last), o);
+  // O is staged in the slot of its Q: a warp writes only where its own rows of Q were.
+  using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
+  static constexpr bool kStoresOByTma =
+      kQStages > 1 && kValueDim <= kHeadDim&& SmemO::kPanelWidth == SmemQ::kPanelWidth;
+
+  // Write lse and O of a tile. If TMA can store O, each warp stages its rows in the slot of Q and stores them as a box.
+  static CUFLASH_DEVICE void epilogue(const attention::Params& params, const TensorMaps& maps, unsigned num_tiles_done,
+                                      const Softmax& softmax, Output& o, bool is_last, SinkArgument sink,
+                                      DropoutArgument dropout) {
+    using namespace attention;
+    const BatchHead& batch_head = shared().tile_infos[tile_info_index(num_tiles_done)].work.batch_head;
+    const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
+    float row_lse[Output::kRows];
+    softmax.finalize(o, shared().softmax_scale_log2, row_lse);
+    if constexpr (Config::kHasDropout) o.scale(dropout.factor);
+    merge_sink_into(o, row_lse, logit);
+    const EpilogueTarget target = shared().tile_infos[tile_info_index(num_tiles_done)].epilogue_target;
+    if (kStoresOByTma && target.uses_tma_store) {
+      // The warpgroup's products must have read Q. With ping-pong, the wait before the next tile's first products
+      // ensures it.
+      if (!kPingPong || is_last) ptx::bar_sync(kQEmptyBarrier + own_group(), kWarpgroupThreads);
+      store_boxes<Element>(maps, target, SmemO{q_smem(q_stage_of(num_tiles_done)).start}, o);
+    } else {
+      const WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
+      const auto all = matrix<Element>(params.o, work.batch_head, work.batch_head.head, 0, params.shape.value_dim);
+      tile::store(all.rows(work.first, work.last), o);
+    }
+    store_lse(params, target, o, row_lse);
   }
-  store_lse(params, target, o, row_lse);
-}
 
-// Release the slot of a tile's Q, one of two, once TMA has read O from it.
-CUFLASH_DEVICE void release_q(unsigned num_tiles_done) {
-  ptx::bulk_wait_read<0>();
-  tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
-}
+  // Release the slot of a tile's Q, one of two, once TMA has read O from it.
+  static CUFLASH_DEVICE void release_q(unsigned num_tiles_done) {
+    ptx::bulk_wait_read<0>();
+    tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);
+  }
+};
 
-}  // namespace cuflash
+}  // namespace cuflash::sm90

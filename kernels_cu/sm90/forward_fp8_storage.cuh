@@ -3,47 +3,54 @@
 #include <sm90/forward_tiles.cuh>
 
 // Register tiles and shared memory of sm90_forward_fp8, beside those of sm90/forward_tiles.cuh and sm90/kv_storage.cuh.
-namespace cuflash {
+namespace cuflash::sm90 {
 
-using PackedP = tile::E4M3Operand<Scores>;
-using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
-using RowScales = float[Scores::kRows];
-constexpr int kStepsOfSum = 512 / kBlockKv;  // upper limit of the steps in a sum: 512 keys, as in fp8/cuts.py
-// weights absorb a scale that differs from the sum's by at most so many powers of two
-constexpr float kLargestShift = 1;
+template <class Config>
+struct ForwardFp8Storage : ForwardTiles<Config> {
+  using Base = ForwardTiles<Config>;
+  using typename Base::Element, typename Base::Scores, typename Base::SharedStorage;
+  using Base::kBlockKv, Base::kBlockQ, Base::kNumConsumers, Base::kNumStages, Base::kStorageOffset, Base::kValueDim;
 
-// Scales of steps, which are stored beside the messages.
-struct alignas(16) StepScales {
-  struct alignas(16) Step {
-    float key;
-    float shift, unshift;  // base-2 logarithm of the ratio of the values' scale to that of their sum; 2^-shift
-    float ended_scale;  // scale of the sum that ends before the step; negative if the step continues the sum
+  using PackedP = tile::E4M3Operand<Scores>;
+  using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
+  using RowScales = float[Scores::kRows];
+  static constexpr int kStepsOfSum = 512 / kBlockKv;  // upper limit of the steps in a sum: 512 keys, as in fp8/cuts.py
+  // weights absorb a scale that differs from the sum's by at most so many powers of two
+  static constexpr float kLargestShift = 1;
+
+  // Scales of steps, which are stored beside the messages.
+  struct alignas(16) StepScales {
+    struct alignas(16) Step {
+      float key;
+      float shift, unshift;  // base-2 logarithm of the ratio of the values' scale to that of their sum; 2^-shift
+      float ended_scale;  // scale of the sum that ends before the step; negative if the step continues the sum
+    };
+    Step steps[kNumStages];
+    // Used by the producer alone: the scales of K and of V that the tile has, and the sum of the last step.
+    const float *of_keys, *of_values;
+    float sum_scale, sum_scale_log2;
+    int num_steps_of_sum;
+    float sum_scales[kNumStages];  // for each step: scale of the sum that has its values
   };
-  Step steps[kNumStages];
-  // Used by the producer alone: the scales of K and of V that the tile has, and the sum of the last step.
-  const float *of_keys, *of_values;
-  float sum_scale, sum_scale_log2;
-  int num_steps_of_sum;
-  float sum_scales[kNumStages];  // for each step: scale of the sum that has its values
+  // State of a consumer thread in shared memory, which saves registers: the scales of its rows, and their maxima.
+  struct alignas(16) ThreadState {
+    float row_scales[2], row_max[2];
+  };
+  static constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
+  static CUFLASH_DEVICE StepScales& step_scales() {
+    return *reinterpret_cast<StepScales*>(ptx::dynamic_shared<unsigned char>() + kStepScalesOffset);
+  }
+  static constexpr bool kStoresOByTma = sizeof(Element) == 2;
+  static constexpr int kThreadStatesOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 15) / 16 * 16;
+  static CUFLASH_DEVICE ThreadState& thread_state() {
+    const int number = ptx::thread_index() - kWarpgroupThreads;
+    return reinterpret_cast<ThreadState*>(ptx::dynamic_shared<unsigned char>() + kThreadStatesOffset)[number];
+  }
+  static constexpr int kThreadStatesEnd =
+      kThreadStatesOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadState));
+  static constexpr int kSmemOOffset = (kThreadStatesEnd + 1023) / 1024 * 1024;
+  static constexpr int kSharedBytes =
+      kSmemOOffset + (kStoresOByTma ? kBlockQ * kValueDim * static_cast<int>(sizeof(Element)) : 0);
 };
-// State of a consumer thread in shared memory, which saves registers: the scales of its rows, and their maxima.
-struct alignas(16) ThreadState {
-  float row_scales[2], row_max[2];
-};
-constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
-CUFLASH_DEVICE StepScales& step_scales() {
-  return *reinterpret_cast<StepScales*>(ptx::dynamic_shared<unsigned char>() + kStepScalesOffset);
-}
-constexpr bool kStoresOByTma = sizeof(Element) == 2;
-constexpr int kThreadStatesOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 15) / 16 * 16;
-CUFLASH_DEVICE ThreadState& thread_state() {
-  const int number = ptx::thread_index() - kWarpgroupThreads;
-  return reinterpret_cast<ThreadState*>(ptx::dynamic_shared<unsigned char>() + kThreadStatesOffset)[number];
-}
-constexpr int kThreadStatesEnd =
-    kThreadStatesOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadState));
-constexpr int kSmemOOffset = (kThreadStatesEnd + 1023) / 1024 * 1024;
-constexpr int kSharedBytes =
-    kSmemOOffset + (kStoresOByTma ? kBlockQ * kValueDim * static_cast<int>(sizeof(Element)) : 0);
 
-}  // namespace cuflash
+}  // namespace cuflash::sm90

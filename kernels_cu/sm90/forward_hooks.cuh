@@ -3,29 +3,32 @@
 #include <sm90/kv_storage.cuh>
 
 // The producer warps (sm90/kv_pipeline.cuh) of all forward kernels call these functions for queries that see no key.
-namespace cuflash {
+namespace cuflash::sm90 {
 
+template <class Config>
 struct ForwardHooks {
+  using Element = typename Config::Element;
+
   // Write lse = -inf and o = 0 of queries that see no key, or what their sink makes of them. Called by a warp.
   static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
-                                              attention::SinkArgument sink) {
+                                              attention::SinkArgument<Config> sink) {
     using namespace attention;
     const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
     const auto lse = matrix<float>(params.lse, work.batch_head, work.batch_head.head, length, 1);
     const auto o = matrix<Element>(params.o, work.batch_head, work.batch_head.head, length, num_columns);
     float row_lse = ptx::negative_infinity<float>();
     Element zero = {};
-    if (config::kHasSink) {
+    if (Config::kHasSink) {
       const float logit = sink_logit<float>(sink, work.batch_head, work.batch_head.head);
       tile::to_element(0 * merge_sink(row_lse, logit), zero);
     }
 #pragma unroll 1
     for (int row = work.first; row < work.last; ++row) {
-      if (elect_one()) lse.at(row, 0) = row_lse;
+      if (is_first_lane()) lse.at(row, 0) = row_lse;
 #pragma unroll 1
       for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = zero;
     }
   }
 };
 
-}  // namespace cuflash
+}  // namespace cuflash::sm90

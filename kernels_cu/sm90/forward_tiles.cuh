@@ -2,50 +2,57 @@
 #include <attention/mask_softmax_mma.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
-#include <sm90/kv_pipeline.cuh>
 #include <sm90/ping_pong.cuh>
 
 // Definitions that sm90_forward and sm90_forward_fp8 share: register tiles of a consumer warpgroup, operands of the
 // product of scores, masks, and the store of lse. In both kernels num_tiles_done and num_k_blocks count the tiles and
 // the blocks of keys that a warpgroup has read.
-namespace cuflash {
+namespace cuflash::sm90 {
 
-constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
+template <class Config>
+struct ForwardTiles : PingPong<Config> {
+  using Base = PingPong<Config>;
+  using typename Base::SmemK, typename Base::SmemQ, typename Base::StepMessage;
+  using Base::kBlockKv, Base::kMinBlocks, Base::kNumConsumers, Base::kValueDim, Base::mask_block, Base::q_smem,
+      Base::q_stage_of, Base::shared, Base::stage_of, Base::tile_info_index;
 
-using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
-using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
+  static constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 
-using QOperand = tile::KMajor<SmemQ>;
-using KOperand = tile::KMajor<SmemK>;
-CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tiles_done) {
-  return QOperand(q_smem(q_stage_of(num_tiles_done)), 64 * (group % kNumConsumers));
-}
+  using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
+  using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 
-// Hide masked scores, and negate scores if the scale is not positive.
-CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, unsigned num_tiles_done,
-                                    unsigned num_k_blocks) {
-  using Signs = attention::LazySoftmax<Scores::kRows>;
-  const StepMessage& message = shared().messages[stage_of(num_k_blocks)];
-  const double softmax_scale = attention::exponent_scale(params.shape);
-  if (Signs::needs_negation(softmax_scale)) Signs::negate(s, softmax_scale);
-  mask_block(params, s, shared().tile_infos[tile_info_index(num_tiles_done)], message);
-}
-
-// Merge the rows of O and lse with the head's sink, if the kernel has one.
-CUFLASH_DEVICE void merge_sink_into(Output& o, float (&row_lse)[Output::kRows], float logit) {
-  if constexpr (config::kHasSink)
-#pragma unroll
-    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, attention::merge_sink(row_lse[i], logit));
-}
-
-// Store lse of a thread's rows; of the threads that share a row, the one with its first column stores it.
-CUFLASH_DEVICE void store_lse(const attention::Params& params, const EpilogueTarget& target, const Output& o,
-                              const float (&row_lse)[Output::kRows]) {
-#pragma unroll
-  for (int i = 0; i < o.kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
+  using QOperand = tile::KMajor<SmemQ>;
+  using KOperand = tile::KMajor<SmemK>;
+  static CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tiles_done) {
+    return QOperand(q_smem(q_stage_of(num_tiles_done)), 64 * (group % kNumConsumers));
   }
-}
 
-}  // namespace cuflash
+  // Hide masked scores, and negate scores if the scale is not positive.
+  static CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, unsigned num_tiles_done,
+                                             unsigned num_k_blocks) {
+    using Signs = attention::LazySoftmax<Scores::kRows>;
+    const StepMessage& message = shared().messages[stage_of(num_k_blocks)];
+    const double softmax_scale = attention::exponent_scale(params.shape);
+    if (Signs::needs_negation(softmax_scale)) Signs::negate(s, softmax_scale);
+    mask_block(params, s, shared().tile_infos[tile_info_index(num_tiles_done)], message);
+  }
+
+  // Merge the rows of O and lse with the head's sink, if the kernel has one.
+  static CUFLASH_DEVICE void merge_sink_into(Output& o, float (&row_lse)[Output::kRows], float logit) {
+    if constexpr (Config::kHasSink)
+#pragma unroll
+      for (int i = 0; i < o.kRows; ++i) o.scale_row(i, attention::merge_sink(row_lse[i], logit));
+  }
+
+  // Store lse of a thread's rows; of the threads that share a row, the one with its first column stores it.
+  static CUFLASH_DEVICE void store_lse(const attention::Params& params, const EpilogueTarget& target, const Output& o,
+                                       const float (&row_lse)[Output::kRows]) {
+#pragma unroll
+    for (int i = 0; i < o.kRows; ++i) {
+      const int row = o.first_row() + o.row(i);
+      if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
+    }
+  }
+};
+
+}  // namespace cuflash::sm90

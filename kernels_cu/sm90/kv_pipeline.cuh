@@ -1,93 +1,101 @@
 #pragma once
 #include <sm90/kv_producer.cuh>
-#include <sm90/kv_tile_scheduler.cuh>
 
 // The pipeline of Hopper's kernels that keep a tile of queries and walk the blocks of keys it visits. The producer
 // warpgroup has a warp that schedules tiles (sm90/kv_tile_scheduler.cuh) and two that load Q, K and V, and dO in a
 // backward pass (sm90/kv_producer.cuh). The consumer warpgroups multiply, 64 rows of queries each. Blocks take further
 // tiles until none is left. This file has the masks and barriers of consumers and the roles of warps.
-namespace cuflash {
+namespace cuflash::sm90 {
 
 // Numbers of the producer warps: the first loads Q, dO and K, the second V, and the third schedules tiles. The fourth
 // loads the staged array, or stores the scales of operands of 8 bits.
 enum ProducerWarp { kLoadsKeys, kLoadsValues, kSchedulesTiles };
 
-// Wait for the Q of a tile. Return false if no tile is left.
-CUFLASH_DEVICE bool wait_tile(unsigned num_tiles_done) {
-  tile::wait_full(shared().q[q_stage_of(num_tiles_done)], q_phase_of(num_tiles_done));
-  return !shared().tile_infos[tile_info_index(num_tiles_done)].is_end;
-}
+template <class Config>
+struct KvPipeline : KvProducer<Config> {
+  using Base = KvProducer<Config>;
+  using typename Base::KeptRing, typename Base::NoKeptRing, typename Base::PagesArgument, typename Base::ScalesArgument,
+      typename Base::SinkArgument, typename Base::StepMessage, typename Base::WorkTileInfo;
+  using Base::array_slot, Base::kLoadsDo, Base::kNumConsumers, Base::kNumStages, Base::kQStages, Base::load_array,
+      Base::load_keys, Base::load_values, Base::q_phase_of, Base::q_stage_of, Base::schedule_tiles, Base::shared,
+      Base::stage_of, Base::tile_info_index, Base::write_scales;
 
-// Return the flags of a step for a warpgroup.
-CUFLASH_DEVICE int flags_of_warpgroup(int group, unsigned num_k_blocks) {
-  return shared().messages[stage_of(num_k_blocks)].flags[group % kNumConsumers];
-}
-
-// Set the scores of a step that masks hide, and those of keys that the step before had, to -inf; in a backward pass to
-// `masked_score`.
-template <class Tile>
-CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const WorkTileInfo& tile_info,
-                               const StepMessage& message) {
-  const float hidden = kLoadsDo ? attention::masked_score() : ptx::negative_infinity<float>();
-  if (!config::kIsListed && tile_info.is_band)
-    return attention::mask_band(s, message.block, hidden, tile_info.band, message.unread_start);
-  attention::mask_rows<config::kIsListed>(s, message.block, hidden, [&](int row) {
-    auto row_mask = attention::row_mask_of_row(params, tile_info.work, message.block, row);
-    row_mask.lo = max(row_mask.lo, message.unread_start);
-    return row_mask;
-  });
-}
-
-// Initialise the barriers of the ring of kept weights, if the kernel has one.
-CUFLASH_DEVICE void init_kept_barriers(const KeptRing<false>&) {}
-CUFLASH_DEVICE void init_kept_barriers(const KeptRing<true>& ring) {
-  for (const tile::PipelineSlot& slot : ring.kept) {
-    ptx::mbarrier_init(ptx::shared_address(&slot.full), 4 * tile::kArrivalsPerWarp);
-    ptx::mbarrier_init(ptx::shared_address(&slot.empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
+  // Wait for the Q of a tile. Return false if no tile is left.
+  static CUFLASH_DEVICE bool wait_tile(unsigned num_tiles_done) {
+    tile::wait_full(shared().q[q_stage_of(num_tiles_done)], q_phase_of(num_tiles_done));
+    return !shared().tile_infos[tile_info_index(num_tiles_done)].is_end;
   }
-}
 
-// Initialise the barriers of all slots. Called by one thread, before the roles start.
-CUFLASH_DEVICE void init_barriers() {
-  tile::PipelineSlot* const slots = shared().q;
-  for (int i = 0; i < kQStages + 2 * kNumStages; ++i) {
-    const bool is_k = i >= kQStages && i < kQStages + kNumStages;
-    ptx::mbarrier_init(ptx::shared_address(&slots[i].full),
-                       ((kLoadsDo && i < kQStages) || (config::kIsQuantized && is_k) ? 2 : 1) *
-                           tile::kArrivalsPerWarp);
-    ptx::mbarrier_init(ptx::shared_address(&slots[i].empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
+  // Return the flags of a step for a warpgroup.
+  static CUFLASH_DEVICE int flags_of_warpgroup(int group, unsigned num_k_blocks) {
+    return shared().messages[stage_of(num_k_blocks)].flags[group % kNumConsumers];
   }
-  init_kept_barriers(shared());
-  for (const tile::PipelineSlot& tile_info_slot : shared().tile_info_slots) {
-    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.full), tile::kArrivalsPerWarp);
-    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty),
-                       (2 + kStagesArray + config::kIsQuantized) * tile::kArrivalsPerWarp);
+
+  // Set the scores of a step that masks hide, and those of keys that the step before had, to -inf; in a backward pass
+  // to `masked_score`.
+  template <class Tile>
+  static CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const WorkTileInfo& tile_info,
+                                        const StepMessage& message) {
+    const float hidden = kLoadsDo ? attention::masked_score() : ptx::negative_infinity<float>();
+    if (!Config::kIsListed && tile_info.is_band)
+      return attention::mask_band(s, message.block, hidden, tile_info.band, message.unread_start);
+    attention::mask_rows<Config::kIsListed>(s, message.block, hidden, [&](int row) {
+      auto row_mask = attention::row_mask_of_row(params, tile_info.work, message.block, row);
+      row_mask.lo = max(row_mask.lo, message.unread_start);
+      return row_mask;
+    });
   }
-  if constexpr (kStagesArray)
-    for (int i = 0; i < kNumStages * kNumConsumers; ++i) {
-      const tile::PipelineSlot& slot = array_slot(i / kNumConsumers, i % kNumConsumers);
-      ptx::mbarrier_init(ptx::shared_address(&slot.full), tile::kArrivalsPerWarp);
-      ptx::mbarrier_init(ptx::shared_address(&slot.empty), 4 * tile::kArrivalsPerWarp);
+
+  // Initialise the barriers of the ring of kept weights, if the kernel has one.
+  static CUFLASH_DEVICE void init_kept_barriers(const NoKeptRing&) {}
+  static CUFLASH_DEVICE void init_kept_barriers(const KeptRing& ring) {
+    for (const tile::PipelineSlot& slot : ring.kept) {
+      ptx::mbarrier_init(ptx::shared_address(&slot.full), 4 * tile::kArrivalsPerWarp);
+      ptx::mbarrier_init(ptx::shared_address(&slot.empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
     }
-  ptx::fence_mbarrier_init();
-}
+  }
 
-// Run the role of a producer warp. `Hooks` has what kernels do themselves:
-//   write_empty_rows(params, work, sink)
-//       write the results of a tile whose queries see no key
-//   read_scales(scales, tile_info, key, is_first), store_scales(scales_of_step, stage, is_first)
-//       with operands of 8 bits: return the scales of a step, and store them beside its message
-template <class Hooks>
-CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
-                            attention::SinkArgument sink, attention::PagesArgument pages,
-                            attention::ScalesArgument scales, const score::Function& score,
-                            StagedMapArgument staged_map) {
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == kLoadsKeys) load_keys(params, maps, pages);
-  else if (warp == kLoadsValues) load_values(params, maps, pages);
-  else if (warp == kSchedulesTiles) schedule_tiles<Hooks>(params, maps, sink, pages);
-  else if constexpr (kStagesArray) load_array(params, score, staged_map);
-  else write_scales<Hooks>(params, scales);
-}
+  // Initialise the barriers of all slots. Called by one thread, before the roles start.
+  static CUFLASH_DEVICE void init_barriers() {
+    tile::PipelineSlot* const slots = shared().q;
+    for (int i = 0; i < kQStages + 2 * kNumStages; ++i) {
+      const bool is_k = i >= kQStages && i < kQStages + kNumStages;
+      ptx::mbarrier_init(
+          ptx::shared_address(&slots[i].full),
+          ((kLoadsDo && i < kQStages) || (Config::kIsQuantized && is_k) ? 2 : 1) * tile::kArrivalsPerWarp);
+      ptx::mbarrier_init(ptx::shared_address(&slots[i].empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
+    }
+    init_kept_barriers(shared());
+    for (const tile::PipelineSlot& tile_info_slot : shared().tile_info_slots) {
+      ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.full), tile::kArrivalsPerWarp);
+      ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty),
+                         (2 + kStagesArray + Config::kIsQuantized) * tile::kArrivalsPerWarp);
+    }
+    if constexpr (kStagesArray)
+      for (int i = 0; i < kNumStages * kNumConsumers; ++i) {
+        const tile::PipelineSlot& slot = array_slot(i / kNumConsumers, i % kNumConsumers);
+        ptx::mbarrier_init(ptx::shared_address(&slot.full), tile::kArrivalsPerWarp);
+        ptx::mbarrier_init(ptx::shared_address(&slot.empty), 4 * tile::kArrivalsPerWarp);
+      }
+    ptx::fence_mbarrier_init();
+  }
 
-}  // namespace cuflash
+  // Run the role of a producer warp. `Hooks` has what kernels do themselves:
+  //   write_empty_rows(params, work, sink)
+  //       write the results of a tile whose queries see no key
+  //   read_scales(scales, tile_info, key, is_first), store_scales(scales_of_step, stage, is_first)
+  //       with operands of 8 bits: return the scales of a step, and store them beside its message
+  template <class Hooks>
+  static CUFLASH_DEVICE void produce(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
+                                     PagesArgument pages, ScalesArgument scales, const score::Function& score,
+                                     StagedMapArgument staged_map) {
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == kLoadsKeys) load_keys(params, maps, pages);
+    else if (warp == kLoadsValues) load_values(params, maps, pages);
+    else if (warp == kSchedulesTiles) Base::template schedule_tiles<Hooks>(params, maps, sink, pages);
+    else if constexpr (kStagesArray) load_array(params, score, staged_map);
+    else Base::template write_scales<Hooks>(params, scales);
+  }
+};
+
+}  // namespace cuflash::sm90

@@ -1,238 +1,248 @@
 #pragma once
 #include <attention/mask_softmax_mma.cuh>
 #include <attention/scales.cuh>
-#include <sm90/kv_storage.cuh>
+#include <sm90/kv_tile_scheduler.cuh>
 #include <sm90/page_copies.cuh>
 
 // The producer warps of the pipeline over keys (sm90/kv_pipeline.cuh): one loads Q, dO and K, another loads V, by TMA
 // where it can copy the rows. The first also writes the message of each step.
-namespace cuflash {
+namespace cuflash::sm90 {
 
-// Return the boxes that TMA copies into the slot of an operand.
-template <Operand kOperand>
-CUFLASH_DEVICE tile::TmaBoxes boxes_of(int stage) {
-  if constexpr (kOperand == kQ) return tile::TmaBoxes(q_smem(stage));
-  else if constexpr (kOperand == kK) return tile::TmaBoxes(k_smem(stage));
-  else if constexpr (kOperand == kV) return tile::TmaBoxes(v_smem(stage));
-  else return tile::TmaBoxes(do_smem(stage));
-}
+template <class Config>
+struct KvProducer : KvTileScheduler<Config> {
+  using Base = KvTileScheduler<Config>;
+  using typename Base::Element, typename Base::Listed, typename Base::OperandElement, typename Base::PagesArgument,
+      typename Base::SmemArray, typename Base::StepMessage, typename Base::WorkTileInfo;
+  using Base::array_slot, Base::array_smem, Base::do_smem, Base::kBlockKv, Base::kBlockQ, Base::kFetchesTileEarly,
+      Base::kLoadsDo, Base::kNumConsumers, Base::k_smem, Base::phase_of, Base::q_phase_of, Base::q_smem,
+      Base::q_stage_of, Base::shared, Base::stage_of, Base::tile_info_index, Base::v_smem, Base::wait_tile_info;
 
-// Start to copy rows first <= x < last of an operand into an empty slot. `zero_fills`: rows past them must become 0.
-// Called by a warp.
-template <Operand kOperand>
-CUFLASH_DEVICE void load_operand(const attention::Params& params, const attention::TensorMaps& maps,
-                                 const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info, int first,
-                                 int last, bool zero_fills) {
-  const attention::TensorMapParam& map = (&maps.q)[kOperand];
-  const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
-  // the rows of V are columns of the tensor map's matrix
-  constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;
-  // operands of 8 bits always have a tensor map
-  if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {
-    if (elect_one())
-      tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
-                                           kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
-    else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
-    return;
+  // Return the boxes that TMA copies into the slot of an operand.
+  template <Operand kOperand>
+  static CUFLASH_DEVICE tile::TmaBoxes boxes_of(int stage) {
+    if constexpr (kOperand == kQ) return tile::TmaBoxes(q_smem(stage));
+    else if constexpr (kOperand == kK) return tile::TmaBoxes(k_smem(stage));
+    else if constexpr (kOperand == kV) return tile::TmaBoxes(v_smem(stage));
+    else return tile::TmaBoxes(do_smem(stage));
   }
-  if constexpr (!config::kIsQuantized) {
-    constexpr bool kIsOfQueries = kOperand == kQ || kOperand == kDo, kHasValueDim = kOperand == kV || kOperand == kDo;
-    const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
-    const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
-    const auto all = attention::matrix<Element>(matrices, tile_info.work.batch_head, head, 0, num_columns);
-    tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; });
+
+  // Start to copy rows first <= x < last of an operand into an empty slot. `zero_fills`: rows past them must become 0.
+  // Called by a warp.
+  template <Operand kOperand>
+  static CUFLASH_DEVICE void load_operand(const attention::Params& params, const TensorMaps& maps,
+                                          const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
+                                          int first, int last, bool zero_fills) {
+    const TensorMapParam& map = (&maps.q)[kOperand];
+    const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
+    // the rows of V are columns of the tensor map's matrix
+    constexpr bool kIsTransposed = Config::kIsQuantized && kOperand == kV;
+    // operands of 8 bits always have a tensor map
+    if (Config::kIsQuantized || (has_tensor_map(map, matrices) && !zero_fills)) {
+      if (is_first_lane())
+        tile::tma_load_boxes<OperandElement>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
+                                             kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
+      else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
+      return;
+    }
+    if constexpr (!Config::kIsQuantized) {
+      constexpr bool kIsOfQueries = kOperand == kQ || kOperand == kDo, kHasValueDim = kOperand == kV || kOperand == kDo;
+      const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
+      const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
+      const auto all = attention::matrix<Element>(matrices, tile_info.work.batch_head, head, 0, num_columns);
+      tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; });
+      tile::arrive(slot.full);
+    }
+  }
+
+  // Start to copy the rows of K or V of a step into an empty slot. `zero_fills`: rows past them must become 0. Called
+  // by a warp.
+  template <Operand kOperand>
+  static CUFLASH_DEVICE void load_step(const attention::Params& params, const TensorMaps& maps, attention::NoPages,
+                                       const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
+                                       const attention::KvBlock& block, bool zero_fills) {
+    load_operand<kOperand>(params, maps, slot, stage, tile_info, block.start, block.stop, zero_fills);
+  }
+  // Start to copy the rows of K or V of a step from the pages of a sequence. Values that no query of the tile sees,
+  // before their window or past the end of the sequence, become 0, since 0 times NaN is not 0; scores of such keys are
+  // masked.
+  template <Operand kOperand>
+  static CUFLASH_DEVICE void load_step(const attention::Params& params, const TensorMaps& maps,
+                                       const attention::Pages& pages, const tile::PipelineSlot& slot, int stage,
+                                       const WorkTileInfo& tile_info, const attention::KvBlock& block, bool) {
+    const int sequence = tile_info.work.batch_head.batch_index;
+    const attention::Interval seen{attention::first_key(tile_info.visit_range),
+                                   attention::rows_of_sequence(pages, sequence).length};
+    PageCopy<Element> copy(boxes_of<kOperand>(stage), pages, sequence, tile_info.kv_head, block.start, seen);
+    if (kOperand == kV) copy.copy_cut_boxes((&params.q)[kOperand], params.shape.value_dim);
+    else copy.count_faults();
+    copy.start((&maps.q)[kOperand], slot);
+  }
+
+  // Return the flags of a step for a warpgroup. Further entries of a list may lie anywhere, so with a list only the
+  // last block of the tile is known to be the last one for the warpgroup.
+  static CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::KvBlock& block,
+                                       const GroupVisitRange& group_range, bool is_shifted, bool is_last_of_tile) {
+    using attention::BlockKind;
+    attention::KvBlock group_block = block;
+    if (block.kind == BlockKind::kInterval && block.start >= group_range.full_start &&
+        block.stop <= group_range.full_stop)
+      group_block.kind = BlockKind::kFull;
+    const bool is_unmasked = !is_shifted && attention::is_unmasked<kBlockKv>(group_block);
+    const bool is_last = is_last_of_tile || (!Config::kIsListed && block.stop >= group_range.stop);
+    // in a backward pass the exponent of P has the sign
+    const bool needs_negation = !kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
+    return (is_unmasked && !needs_negation) * StepMessage::kUnmasked + is_last * StepMessage::kLastForWarpgroup +
+           is_last_of_tile * StepMessage::kLastOfTile;
+  }
+
+  // Return whether a step ends before its block and before the end of the matrix. The rows after it must become 0,
+  // since they may hold NaN and 0 times NaN is not 0.
+  static CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int length) {
+    return block.stop - block.start < kBlockKv && block.stop < length;
+  }
+
+  // Steps keep their start and are not moved back at the end of a range: steps of a list, of pages and of operands of 8
+  // bits, the latter two at multiples of their width.
+  static constexpr bool kKeepsSteps = Config::kIsListed || Config::kIsPaged || Config::kIsQuantized;
+
+  // Return whether queries that belong to no sequence follow those of the tile, in its slot. Q must be 0 there, since
+  // it may hold NaN, and the rows of a warp decide together whether maxima rise.
+  static CUFLASH_DEVICE bool ends_before_unused_queries(const attention::Params& params,
+                                                        const attention::WorkTile& work) {
+    return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
+  }
+
+  // Load Q, dO and K of all tiles, and write the message of each step. Called by a warp.
+  static CUFLASH_DEVICE void load_keys(const attention::Params& params, const TensorMaps& maps, PagesArgument pages) {
+    using namespace attention;
+    unsigned num_k_blocks = 0, num_tiles_done = 0;  // numbers of blocks and tiles that are loaded
+    while (true) {
+      const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
+      const int q_stage = q_stage_of(num_tiles_done);
+      const tile::PipelineSlot& q = shared().q[q_stage];
+      if (tile_info.is_end) {
+        wait_slot_empty(q, q_phase_of(num_tiles_done));
+        if constexpr (kLoadsDo) tile::arrive(q.full);
+        return tile::arrive(q.full);
+      }
+      BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+      KvBlock block;
+      for (bool is_first = true; blocks.next(block); is_first = false) {
+        const int stage = stage_of(num_k_blocks), start = block.start;
+        const tile::PipelineSlot& k = shared().k[stage];
+        const bool is_shifted =
+            shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
+        const bool is_last_of_tile = !blocks.has_next();
+        const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
+                                     is_shifted, is_last_of_tile);
+        if (kFetchesTileEarly ? is_first : is_last_of_tile)
+          tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done + 1)].empty);
+        wait_slot_empty(k, phase_of(num_k_blocks));
+        StepMessage& message = shared().messages[stage];
+        if (tile::lane() < kNumConsumers) message.flags[tile::lane()] = flags;
+        if (is_first_lane()) {
+          message.block = block;
+          message.unread_start = start;
+        }
+        __syncwarp();
+        load_step<kK>(params, maps, pages, k, stage, tile_info, block,
+                      kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv));
+        ++num_k_blocks;
+        if (!is_first) continue;
+        wait_slot_empty(q, q_phase_of(num_tiles_done));
+        load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last,
+                         Config::kIsPaged && ends_before_unused_queries(params, tile_info.work));
+        if constexpr (kLoadsDo)
+          load_operand<kDo>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
+      }
+      ++num_tiles_done;
+    }
+  }
+
+  // Walk the steps of all tiles: call `visit(tile_info, block, num_blocks, is_first)` for each, with the number of
+  // steps before it and whether it is the first of its tile. Called by a warp that reads tile messages, beside the one
+  // that copies K.
+  template <class Visit>
+  static CUFLASH_DEVICE void walk_steps(const attention::Params& params, Visit visit) {
+    using namespace attention;
+    unsigned num_blocks = 0;
+    // all slots but the first are empty at the start
+    for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);
+    for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
+      const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
+      if (tile_info.is_end) return;
+      BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+      bool is_first = true;
+      for (KvBlock block; blocks.next(block); ++num_blocks, is_first = false)
+        visit(tile_info, block, num_blocks, is_first);
+      tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
+    }
+  }
+
+  // Load V of all steps. Called by a warp.
+  static CUFLASH_DEVICE void load_values(const attention::Params& params, const TensorMaps& maps, PagesArgument pages) {
+    using namespace attention;
+    walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_v_blocks, bool) {
+      const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
+      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);
+      const bool zero_fills = ends_inside_block(block, length);
+      wait_slot_empty(shared().v[stage], phase_of(num_v_blocks));
+      load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
+    });
+  }
+
+  // Store the scales of all steps of operands of 8 bits. The barrier of K counts the arrival of this warp beside that
+  // of the warp that copies K, which would keep consumers waiting if it read the scales too. Called by a warp.
+  template <class Hooks>
+  static CUFLASH_DEVICE void write_scales(const attention::Params&, attention::NoScales) {}
+  template <class Hooks>
+  static CUFLASH_DEVICE void write_scales(const attention::Params& params, const attention::Scales& scales) {
+    using attention::KvBlock;
+    walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_k_blocks, bool is_first) {
+      const tile::PipelineSlot& k = shared().k[stage_of(num_k_blocks)];
+      const auto of_step = Hooks::read_scales(scales, tile_info, block.start, is_first);
+      wait_slot_empty(k, phase_of(num_k_blocks));
+      Hooks::store_scales(of_step, stage_of(num_k_blocks), is_first);
+      tile::arrive(k.full);
+    });
+  }
+
+  // Copy the elements of the staged array for a step into the slot of a consumer warpgroup: by TMA, or by threads if
+  // TMA cannot copy the array or the step does not start at a multiple of 16 bytes. Called by a warp.
+  template <class Score>
+  static CUFLASH_DEVICE void load_array_step(const Score& score, const StagedMap& map, const attention::WorkTile& work,
+                                             const attention::KvBlock& block, int stage, int consumer) {
+    const SmemArray to = array_smem(stage, consumer);
+    const tile::PipelineSlot& slot = array_slot(stage, consumer);
+    const int first = work.first + 64 * consumer;
+    if (has_staged_map(map, score) && block.start % tile::kChunkOf<ptx::Half> == 0) {
+      if (is_first_lane())
+        tile::tma_load_boxes(tile::TmaBoxes(to), map.array, staged_coords(score, work.batch_head), first, slot.full, 0,
+                             block.start);
+      else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
+      return;
+    }
+    const int begin = min(first, work.last - 1), end = first < work.last ? min(first + 64, work.last) : begin;
+    const auto part = staged_part(score, work.batch_head, {begin, end}, {block.start, block.stop});
+    tile::copy<32>(tile::TmaBoxes(to), part, tile::lane(), [](int) { return true; });
     tile::arrive(slot.full);
   }
-}
 
-// Start to copy the rows of K or V of a step into an empty slot. `zero_fills`: rows past them must become 0. Called by
-// a warp.
-template <Operand kOperand>
-CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps, attention::NoPages,
-                              const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
-                              const attention::KvBlock& block, bool zero_fills) {
-  load_operand<kOperand>(params, maps, slot, stage, tile_info, block.start, block.stop, zero_fills);
-}
-// Start to copy the rows of K or V of a step from the pages of a sequence. Values that no query of the tile sees,
-// before their window or past the end of the sequence, become 0, since 0 times NaN is not 0; scores of such keys are
-// masked.
-template <Operand kOperand>
-CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps,
-                              const attention::Pages& pages, const tile::PipelineSlot& slot, int stage,
-                              const WorkTileInfo& tile_info, const attention::KvBlock& block, bool) {
-  const int sequence = tile_info.work.batch_head.batch_index;
-  const attention::Interval seen{attention::first_key(tile_info.visit_range),
-                                 attention::rows_of_sequence(pages, sequence).length};
-  PageCopy copy(boxes_of<kOperand>(stage), pages, sequence, tile_info.kv_head, block.start, seen);
-  if (kOperand == kV) copy.copy_cut_boxes((&params.q)[kOperand], params.shape.value_dim);
-  else copy.count_faults();
-  copy.start((&maps.q)[kOperand], slot);
-}
-
-// Return the flags of a step for a warpgroup. Further entries of a list may lie anywhere, so with a list only the last
-// block of the tile is known to be the last one for the warpgroup.
-CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::KvBlock& block,
-                              const GroupVisitRange& group_range, bool is_shifted, bool is_last_of_tile) {
-  using attention::BlockKind;
-  attention::KvBlock group_block = block;
-  if (block.kind == BlockKind::kInterval && block.start >= group_range.full_start &&
-      block.stop <= group_range.full_stop) group_block.kind = BlockKind::kFull;
-  const bool is_unmasked = !is_shifted && attention::is_unmasked<kBlockKv>(group_block);
-  const bool is_last = is_last_of_tile || (!config::kIsListed && block.stop >= group_range.stop);
-  // in a backward pass the exponent of P has the sign
-  const bool needs_negation = !kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
-  return (is_unmasked && !needs_negation) * StepMessage::kUnmasked + is_last * StepMessage::kLastForWarpgroup +
-      is_last_of_tile * StepMessage::kLastOfTile;
-}
-
-// Return whether a step ends before its block and before the end of the matrix. The rows after it must become 0, since
-// they may hold NaN and 0 times NaN is not 0.
-CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int length) {
-  return block.stop - block.start < kBlockKv && block.stop < length;
-}
-
-// Steps keep their start and are not moved back at the end of a range: steps of a list, of pages and of operands of 8
-// bits, the latter two at multiples of their width.
-constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged || config::kIsQuantized;
-
-// Return whether queries that belong to no sequence follow those of the tile, in its slot. Q must be 0 there, since it
-// may hold NaN, and the rows of a warp decide together whether maxima rise.
-CUFLASH_DEVICE bool ends_before_unused_queries(const attention::Params& params, const attention::WorkTile& work) {
-  return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
-}
-
-// Load Q, dO and K of all tiles, and write the message of each step. Called by a warp.
-CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
-                              attention::PagesArgument pages) {
-  using namespace attention;
-  unsigned num_k_blocks = 0, num_tiles_done = 0;  // numbers of blocks and tiles that are loaded
-  while (true) {
-    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
-    const int q_stage = q_stage_of(num_tiles_done);
-    const tile::PipelineSlot& q = shared().q[q_stage];
-    if (tile_info.is_end) {
-      wait_slot_empty(q, q_phase_of(num_tiles_done));
-      if constexpr (kLoadsDo) tile::arrive(q.full);
-      return tile::arrive(q.full);
-    }
-    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
-    KvBlock block;
-    for (bool is_first = true; blocks.next(block); is_first = false) {
-      const int stage = stage_of(num_k_blocks), start = block.start;
-      const tile::PipelineSlot& k = shared().k[stage];
-      const bool is_shifted =
-          shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
-      const bool is_last_of_tile = !blocks.has_next();
-      const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
-                                   is_shifted, is_last_of_tile);
-      if (kFetchesTileEarly ? is_first : is_last_of_tile)
-        tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done + 1)].empty);
-      wait_slot_empty(k, phase_of(num_k_blocks));
-      StepMessage& message = shared().messages[stage];
-      if (tile::lane() < kNumConsumers) message.flags[tile::lane()] = flags;
-      if (elect_one()) {
-        message.block = block;
-        message.unread_start = start;
+  // Load the elements of the staged array for all steps. Called by a warp.
+  template <class Score>
+  static CUFLASH_DEVICE void load_array(const attention::Params&, const Score&, NoStagedMap) {}
+  template <class Score>
+  static CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& score, const StagedMap& map) {
+    using namespace attention;
+    walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_blocks, bool) {
+      const int stage = stage_of(num_blocks);
+      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
+      for (int consumer = 0; consumer < kNumConsumers; ++consumer) {
+        wait_slot_empty(array_slot(stage, consumer), phase_of(num_blocks));
+        load_array_step(score, map, tile_info.work, block, stage, consumer);
       }
-      __syncwarp();
-      load_step<kK>(params, maps, pages, k, stage, tile_info, block,
-                    kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv));
-      ++num_k_blocks;
-      if (!is_first) continue;
-      wait_slot_empty(q, q_phase_of(num_tiles_done));
-      load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last,
-                       config::kIsPaged && ends_before_unused_queries(params, tile_info.work));
-      if constexpr (kLoadsDo)
-        load_operand<kDo>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
-    }
-    ++num_tiles_done;
+    });
   }
-}
+};
 
-// Walk the steps of all tiles: call `visit(tile_info, block, num_blocks, is_first)` for each, with the number of steps
-// before it and whether it is the first of its tile. Called by a warp that reads tile messages, beside the one that
-// copies K.
-template <class Visit>
-CUFLASH_DEVICE void walk_steps(const attention::Params& params, Visit visit) {
-  using namespace attention;
-  unsigned num_blocks = 0;
-  // all slots but the first are empty at the start
-  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);
-  for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
-    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
-    if (tile_info.is_end) return;
-    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
-    bool is_first = true;
-    for (KvBlock block; blocks.next(block); ++num_blocks, is_first = false)
-      visit(tile_info, block, num_blocks, is_first);
-    tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
-  }
-}
-
-// Load V of all steps. Called by a warp.
-CUFLASH_DEVICE void load_values(const attention::Params& params, const attention::TensorMaps& maps,
-                                attention::PagesArgument pages) {
-  using namespace attention;
-  walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_v_blocks, bool) {
-    const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
-    shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);
-    const bool zero_fills = ends_inside_block(block, length);
-    wait_slot_empty(shared().v[stage], phase_of(num_v_blocks));
-    load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
-  });
-}
-
-// Store the scales of all steps of operands of 8 bits. The barrier of K counts the arrival of this warp beside that of
-// the warp that copies K, which would keep consumers waiting if it read the scales too. Called by a warp.
-template <class Hooks>
-CUFLASH_DEVICE void write_scales(const attention::Params&, attention::NoScales) {}
-template <class Hooks>
-CUFLASH_DEVICE void write_scales(const attention::Params& params, const attention::Scales& scales) {
-  using attention::KvBlock;
-  walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_k_blocks, bool is_first) {
-    const tile::PipelineSlot& k = shared().k[stage_of(num_k_blocks)];
-    const auto of_step = Hooks::read_scales(scales, tile_info, block.start, is_first);
-    wait_slot_empty(k, phase_of(num_k_blocks));
-    Hooks::store_scales(of_step, stage_of(num_k_blocks), is_first);
-    tile::arrive(k.full);
-  });
-}
-
-// Copy the elements of the staged array for a step into the slot of a consumer warpgroup: by TMA, or by threads if TMA
-// cannot copy the array or the step does not start at a multiple of 16 bytes. Called by a warp.
-template <class Score>
-CUFLASH_DEVICE void load_array_step(const Score& score, const StagedMap& map, const attention::WorkTile& work,
-                                    const attention::KvBlock& block, int stage, int consumer) {
-  const SmemArray to = array_smem(stage, consumer);
-  const tile::PipelineSlot& slot = array_slot(stage, consumer);
-  const int first = work.first + 64 * consumer;
-  if (has_staged_map(map, score) && block.start % tile::kChunkOf<ptx::Half> == 0) {
-    if (elect_one())
-      tile::tma_load_boxes(tile::TmaBoxes(to), map.array, staged_coords(score, work.batch_head), first, slot.full, 0,
-                           block.start);
-    else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
-    return;
-  }
-  const int begin = min(first, work.last - 1), end = first < work.last ? min(first + 64, work.last) : begin;
-  const auto part = staged_part(score, work.batch_head, {begin, end}, {block.start, block.stop});
-  tile::copy<32>(tile::TmaBoxes(to), part, tile::lane(), [](int) { return true; });
-  tile::arrive(slot.full);
-}
-
-// Load the elements of the staged array for all steps. Called by a warp.
-template <class Score>
-CUFLASH_DEVICE void load_array(const attention::Params&, const Score&, NoStagedMap) {}
-template <class Score>
-CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& score, const StagedMap& map) {
-  using namespace attention;
-  walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_blocks, bool) {
-    const int stage = stage_of(num_blocks);
-    shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
-    for (int consumer = 0; consumer < kNumConsumers; ++consumer) {
-      wait_slot_empty(array_slot(stage, consumer), phase_of(num_blocks));
-      load_array_step(score, map, tile_info.work, block, stage, consumer);
-    }
-  });
-}
-
-}  // namespace cuflash
+}  // namespace cuflash::sm90

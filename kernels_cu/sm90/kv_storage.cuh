@@ -1,6 +1,6 @@
 #pragma once
 #include <attention/block_iterator.cuh>
-#include <attention/config_mma.cuh>
+#include <sm90/constants.cuh>
 #include <sm90/staged_array.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
@@ -8,47 +8,10 @@
 
 // The shared memory of the kernels that keep a tile of queries and walk blocks of keys (sm90/kv_pipeline.cuh): tiles of
 // Q, K, V and dO, messages, and barriers.
-namespace cuflash {
+namespace cuflash::sm90 {
 
-using config::kMinBlocks;
-using config::kNumStages;
-
-constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
-constexpr int kNumConsumers = kBlockQ / 64;
-constexpr bool kLoadsDo = config::kIsBackward;  // dO is loaded with Q
-// Several thread blocks with such tiles share a multiprocessor.
-constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1 && !config::kIsQuantized;
-constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
 constexpr int kNumTileInfos = 4;  // one tile each is scheduled, loaded, multiplied and written
-// A warpgroup after the consumers draws the numbers of dropout, ahead of them (sm90/drawn_weights.cuh).
-constexpr bool kHasDrawers = config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
 constexpr int kKeptStages = 2;
-// The next tile is scheduled during the first step of a tile, not the last one, since loads from a list have a long
-// latency.
-constexpr bool kFetchesTileEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
-
-template <bool IsQuantized>
-struct OperandTiles {
-  using Q = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
-  using K = tile::WgmmaTile<Element, kBlockKv, kHeadDim>;
-  using V = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
-};
-template <>
-struct OperandTiles<true> {  // V is transposed: tensor cores read operands of 8 bits along the summed dimension
-  using Q = tile::WgmmaTile<ptx::Float8E4M3, kBlockQ, kHeadDim>;
-  using K = tile::WgmmaTile<ptx::Float8E4M3, kBlockKv, kHeadDim>;
-  using V = tile::WgmmaTile<ptx::Float8E4M3, kValueDim, kBlockKv>;
-};
-using SmemQ = OperandTiles<config::kIsQuantized>::Q;
-using SmemK = OperandTiles<config::kIsQuantized>::K;
-using SmemV = OperandTiles<config::kIsQuantized>::V;
-CUFLASH_DEVICE SmemQ q_smem(int slot) { return {slot * SmemQ::kBytes}; }
-CUFLASH_DEVICE SmemK k_smem(int stage) { return {kQStages * SmemQ::kBytes + stage * SmemK::kBytes}; }
-CUFLASH_DEVICE SmemV v_smem(int stage) { return {k_smem(kNumStages).start + stage * SmemV::kBytes}; }
-constexpr int kDoOffset = kQStages * SmemQ::kBytes + kNumStages * (SmemK::kBytes + SmemV::kBytes);
-using SmemDo = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
-CUFLASH_DEVICE SmemDo do_smem(int slot) { return {kDoOffset + slot * SmemDo::kBytes}; }
-constexpr int kStorageOffset = kDoOffset + (kLoadsDo ? kQStages * SmemDo::kBytes : 0);
 
 constexpr int kBoxRows = 16;  // rows of a warp, which TMA stores at a time
 
@@ -64,81 +27,9 @@ struct alignas(16) EpilogueTarget {  // where the epilogue writes O and lse
   int first;  // first row of O
   tile::TmaCoords o_coords;
 };
-// Message of the scheduler warp about a tile.
-struct WorkTileInfo {
-  EpilogueTarget epilogue_target;
-  attention::WorkTile work;
-  attention::VisitRange visit_range;
-  GroupVisitRange group_ranges[kNumConsumers];
-  int kv_head, is_end;
-  tile::TmaCoords coords[kV + 1 + kLoadsDo];  // coordinates of the operands
-  int is_band;
-  // if is_band: the interval of the first row; the interval of each further row is one key further on
-  attention::Interval band;
-};
-// Message of the producer about a step.
-struct StepMessage {
-  // Written by the producer. kUnmasked: every score of this KV block is visible, and the scale is positive.
-  // kLastForWarpgroup: the warpgroup's queries see no key of the tile's further blocks. kLastOfTile: the tile has no
-  // further block.
-  // Added by a consumer. kEpiloguePending: results of the tile before are yet to be written. kSkipMax: the step does
-  // not look for maxima. kOStoreInFlight: TMA still reads O of the tile before from the slot of its Q. kValuesPending:
-  // products with V of the step before are in flight. kOperandsArrived: K of the next step and V of this one are there.
-  enum Flag { kUnmasked = 1, kLastForWarpgroup = 2, kLastOfTile = 4, kEpiloguePending = 8, kSkipMax = 16,
-             kOStoreInFlight = 32, kValuesPending = 64, kOperandsArrived = 128 };
-  attention::KvBlock block;
-  int unread_start;  // keys before it belong to the step before
-  int flags[kNumConsumers];
-};
 
-// The bits of weights that dropout keeps, in the layout of the consumers' threads: a ring of its own.
-template <bool HasDrawers>
-struct KeptRing {};
-template <>
-struct KeptRing<true> {
-  static constexpr int kNumWords = (kBlockKv / 16 + 3) / 4;  // words per thread
-  uint32_t kept_words[kKeptStages][kNumWords][kNumConsumers * kWarpgroupThreads];
-  tile::PipelineSlot kept[kKeptStages];
-};
-
-struct SharedStorage : KeptRing<kHasDrawers> {
-  tile::PipelineSlot q[kQStages], k[kNumStages], v[kNumStages];
-  tile::PipelineSlot tile_info_slots[kNumTileInfos];  // filled by the scheduler warp
-  WorkTileInfo tile_infos[kNumTileInfos];
-  StepMessage messages[kNumStages];
-  float softmax_scale_log2;  // in shared memory, to save registers of consumers
-  float softmax_scale;  // for kernels with a score function
-};
-constexpr int kStorageEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
-CUFLASH_DEVICE SharedStorage& shared() {
-  return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
-}
-
-// Elements of the staged array of each step, and their slots, behind all other shared memory. The queries of each
-// consumer warpgroup have a slot of their own, so that it is filled again as soon as this warpgroup has read it.
-using SmemArray = StagedArray<64, kStagesArray ? kBlockKv : 64>;
-CUFLASH_DEVICE SmemArray array_smem(int stage, int consumer) {
-  return {aligned_for_array(kStorageEnd) + (stage * kNumConsumers + consumer) * SmemArray::kBytes};
-}
-CUFLASH_DEVICE tile::PipelineSlot& array_slot(int stage, int consumer) {
-  return array_smem(kNumStages, 0).panel(0).template pointer<tile::PipelineSlot>(0)[stage * kNumConsumers + consumer];
-}
-
-constexpr int kArraysEnd = !kStagesArray ? kStorageEnd
-    : aligned_for_array(kStorageEnd) +
-        kNumStages * kNumConsumers * (SmemArray::kBytes + static_cast<int>(sizeof(tile::PipelineSlot)));
-
-// Return the stage of the count-th K or V block in its ring, and its phase; below, those of the count-th tile in the
-// rings of Q and of tile messages.
-CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
-CUFLASH_DEVICE int phase_of(unsigned count) { return count / kNumStages % 2; }
-CUFLASH_DEVICE int q_stage_of(unsigned count) { return count % kQStages; }
-CUFLASH_DEVICE int q_phase_of(unsigned count) { return count / kQStages % 2; }
-CUFLASH_DEVICE int tile_info_index(unsigned count) { return count % kNumTileInfos; }
-CUFLASH_DEVICE int tile_info_phase(unsigned count) { return count / kNumTileInfos % 2; }
-
-// Return whether this is the one lane of its warp that acts for all.
-CUFLASH_DEVICE bool elect_one() { return tile::lane() == 0; }
+// Return whether this is the first lane of its warp, which acts for all.
+CUFLASH_DEVICE bool is_first_lane() { return tile::lane() == 0; }
 
 // Wait until a slot is empty. All threads of the warp wait: threads that waited for the first one alone could keep it
 // from advancing.
@@ -146,10 +37,124 @@ CUFLASH_DEVICE void wait_slot_empty(const tile::PipelineSlot& slot, int phase) {
   tile::wait_empty(slot, phase);
   __syncwarp();
 }
-// Wait for the message about a tile, and return it.
-CUFLASH_DEVICE const WorkTileInfo& wait_tile_info(unsigned num_tiles_done) {
-  tile::wait_full(shared().tile_info_slots[tile_info_index(num_tiles_done)], tile_info_phase(num_tiles_done));
-  return shared().tile_infos[tile_info_index(num_tiles_done)];
-}
 
-}  // namespace cuflash
+template <class Config>
+struct KvStorage : Constants<Config> {
+  using Base = Constants<Config>;
+  using typename Base::Element;
+  using Base::kBlockKv, Base::kBlockQ, Base::kHeadDim, Base::kNumStages, Base::kThreads, Base::kValueDim;
+
+  static constexpr int kNumConsumers = kBlockQ / 64;
+  static constexpr bool kLoadsDo = Config::kIsBackward;  // dO is loaded with Q
+  // Several thread blocks with such tiles share a multiprocessor.
+  static constexpr bool kIsSmallTile = Config::kIsListed && kNumConsumers == 1 && !Config::kIsQuantized;
+  static constexpr int kQStages =
+      kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
+  // A warpgroup after the consumers draws the numbers of dropout, ahead of them (sm90/drawn_weights.cuh).
+  static constexpr bool kHasDrawers = Config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
+  // The next tile is scheduled during the first step of a tile, not the last one, since loads from a list have a long
+  // latency.
+  static constexpr bool kFetchesTileEarly = Config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
+
+  using OperandElement = tile::Conditional<Config::kIsQuantized, ptx::Float8E4M3, Element>;
+  using SmemQ = tile::WgmmaTile<OperandElement, kBlockQ, kHeadDim>;
+  using SmemK = tile::WgmmaTile<OperandElement, kBlockKv, kHeadDim>;
+  // FP8: V is transposed, since tensor cores read operands of 8 bits along the summed dimension
+  using SmemV = tile::Conditional<Config::kIsQuantized, tile::WgmmaTile<OperandElement, kValueDim, kBlockKv>,
+                                  tile::WgmmaTile<OperandElement, kBlockKv, kValueDim>>;
+  static CUFLASH_DEVICE SmemQ q_smem(int slot) { return {slot * SmemQ::kBytes}; }
+  static CUFLASH_DEVICE SmemK k_smem(int stage) { return {kQStages * SmemQ::kBytes + stage * SmemK::kBytes}; }
+  static CUFLASH_DEVICE SmemV v_smem(int stage) { return {k_smem(kNumStages).start + stage * SmemV::kBytes}; }
+  static constexpr int kDoOffset = kQStages * SmemQ::kBytes + kNumStages * (SmemK::kBytes + SmemV::kBytes);
+  using SmemDo = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
+  static CUFLASH_DEVICE SmemDo do_smem(int slot) { return {kDoOffset + slot * SmemDo::kBytes}; }
+  static constexpr int kStorageOffset = kDoOffset + (kLoadsDo ? kQStages * SmemDo::kBytes : 0);
+  // Message of the scheduler warp about a tile.
+  struct WorkTileInfo {
+    EpilogueTarget epilogue_target;
+    attention::WorkTile work;
+    attention::VisitRange visit_range;
+    GroupVisitRange group_ranges[kNumConsumers];
+    int kv_head, is_end;
+    tile::TmaCoords coords[kV + 1 + kLoadsDo];  // coordinates of the operands
+    int is_band;
+    // if is_band: the interval of the first row; the interval of each further row is one key further on
+    attention::Interval band;
+  };
+  // Message of the producer about a step.
+  struct StepMessage {
+    // Written by the producer. kUnmasked: every score of this KV block is visible, and the scale is positive.
+    // kLastForWarpgroup: the warpgroup's queries see no key of the tile's further blocks. kLastOfTile: the tile has no
+    // further block.
+    // Added by a consumer. kEpiloguePending: results of the tile before are yet to be written. kSkipMax: the step does
+    // not look for maxima. kOStoreInFlight: TMA still reads O of the tile before from the slot of its Q.
+    // kValuesPending: products with V of the step before are in flight. kOperandsArrived: K of the next step and V of
+    // this one are there.
+    enum Flag {
+      kUnmasked = 1,
+      kLastForWarpgroup = 2,
+      kLastOfTile = 4,
+      kEpiloguePending = 8,
+      kSkipMax = 16,
+      kOStoreInFlight = 32,
+      kValuesPending = 64,
+      kOperandsArrived = 128
+    };
+    attention::KvBlock block;
+    int unread_start;  // keys before it belong to the step before
+    int flags[kNumConsumers];
+  };
+
+  // The bits of weights that dropout keeps, in the layout of the consumers' threads: a ring of its own.
+  struct NoKeptRing {};
+  struct KeptRing {
+    static constexpr int kNumWords = (kBlockKv / 16 + 3) / 4;  // words per thread
+    uint32_t kept_words[kKeptStages][kNumWords][kNumConsumers * kWarpgroupThreads];
+    tile::PipelineSlot kept[kKeptStages];
+  };
+
+  struct SharedStorage : tile::Conditional<kHasDrawers, KeptRing, NoKeptRing> {
+    tile::PipelineSlot q[kQStages], k[kNumStages], v[kNumStages];
+    tile::PipelineSlot tile_info_slots[kNumTileInfos];  // filled by the scheduler warp
+    WorkTileInfo tile_infos[kNumTileInfos];
+    StepMessage messages[kNumStages];
+    float softmax_scale_log2;  // in shared memory, to save registers of consumers
+    float softmax_scale;  // for kernels with a score function
+  };
+  static constexpr int kStorageEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
+  static CUFLASH_DEVICE SharedStorage& shared() {
+    return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
+  }
+
+  // Elements of the staged array of each step, and their slots, behind all other shared memory. The queries of each
+  // consumer warpgroup have a slot of their own, so that it is filled again as soon as this warpgroup has read it.
+  using SmemArray = StagedArray<64, kStagesArray ? kBlockKv : 64>;
+  static CUFLASH_DEVICE SmemArray array_smem(int stage, int consumer) {
+    return {aligned_for_array(kStorageEnd) + (stage * kNumConsumers + consumer) * SmemArray::kBytes};
+  }
+  static CUFLASH_DEVICE tile::PipelineSlot& array_slot(int stage, int consumer) {
+    return array_smem(kNumStages, 0).panel(0).template pointer<tile::PipelineSlot>(0)[stage * kNumConsumers + consumer];
+  }
+
+  static constexpr int kArraysEnd =
+      !kStagesArray
+          ? kStorageEnd
+          : aligned_for_array(kStorageEnd) +
+                kNumStages * kNumConsumers * (SmemArray::kBytes + static_cast<int>(sizeof(tile::PipelineSlot)));
+
+  // Return the stage of the count-th K or V block in its ring, and its phase; below, those of the count-th tile in the
+  // rings of Q and of tile messages.
+  static CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
+  static CUFLASH_DEVICE int phase_of(unsigned count) { return count / kNumStages % 2; }
+  static CUFLASH_DEVICE int q_stage_of(unsigned count) { return count % kQStages; }
+  static CUFLASH_DEVICE int q_phase_of(unsigned count) { return count / kQStages % 2; }
+  static CUFLASH_DEVICE int tile_info_index(unsigned count) { return count % kNumTileInfos; }
+  static CUFLASH_DEVICE int tile_info_phase(unsigned count) { return count / kNumTileInfos % 2; }
+  // Wait for the message about a tile, and return it.
+  static CUFLASH_DEVICE const WorkTileInfo& wait_tile_info(unsigned num_tiles_done) {
+    tile::wait_full(shared().tile_info_slots[tile_info_index(num_tiles_done)], tile_info_phase(num_tiles_done));
+    return shared().tile_infos[tile_info_index(num_tiles_done)];
+  }
+};
+
+}  // namespace cuflash::sm90

@@ -5,16 +5,16 @@
 
 // Copies of a step's keys or values from the pages of a KV cache to a slot in shared memory, box by box; a box lies
 // within one page. A warp starts the copies, and each of its lanes looks up the page of one box.
-namespace cuflash {
+namespace cuflash::sm90 {
 
+template <class Element>
 class PageCopy {
  public:
   // The rows are positions from `first` on, of which those in `seen` are needed. Rows of boxes without such positions
   // become 0.
   CUFLASH_DEVICE PageCopy(const tile::TmaBoxes& to, const attention::Pages& pages, int sequence, int kv_head, int first,
                           const attention::Interval& seen)
-      : to_(to), pages_(pages), kv_head_(kv_head), first_(first), seen_(seen),
-        row_(tile::lane() * pages.box_rows) {
+      : to_(to), pages_(pages), kv_head_(kv_head), first_(first), seen_(seen), row_(tile::lane() * pages.box_rows) {
     const int position = first + row_;
     const bool is_seen = row_ < to.rows && position < seen.hi && position + pages.box_rows > seen.lo;
     has_page_ = !is_seen || (page_ = attention::page_of(pages, sequence, position)) < pages.num_pages;
@@ -59,11 +59,11 @@ class PageCopy {
  private:
   // Copy the box of a lane. Called by the whole warp.
   CUFLASH_DEVICE void copy_box(const attention::Matrices& matrices, int num_columns, int lane) const {
-    constexpr int kChunk = tile::kChunkOf<config::Element>;
+    constexpr int kChunk = tile::kChunkOf<Element>;
     const int page = __shfl_sync(0xffffffffu, page_, lane), row_of_page = __shfl_sync(0xffffffffu, row_of_page_, lane);
     const int first_row = lane * pages_.box_rows, chunks = to_.columns / kChunk, chunks_per_panel = to_.width / kChunk;
     const attention::BatchHead page_head{{0, 0, page}, 0, kv_head_};
-    const auto all = attention::matrix<config::Element>(matrices, page_head, kv_head_, 0, 0);
+    const auto all = attention::matrix<Element>(matrices, page_head, kv_head_, 0, 0);
     const auto box = all.rows(row_of_page, row_of_page);
 #pragma unroll 1
     for (int x = tile::lane(); x < pages_.box_rows * chunks; x += 32) {
@@ -85,4 +85,4 @@ class PageCopy {
   uint32_t cut_ = 0;  // lanes whose boxes are copied row by row
 };
 
-}  // namespace cuflash
+}  // namespace cuflash::sm90

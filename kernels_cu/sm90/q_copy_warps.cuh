@@ -2,147 +2,159 @@
 #include <sm90/q_producer.cuh>
 
 // The copy warps of the producer warpgroup: they compute the row masks of a step, and copy the rows that TMA cannot.
-namespace cuflash {
-
-static_assert(kIsWide || kBlockQ % kCopyThreads == 0, "every copy thread computes masks of the same number of queries");
+namespace cuflash::sm90 {
 
 // Return a word with the bits lo <= x < hi.
 CUFLASH_DEVICE uint32_t bit_range(int lo, int hi) { return ptx::bits_at_or_above(lo) & ~ptx::bits_at_or_above(hi); }
 
-// Return a word with a bit for each of the 32 keys from `first` on that a query sees; keys from `last` on do not exist.
-CUFLASH_DEVICE uint32_t row_mask_bits(const attention::RowMask& row_mask, int first, int last) {
-  uint32_t bits = bit_range(row_mask.lo - first, min(row_mask.hi, last) - first);
-  if (config::kIsListed && row_mask.bits != nullptr) {
-    uint32_t listed = 0;
-#pragma unroll 1
-    for (int key = 0; key < 32 && first + key < last; key += 8)
-      listed |= static_cast<uint32_t>(row_mask.bits[(first + key - row_mask.first_bit_key) / 8]) << key;
-    bits &= listed;
-  }
-  return bits;
-}
+template <class Config>
+struct QCopyWarps : QProducer<Config> {
+  using Base = QProducer<Config>;
+  using typename Base::Element, typename Base::HeadWork, typename Base::PipelineState, typename Base::QueryStats,
+      typename Base::SharedStorage, typename Base::StageQueries, typename Base::StepMessage;
+  using Base::array_smem, Base::do_phase, Base::do_smem, Base::do_stage, Base::kBlockKv, Base::kBlockQ,
+      Base::kCopyThreads, Base::kDoStages, Base::kIsWide, Base::kKeyWords, Base::kNumStages, Base::kQueryWords,
+      Base::k_phase, Base::k_smem, Base::load_operand, Base::q_smem, Base::shared, Base::v_smem, Base::visible_keys;
 
-// Compute the row masks of a step under a band. The queries that see a key are an interval, which moves by one query
-// from one key to the next.
-CUFLASH_DEVICE void compute_band_masks(const attention::Params& params, const attention::WorkTile& work,
-                                       const attention::KvBlock& block, StageQueries& queries, int thread) {
-  using namespace attention;
-  const bool is_full = block.kind == BlockKind::kFull;
-  const int start = work.first - block.start;
-  const int first = is_full ? -kBlockKv : clamped_to_int(start - params.work.upper);
-  const int last = is_full ? kBlockQ : clamped_to_int(start - params.work.lower + 1);
+  static_assert(kIsWide || kBlockQ % kCopyThreads == 0,
+                "every copy thread computes masks of the same number of queries");
+
+  // Return a word with a bit for each of the 32 keys from `first` on that a query sees; keys from `last` on do not
+  // exist.
+  static CUFLASH_DEVICE uint32_t row_mask_bits(const attention::RowMask& row_mask, int first, int last) {
+    uint32_t bits = bit_range(row_mask.lo - first, min(row_mask.hi, last) - first);
+    if (Config::kIsListed && row_mask.bits != nullptr) {
+      uint32_t listed = 0;
 #pragma unroll 1
-  for (int key = thread; key < kBlockKv; key += kCopyThreads) {
-    const int lo = first + key, hi = key < work.last - work.first ? min(last + key, block.stop - block.start) : 0;
+      for (int key = 0; key < 32 && first + key < last; key += 8)
+        listed |= static_cast<uint32_t>(row_mask.bits[(first + key - row_mask.first_bit_key) / 8]) << key;
+      bits &= listed;
+    }
+    return bits;
+  }
+
+  // Compute the row masks of a step under a band. The queries that see a key are an interval, which moves by one query
+  // from one key to the next.
+  static CUFLASH_DEVICE void compute_band_masks(const attention::Params& params, const attention::WorkTile& work,
+                                                const attention::KvBlock& block, StageQueries& queries, int thread) {
+    using namespace attention;
+    const bool is_full = block.kind == BlockKind::kFull;
+    const int start = work.first - block.start;
+    const int first = is_full ? -kBlockKv : clamped_to_int(start - params.work.upper);
+    const int last = is_full ? kBlockQ : clamped_to_int(start - params.work.lower + 1);
+#pragma unroll 1
+    for (int key = thread; key < kBlockKv; key += kCopyThreads) {
+      const int lo = first + key, hi = key < work.last - work.first ? min(last + key, block.stop - block.start) : 0;
 #pragma unroll
-    for (int x = 0; x < kQueryWords; ++x) queries.row_masks[key][x] = bit_range(lo - 32 * x, hi - 32 * x);
-  }
-}
-
-// Compute the row masks of a step. Called by all copy warps.
-CUFLASH_DEVICE void compute_row_masks(const attention::Params& params, const HeadWork& work, const StepMessage& message,
-                                      StageQueries& queries, int thread) {
-  using namespace attention;
-  if constexpr (!kIsWide)
-    if (params.work.lo == nullptr && message.block.kind != BlockKind::kBits)
-      return compute_band_masks(params, work.tile, message.block, queries, thread);
-#pragma unroll 1
-  // uniform trip count, since threads of a warp exchange bits
-  for (int first = 0; first < kBlockQ; first += kCopyThreads) {
-    const int row = first + thread, query = message.block.start + row;
-    if (kIsWide && row >= kBlockQ) break;
-    const RowMask row_mask = message.block.row_mask(params, work.tile.batch_head, min(query, message.block.stop - 1));
-#pragma unroll 1
-    for (int x = 0; x < kKeyWords; ++x) {
-      const uint32_t bits = query < message.block.stop
-          ? row_mask_bits(row_mask, work.tile.first + 32 * x, work.tile.last) : 0;
-      if constexpr (kIsWide) queries.row_masks[row][x] = bits;
-      else queries.row_masks[32 * x + thread % 32][row / 32] = tile::transpose_bits_in_warp(bits);
+      for (int x = 0; x < kQueryWords; ++x) queries.row_masks[key][x] = bit_range(lo - 32 * x, hi - 32 * x);
     }
   }
-}
 
-// Copy the rows of Q or dO of a step that TMA cannot copy. Rows of queries that see no key become 0.
-template <class Tile>
-CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attention::Matrices& from,
-                                 const StepMessage& message, int num_columns, Tile to, int thread) {
-  using namespace attention;
-  const BatchHead& batch_head = shared().works[message.work].tile.batch_head;
-  const auto all = matrix<Element>(from, batch_head, batch_head.head, params.shape.seqlen_q, num_columns);
-  // In tiles that are not wide, rows past the step are skipped below, which saves registers.
-  const int last = kIsWide ? message.block.stop : message.block.start + kBlockQ;
-  tile::copy<kCopyThreads>(tile::TmaBoxes(to), all.rows(message.block.start, last), thread, [&](int row) {
-    return (kIsWide || row < message.block.stop - message.block.start) &&
-        QueryStats::is_nonempty(message.nonempty, row);
-  });
-}
-
-// Copy the elements of the staged array for a step into its slot. Called by all copy warps.
-template <class Score>
-CUFLASH_DEVICE void load_array(const Score& score, const attention::WorkTile& work, const attention::KvBlock& block,
-                               int stage, int thread) {
-  const auto part = staged_part(score, work.batch_head, {block.start, block.stop}, {work.first, work.last});
-  tile::copy<kCopyThreads>(tile::TmaBoxes(array_smem(stage)), part, thread, [](int) { return true; });
-}
-
-// Run a copy warp: compute the row masks of each step, copy the operands that its message leaves to threads, and start
-// the copies of K and V.
-template <class Score>
-CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attention::TensorMaps& maps,
-                                  const Score& score) {
-  using namespace attention;
-  SharedStorage& smem = shared();
-  const Shape& shape = params.shape;
-  // recomputed at each use, as are the following values, to save registers
-  const auto thread = [] { return ptx::thread_index() - 32; };
-  for (int number = 0;; number = number == 2 * kNumStages - 1 ? 0 : number + 1) {
-    const PipelineState state{number % kNumStages, number / kNumStages};  // derived from one register
-    ptx::mbarrier_wait(ptx::shared_address(&smem.message_ready[state.stage]), state.phase);
-    const StepMessage& message = smem.messages[state.stage];
-    if (message.is(StepMessage::kEndOfWork)) return tile::arrive(smem.q[state.stage].full);
-    const auto work = [&]() -> const HeadWork& { return smem.works[message.work]; };
-    if (message.is(StepMessage::kMasked))
-      compute_row_masks(params, work(), message, smem.queries[state.stage], thread());
-    if (message.is(StepMessage::kThreadsCopyQ))
-      copy_queries(params, params.q, message, shape.head_dim, q_smem(state.stage), thread());
-    if constexpr (kStagesArray)
-      if (message.is(StepMessage::kThreadsCopyArray))
-        load_array(score, work().tile, message.block, state.stage, thread());
-    tile::arrive(smem.q[state.stage].full);
-    if (message.is(StepMessage::kLoadsK)) {
-      const WorkTile& tile = work().tile;
-      const auto kv_head = [&] { return tile.batch_head.head / shape.group_size; };
-      // Without this wait, one copy warp could arrive for this K while another one still copies the K before it.
-      tile::wait_empty(smem.k, k_phase(message.flags));
-      __syncwarp();
-      if (thread() == 0) {
-        load_operand(tile::TmaBoxes(k_smem), maps.k, message.k_coords, tile.first, smem.k,
-                     message.is(StepMessage::kThreadsCopyK));
-        if (message.is(StepMessage::kLoadsV))
-          load_operand(tile::TmaBoxes(v_smem), maps.v, message.v_coords, tile.first, smem.v,
-                       message.is(StepMessage::kThreadsCopyV));
+  // Compute the row masks of a step. Called by all copy warps.
+  static CUFLASH_DEVICE void compute_row_masks(const attention::Params& params, const HeadWork& work,
+                                               const StepMessage& message, StageQueries& queries, int thread) {
+    using namespace attention;
+    if constexpr (!kIsWide)
+      if (params.work.lo == nullptr && message.block.kind != BlockKind::kBits)
+        return compute_band_masks(params, work.tile, message.block, queries, thread);
+#pragma unroll 1
+    // uniform trip count, since threads of a warp exchange bits
+    for (int first = 0; first < kBlockQ; first += kCopyThreads) {
+      const int row = first + thread, query = message.block.start + row;
+      if (kIsWide && row >= kBlockQ) break;
+      const RowMask row_mask = message.block.row_mask(params, work.tile.batch_head, min(query, message.block.stop - 1));
+#pragma unroll 1
+      for (int x = 0; x < kKeyWords; ++x) {
+        const uint32_t bits =
+            query < message.block.stop ? row_mask_bits(row_mask, work.tile.first + 32 * x, work.tile.last) : 0;
+        if constexpr (kIsWide) queries.row_masks[row][x] = bits;
+        else queries.row_masks[32 * x + thread % 32][row / 32] = tile::transpose_bits_in_warp(bits);
       }
-      if (message.is(StepMessage::kThreadsCopyK)) {
-        const Interval keys = visible_keys(params, tile);
-        ptx::compiler_barrier();  // keeps values from being computed earlier, to save registers
-        const auto all = matrix<Element>(params.k, tile.batch_head, kv_head(), shape.seqlen_kv, shape.head_dim);
-        tile::copy<kCopyThreads>(tile::TmaBoxes(k_smem), all.rows(tile.first, keys.hi), thread(),
-                                 [&](int row) { return tile.first + row >= keys.lo; });
-      }
-      tile::arrive(smem.k.full);
-      if (message.is(StepMessage::kThreadsCopyV)) {
-        const auto all = matrix<Element>(params.v, tile.batch_head, kv_head(), shape.seqlen_kv, shape.value_dim);
-        const auto is_row_valid = [](int) { return true; };
-        tile::copy<kCopyThreads>(tile::TmaBoxes(v_smem), all.rows(tile.first, tile.last), thread(), is_row_valid);
-      }
-      if (message.is(StepMessage::kLoadsV)) tile::arrive(smem.v.full);
     }
-    if constexpr (kDoStages < kNumStages)  // otherwise dO is released together with Q
-      tile::wait_empty(smem.d_o[do_stage(state)], do_phase(state));
-    if (message.is(StepMessage::kThreadsCopyDo))
-      copy_queries(params, params.do_, message, shape.value_dim, do_smem(do_stage(state)), thread());
-    tile::arrive(smem.d_o[do_stage(state)].full);
   }
-}
 
-}  // namespace cuflash
+  // Copy the rows of Q or dO of a step that TMA cannot copy. Rows of queries that see no key become 0.
+  template <class Tile>
+  static CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attention::Matrices& from,
+                                          const StepMessage& message, int num_columns, Tile to, int thread) {
+    using namespace attention;
+    const BatchHead& batch_head = shared().works[message.work].tile.batch_head;
+    const auto all = matrix<Element>(from, batch_head, batch_head.head, params.shape.seqlen_q, num_columns);
+    // In tiles that are not wide, rows past the step are skipped below, which saves registers.
+    const int last = kIsWide ? message.block.stop : message.block.start + kBlockQ;
+    tile::copy<kCopyThreads>(tile::TmaBoxes(to), all.rows(message.block.start, last), thread, [&](int row) {
+      return (kIsWide || row < message.block.stop - message.block.start) &&
+             QueryStats::is_nonempty(message.nonempty, row);
+    });
+  }
+
+  // Copy the elements of the staged array for a step into its slot. Called by all copy warps.
+  template <class Score>
+  static CUFLASH_DEVICE void load_array(const Score& score, const attention::WorkTile& work,
+                                        const attention::KvBlock& block, int stage, int thread) {
+    const auto part = staged_part(score, work.batch_head, {block.start, block.stop}, {work.first, work.last});
+    tile::copy<kCopyThreads>(tile::TmaBoxes(array_smem(stage)), part, thread, [](int) { return true; });
+  }
+
+  // Run a copy warp: compute the row masks of each step, copy the operands that its message leaves to threads, and
+  // start the copies of K and V.
+  template <class Score>
+  static CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const TensorMaps& maps,
+                                           const Score& score) {
+    using namespace attention;
+    SharedStorage& smem = shared();
+    const Shape& shape = params.shape;
+    // recomputed at each use, as are the following values, to save registers
+    const auto thread = [] { return ptx::thread_index() - 32; };
+    for (int number = 0;; number = number == 2 * kNumStages - 1 ? 0 : number + 1) {
+      const PipelineState state{number % kNumStages, number / kNumStages};  // derived from one register
+      ptx::mbarrier_wait(ptx::shared_address(&smem.message_ready[state.stage]), state.phase);
+      const StepMessage& message = smem.messages[state.stage];
+      if (message.is(StepMessage::kEndOfWork)) return tile::arrive(smem.q[state.stage].full);
+      const auto work = [&]() -> const HeadWork& { return smem.works[message.work]; };
+      if (message.is(StepMessage::kMasked))
+        compute_row_masks(params, work(), message, smem.queries[state.stage], thread());
+      if (message.is(StepMessage::kThreadsCopyQ))
+        copy_queries(params, params.q, message, shape.head_dim, q_smem(state.stage), thread());
+      if constexpr (kStagesArray)
+        if (message.is(StepMessage::kThreadsCopyArray))
+          load_array(score, work().tile, message.block, state.stage, thread());
+      tile::arrive(smem.q[state.stage].full);
+      if (message.is(StepMessage::kLoadsK)) {
+        const WorkTile& tile = work().tile;
+        const auto kv_head = [&] { return tile.batch_head.head / shape.group_size; };
+        // Without this wait, one copy warp could arrive for this K while another one still copies the K before it.
+        tile::wait_empty(smem.k, k_phase(message.flags));
+        __syncwarp();
+        if (thread() == 0) {
+          load_operand(tile::TmaBoxes(k_smem), maps.k, message.k_coords, tile.first, smem.k,
+                       message.is(StepMessage::kThreadsCopyK));
+          if (message.is(StepMessage::kLoadsV))
+            load_operand(tile::TmaBoxes(v_smem), maps.v, message.v_coords, tile.first, smem.v,
+                         message.is(StepMessage::kThreadsCopyV));
+        }
+        if (message.is(StepMessage::kThreadsCopyK)) {
+          const Interval keys = visible_keys(params, tile);
+          ptx::compiler_barrier();  // keeps values from being computed earlier, to save registers
+          const auto all = matrix<Element>(params.k, tile.batch_head, kv_head(), shape.seqlen_kv, shape.head_dim);
+          tile::copy<kCopyThreads>(tile::TmaBoxes(k_smem), all.rows(tile.first, keys.hi), thread(),
+                                   [&](int row) { return tile.first + row >= keys.lo; });
+        }
+        tile::arrive(smem.k.full);
+        if (message.is(StepMessage::kThreadsCopyV)) {
+          const auto all = matrix<Element>(params.v, tile.batch_head, kv_head(), shape.seqlen_kv, shape.value_dim);
+          const auto is_row_valid = [](int) { return true; };
+          tile::copy<kCopyThreads>(tile::TmaBoxes(v_smem), all.rows(tile.first, tile.last), thread(), is_row_valid);
+        }
+        if (message.is(StepMessage::kLoadsV)) tile::arrive(smem.v.full);
+      }
+      if constexpr (kDoStages < kNumStages)  // otherwise dO is released together with Q
+        tile::wait_empty(smem.d_o[do_stage(state)], do_phase(state));
+      if (message.is(StepMessage::kThreadsCopyDo))
+        copy_queries(params, params.do_, message, shape.value_dim, do_smem(do_stage(state)), thread());
+      tile::arrive(smem.d_o[do_stage(state)].full);
+    }
+  }
+};
+
+}  // namespace cuflash::sm90

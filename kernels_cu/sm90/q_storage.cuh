@@ -2,138 +2,147 @@
 #include <attention/block_iterator.cuh>
 #include <sm90/dq_semaphore.cuh>
 #include <sm90/q_tiles.cuh>
-#include <sm90/query_stats.cuh>
 #include <sm90/staged_array.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
 // The messages and barriers of the pipeline over queries (sm90/q_pipeline.cuh), which lie in shared memory beside its
 // tiles.
-namespace cuflash {
-
-// Message of the producer about a step. The flags are in one word, which all other warps read.
-struct StepMessage {
-  // kMasked: some key of the tile is hidden from some query. kLoadsK, kLoadsV: K or V is loaded with this step, the
-  // first one of a head or of a tile. kEndOfWork: no tile is left. kLargeLse: lse of some query is large, which
-  // consumers add from its QueryStats. kThreadsCopy*: the operands that copy warps load. kPhaseOfK, kPhaseOfV: the
-  // phases of the slots of K and V. kFinalizesDq, kStoresDq: the tile finishes or stores dQ of the step, as
-  // attention::DqSchedule has it. kUsesDqSemaphore: `dq` is set.
-  enum Flag {
-    kMasked = 1, kLoadsK = 2, kLoadsV = 4, kEndOfWork = 8, kLargeLse = 16,
-    kThreadsCopyK = 32, kThreadsCopyV = 64, kThreadsCopyQ = 128, kThreadsCopyDo = 256,
-    kPhaseOfK = 512, kPhaseOfV = 1024,
-    kFinalizesDq = 2048, kStoresDq = 4096, kUsesDqSemaphore = 8192,
-    kThreadsCopyArray = 16384
-  };
-  int flags;
-  int work;  // index of the HeadWork of the step
-  float* dq_sum;
-  attention::DqSemaphoreOp dq;  // set if the step waits for other tiles or signals them
-  int* arrivals;  // counter of the step's queries, if the first tile that arrives stores dQ
-  attention::KvBlock block;  // set if the step is masked, copied by threads or finishes dQ, or if kMessagesHaveBlocks
-  uint32_t nonempty[kNonemptyWords];  // set if threads copy queries
-  tile::TmaCoords k_coords, v_coords;  // set if K or V is loaded
-
-  CUFLASH_DEVICE bool is(Flag which) const { return flags & which; }
-};
-CUFLASH_DEVICE int k_phase(int flags) { return (flags & StepMessage::kPhaseOfK) != 0; }
-CUFLASH_DEVICE int v_phase(int flags) { return (flags & StepMessage::kPhaseOfV) != 0; }
-
-// Statistics of the queries of a step, and its row masks if it is masked. A mask has a bit for each key in the row of a
-// query or, if the rows of scores are keys (not kIsWide), a bit for each query in the row of a key.
-constexpr int kKeyWords = (kBlockKv + 31) / 32, kQueryWords = kBlockQ / 32;
-struct alignas(16) StageQueries {
-  QueryStats stats;
-  uint32_t row_masks[kIsWide ? kBlockQ : kBlockKv][kIsWide ? kKeyWords : kQueryWords];
-};
-
-// Stage of a step in the rings of slots, and the parity of its phase.
-struct PipelineState {
-  int stage = 0, phase = 0;
-
-  CUFLASH_DEVICE PipelineState next() const {
-    const bool is_last = stage == kNumStages - 1;
-    return {is_last ? 0 : stage + 1, phase ^ is_last};
-  }
-};
-
-// Return stage and phase of a step in the ring of dO, which may have one stage.
-CUFLASH_DEVICE int do_stage(const PipelineState& state) { return kDoStages == 1 ? 0 : state.stage; }
-CUFLASH_DEVICE int do_phase(const PipelineState& state) { return kDoStages == 1 ? state.stage : state.phase; }
+namespace cuflash::sm90 {
 
 // The coordinates of a head's matrix in the tensor map of the staged array.
-template <bool StagesArray>
-struct ArrayCoords {};
-template <>
-struct ArrayCoords<true> {
+struct NoArrayCoords {};
+struct ArrayCoords {
   tile::TmaCoords array_coords;
-};
-
-// A tile of keys with a query head: addresses and flags that all of its steps have in common.
-struct HeadWork : ArrayCoords<kStagesArray> {
-  attention::WorkTile tile;
-  QueryStats* stats;  // of the head, one for each tile of queries
-  float* dq_sum;
-  tile::TmaCoords q_coords, do_coords;
-  int flags;  // flags that all steps have
-  attention::DqSchedule dq;
-};
-
-// The range of queries that visit a tile of keys, and what walks its steps: tiles of sequences where these are cut.
-template <bool CutsSequences>
-struct QueryVisits {
-  using Range = attention::VisitRange;
-  using Steps = attention::BlockIterator<kBlockQ, attention::OverQBlocks, Listed>;
-};
-template <>
-struct QueryVisits<true> {
-  using Range = attention::PartRange<kBlockQ>;
-  using Steps = attention::PartIterator<kBlockQ>;
 };
 
 // How a step's dQ is finished: the dQ writer adds it to sums (kNot), or consumers finish it, alone (kAlone) or with the
 // sums of other tiles (kWithSums).
 enum class DqFinish : int { kNot, kAlone, kWithSums };
 
-// The number of steps in flight between producer and copy warps, and one more that the producer prepares.
-constexpr int kNumHeadWorks = kNumStages + 1;
+template <class Config>
+struct QStorage : QTiles<Config> {
+  using Base = QTiles<Config>;
+  using typename Base::Listed, typename Base::QueryStats;
+  using Base::kBlockKv, Base::kBlockQ, Base::kDoStages, Base::kIsWide, Base::kNonemptyWords, Base::kNumStages,
+      Base::kStorageOffset, Base::kThreads;
 
-struct SharedStorage {
-  StageQueries queries[kNumStages];
-  tile::PipelineSlot k, v, q[kNumStages], d_o[kDoStages];
-  uint64_t message_ready[kNumStages];  // signals copy warps that the message is written
-  StepMessage messages[kNumStages];
-  HeadWork works[kNumHeadWorks];  // a ring of those that have steps
-  float softmax_scale_log2;  // the scale alone in kernels with a score function
-  // State of the producer, in shared memory to save registers: whether it has a tile, the phases of the next K and V as
-  // flags of a message, and the visit range of a head.
-  int has_tile, kv_phases;
-  QueryVisits<config::kCutsSequences>::Range visit_range;
-  DqFinish dq_finish;  // of the present step, if the last tile that arrives finishes dQ
-  uint64_t dq_sum_loaded;  // sums of dQ have arrived in the staging buffer
+  // Message of the producer about a step. The flags are in one word, which all other warps read.
+  struct StepMessage {
+    // kMasked: some key of the tile is hidden from some query. kLoadsK, kLoadsV: K or V is loaded with this step, the
+    // first one of a head or of a tile. kEndOfWork: no tile is left. kLargeLse: lse of some query is large, which
+    // consumers add from its QueryStats. kThreadsCopy*: the operands that copy warps load. kPhaseOfK, kPhaseOfV: the
+    // phases of the slots of K and V. kFinalizesDq, kStoresDq: the tile finishes or stores dQ of the step, as
+    // DqSchedule has it. kUsesDqSemaphore: `dq` is set.
+    enum Flag {
+      kMasked = 1,
+      kLoadsK = 2,
+      kLoadsV = 4,
+      kEndOfWork = 8,
+      kLargeLse = 16,
+      kThreadsCopyK = 32,
+      kThreadsCopyV = 64,
+      kThreadsCopyQ = 128,
+      kThreadsCopyDo = 256,
+      kPhaseOfK = 512,
+      kPhaseOfV = 1024,
+      kFinalizesDq = 2048,
+      kStoresDq = 4096,
+      kUsesDqSemaphore = 8192,
+      kThreadsCopyArray = 16384
+    };
+    int flags;
+    int work;  // index of the HeadWork of the step
+    float* dq_sum;
+    DqSemaphoreOp dq;  // set if the step waits for other tiles or signals them
+    int* arrivals;  // counter of the step's queries, if the first tile that arrives stores dQ
+    attention::KvBlock block;  // set if the step is masked, copied by threads or finishes dQ, or if kMessagesHaveBlocks
+    uint32_t nonempty[kNonemptyWords];  // set if threads copy queries
+    tile::TmaCoords k_coords, v_coords;  // set if K or V is loaded
+
+    CUFLASH_DEVICE bool is(Flag which) const { return flags & which; }
+  };
+  static CUFLASH_DEVICE int k_phase(int flags) { return (flags & StepMessage::kPhaseOfK) != 0; }
+  static CUFLASH_DEVICE int v_phase(int flags) { return (flags & StepMessage::kPhaseOfV) != 0; }
+
+  // Statistics of the queries of a step, and its row masks if it is masked. A mask has a bit for each key in the row of
+  // a query or, if the rows of scores are keys (not kIsWide), a bit for each query in the row of a key.
+  static constexpr int kKeyWords = (kBlockKv + 31) / 32, kQueryWords = kBlockQ / 32;
+  struct alignas(16) StageQueries {
+    QueryStats stats;
+    uint32_t row_masks[kIsWide ? kBlockQ : kBlockKv][kIsWide ? kKeyWords : kQueryWords];
+  };
+
+  // Stage of a step in the rings of slots, and the parity of its phase.
+  struct PipelineState {
+    int stage = 0, phase = 0;
+
+    CUFLASH_DEVICE PipelineState next() const {
+      const bool is_last = stage == kNumStages - 1;
+      return {is_last ? 0 : stage + 1, phase ^ is_last};
+    }
+  };
+
+  // Return stage and phase of a step in the ring of dO, which may have one stage.
+  static CUFLASH_DEVICE int do_stage(const PipelineState& state) { return kDoStages == 1 ? 0 : state.stage; }
+  static CUFLASH_DEVICE int do_phase(const PipelineState& state) { return kDoStages == 1 ? state.stage : state.phase; }
+
+  // A tile of keys with a query head: addresses and flags that all of its steps have in common.
+  struct HeadWork : tile::Conditional<kStagesArray, ArrayCoords, NoArrayCoords> {
+    attention::WorkTile tile;
+    QueryStats* stats;  // of the head, one for each tile of queries
+    float* dq_sum;
+    tile::TmaCoords q_coords, do_coords;
+    int flags;  // flags that all steps have
+    DqSchedule dq;
+  };
+
+  // The range of queries that visit a tile of keys, and what walks its steps: tiles of sequences where these are cut.
+  using QueryRange = tile::Conditional<Config::kCutsSequences, PartRange<kBlockQ>, attention::VisitRange>;
+  using QueryIterator = tile::Conditional<Config::kCutsSequences, PartIterator<kBlockQ>,
+                                          attention::BlockIterator<kBlockQ, attention::OverQBlocks, Listed>>;
+
+  // The number of steps in flight between producer and copy warps, and one more that the producer prepares.
+  static constexpr int kNumHeadWorks = kNumStages + 1;
+
+  struct SharedStorage {
+    StageQueries queries[kNumStages];
+    tile::PipelineSlot k, v, q[kNumStages], d_o[kDoStages];
+    uint64_t message_ready[kNumStages];  // signals copy warps that the message is written
+    StepMessage messages[kNumStages];
+    HeadWork works[kNumHeadWorks];  // a ring of those that have steps
+    float softmax_scale_log2;  // the scale alone in kernels with a score function
+    // State of the producer, in shared memory to save registers: whether it has a tile, the phases of the next K and V
+    // as flags of a message, and the visit range of a head.
+    int has_tile, kv_phases;
+    QueryRange visit_range;
+    DqFinish dq_finish;  // of the present step, if the last tile that arrives finishes dQ
+    uint64_t dq_sum_loaded;  // sums of dQ have arrived in the staging buffer
+  };
+  static constexpr int kStorageEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
+  static CUFLASH_DEVICE SharedStorage& shared() {
+    return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
+  }
+
+  // The step's elements of a captured array, behind all else; they are loaded and released with the step's Q.
+  using SmemArray = StagedArray<kStagesArray ? kBlockQ : 64, kStagesArray ? kBlockKv : 64>;
+  static CUFLASH_DEVICE SmemArray array_smem(int stage) {
+    return {aligned_for_array(kStorageEnd) + stage * SmemArray::kBytes};
+  }
+
+  // The bins in which a consumer warp adds up the gradient of a short table, behind all else: kNumBins for each lane. A
+  // kernel that has them stages no array.
+  static_assert(!kStagesArray || score::Function::kNumBins == 0, "bins and the staged array would overlap");
+  static CUFLASH_DEVICE score::Function::Number* bins_of_warp() {
+    const int warp = (ptx::thread_index() - kWarpgroupThreads) / 32;
+    return reinterpret_cast<score::Function::Number*>(ptx::dynamic_shared<unsigned char>() + kStorageEnd) +
+           warp * 32 * score::Function::kNumBins;
+  }
+
+  static constexpr int kSharedBytes = kStagesArray
+                                          ? aligned_for_array(kStorageEnd) + kNumStages * SmemArray::kBytes
+                                          : kStorageEnd + (kThreads - kWarpgroupThreads) * score::Function::kNumBins *
+                                                              static_cast<int>(sizeof(score::Function::Number));
 };
-constexpr int kStorageEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
-CUFLASH_DEVICE SharedStorage& shared() {
-  return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
-}
 
-// The step's elements of a captured array, behind all else; they are loaded and released with the step's Q.
-using SmemArray = StagedArray<kStagesArray ? kBlockQ : 64, kStagesArray ? kBlockKv : 64>;
-CUFLASH_DEVICE SmemArray array_smem(int stage) {
-  return {aligned_for_array(kStorageEnd) + stage * SmemArray::kBytes};
-}
-
-// The bins in which a consumer warp adds up the gradient of a short table, behind all else: kNumBins for each lane. A
-// kernel that has them stages no array.
-static_assert(!kStagesArray || score::Function::kNumBins == 0, "bins and the staged array would overlap");
-CUFLASH_DEVICE score::Function::Number* bins_of_warp() {
-  const int warp = (ptx::thread_index() - kWarpgroupThreads) / 32;
-  return reinterpret_cast<score::Function::Number*>(ptx::dynamic_shared<unsigned char>() + kStorageEnd) +
-      warp * 32 * score::Function::kNumBins;
-}
-
-constexpr int kSharedBytes = kStagesArray ? aligned_for_array(kStorageEnd) + kNumStages * SmemArray::kBytes
-    : kStorageEnd + (kThreads - kWarpgroupThreads) * score::Function::kNumBins *
-        static_cast<int>(sizeof(score::Function::Number));
-
-}  // namespace cuflash
+}  // namespace cuflash::sm90

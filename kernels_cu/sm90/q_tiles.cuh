@@ -1,81 +1,88 @@
 #pragma once
-#include <attention/config_mma.cuh>
 #include <attention/score_function.cuh>
+#include <sm90/query_stats.cuh>
 #include <tile/wgmma_tile.cuh>
 
 // Constants and shared-memory tiles of the backward kernels that keep a tile of keys and walk blocks of queries
 // (sm90/q_pipeline.cuh).
-namespace cuflash {
-
-using config::kNumStages;
-
-constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
-constexpr bool kMakesDq = config::kDqAtomicWidth > 0;
-constexpr int kNumConsumers = kMakesDq ? 2 : 1;
-// Registers per thread: at launch, and of each role after warpgroups have redistributed them.
-constexpr int kRegistersPerThread = kMakesDq ? 168 : 128;
-constexpr int kProducerRegisters = kMakesDq || kHeadDim > 64 || kValueDim > 64 ? 24 : 40;
-constexpr int kConsumerRegisters = kMakesDq ? 240 : 256 - kProducerRegisters;
-static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= kRegistersPerThread * (1 + kNumConsumers),
-              "warpgroups cannot take more registers than the block has");
-static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "one producer warpgroup, and the consumers");
-static_assert(kNumStages >= 2, "Q of a step is still read while scores of the next step are multiplied");
+namespace cuflash::sm90 {
 
 // Numbers of named barriers. Each of the last three stands for two: the next number is the second consumer warpgroup's.
 constexpr int kConsumersSync = 1, kDsEmpty = 2, kDqEmpty = 4, kDqFull = 6;
 
-// Up to 128 columns, a warpgroup holds rows of dK and dV, and only dS passes through shared memory. Beyond, it holds
-// columns of dK and dV, and P and dS pass through shared memory, since both warpgroups need all of them.
-constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
-// Threads of the producer warpgroup that write messages and load. Its last warp is the dQ writer if dQ is staged in
-// shared memory.
-constexpr int kProducerThreads = kIsWide ? kWarpgroupThreads : kWarpgroupThreads - 32,
-    kCopyThreads = kProducerThreads - 32;
-// Blocks finish dQ of bands in the order of the tiles of keys (sm90/dq_semaphore.cuh); with a list, the tile that
-// arrives last does (sm90/dq_arrivals.cuh).
-constexpr bool kFinishesDqInOrder = config::kFusesDqEpilogue && !config::kIsListed && !config::kCountsDqArrivals;
-// A tile of keys waits for other tiles of its head, which must have been taken before it.
-constexpr bool kTakesTilesInOrder = kFinishesDqInOrder || config::kAddsDqInOrder;
-static_assert(!config::kAddsDqInOrder || (config::kCountsDqArrivals && !config::kIsListed && !config::kFusesDqEpilogue),
-              "without a list, by the count of tiles that are done");
-static_assert(!kIsWide || kMakesDq, "without in-kernel dQ, all of dK and dV must fit in registers");
-static_assert(!config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ that is finished must be staged");
-// Up to 128 columns, P is not clamped to 1 unless some lse is large.
-constexpr bool kSkipsClamp = !kIsWide;
-// Tiles of scores in shared memory: if wide, P of even steps, P of odd steps and dS; else dS if dQ is computed.
-constexpr int kNumScoreTiles = kIsWide ? 3 : kMakesDq ? 1 : 0;
+template <class Config>
+struct QTiles : QueryTileStats<Config> {
+  using Base = QueryTileStats<Config>;
+  using typename Base::Element;
+  using Base::kBlockKv, Base::kBlockQ, Base::kHeadDim, Base::kNumStages, Base::kThreads, Base::kValueDim;
 
-using SmemK = tile::WgmmaTile<Element, kBlockKv, kHeadDim,
-                              kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
-using SmemV = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
-using SmemQ = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
-using SmemDo = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
-constexpr int kScoreBytes = 2 * kBlockQ * kBlockKv;
-// bytes of shared memory per block; upper limit of those that are not tiles
-constexpr int kMaxSharedBytes = 227 << 10, kStorageBytes = 5 << 10;
-constexpr int kTileBytes = SmemK::kBytes + SmemV::kBytes + kNumStages * SmemQ::kBytes + kNumScoreTiles * kScoreBytes;
-// Stages of dO: as many as of Q if they fit, else one.
-constexpr int kDoStages = !kIsWide || kTileBytes + kNumStages * SmemDo::kBytes + kStorageBytes <= kMaxSharedBytes
-    ? kNumStages : 1;
-static_assert(kDoStages == kNumStages || kNumStages == 2, "with one stage of dO, the stage of Q is the phase of dO");
-// Messages always have the block of the step: score functions and dropout depend on it.
-constexpr bool kMessagesHaveBlocks = kHasScore || config::kHasDropout;
-// dO is released apart from Q if it has fewer stages. At 128 columns it always is: ptxas then orders the instructions
-// after the release such that the kernel is 5 % faster.
-constexpr bool kReleasesDo = kDoStages < kNumStages || (!kIsWide && kBlockQ == 64);
+  static constexpr bool kMakesDq = Config::kDqAtomicWidth > 0;
+  static constexpr int kNumConsumers = kMakesDq ? 2 : 1;
+  // Registers per thread: at launch, and of each role after warpgroups have redistributed them.
+  static constexpr int kRegistersPerThread = kMakesDq ? 168 : 128;
+  static constexpr int kProducerRegisters = kMakesDq || kHeadDim > 64 || kValueDim > 64 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kMakesDq ? 240 : 256 - kProducerRegisters;
+  static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= kRegistersPerThread * (1 + kNumConsumers),
+                "warpgroups cannot take more registers than the block has");
+  static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "one producer warpgroup, and the consumers");
+  static_assert(kNumStages >= 2, "Q of a step is still read while scores of the next step are multiplied");
 
-constexpr SmemK k_smem{0};
-constexpr SmemV v_smem{SmemK::kBytes};
-constexpr int kQOffset = v_smem.start + SmemV::kBytes;  // the stages of Q, followed by the stages of dO
-constexpr int kDoOffset = kQOffset + kNumStages * SmemQ::kBytes;
-constexpr int kScoreOffset = kDoOffset + kDoStages * SmemDo::kBytes;
-// staging buffer of dQ, a part for each warpgroup
-constexpr int kDqOffset = kScoreOffset + kNumScoreTiles * kScoreBytes;
-constexpr int kDqPartBytes = 4 * kBlockQ * kHeadDim / kNumConsumers;
-constexpr bool kHasDqWriter = kMakesDq && !kIsWide;  // through the staging buffer
-constexpr int kStorageOffset = kDqOffset + (kHasDqWriter ? kNumConsumers * kDqPartBytes : 0);
-CUFLASH_DEVICE SmemQ q_smem(int stage) { return {kQOffset + stage * SmemQ::kBytes}; }
-CUFLASH_DEVICE SmemDo do_smem(int stage) { return {kDoOffset + stage * SmemDo::kBytes}; }
-CUFLASH_DEVICE int dq_offset(int part) { return kDqOffset + part * kDqPartBytes; }
+  // Up to 128 columns, a warpgroup holds rows of dK and dV, and only dS passes through shared memory. Beyond, it holds
+  // columns of dK and dV, and P and dS pass through shared memory, since both warpgroups need all of them.
+  static constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
+  // Threads of the producer warpgroup that write messages and load. Its last warp is the dQ writer if dQ is staged in
+  // shared memory.
+  static constexpr int kProducerThreads = kIsWide ? kWarpgroupThreads : kWarpgroupThreads - 32,
+                       kCopyThreads = kProducerThreads - 32;
+  // Blocks finish dQ of bands in the order of the tiles of keys (sm90/dq_semaphore.cuh); with a list, the tile that
+  // arrives last does (sm90/dq_arrivals.cuh).
+  static constexpr bool kFinishesDqInOrder =
+      Config::kFusesDqEpilogue && !Config::kIsListed && !Config::kCountsDqArrivals;
+  // A tile of keys waits for other tiles of its head, which must have been taken before it.
+  static constexpr bool kTakesTilesInOrder = kFinishesDqInOrder || Config::kAddsDqInOrder;
+  static_assert(!Config::kAddsDqInOrder ||
+                    (Config::kCountsDqArrivals && !Config::kIsListed && !Config::kFusesDqEpilogue),
+                "without a list, by the count of tiles that are done");
+  static_assert(!kIsWide || kMakesDq, "without in-kernel dQ, all of dK and dV must fit in registers");
+  static_assert(!Config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ that is finished must be staged");
+  // Up to 128 columns, P is not clamped to 1 unless some lse is large.
+  static constexpr bool kSkipsClamp = !kIsWide;
+  // Tiles of scores in shared memory: if wide, P of even steps, P of odd steps and dS; else dS if dQ is computed.
+  static constexpr int kNumScoreTiles = kIsWide ? 3 : kMakesDq ? 1 : 0;
 
-}  // namespace cuflash
+  using SmemK =
+      tile::WgmmaTile<Element, kBlockKv, kHeadDim, kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
+  using SmemV = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
+  using SmemQ = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
+  using SmemDo = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
+  static constexpr int kScoreBytes = 2 * kBlockQ * kBlockKv;
+  // bytes of shared memory per block; upper limit of those that are not tiles
+  static constexpr int kMaxSharedBytes = 227 << 10, kStorageBytes = 5 << 10;
+  static constexpr int kTileBytes =
+      SmemK::kBytes + SmemV::kBytes + kNumStages * SmemQ::kBytes + kNumScoreTiles * kScoreBytes;
+  // Stages of dO: as many as of Q if they fit, else one.
+  static constexpr int kDoStages =
+      !kIsWide || kTileBytes + kNumStages * SmemDo::kBytes + kStorageBytes <= kMaxSharedBytes ? kNumStages : 1;
+  static_assert(kDoStages == kNumStages || kNumStages == 2, "with one stage of dO, the stage of Q is the phase of dO");
+  // Messages always have the block of the step: score functions and dropout depend on it.
+  static constexpr bool kMessagesHaveBlocks = kHasScore || Config::kHasDropout;
+  // dO is released apart from Q if it has fewer stages. At 128 columns it always is: ptxas then orders the instructions
+  // after the release such that the kernel is 5 % faster.
+  static constexpr bool kReleasesDo = kDoStages < kNumStages || (!kIsWide && kBlockQ == 64);
+
+  static constexpr SmemK k_smem{0};
+  static constexpr SmemV v_smem{SmemK::kBytes};
+  static constexpr int kQOffset = v_smem.start + SmemV::kBytes;  // the stages of Q, followed by the stages of dO
+  static constexpr int kDoOffset = kQOffset + kNumStages * SmemQ::kBytes;
+  static constexpr int kScoreOffset = kDoOffset + kDoStages * SmemDo::kBytes;
+  // staging buffer of dQ, a part for each warpgroup
+  static constexpr int kDqOffset = kScoreOffset + kNumScoreTiles * kScoreBytes;
+  static constexpr int kDqPartBytes = 4 * kBlockQ * kHeadDim / kNumConsumers;
+  static constexpr bool kHasDqWriter = kMakesDq && !kIsWide;  // through the staging buffer
+  static constexpr int kStorageOffset = kDqOffset + (kHasDqWriter ? kNumConsumers * kDqPartBytes : 0);
+  static CUFLASH_DEVICE SmemQ q_smem(int stage) { return {kQOffset + stage * SmemQ::kBytes}; }
+  static CUFLASH_DEVICE SmemDo do_smem(int stage) { return {kDoOffset + stage * SmemDo::kBytes}; }
+  static CUFLASH_DEVICE int dq_offset(int part) { return kDqOffset + part * kDqPartBytes; }
+};
+
+}  // namespace cuflash::sm90

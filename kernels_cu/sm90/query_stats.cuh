@@ -1,48 +1,57 @@
 #pragma once
-#include <attention/config_mma.cuh>
 #include <attention/score_gradient.cuh>
 #include <sm90/dq_arrivals.cuh>
+#include <sm90/epilogue_gradient.cuh>
 
 // Statistics of a tile of queries that backward kernels on Hopper read. One bulk copy loads them, in the layout that
 // they have in global memory.
-namespace cuflash {
+namespace cuflash::sm90 {
 
-// 16 bits per word: words of 32 bits could be taken for NaN by kernels with a watchdog
-constexpr int kNonemptyWords = kBlockQ / 16;
-struct alignas(16) QueryStats {
-  float lse_2[kBlockQ];  // in base 2; +inf for queries without a key, and past the tile
-  float delta[kBlockQ];
-  uint32_t nonempty[kNonemptyWords];  // a bit for each query that has a key
-  int has_large_lse;  // some lse_2 exceeds kLargestPlainLse2
-  int has_empty_rows;  // some query has no key
-  attention::DqArrivals arrivals;  // used if tiles of keys count their arrivals
+template <class Config>
+struct QueryTileStats : GradientEpilogue<Config> {
+  using Base = GradientEpilogue<Config>;
+  using typename Base::Listed;
+  using Base::kBlockQ, Base::kHeadDim, Base::kValueDim;
 
-  static CUFLASH_DEVICE bool is_nonempty(const uint32_t* nonempty, int row) {
-    return nonempty[row / 16] >> row % 16 & 1;
+  // 16 bits per word: words of 32 bits could be taken for NaN by kernels with a watchdog
+  static constexpr int kNonemptyWords = kBlockQ / 16;
+  struct alignas(16) QueryStats {
+    float lse_2[kBlockQ];  // in base 2; +inf for queries without a key, and past the tile
+    float delta[kBlockQ];
+    uint32_t nonempty[kNonemptyWords];  // a bit for each query that has a key
+    int has_large_lse;  // some lse_2 exceeds kLargestPlainLse2
+    int has_empty_rows;  // some query has no key
+    DqArrivals arrivals;  // used if tiles of keys count their arrivals
+
+    static CUFLASH_DEVICE bool is_nonempty(const uint32_t* nonempty, int row) {
+      return nonempty[row / 16] >> row % 16 & 1;
+    }
+  };
+  // These constants say whether the first tile of keys to arrive stores the sums of dQ, and whether the last one
+  // finishes them (sm90/dq_arrivals.cuh).
+  static constexpr bool kFirstArrivalStoresDq =
+      (Config::kIsListed || Config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
+  static constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && Config::kFusesDqEpilogue;
+  // The rounding of a larger lse in base 2 may raise P by a thousandth above 1.
+  static constexpr float kLargestPlainLse2 = 1 << 14;
+
+  // Return the tile of queries that a thread block works on; below, the number of its statistics and sums of dQ.
+  static CUFLASH_DEVICE attention::WorkTile own_query_tile(const attention::Params& params) {
+    if constexpr (Config::kCutsSequences) return query_part_reversed<kBlockQ>(params).work;
+    else return attention::query_tile_reversed<Listed>(params, kBlockQ);
+  }
+  template <class L = Listed>
+  static CUFLASH_DEVICE int own_query_number(const attention::Params& params, const attention::WorkTile& work) {
+    if constexpr (Config::kCutsSequences) return query_part_reversed<kBlockQ>(params).number;
+    else return attention::query_tile_number<L>(params, work.first, kBlockQ);
+  }
+
+  // Return the statistics of the first tile of a matrix; those of further tiles follow.
+  static CUFLASH_DEVICE QueryStats* query_stats(const attention::Params& params,
+                                                const attention::BatchHead& batch_head) {
+    return reinterpret_cast<QueryStats*>(
+        attention::matrix<float>(params.delta, batch_head, batch_head.head, 0, 0).data);
   }
 };
-// These constants say whether the first tile of keys to arrive stores the sums of dQ, and whether the last one finishes
-// them (sm90/dq_arrivals.cuh).
-constexpr bool kFirstArrivalStoresDq =
-    (config::kIsListed || config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
-constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && config::kFusesDqEpilogue;
-// The rounding of a larger lse in base 2 may raise P by a thousandth above 1.
-constexpr float kLargestPlainLse2 = 1 << 14;
 
-// Return the tile of queries that a thread block works on; below, the number of its statistics and sums of dQ.
-CUFLASH_DEVICE attention::WorkTile own_query_tile(const attention::Params& params) {
-  if constexpr (config::kCutsSequences) return attention::query_part_reversed<kBlockQ>(params).work;
-  else return attention::query_tile_reversed<Listed>(params, kBlockQ);
-}
-template <class L = Listed>
-CUFLASH_DEVICE int own_query_number(const attention::Params& params, const attention::WorkTile& work) {
-  if constexpr (config::kCutsSequences) return attention::query_part_reversed<kBlockQ>(params).number;
-  else return attention::query_tile_number<L>(params, work.first, kBlockQ);
-}
-
-// Return the statistics of the first tile of a matrix; those of further tiles follow.
-CUFLASH_DEVICE QueryStats* query_stats(const attention::Params& params, const attention::BatchHead& batch_head) {
-  return reinterpret_cast<QueryStats*>(attention::matrix<float>(params.delta, batch_head, batch_head.head, 0, 0).data);
-}
-
-}  // namespace cuflash
+}  // namespace cuflash::sm90

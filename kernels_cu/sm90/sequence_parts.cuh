@@ -1,10 +1,11 @@
 #pragma once
 #include <attention/block_iterator.cuh>
+#include <sm90/constants.cuh>
 #include <tile/range.cuh>
 
 // Tiles that start and end with packed sequences, of queries and of keys, in the backward pass. Arrays of the work list
 // have where they start: cuflash/blocks/sequence_tiles.py numbers them. A tile may be empty.
-namespace cuflash::attention {
+namespace cuflash::sm90 {
 
 // The first rows of the tiles of a batch entry and head, and the length behind them; a tile has at most Height rows.
 template <int Height>
@@ -45,7 +46,7 @@ template <int Height>
 CUFLASH_DEVICE int num_visiting_parts(const Params& params, const WorkTile& queries) {
   const auto keys = SequenceParts<Height>::of_keys(params, queries.batch_head);
   const int lo = interval(params, queries.batch_head, queries.first).lo,
-      hi = interval(params, queries.batch_head, queries.last - 1).hi;
+            hi = interval(params, queries.batch_head, queries.last - 1).hi;
   // each sequence has at most one tile more than its length has multiples of Height
   const int end = min(keys.num_tiles, hi / Height + 1 + keys.num_tiles - keys.length / Height);
   return tile::warp_sum(lo / Height, end, [&](int number) {
@@ -76,7 +77,7 @@ CUFLASH_DEVICE SequencePart query_part_reversed(const Params& params) {
 
 // Return the axis of keys, cut into tiles, which blocks take by their length, the longest of a head first.
 CUFLASH_DEVICE TileAxis key_parts(const Params& params) {
-  return {params.work.num_kv_blocks, params.shape.group_size, 1, params.work.column_entries, false,
+  return {params.work.num_kv_blocks,         params.shape.group_size, 1, params.work.column_entries, false,
           params.shape.kv_heads_per_l2_group};
 }
 // Return the number of tiles of keys, for persistent blocks; below, the tile with a rank among them.
@@ -124,4 +125,4 @@ class PartIterator {
   int number_;
 };
 
-}  // namespace cuflash::attention
+}  // namespace cuflash::sm90

@@ -6,7 +6,7 @@
 // positions: a block has the tiles that start in it. A tile of a long sequence starts where a multiple of Height keys
 // precede its first query, so that its last step ends with its diagonal, and it has queries of this sequence alone:
 // those of the next one would walk all keys of this one. Whatever the row intervals are, each query is in one tile.
-namespace cuflash {
+namespace cuflash::sm90 {
 
 // The row intervals of a batch entry and head, which are arrays here: loads in no branch overlap.
 struct RowIntervals {
@@ -14,8 +14,8 @@ struct RowIntervals {
   const int32_t* hi;
 
   CUFLASH_DEVICE RowIntervals(const attention::WorkList& list, const attention::BatchHead& batch_head) {
-    const int64_t start = batch_head.batch_index * list.interval_batch_stride +
-        batch_head.head * list.interval_head_stride;
+    const int64_t start =
+        batch_head.batch_index * list.interval_batch_stride + batch_head.head * list.interval_head_stride;
     lo = list.lo + start;
     hi = list.hi + start;
   }
@@ -80,4 +80,4 @@ CUFLASH_DEVICE attention::WorkTile take_tile(const attention::Params& params, at
   return tile;
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::sm90

@@ -4,16 +4,27 @@
 #include <ptx/shared.cuh>
 #include <sm90/query_stats.cuh>
 
-static_assert(!cuflash::config::kCutsSequences, "tiles of statistics start at multiples of kBlockQ");
+static_assert(!cuflash::Config::kCutsSequences, "tiles of statistics start at multiples of kBlockQ");
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+namespace cuflash::sm90 {
+
+struct SinkGradient : QueryTileStats<Config> {
+  // Run a thread block.
+  static CUFLASH_DEVICE void run(const attention::Params& params, SinkArgument sink) {
+    sum_sink_gradient<float, kThreads>(
+        params, sink, ptx::dynamic_shared<float>(), [&](const BatchHead& batch_head, int query) {
+          const int row = (Config::kIsListed ? query % params.work.block_q : query) % kBlockQ;
+          const QueryStats& stats = query_stats(params, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)];
+          return delta_beside_sink(params, sink, batch_head, query, stats.delta[row]);
+        });
+  }
+};
+
+}  // namespace cuflash::sm90
+
+extern "C" __global__ void __launch_bounds__(cuflash::sm90::SinkGradient::kThreads)
 sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
-  using namespace cuflash::attention;
-  sum_sink_gradient<float, kThreads>(
-      params, sink, ptx::dynamic_shared<float>(), [&](const BatchHead& batch_head, int query) {
-        const int row = (config::kIsListed ? query % params.work.block_q : query) % kBlockQ;
-        const QueryStats& stats = query_stats(params, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)];
-        return delta_beside_sink(params, sink, batch_head, query, stats.delta[row]);
-      });
+  using namespace cuflash::sm90;
+  SinkGradient::run(params, sink);
 }

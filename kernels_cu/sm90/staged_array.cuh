@@ -1,11 +1,12 @@
 #pragma once
 #include <attention/feature_argument.cuh>
 #include <attention/score.cuh>
+#include <tile/conditional.cuh>
 #include <tile/pipeline.cuh>
 
 // Staged arrays: a score function reads a captured array of 16-bit numbers, such as a bias, at the query and the key of
 // a score. Producers load the elements of a step into shared memory, beside the step's keys or queries.
-namespace cuflash {
+namespace cuflash::sm90 {
 
 constexpr bool kStagesArray = score::Function::kIsStaged;
 
@@ -86,4 +87,4 @@ struct WithValue {
   }
 };
 
-}  // namespace cuflash
+}  // namespace cuflash::sm90

@@ -3,13 +3,12 @@
 #include <tile/wgmma_tile.cuh>
 
 // The store of O from registers to global memory by TMA, by way of shared memory.
-namespace cuflash {
+namespace cuflash::sm90 {
 
 // Round a warp's rows of O to T, stage them in shared memory, and start to store them by TMA, a box for each panel of
 // columns. `target` says where the tile lies, and how many rows it has. Called by whole warps.
 template <class T, class SmemO, class Output, class Target>
-CUFLASH_DEVICE void store_boxes(const attention::TensorMaps& maps, const Target& target, const SmemO& o_smem,
-                                const Output& o) {
+CUFLASH_DEVICE void store_boxes(const TensorMaps& maps, const Target& target, const SmemO& o_smem, const Output& o) {
   tile::PackedOperand<T, Output> rounded;
   rounded = o;
   tile::store(o_smem, rounded, o.warp_row());
@@ -22,4 +21,4 @@ CUFLASH_DEVICE void store_boxes(const attention::TensorMaps& maps, const Target&
   ptx::bulk_commit();
 }
 
-}  // namespace cuflash
+}  // namespace cuflash::sm90

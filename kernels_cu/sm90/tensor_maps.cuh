@@ -2,9 +2,11 @@
 #include <attention/tile_scheduler.cuh>
 #include <tile/pipeline.cuh>
 
-// A kernel argument, in kernels that let TMA copy tiles: the tensor maps. cuflash/compiler/params_layout.py has the
+// A kernel argument, in kernels that let TMA copy tiles: the tensor maps. cuflash/planning/_params.py has the
 // same record as a NumPy dtype.
-namespace cuflash::attention {
+namespace cuflash::sm90 {
+
+using namespace attention;
 
 using tile::TensorMapParam;
 
@@ -26,4 +28,4 @@ CUFLASH_DEVICE tile::TmaCoords tma_coords(const Matrices& matrices, const BatchH
   return {matrices.head_stride == 0 ? 0 : head, inner, outer};
 }
 
-}  // namespace cuflash::attention
+}  // namespace cuflash::sm90

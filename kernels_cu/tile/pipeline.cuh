@@ -17,7 +17,7 @@ struct PipelineSlot {
 
 // Number of lanes of a warp that arrive. One lane arrives for its warp; in kernels with a watchdog each lane does,
 // since NVIDIA's racecheck, which runs on these, follows no order from one lane through __syncwarp to another.
-constexpr int kArrivalsPerWarp = config::kHasWatchdog ? 32 : 1;
+constexpr int kArrivalsPerWarp = Config::kHasWatchdog ? 32 : 1;
 
 // Return the thread's number in its warp.
 CUFLASH_DEVICE int lane() { return ptx::lane(); }

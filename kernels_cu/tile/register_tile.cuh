@@ -4,7 +4,7 @@
 // Matrices in the registers of 128 threads, for kernels of multiply-adds and of the small products of tensor cores.
 namespace cuflash::tile {
 
-using config::kMmaRows;  // rows of the mma instruction; 0: products are multiply-adds
+constexpr int kMmaRows = Config::kMmaRows;  // rows of the mma instruction; 0: products are multiply-adds
 
 // 128 threads, as 16 rows of 8: a warp reads 4 rows of one operand, which broadcast, and 8 of the other, a vector each.
 // Tensor cores need 8 rows of 4 threads in every warp, and two neighbouring columns of a product in a thread: so

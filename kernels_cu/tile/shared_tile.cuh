@@ -15,7 +15,7 @@ struct alignas(16) Vector {
 // of the banks, so that reads of a column of vectors have no bank conflict. Tensor cores need two vectors: half a warp
 // then reads four numbers of four rows, in either direction, from all banks.
 template <class T>
-constexpr int kPadding = (config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength;
+constexpr int kPadding = (Config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength;
 
 // A matrix in shared memory, row after row. A matrix that is read only along its rows, by vectors, needs no padding.
 template <class T, int Rows, int Columns, int Pitch = Columns + kPadding<T>>

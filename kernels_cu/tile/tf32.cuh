@@ -6,7 +6,7 @@
 // are summed: a split leaves out 2^-23 of an operand, and lo lo is at most 2^-22 of a product.
 namespace cuflash::tile {
 
-using config::kTf32Products;
+constexpr int kTf32Products = Config::kTf32Products;
 
 // N numbers, each split into two of tf32, or rounded to tf32 in `hi`.
 template <int N>

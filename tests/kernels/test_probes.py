@@ -157,7 +157,7 @@ import cupy
 from cuflash.compiler.source import flatten_text
 
 text = '''#include <ptx/types.cuh>
-namespace cuflash::config { constexpr bool kHasWatchdog = true; }
+namespace cuflash { struct Config { static constexpr bool kHasWatchdog = true; }; }
 #include <ptx/mbarrier.cuh>
 #include <ptx/shared.cuh>
 using namespace cuflash;

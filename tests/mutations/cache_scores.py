@@ -157,7 +157,7 @@ FAULTS = {
         ),
     },
     parts_are_at_fixed_positions: {
-        "parts follow from the length": Edit(WORK, "part_of", "if constexpr (config::kPartKeys > 0)", "if (false)"),
+        "parts follow from the length": Edit(WORK, "part_of", "if constexpr (Config::kPartKeys > 0)", "if (false)"),
         "parts count from the first position": Edit(WORK, "part_of", "(first_part + number) * kKeys", "number * kKeys"),
     },
     host_scores_are_right: {

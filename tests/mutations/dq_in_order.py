@@ -70,10 +70,10 @@ FAULTS = {
             WRITER, "num_key_tiles_before", ".queries[stage].stats.arrivals.expected - smem.works[smem.", ".works[smem."
         ),
         "tiles are taken from the first one": Edit(
-            PRODUCER, "advance_tile", "number, config::kAddsDqInOrder)", "number, false)"
+            PRODUCER, "advance_tile", "number, Config::kAddsDqInOrder)", "number, false)"
         ),
         "nobody is the last visitor": Edit(
-            "sm90/backward_statistics.cu", "sm90_backward_statistics",
+            "sm90/backward_statistics.cu", "run",
             "if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);", ";",
         ),
         "the last visitor is one too far": Edit(
@@ -87,9 +87,9 @@ FAULTS = {
     },
     sums_of_arrays_end_with_a_tile: {
         "sums go on with a block's next tile": Edit(
-            "sm90/backward.cu", "consume", "finish_sums(score, of_steps); of_steps = {};", ""
+            "sm90/backward.cu", "end_step", "finish_sums(score, of_steps); of_steps = {};", ""
         ),
-        "a tile's sums are added again": Edit("sm90/backward.cu", "consume", "of_steps = {};", ""),
+        "a tile's sums are added again": Edit("sm90/backward.cu", "end_step", "of_steps = {};", ""),
     },
     stored_parts_are_right: {
         "the last part is left out": Edit(

@@ -168,7 +168,7 @@ FAULTS = {
             "attention/dropout.cuh", "head_number", "batch_head.batch_index", "0 * batch_head.batch_index"
         ),
         "dropped weights stay in dv": Edit(
-            "simt/backward.cu", "simt_backward", "drop_weights<decltype(scores)>(p_at, kept);", ";"
+            "simt/backward.cu", "make_changed_p_and_ds", "drop_weights<Dp>(p, kept);", ";"
         ),
         "gradients by dropped weights count": Edit(
             "attention/dropout.cuh", "drop_gradients", "kept.at(i, j) ? element(dp, i, j) * factor : T(0)",
@@ -188,7 +188,7 @@ FAULTS = {
             "sm80/forward.cu", "sm80_forward", ", params, state.work, first_key,", ", params, state.work, block.start,"
         ),
         "parts keep the size of their weights": Edit(
-            "sm80/forward.cu", "write_part", "if constexpr (config::kHasDropout) o.scale(dropout.factor);", ""
+            "sm80/forward.cu", "write_part", "if constexpr (Config::kHasDropout) o.scale(dropout.factor);", ""
         ),
         "heads of a tile draw alike": Edit(
             "sm80/forward.cu", "drop_step", "work.batch_head.head + heads.quotient", "work.batch_head.head"
@@ -205,7 +205,7 @@ FAULTS = {
     },
     hopper_gradients_are_right: {
         "where a plain step stands is not told": Edit(
-            "sm90/q_tiles.cuh", None, "= kHasScore || config::kHasDropout;", "= false;"
+            "sm90/q_tiles.cuh", None, "= kHasScore || Config::kHasDropout;", "= false;"
         ),
         "neighbours keep what they drew": Edit(
             "attention/dropout.cuh", "kept_fragments", "__shfl_xor_sync(0xffffffffu, drawn, 4)", "drawn"
@@ -220,7 +220,7 @@ FAULTS = {
             "attention/dropout.cuh", "kept_fragments", "if ((first_row | first_column) % 16 != 0)", "if (false)",
         ),
         "the next step has this one's weights": Edit(
-            "sm90/backward.cu", "consume", "draw_step(kept, next_positions, dropout, params.shape);", ";"
+            "sm90/backward.cu", "consume_with_next_dp", "draw_step(kept, next_positions, dropout, params.shape);", ";"
         ),
         "dP of a dropped weight is kept": Edit(
             "sm90/backward_changed_scores.cuh", "make_changed_operands",

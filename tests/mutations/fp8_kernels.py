@@ -104,7 +104,7 @@ FAULTS = {
         ),
         "windows begin in the middle of a scale": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
-            "if (config::kIsQuantized && visit_range.start < visit_range.stop) "
+            "if (Config::kIsQuantized && visit_range.start < visit_range.stop) "
             "visit_range.start -= visit_range.start % kBlockKv;",
             "",
         ),
@@ -122,10 +122,10 @@ FAULTS = {
             FORWARD, "consume_tiles", ", p, group, num_k_blocks, ended_scale < 0,", ", p, group, num_k_blocks, true,"
         ),
         "O keeps its size as maxima rise": Edit(
-            FORWARD, "consume_tiles", "o.scale_row(i, factor[i]);", ""
+            FORWARD, "rescale", "o.scale_row(i, factor[i]);", ""
         ),
         "sums of values keep their size as maxima rise": Edit(
-            FORWARD, "consume_tiles", "values.scale_row(i, factor[i]);", ""
+            FORWARD, "rescale", "values.scale_row(i, factor[i]);", ""
         ),
         "weights exceed e4m3": Edit(SOFTMAX, "QuantizedSoftmax", "kMaxRise = 2", "kMaxRise = 60"),
         "scores of infinite weights are not made again": Edit(
@@ -141,10 +141,10 @@ FAULTS = {
     },
     fp8_is_scheduled_right: {
         "K comes without its scales": Edit(
-            "sm90/kv_pipeline.cuh", "init_barriers", "(config::kIsQuantized && is_k)", "false"
+            "sm90/kv_pipeline.cuh", "init_barriers", "(Config::kIsQuantized && is_k)", "false"
         ),
         "a tile is left before its scales are stored": Edit(
-            "sm90/kv_pipeline.cuh", "init_barriers", "kStagesArray + config::kIsQuantized)", "kStagesArray)"
+            "sm90/kv_pipeline.cuh", "init_barriers", "kStagesArray + Config::kIsQuantized)", "kStagesArray)"
         ),
         "scales are stored in a slot that is not empty": Edit(
             PIPELINE, "write_scales", "wait_slot_empty(k, phase_of(num_k_blocks));", ""
@@ -179,7 +179,7 @@ FAULTS = {
     },
     rounding_is_right: {
         "warps have maxima of their own": Edit(
-            "fp8/quantize.cu", "block_maximum", "ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : 0",
+            "fp8/quantize.cu", "block_maximum", "ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : 0",
             "of_warps[threadIdx.x / 32]",
         ),
         "sums are out of range": Edit(

@@ -87,7 +87,7 @@ FAULTS = {
             "attention/page_table.cuh", "align_steps", "visit_range.start -= visit_range.start % width;", ""
         ),
         "a short last step starts earlier": Edit(
-            "sm90/kv_producer.cuh", None, "config::kIsListed || config::kIsPaged", "config::kIsListed"
+            "sm90/kv_producer.cuh", None, "Config::kIsListed || Config::kIsPaged", "Config::kIsListed"
         ),
         "a box's row is that of the sequence": Edit(
             "sm90/page_copies.cuh", "PageCopy", "attention::divmod(position, pages.page_size).remainder", "position"
@@ -109,7 +109,7 @@ FAULTS = {
         ),
         "queries that belong to no sequence turn a warp's maxima": Edit(
             "sm90/kv_producer.cuh", "load_keys",
-            "config::kIsPaged && ends_before_unused_queries(params, tile_info.work)",
+            "Config::kIsPaged && ends_before_unused_queries(params, tile_info.work)",
             "false",
         ),
         "a tile has queries that belong to no sequence": Edit(

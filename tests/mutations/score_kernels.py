@@ -228,7 +228,7 @@ FAULTS = {
             "attention/score.cuh", "exponent_scale", "? 1.0 :", "? shape.softmax_scale :"
         ),
         "gradients have the positions of the first keys": Edit(
-            "sm80/backward.cu", "sm80_backward", "{state.work.first, state.work.last},", "{0, state.work.last},"
+            "sm80/backward.cu", "make_changed_p_and_ds", "{state.work.first, state.work.last},", "{0, state.work.last},"
         ),
         "hidden elements are taken for seen ones": Edit(
             "attention/fragment_slopes.cuh", "scores_to_p_and_ds_of_rows",
@@ -236,7 +236,7 @@ FAULTS = {
             "true",
         ),
         "rows have no score function": Edit(
-            "sm80/backward_rows.cu", "sm80_backward_rows", "(kHasScore || config::kHasDropout)", "(false)"
+            "sm80/backward_rows.cu", "make_ds", "(kHasScore || Config::kHasDropout)", "(false)"
         ),
     },
     packed_heads_are_exact: {
@@ -247,7 +247,7 @@ FAULTS = {
     },
     warps_that_share_elements_are_exact: {
         "elements that two warps hold are added twice": Edit(
-            "sm80/backward.cu", "sm80_backward", "Scores::is_first_owner()); } else", "true); } else"
+            "sm80/backward.cu", "make_changed_p_and_ds", "Scores::is_first_owner()); } else", "true); } else"
         ),
     },
     nothing_past_the_end_matters: {
@@ -282,7 +282,7 @@ FAULTS = {
             "sm90/changed_weights.cuh", "StepScore.flush", "score_.flush(sums.of_score);", ""
         ),
         "P of a masked step is kept": Edit(
-            "sm90/backward_changed_scores.cuh", "make_changed_p", "clamp_and_mask<true>(s, queries);", ""
+            "sm90/backward_changed_scores.cuh", "make_changed_p", "Base::template clamp_and_mask<true>(s, queries);", ""
         ),
         "a hidden query has a P": Edit(
             "sm90/backward_changed_scores.cuh", "make_changed_p", ">()) s.at(i, j) = 0", ">()) s.at(i, j) = s.at(i, j)"

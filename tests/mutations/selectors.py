@@ -158,7 +158,7 @@ FAULTS = {
             CHOOSE, "Row", "from < start + Threads::kThreads && !(sum", "from < start + 32 && !(sum"
         ),
         "a warp's sum is the block's": Edit(
-            CHOOSE, "BlockOfRow", "x = sum_of_warp(ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : T(0));", ""
+            CHOOSE, "BlockOfRow", "x = sum_of_warp(ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : T(0));", ""
         ),
         "sums are read before all warps have written": Edit(
             CHOOSE, "BlockOfRow", "] = x; __syncthreads();", "] = x;"

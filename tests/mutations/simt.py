@@ -51,8 +51,8 @@ FAULTS = {
         ),
         "dO is read before it is there": Edit(
             "simt/backward.cu", "simt_backward",
-            "__syncthreads(); if constexpr (!kHasScore && !config::kHasDropout) tile::gemm_add_nn<kUnroll>(dv",
-            "if constexpr (!kHasScore && !config::kHasDropout) tile::gemm_add_nn<kUnroll>(dv",
+            "__syncthreads(); if constexpr (!kHasScore && !Config::kHasDropout) tile::gemm_add_nn<kUnroll>(dv",
+            "if constexpr (!kHasScore && !Config::kHasDropout) tile::gemm_add_nn<kUnroll>(dv",
         ),
         "P takes dS before it is read": Edit(
             "simt/backward.cu", "simt_backward", "} __syncthreads(); if constexpr (!", "} if constexpr (!"

@@ -251,7 +251,7 @@ FAULTS = {
             "naive/softmax.cu", "naive_softmax", "/ divisor * factor;", "/ divisor;"
         ),
         "lse is without the sink": Edit(
-            "naive/softmax.cu", "naive_softmax", "config::kHasSink ? row_lse :", "false ? row_lse :"
+            "naive/softmax.cu", "naive_softmax", "Config::kHasSink ? row_lse :", "false ? row_lse :"
         ),
         "dlse is left out": Edit(
             "naive/sink_gradient.cu", "naive_sink_gradient", "if (params.dlse.data != nullptr)", "if (false)"
@@ -263,7 +263,7 @@ FAULTS = {
             "merge_sink(row_lse[i], logit);",
         ),
         "the merge of parts leaves the sink out": Edit(
-            "sm80/combine.cu", "sm80_combine", "if (config::kHasSink) total += weight(logit, max_lse);", ""
+            "sm80/combine.cu", "sm80_combine", "if (Config::kHasSink) total += weight(logit, max_lse);", ""
         ),
         "a sink above all scores overflows": Edit(
             "sm80/combine.cu", "sm80_combine", "= fmaxf(max_lse, logit);", "= fminf(max_lse, logit) - 200;"
@@ -279,7 +279,7 @@ FAULTS = {
             "sm90/forward_hooks.cuh", "write_empty_rows", ", 0) = row_lse;", ", 0) = ptx::negative_infinity<float>();"
         ),
         "delta is that of the first tile": Edit(
-            "sm90/sink_gradient.cu", "sm90_sink_gradient", "[query_tile_number<Listed>(params, query, kBlockQ)]", "[0]"
+            "sm90/sink_gradient.cu", "run", "[query_tile_number<Listed>(params, query, kBlockQ)]", "[0]"
         ),
     },
 }

@@ -27,7 +27,7 @@ FAULTS = {
             "sm80/backward.cu", "sm80_backward", ") store_scores(s, dp); __syncthreads();", ") store_scores(s, dp);"
         ),
         "whole steps of many scores keep the last one's": Edit(
-            "sm80/backward.cu", "sm80_backward", "if (kStoresScoresEarly) store_scores(s, dp); }", "}"
+            "sm80/backward.cu", "make_scores_of_full_step", "if (kStoresScoresEarly) store_scores(s, dp); }", "}"
         ),
         "masked steps of many scores keep the last one's": Edit(
             "sm80/backward.cu", "sm80_backward", "if (kStoresScoresEarly) store_scores(s, dp); if (", "if ("
@@ -51,12 +51,12 @@ FAULTS = {
             "sm80/backward.cu", "sm80_backward", "(); tile::gemm_add_tn(dv, p_smem, do_smem);", "();"
         ),
         "wide steps bring dV twice": Edit("sm80/backward.cu", "sm80_backward", "if (!kOverlapsDs) tile", "tile"),
-        "dK is not scaled": Edit("sm80/backward.cu", "sm80_backward", "dk.scale(shape.softmax_scale);", ""),
+        "dK is not scaled": Edit("sm80/backward.cu", "write_gradients", "dk.scale(shape.softmax_scale);", ""),
         "one head of a group gives dK and dV": Edit(
             "sm80/backward.cu", "sm80_backward", "head < shape.group_size", "head < 1"
         ),
         "sums of dQ go to the first tile": Edit(
-            "sm80/backward.cu", "sm80_backward", "query_tile_number(params, block.start, kBlockQ)", "0"
+            "sm80/backward.cu", "add_dq", "query_tile_number(params, first_query, kBlockQ)", "0"
         ),
         "K is kept where no query sees it": Edit("sm80/backward.cu", "load_k", "min(work.last, last)", "work.last"),
         "a step of few queries is copied as a whole one": Edit(
@@ -85,12 +85,10 @@ FAULTS = {
             "sm80/backward.cu", "begin_next_head", "__syncthreads();", ""
         ),
         "dK and dV leave before they are there": Edit(
-            "sm80/backward.cu", "sm80_backward", "__syncthreads(); write_staged_gradient(", "write_staged_gradient("
+            "sm80/backward.cu", "write_gradients", "__syncthreads(); write_staged_gradient(", "write_staged_gradient("
         ),
         "blocks of a list end where tiles do": Edit(
-            "sm80/backward.cu", "sm80_backward",
-            "query_tile_number(params, block.start, kBlockQ)",
-            "(block.start / kBlockQ)",
+            "sm80/backward.cu", "add_dq", "query_tile_number(params, first_query, kBlockQ)", "(first_query / kBlockQ)"
         ),
         "whole steps start with the first query": Edit(
             "sm80/backward.cu", "load_full_block", "state.q + first * params.q.row_stride", "state.q"
@@ -120,7 +118,7 @@ FAULTS = {
             "sm80/convert_dq.cu", "sm80_convert_dq", "dq.scale(shape.softmax_scale);", ""
         ),
         "masked steps of dQ hide scores behind -inf": Edit(
-            "sm80/backward_rows.cu", "sm80_backward_rows",
+            "sm80/backward_rows.cu", "make_ds",
             "state.work, block, masked_score()); score_gradients<true>(",
             "state.work, block, ptx::negative_infinity<float>()); score_gradients<true>(",
         ),

@@ -60,25 +60,27 @@ FAULTS = {
         ),
         "bits of a list are all 1": Edit("sm90/q_copy_warps.cuh", "row_mask_bits", "bits &= listed;", ""),
         "a warp has another's bits": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "[Scores::first_row()]", "[ptx::lane() / 4]"
+            "sm90/backward_tiles.cuh", "MaskOfThread", "[Scores::first_row()]", "[ptx::lane() / 4]"
         ),
         "a thread has another's bits": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "[x] | all) >> queries.first_query;", "[x] | all);"
+            "sm90/backward_tiles.cuh", "MaskOfThread", "[x] | all) >> queries.first_query;", "[x] | all);"
         ),
         "a query has its neighbour's delta": Edit(
             "sm90/backward_tiles.cuh", "StepQueries.delta", ".delta + first_query;", ".delta + (first_query ^ 2);"
         ),
         "lse is that of the step before": Edit(
-            "sm90/backward.cu", "consume", "(smem.queries[next_state.stage].stats", "(smem.queries[state.stage].stats"
+            "sm90/backward.cu", "consume_with_next_dp", "(smem.queries[next_state.stage].stats",
+            "(smem.queries[state.stage].stats",
         ),
         "lse of 128 queries is that of the first step": Edit(
-            "sm90/backward.cu", "consume", "lse_2(queries.lse_2())", "lse_2(smem.queries[0].stats.lse_2 + first_query)"
+            "sm90/backward.cu", "consume_without_next_dp", "lse_2(queries.lse_2())",
+            "lse_2(smem.queries[0].stats.lse_2 + first_query)",
         ),
         "delta is that of the step before": Edit(
-            "sm90/backward.cu", "consume", "next_s, delta, next_lse_2, next_state,", "next_s, delta, next_lse_2, state,"
+            "sm90/backward.cu", "consume_with_next_dp", "delta, next_lse_2, next_state,", "delta, next_lse_2, state,"
         ),
         "P is made before the scores are there": Edit(
-            "sm90/backward.cu", "consume", "tile::wait_wgmma<1>(next_s);", ""
+            "sm90/backward.cu", "consume_with_next_dp", "tile::wait_wgmma<1>(next_s);", ""
         ),
         "minima are left out where an lse is large": Edit(
             "sm90/backward_statistics.cu", "compute_query_stats", "fabsf(lse_2) > kLargestPlainLse2", "false"
@@ -95,7 +97,7 @@ FAULTS = {
             "0xffffffffu",
         ),
         "delta lies a row further": Edit(
-            "sm90/backward_statistics.cu", "sm90_backward_statistics", "[row - work.first]", "[(row - work.first) ^ 1]"
+            "sm90/backward_statistics.cu", "run", "[row - work.first]", "[(row - work.first) ^ 1]"
         ),
         "lse is in base e": Edit(
             "sm90/backward_statistics.cu", "compute_query_stats",
@@ -106,13 +108,14 @@ FAULTS = {
             "sm90/q_producer.cuh", "load_tile", "head_work.stats[number]", "head_work.stats[0]"
         ),
         "what is known is not waited for": Edit(
-            "sm90/q_producer.cuh", "load_tile", "StepMessage::kThreadsCopyQ, sizeof stats", "StepMessage::kThreadsCopyQ"
+            "sm90/q_producer.cuh", "load_queries", "StepMessage::kThreadsCopyQ, sizeof stats",
+            "StepMessage::kThreadsCopyQ",
         ),
         "a large lse hides keys": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "queries.flags & StepMessage::kMasked ? 0 : ~0u;", "0;"
+            "sm90/backward_tiles.cuh", "MaskOfThread", "queries.flags & StepMessage::kMasked ? 0 : ~0u;", "0;"
         ),
         "a mask hides nothing": Edit(
-            "sm90/backward_tiles.cuh", "ThreadMask.ThreadMask", "= queries.flags & StepMessage::kMasked ? 0 : ~", "= ~"
+            "sm90/backward_tiles.cuh", "MaskOfThread", "= queries.flags & StepMessage::kMasked ? 0 : ~", "= ~"
         ),
         "dS is multiplied before it is there": Edit(
             "sm90/backward_epilogue.cuh", "start_dq",
@@ -150,7 +153,7 @@ FAULTS = {
             "",
         ),
         "a head takes the place of one that helpers work on": Edit(
-            "sm90/q_producer.cuh", "load_tile", "? (work_slot + 1) % kNumHeadWorks", "? (work_slot + 1) % 2"
+            "sm90/q_producer.cuh", "advance_head", "? (work_slot + 1) % kNumHeadWorks", "? (work_slot + 1) % 2"
         ),
         "a head's queries have the mask of the one before": Edit(
             "sm90/q_producer.cuh", "load_tile", "message.work = work_slot;", "message.work = 0;"
@@ -159,15 +162,15 @@ FAULTS = {
             "sm90/backward_epilogue.cuh", "start_dq", "kRowParts == 1 ? part * KOfWarpgroup::kBytes : 0", "0"
         ),
         "Q is left before dK is made": Edit(
-            "sm90/backward.cu", "consume",
+            "sm90/backward.cu", "consume_with_next_dp",
             "tile::wait_wgmma<1>(dv);",
             "tile::arrive(smem.q[state.stage].empty); tile::wait_wgmma<1>(dv);",
         ),
         "dO is left before dV is made": Edit(
-            "sm90/backward.cu", "consume", "tile::wait_wgmma<1>(dv);", "tile::wait_wgmma<2>(dv);"
+            "sm90/backward.cu", "consume_with_next_dp", "tile::wait_wgmma<1>(dv);", "tile::wait_wgmma<2>(dv);"
         ),
         "the last part of dQ is lost": Edit(
-            "sm90/backward.cu", "consume", "else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);", ""
+            "sm90/backward.cu", "end_step", "else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);", ""
         ),
         "who comes first adds": Edit(
             "sm90/dq_writer.cuh", "dq_writer", "is_first || (kFinishesDqInOrder", "false || (kFinishesDqInOrder"
@@ -176,7 +179,7 @@ FAULTS = {
             "sm90/dq_writer.cuh", "arrives_first", "num_before == 0", "num_before <= 1 || num_before == kDqIsStored + 1"
         ),
         "nobody tells that sums are stored": Edit(
-            "sm90/dq_writer.cuh", "dq_writer", "tile::signal(arrivals, attention::kDqIsStored);", ""
+            "sm90/dq_writer.cuh", "dq_writer", "tile::signal(arrivals, kDqIsStored);", ""
         ),
         "delta of a whole tile misses a chunk": Edit(
             "sm90/backward_statistics.cu", "for_each_delta_of_full_tile",
@@ -190,26 +193,25 @@ FAULTS = {
             "sm90/backward_statistics.cu", "compute_query_stats", "stats.arrivals.count = 0;", ""
         ),
         "what nobody stored is dQ": Edit(
-            "sm90/convert_dq.cu", "sm90_convert_dq", "if (kFirstArrivalStoresDq &&", "if (false &&"
+            "sm90/convert_dq.cu", "run", "if (kFirstArrivalStoresDq &&", "if (false &&"
         ),
         "results are those of the next tile": Edit(
-            "sm90/backward.cu", "consume", "smem.messages[state.stage].work", "smem.messages[next_state.stage].work"
+            "sm90/backward.cu", "end_step", "smem.messages[state.stage].work", "smem.messages[state.next().stage].work"
         ),
         "gradients start with those of the last tile": Edit(
-            "sm90/backward.cu", "consume", "dk.fill(0); dv.fill(0); wait_kv(flags);", "wait_kv(flags);"
+            "sm90/backward.cu", "end_step", "dk.fill(0); dv.fill(0); wait_kv(flags);", "wait_kv(flags);"
         ),
-        "the next tile's keys are not awaited": Edit("sm90/backward.cu", "consume", "wait_kv(flags); }", "}"),
+        "the next tile's keys are not awaited": Edit("sm90/backward.cu", "end_step", "wait_kv(flags); }", "}"),
         "keys are left before dQ is made": Edit(
-            "sm90/backward.cu", "consume",
+            "sm90/backward.cu", "consume_with_next_dp",
             "tile::wait_wgmma<1>(dv);",
             "if (starts_next_tile(flags)) release_kv(); tile::wait_wgmma<1>(dv);",
         ),
         "K of another head is let in before dQ is made": Edit(
-            "sm90/backward.cu", "consume",
-            "if constexpr (kDpRunsAhead) { flags = wait_step(next_state);",
-            "if constexpr (kDpRunsAhead) { flags = wait_step(next_state); wait_next_head_k(flags);",
+            "sm90/backward.cu", "consume_with_next_dp", "flags = wait_step(next_state);",
+            "flags = wait_step(next_state); wait_next_head_k(flags);",
         ),
-        "keys are never left": Edit("sm90/backward.cu", "consume", "if (starts_next_tile(flags)) release_kv();", ""),
+        "keys are never left": Edit("sm90/backward.cu", "end_step", "if (starts_next_tile(flags)) release_kv();", ""),
         "K of every tile has one phase": Edit(
             "sm90/q_producer.cuh", "load_tile", "smem.kv_phases ^= StepMessage::kPhaseOfK |", "smem.kv_phases ^= 0 |"
         ),
@@ -228,7 +230,7 @@ FAULTS = {
             "",
         ),
         "the count of tiles starts anywhere": Edit(
-            "sm90/backward_statistics.cu", "sm90_backward_statistics", "reset_tile_counter(params);", ""
+            "sm90/backward_statistics.cu", "run", "reset_tile_counter(params);", ""
         ),
         "dK is not scaled": Edit(
             "sm90/backward_epilogue.cuh", "write_gradients", "dk.scale(params.shape.softmax_scale);", ""
@@ -237,7 +239,7 @@ FAULTS = {
         "sums of dQ go to the first tile": Edit(
             "sm90/q_producer.cuh", "load_tile", "head_work.dq_sum + number * params", "head_work.dq_sum + 0 * params"
         ),
-        "dQ is not scaled": Edit("sm90/convert_dq.cu", "sm90_convert_dq", "dq.scale(shape.softmax_scale);", ""),
+        "dQ is not scaled": Edit("sm90/convert_dq.cu", "run", "dq.scale(shape.softmax_scale);", ""),
     },
     sm90_guards.wide_gradients_are_right: {
         "dO is brought while the last one is read": Edit(
@@ -310,19 +312,20 @@ FAULTS = {
             "softmax_scale); ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);",
         ),
         "dQ is that of the step after": Edit(
-            "sm90/backward.cu", "consume", "smem.messages[state.stage], part,", "smem.messages[next_state.stage], part,"
+            "sm90/backward.cu", "end_step", "smem.messages[state.stage], part,",
+            "smem.messages[state.next().stage], part,",
         ),
         "dQ is not scaled": Edit(
             "sm90/backward_epilogue.cuh", "finish_dq", "(rows, dq, first, scale)", "(rows, dq, first, 1.0f)"
         ),
         "steps that finish are walked as others": Edit(
-            "sm90/q_producer.cuh", "load_tile", "(head_work.dq.finishes ? StepMessage::kFinalizesDq : 0)", "0"
+            "sm90/q_producer.cuh", "store_head_work", "(head_work.dq.finishes ? StepMessage::kFinalizesDq : 0)", "0"
         ),
         "blocks have their first tiles by their own numbers": Edit(
             "sm90/q_producer.cuh", "advance_tile", "if constexpr (kTakesTilesInOrder) number =", "if (false) number ="
         ),
         "the last places' sums are not set to 0": Edit(
-            "sm90/backward_statistics.cu", "sm90_backward_statistics",
+            "sm90/backward_statistics.cu", "run",
             "if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);",
             "",
         ),
@@ -341,10 +344,10 @@ FAULTS = {
             "sm90/dq_arrivals.cuh", "num_visiting_key_tiles", ".batch_head, work.first)", ".batch_head, work.last - 1)"
         ),
         "nobody stores": Edit(
-            "sm90/query_stats.cuh", None, "config::kIsListed || config::kCountsDqArrivals", "config::kIsListed"
+            "sm90/query_stats.cuh", None, "Config::kIsListed || Config::kCountsDqArrivals", "Config::kIsListed"
         ),
         "a block of an order has one tile": Edit(
-            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "!config::kCutsSequences || queries.is_empty()", "true"
+            "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "!Config::kCutsSequences || queries.is_empty()", "true"
         ),
         "the queries of a block are those of its positions": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
@@ -401,7 +404,7 @@ FAULTS = {
             PARTS, "PartIterator.next", "&& stop <= visit_range_.full_stop", ""
         ),
         "statistics lie by multiples": Edit(
-            "sm90/query_stats.cuh", "own_query_number", "attention::query_part_reversed<kBlockQ>(params).number",
+            "sm90/query_stats.cuh", "own_query_number", "query_part_reversed<kBlockQ>(params).number",
             "work.first / kBlockQ",
         ),
         "steps read statistics by multiples": Edit(
@@ -483,7 +486,7 @@ FAULTS = {
         ),
         "all sums are awaited in one phase": Edit("sm90/dq_writer.cuh", "dq_writer_fused", "phase ^= 1;", ""),
         "nobody tells that a visit is done": Edit(
-            "sm90/dq_writer.cuh", "dq_writer_fused", "tile::signal(unsignalled, attention::kArrivalIsDone);", ""
+            "sm90/dq_writer.cuh", "dq_writer_fused", "tile::signal(unsignalled, kArrivalIsDone);", ""
         ),
         "the last addition is not told": Edit(
             "sm90/dq_writer.cuh", "dq_writer_fused", "} signal_previous();", "}"
@@ -500,10 +503,11 @@ FAULTS = {
             "sm90/dq_writer.cuh", "dq_writer_fused", "ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);", ""
         ),
         "steps that hide nothing are not noted": Edit(
-            "sm90/q_producer.cuh", "load_tile", "(kLastArrivalFinishesDq || kMessagesHaveBlocks", "(kMessagesHaveBlocks"
+            "sm90/q_producer.cuh", "load_tile", "(kLastArrivalFinishesDq || kMessagesHaveBlocks",
+            "(kMessagesHaveBlocks",
         ),
         "whether a step finishes is asked too early": Edit(
-            "sm90/backward.cu", "consume",
+            "sm90/backward.cu", "end_step",
             "wait_dq(part); dq_finish = smem.dq_finish;",
             "dq_finish = smem.dq_finish; wait_dq(part);",
         ),
@@ -525,6 +529,6 @@ FAULTS = {
             "(kIsWide || row < message.block.stop - message.block.start) &&",
             "",
         ),
-        "dK is that of the last step but one": Edit("sm90/backward.cu", "consume", "tile::wait_wgmma<0>(dk);", ""),
+        "dK is that of the last step but one": Edit("sm90/backward.cu", "end_step", "tile::wait_wgmma<0>(dk);", ""),
     },
 }  # fmt: skip

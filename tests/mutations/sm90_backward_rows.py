@@ -28,7 +28,7 @@ FAULTS = {
         ),
         "queries of a band are cut as its tiles are": Edit(
             "sm90/backward_rows.cu", "row_statistics",
-            "config::kIsListed ? work.first : query / kBlockQ * kBlockQ",
+            "Config::kIsListed ? work.first : query / kBlockQ * kBlockQ",
             "work.first",
         ),
         "hidden keys count": Edit(

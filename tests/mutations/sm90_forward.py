@@ -43,7 +43,8 @@ FAULTS = {
         ),
         "one stage serves all": Edit("sm90/kv_storage.cuh", "stage_of", "return count % kNumStages;", "return 0;"),
         "every lane asks for a tile": Edit(
-            "sm90/kv_tile_scheduler.cuh", "advance_tile", "if (elect_one()) number = attention", "number = attention"
+            "sm90/kv_tile_scheduler.cuh", "advance_tile", "if (is_first_lane()) number = attention",
+            "number = attention"
         ),
         "nobody has the first tiles": Edit(
             "sm90/kv_tile_scheduler.cuh", "advance_tile", "if (is_first) return attention::first_tile_number();", ""
@@ -99,7 +100,8 @@ FAULTS = {
             "sm90/forward_hooks.cuh", "write_empty_rows", "o.at(row, column) = zero", "continue"
         ),
         "lse of queries without a key stays as it is": Edit(
-            "sm90/forward_hooks.cuh", "write_empty_rows", "if (elect_one()) lse.at(row, 0)", "if (false) lse.at(row, 0)"
+            "sm90/forward_hooks.cuh", "write_empty_rows", "if (is_first_lane()) lse.at(row, 0)",
+            "if (false) lse.at(row, 0)"
         ),
         "scores are read before they are there": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages", "tile::wait_wgmma<1>(s);", "tile::wait_wgmma<2>(s);"

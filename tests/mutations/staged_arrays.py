@@ -101,7 +101,7 @@ FAULTS = {
             PRODUCER, "load_array", "wait_slot_empty(array_slot(stage, consumer), phase_of(num_blocks));", ""
         ),
         "Q does not wait for the elements of its step": Edit(
-            "sm90/q_producer.cuh", "load_tile", "? SmemArray::kBytes : 0", "? 0 : 0"
+            "sm90/q_producer.cuh", "load_queries", "? SmemArray::kBytes : 0", "? 0 : 0"
         ),
     },
     layouts_change_no_bit: {

@@ -111,7 +111,7 @@ FAULTS = {
             "tile/register_tile.cuh", "row_sum", "< kColumnLanes; lane_offset *= 2) x +=", "< 8; lane_offset *= 2) x +="
         ),
         "rows of fragments meet in the banks": Edit(
-            "tile/shared_tile.cuh", None, "(config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength", "Vector<T>::kLength"
+            "tile/shared_tile.cuh", None, "(Config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength", "Vector<T>::kLength"
         ),
     },
     kernel_guards.floats_on_tensor_cores_are_right: {

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lexing import spans
 
 ROOT = Path(__file__).parents[2]
 LIBRARY, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
-MOST_OF_FILE, MOST_OF_FUNCTION, MOST_OF_KERNEL_FILE = 400, 60, 350
+MOST_OF_FILE, MOST_OF_FUNCTION, MOST_OF_KERNEL_FILE, MOST_OF_KERNEL_FUNCTION = 400, 60, 350, 80
 WITHOUT_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -62,14 +63,44 @@ def test_long_modules_and_functions_are_named() -> None:
     assert list(too_long("x = 1\n" * MOST_OF_FILE)) == []
 
 
+KERNEL_FILES = pytest.mark.parametrize(
+    "path", sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")]), ids=lambda path: str(path.relative_to(KERNELS))
+)
+
+
 def num_kernel_code_lines(text: str) -> int:
     """Return the number of lines of CUDA C++ that hold more than comments and white space."""
     without_comments = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
     return sum(1 for line in without_comments.splitlines() if line.strip())
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")]), ids=lambda path: str(path.relative_to(KERNELS))
-)
+def long_kernel_functions(text: str) -> list[str]:
+    """List the functions of CUDA C++ that are longer than the rules allow."""
+    every = spans(text, "cuda")
+    classes = {each.name.rpartition(".")[0] for each in every}
+    pieces = {each.name: text[each.start : each.stop] for each in every}
+    functions = (
+        name for name, piece in pieces.items()
+        if name not in classes and not re.match(r"(template <.*?>\s*)?(struct|class|enum|union)\b", piece, re.DOTALL)
+    )  # fmt: skip
+    return [name for name in functions if num_kernel_code_lines(pieces[name]) > MOST_OF_KERNEL_FUNCTION]
+
+
+@KERNEL_FILES
 def test_kernel_files_are_short(path: Path) -> None:
     assert num_kernel_code_lines(path.read_text("utf-8")) <= MOST_OF_KERNEL_FILE
+
+
+@KERNEL_FILES
+def test_kernel_functions_are_short(path: Path) -> None:
+    assert long_kernel_functions(path.read_text("utf-8")) == []
+
+
+def test_long_kernel_functions_are_named() -> None:
+    body = "  f();\n" * (MOST_OF_KERNEL_FUNCTION - 2)
+    kept = f"struct Long {{\n  int x;\n{'  int y;' * 3}\n  void g() {{\n{body}  }}\n  void i() {{}}\n}};\n"
+    template = "template <class A>\n__device__ void h(A) {{\n{0}}}\n"
+    assert long_kernel_functions(kept) == []
+    assert long_kernel_functions(kept.replace("  int x;", body)) == []  # a class may be longer
+    assert long_kernel_functions(template.format(body)) == ["h"]
+    assert long_kernel_functions(kept.replace(body, body + "  f();\n")) == ["Long.g"]

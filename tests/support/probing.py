@@ -91,8 +91,8 @@ class Launch:
     architecture: str = "sm_90"  # that it compiles for; with a letter behind, one chip's alone
 
     def text(self, *, host: bool) -> str:
-        sizes = f"constexpr int kMmaRows = {self.mma_rows}, kTf32Products = {self.tf32_products};"
-        config = f"namespace cuflash::config {{ {sizes} constexpr bool kHasWatchdog = true; }}"
+        sizes = f"static constexpr int kMmaRows = {self.mma_rows}, kTf32Products = {self.tf32_products};"
+        config = f"namespace cuflash {{ struct Config {{ {sizes} static constexpr bool kHasWatchdog = true; }}; }}"
         lines = ["#include <ptx/types.cuh>", config, "namespace probe {", "using namespace cuflash;"]
         for name, value in self.constants.items():
             lines.append(f"constexpr int {name} = {value};" if isinstance(value, int) else f"using {name} = {value};")

@@ -1,0 +1,63 @@
+#pragma once
+#include <ptx/types.cuh>
+
+// The loop over a thread's elements of a tile of scores. It visits one column after the other, or one row, so that
+// values which all elements of a column or row share are live there alone. The order decides how ptxas allocates
+// registers.
+namespace cuflash::attention {
+
+// Call visit(i, j, of_column) for a thread's elements in the columns first <= j < last. `of_column` is what
+// column_of(j) returns; end_column(of_column) is called after a column.
+template <class Tile, class ColumnOf, class Visit, class EndColumn>
+CUFLASH_DEVICE void for_each_score(int first, int last, ColumnOf column_of, Visit visit, EndColumn end_column) {
+#pragma unroll
+  for (int j = first; j < last; ++j) {
+    auto of_column = column_of(j);
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) visit(i, j, of_column);
+    end_column(of_column);
+  }
+}
+template <class Tile, class ColumnOf, class Visit>
+CUFLASH_DEVICE void for_each_score(int first, int last, ColumnOf column_of, Visit visit) {
+  for_each_score<Tile>(first, last, column_of, visit, [](const auto&) {});
+}
+
+// Call visit(i, j) for a thread's elements in the columns first <= j < last; below, for all of them.
+template <class Tile, class Visit>
+CUFLASH_DEVICE void for_each_score(int first, int last, Visit visit) {
+#pragma unroll
+  for (int j = first; j < last; ++j)
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) visit(i, j);
+}
+template <class Tile, class Visit>
+CUFLASH_DEVICE void for_each_score(Visit visit) {
+  for_each_score<Tile>(0, Tile::kColumns, visit);
+}
+
+// Call visit(i, j, of_row) for a thread's elements, one row after the other. `of_row` is what row_of(i) returns.
+template <class Tile, class RowOf, class Visit>
+CUFLASH_DEVICE void for_each_score_by_rows(RowOf row_of, Visit visit) {
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i) {
+    const auto of_row = row_of(i);
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) visit(i, j, of_row);
+  }
+}
+
+// Call visit(i, j) for a thread's elements in the columns first <= j < last, one row after the other; below, for all.
+template <class Tile, class Visit>
+CUFLASH_DEVICE void for_each_score_by_rows(int first, int last, Visit visit) {
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+    for (int j = first; j < last; ++j) visit(i, j);
+}
+template <class Tile, class Visit>
+CUFLASH_DEVICE void for_each_score_by_rows(Visit visit) {
+  for_each_score_by_rows<Tile>(0, Tile::kColumns, visit);
+}
+
+}  // namespace cuflash::attention

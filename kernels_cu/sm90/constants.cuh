@@ -1,0 +1,30 @@
+#pragma once
+#include <attention/dropout.cuh>
+#include <attention/page_table.cuh>
+#include <attention/scales.cuh>
+#include <attention/sink.cuh>
+#include <sm90/tensor_maps.cuh>
+
+// What all parts of Hopper's pipelines take from the specification of a kernel, their template parameter Config.
+namespace cuflash::sm90 {
+
+constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
+
+template <class Config>
+struct Constants {
+  using Element = typename Config::Element;
+  static constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
+  static constexpr int kHeadDim = Config::kHeadDim, kValueDim = Config::kValueDim;
+  static constexpr int kNumStages = Config::kNumStages, kMinBlocks = Config::kMinBlocks;
+  static constexpr int kThreads = 32 * Config::kNumWarps;
+
+  using Listed = attention::StaticListed<Config::kIsListed, Config::kIsOrdered>;
+
+  // Arguments of kernels that have a feature.
+  using SinkArgument = attention::SinkArgument<Config>;
+  using PagesArgument = attention::PagesArgument<Config>;
+  using ScalesArgument = attention::ScalesArgument<Config>;
+  using DropoutArgument = attention::DropoutArgument<Config>;
+};
+
+}  // namespace cuflash::sm90
