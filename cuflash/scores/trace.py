@@ -15,7 +15,8 @@ import numpy as np
 
 from ..arrays import describe, is_array, is_flag, is_int, is_number
 from ..errors import UnsupportedProblem, refuse
-from .program import COMPARISONS, COORDINATES, ArrayType, Builder, Program, ProgramError
+from ._primitives import PRIMITIVES
+from .program import COORDINATES, ArrayType, Builder, Program, ProgramError
 
 MAX_OPERATIONS = 256
 MAX_NUMBERS = 24
@@ -26,44 +27,14 @@ _NO_NUMBER = (
 )
 _CO_VAR = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
-_UFUNCS: dict[Any, str] = {
-    np.add: "add",
-    np.subtract: "sub",
-    np.multiply: "mul",
-    np.divide: "div",
-    np.negative: "neg",
-    np.absolute: "abs",
-    np.fabs: "abs",
-    np.sign: "sign",
-    np.exp: "exp",
-    np.exp2: "exp2",
-    np.log: "log",
-    np.log2: "log2",
-    np.tanh: "tanh",
-    np.sqrt: "sqrt",
-    np.minimum: "min",
-    np.maximum: "max",
-    np.power: "pow",
-    np.float_power: "pow",
-    np.floor_divide: "floordiv",
-    np.remainder: "mod",
-    np.less: "lt",
-    np.less_equal: "le",
-    np.equal: "eq",
-    np.not_equal: "ne",
-    np.greater: "gt",
-    np.greater_equal: "ge",
-    np.logical_and: "and",
-    np.logical_or: "or",
-    np.logical_not: "not",
-    np.bitwise_and: "and",
-    np.bitwise_or: "or",
-    np.invert: "not",
-    np.isfinite: "isfinite",
+_OPS: dict[Any, str] = {
+    function: primitive.name
+    for primitive in PRIMITIVES.values()
+    for function in ((primitive.value,) if primitive.traced is None else primitive.traced)
 }
-_OTHERS = ("square", "reciprocal", "where", "clip")
+_OTHERS = ("square", "reciprocal", "clip")
 _SIGNATURES: dict[Any, str] = {np.where: "np.where(condition, a, b)", np.clip: "np.clip(x, least, most)"}
-_KNOWN = ", ".join(sorted({ufunc.__name__ for ufunc in _UFUNCS} | set(_OTHERS)))
+_KNOWN = ", ".join(sorted({function.__name__ for function in _OPS} | set(_OTHERS)))
 
 
 def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tuple[Program, tuple[float, ...]]:
@@ -181,15 +152,13 @@ class Symbol:
             each._n if type(each) is Symbol and each._builder is builder else _number_of(builder, each)
             for each in inputs
         ]
-        if len(numbers) == 2:
-            return Symbol(builder, builder.binary(op, *numbers))
-        return Symbol(builder, builder.unary(op, *numbers) if len(numbers) == 1 else builder.where(*numbers))
+        return Symbol(builder, builder.apply(op, *numbers))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
         if method != "__call__" or options:
             how = f"np.{ufunc.__name__}.{method}" if method != "__call__" else f"{', '.join(options)}= of a ufunc"
             raise ProgramError(f"{how} has no counterpart in a kernel")
-        op = _UFUNCS.get(ufunc)
+        op = _OPS.get(ufunc)
         if op is not None:
             return self.apply(op, *inputs)
         if ufunc is np.square:
@@ -248,9 +217,9 @@ def _set_operators(name: str, op: str) -> None:
     setattr(Symbol, f"__r{name}__", lambda self, other: self.apply(op, other, self))
 
 
-for _name in ("add", "sub", "mul", "pow", "floordiv", "mod", "and", "or", *COMPARISONS):
-    _set_operators(_name, _name)
-_set_operators("truediv", "div")
+for _primitive in PRIMITIVES.values():
+    if _primitive.is_infix:
+        _set_operators("truediv" if _primitive.name == "div" else _primitive.name, _primitive.name)
 
 
 class ArraySymbol:

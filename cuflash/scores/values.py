@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array
+from ._primitives import PRIMITIVES
 from .program import Instruction, Program
 from .ranges import integer_range
-
-OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "abs": np.absolute,
-    "min": np.minimum,
-    "max": np.maximum,
-    "sign": np.sign,
-    "div": np.divide,
-    "pow": np.power,
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "log": np.log,
-    "log2": np.log2,
-    "tanh": np.tanh,
-    "tanh_fast": np.tanh,
-    "sqrt": np.sqrt,
-    "floordiv": np.floor_divide,
-    "mod": np.remainder,
-    "lt": np.less,
-    "le": np.less_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "not": np.logical_not,
-    "isfinite": np.isfinite,
-    "where": np.where,
-}
 
 
 class Operands(NamedTuple):
@@ -133,4 +101,4 @@ def result(program: Program, operands: Operands, instruction: Instruction, args:
         return np.asarray(args[0]).astype(real)
     if op == "load":
         return operands.loaded(instruction, operands.place(program, instruction, b, args), real)
-    return OPERATIONS[op](*args)
+    return PRIMITIVES[op].value(*args)

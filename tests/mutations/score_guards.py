@@ -189,14 +189,14 @@ def functions_err_by_as_much_as_their_argument_lets_them(library, model):
     s, e_s = np.array([0.7, 2.0, 3.0]), np.array([0.5, 0.1, 1e-3])
     for op, function in functions.items():
         builder = program_of.Builder()
-        program = builder.finish(builder.unary(op, builder.put("s", "real")))
+        program = builder.finish(builder.apply(op, builder.put("s", "real")))
         operands = part(library, "scores.values").Operands((), ())
         ((value, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)
         reached = np.maximum(np.abs(function(s + e_s) - value), np.abs(function(s - e_s) - value))
         assert (reached * (1 - 1e-12) <= error).all() and (error <= 10 * reached).all(), op
     builder = program_of.Builder()
     divisor = builder.put("s", "real")
-    program = builder.finish(builder.binary("div", builder.const(1.0), divisor))
+    program = builder.finish(builder.apply("div", builder.const(1.0), divisor))
     s, e_s = np.array([0.3, 0.3, -0.3]), np.array([0.1, 0.4, 0.1])
     operands = part(library, "scores.values").Operands((), ())
     ((_, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)

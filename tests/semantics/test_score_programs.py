@@ -22,7 +22,8 @@ from cuflash.masks.shape import MaskShape
 from cuflash.scores import Score
 from cuflash.scores.program import derived, gradient_loads
 from cuflash.scores.ranges import range_reasons, ranges
-from cuflash.scores.roundoff import Arithmetic, values_and_errors
+from cuflash.scores._primitives import Arithmetic
+from cuflash.scores.roundoff import values_and_errors
 from cuflash.scores.values import Operands, run as evaluate, values
 from cuflash.testing import Example, assert_within_bounds
 from cuflash.testing.dual import Captured, Dual
