@@ -228,6 +228,13 @@ def _error_of_tanh(model: Arithmetic, x: Reals, a: Approximation, own: float | N
     return error + (8 * model.ua if own is None else own)
 
 
+def _error_of_arctan(model: Arithmetic, x: Reals, a: Approximation) -> Reals:
+    """Add 8 ua of the result: 4 units in the last place, which NumPy's may err by; CUDA's errs by 2."""
+    nearest = np.maximum(np.abs(a.value) - a.error, 0)
+    error: Reals = np.minimum(a.error / (1 + nearest**2), np.pi)
+    return error + 8 * model.ua * (np.abs(x) + error) + model.wa
+
+
 def _error_of_sign(model: Arithmetic, x: Reals, a: Approximation) -> Reals:
     return np.where((np.abs(a.value) > a.error) | np.equal(a.error, 0), 0, 2)
 
@@ -368,6 +375,11 @@ PRIMITIVES = {
         Primitive(
             name="tanh_fast", signature="real", value=np.tanh, traced=(), cuda="tangent_fast({})",
             derivative=(_slope_of_tanh,), error=partial(_error_of_tanh, own=2.0**-10.9), is_special=True,
+        ),
+        Primitive(
+            name="arctan", signature="real", value=np.arctan, cuda="::atan({})",
+            derivative=(lambda d, g, n, a: d.over(g, d.apply("add", d.one, d.apply("mul", a, a))),),
+            error=_error_of_arctan,
         ),
         Primitive(
             name="sqrt", signature="real", value=np.sqrt, cuda="ptx::sqrt_accurate({})",

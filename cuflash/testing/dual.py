@@ -94,6 +94,7 @@ _SLOPES: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.log: lambda r, x: (1 / x,),
     np.log2: lambda r, x: (1 / (x * np.log(np.asarray(2, r.dtype))),),
     np.tanh: lambda r, x: (1 / np.cosh(x) ** 2,),
+    np.arctan: lambda r, x: (np.cos(r) ** 2,),
     np.sign: lambda r, x: (0,),
     np.minimum: lambda r, x, y: (np.less_equal(x, y), np.greater(x, y)),
     np.maximum: lambda r, x, y: (np.greater_equal(x, y), np.less(x, y)),

@@ -72,6 +72,7 @@ _FUNCTIONS: dict[str, Any] = {
     "sign": np.sign,
     "square": np.square,
     "tanh": np.tanh,
+    "arctan": np.arctan,
     "floordiv": np.floor_divide,
     "mod": np.remainder,
     "lt": np.less,
@@ -93,11 +94,11 @@ _FUNCTIONS: dict[str, Any] = {
     "over": lambda x, y: x / (1.0 + np.abs(y)),
     "reciprocal": lambda x: np.reciprocal(2.0 + np.square(x)),
 }
-_UNARY = (
-    "neg", "abs", "sign", "square", "tanh", "exp_tanh", "exp2_tanh", "log", "log2", "log_or_0", "sqrt", "power",
-    "reciprocal",
+UNARY = (
+    "neg", "abs", "sign", "square", "tanh", "arctan", "exp_tanh", "exp2_tanh", "log", "log2", "log_or_0", "sqrt",
+    "power", "reciprocal",
 )  # fmt: skip
-_BINARY = ("add", "sub", "mul", "min", "max")
+BINARY = ("add", "sub", "mul", "min", "max")
 _NUMBERS = (0.5, 2, 1, -1.0, 0, 0.75, 3, -1.25, 0.001)
 _DIVISORS = (2.0, 4.0, -8.0, 0.25)  # powers of two, whose reciprocals are exact
 
@@ -152,8 +153,8 @@ def _reals(depth: int) -> st.SearchStrategy[Tree]:
     if depth <= 1:
         return st.one_of(*leaves)
     inner = _reals(depth - 1)
-    unary = st.tuples(st.sampled_from(_UNARY), inner)
-    binary = st.tuples(st.sampled_from(_BINARY), inner, inner)
+    unary = st.tuples(st.sampled_from(UNARY), inner)
+    binary = st.tuples(st.sampled_from(BINARY), inner, inner)
     choice = st.tuples(st.just("where"), _conditions(depth - 1), inner, inner)
     quotient = st.builds(lambda tree, by: ("divide", tree, ("number", by)), inner, st.sampled_from(_DIVISORS))
     # A divisor that is no number is divided by, bit for bit; by other numbers a program multiplies with reciprocals.

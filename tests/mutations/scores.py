@@ -182,6 +182,10 @@ FAULTS = {
         "exp2 lacks log 2": Edit(
             PRIMITIVES, None, "d.times(d.times(g, n), d.const(_LN_2))", "d.times(g, n)"
         ),
+        "arctan has the slope of its result": Edit(
+            PRIMITIVES, None,
+            'd.apply("add", d.one, d.apply("mul", a, a))', 'd.apply("add", d.one, d.apply("mul", n, n))',
+        ),
     },
     score_guards.errors_hold: {
         "a difference of equal integers may be anything": Edit(
@@ -195,6 +199,9 @@ FAULTS = {
         ),
         "exp passes its argument's error": Edit(
             PRIMITIVES, "_error_of_exp", "np.abs(x) * np.expm1(a.error * base)", "a.error"
+        ),
+        "arctan is flat where its argument is": Edit(
+            PRIMITIVES, "_error_of_arctan", "np.maximum(np.abs(a.value) - a.error, 0)", "np.abs(a.value)"
         ),
         "where errs as the chosen branch": Edit(
             PRIMITIVES, "_error_of_choice", "np.where(condition.error, either, chosen)", "chosen"
