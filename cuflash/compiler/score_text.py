@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ _LEVELS = ("tile", "query", "key", "score")
 def text(
     program: Program,
     wrt: tuple[str, ...] = (),
-    accumulator: np.dtype[Any] = np.dtype(np.float32),
+    accumulator: np.dtype = np.dtype(np.float32),
     sums: tuple[str, ...] = (),
     *,
     is_staged: bool = False,
@@ -77,7 +76,7 @@ class Printer:
         self,
         program: Program,
         wrt: tuple[str, ...],
-        accumulator: np.dtype[Any],
+        accumulator: np.dtype,
         sums: tuple[str, ...],
         staged: int | None,
         is_stored: bool,

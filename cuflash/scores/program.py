@@ -6,10 +6,11 @@ A `Program` holds no data, no lengths, no addresses and no numbers of the user's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from ..arrays import Array
 from ._primitives import PRIMITIVES, Derivation
 
 BlockKind = Literal["real", "int", "bool"]
@@ -48,11 +49,11 @@ class Instruction(NamedTuple):
     op: str
     kind: BlockKind
     args: tuple[int, ...] = ()
-    value: Any = None
+    value: Array = None
 
 
 _INPUTS = (Instruction("s", "real"), *(Instruction(coordinate, "int") for coordinate in COORDINATES))
-_INPUT_NUMBERS: dict[tuple[Any, ...], int] = {instruction: n for n, instruction in enumerate(_INPUTS)}
+_INPUT_NUMBERS: dict[tuple[Hashable, ...], int] = {instruction: n for n, instruction in enumerate(_INPUTS)}
 _tuple_of = tuple.__new__  # a NamedTuple's `_make` in a third of the time
 
 
@@ -161,10 +162,10 @@ class Builder:
         self.instructions: list[Instruction] = []
         self.numbers: list[float] = []
         self._num_given = num_numbers
-        self._found: dict[tuple[Any, ...], int] = {}
+        self._found: dict[tuple[Hashable, ...], int] = {}
         self._slots: dict[str, int] = {}
 
-    def put(self, op: str, kind: BlockKind, *args: int, value: Any = None) -> int:
+    def put(self, op: str, kind: BlockKind, *args: int, value: Array = None) -> int:
         """The number of this instruction, as it is."""
         key = op, kind, args, value
         instructions = self.instructions

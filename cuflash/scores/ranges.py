@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ._primitives import PRIMITIVES
 from .program import Instruction, Program
@@ -57,7 +58,7 @@ def _range_of(
     return Range(min(corners), max(corners))
 
 
-def integer_range(dtype: Any) -> Range:
+def integer_range(dtype: DTypeLike) -> Range:
     """Return the range of integers that are loaded from an array: those of its dtype, clipped to int32."""
     info = np.iinfo(dtype)
     return Range(max(int(info.min), -LARGEST - 1), min(int(info.max), LARGEST))

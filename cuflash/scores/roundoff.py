@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,18 +25,18 @@ class LoadErrors(NamedTuple):
     """The derivative by a load of an array that has a gradient."""
 
     array: int
-    place: tuple[Any, ...]
-    value: Any
-    error: Any
+    place: tuple[Array, ...]
+    value: Array
+    error: Array
 
 
 class ScoreErrors(NamedTuple):
     """Final scores f and their derivative by the scores, with errors, and the derivatives by loads of arrays."""
 
-    f: Any
-    e_f: Any
-    slope: Any
-    e_slope: Any
+    f: Array
+    e_f: Array
+    slope: Array
+    e_slope: Array
     loads: tuple[LoadErrors, ...]
 
 
@@ -60,8 +60,9 @@ def score_errors(
 
 
 def values_and_errors(
-    program: Program, operands: Operands, s: Array, e_s: Array, b: Any, h: Any, i: Any, j: Any, model: Arithmetic
-) -> list[tuple[Any, Any]]:
+    program: Program, operands: Operands, s: Array, e_s: Array, b: Array, h: Array, i: Array, j: Array,
+    model: Arithmetic,
+) -> list[tuple[Array, Array]]:
     """(value, error) of each result, float64; they broadcast against s.
 
     Parameters
@@ -76,7 +77,7 @@ def values_and_errors(
     with np.errstate(all="ignore"):
         for instruction, x in zip(program.instructions, values):
             args = [approximations[a] for a in instruction.args]
-            error: Any = e_s if instruction.op == "s" else _error(program, instruction, x, args, model)
+            error: Array = e_s if instruction.op == "s" else _error(program, instruction, x, args, model)
             if instruction.kind == "real" and instruction.op != "s":
                 error = np.where(np.isfinite(x) & (np.abs(x) + error > model.largest), np.inf, error)
                 error = np.where(np.isnan(error), np.inf, error)
@@ -85,7 +86,7 @@ def values_and_errors(
     return [approximations[n][:2] for n in program.results]
 
 
-def _error(program: Program, instruction: Instruction, x: Any, args: list[Approximation], model: Arithmetic) -> Any:
+def _error(program: Program, instruction: Instruction, x: Array, args: list[Approximation], model: Arithmetic) -> Array:
     """Return the error of x, the result of an instruction other than the score."""
     op, kind, ua = instruction.op, instruction.kind, model.ua
     if op == "const":

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +17,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import DTypeLike
 
+from ..arrays import Array
 from ..keywords import explains_keywords
 from ..masks.shape import MaskShape
 
@@ -54,12 +56,12 @@ ARRAYS: dict[str, _Kind] = {
 _REALS = [name for name, kind in ARRAYS.items() if kind.dtype == "real"]
 
 
-def _log_or_0(x: Any) -> Any:
+def _log_or_0(x: Array) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):  # of numbers, where a program has symbols
         return np.where(x > 0, np.log(x), 0.0)
 
 
-_FUNCTIONS: dict[str, Any] = {
+_FUNCTIONS: dict[str, Callable[..., Array]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -118,7 +120,7 @@ class Formula:
 
     __name__ = "formula"
 
-    def __call__(self, s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
+    def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array, **arrays: Array) -> Array:
         return _value(self.tree, {"s": s, "b": b, "h": h, "i": i, "j": j}, arrays)
 
     @property
@@ -127,7 +129,7 @@ class Formula:
         names = _names(self.tree)
         return tuple(name for name in ARRAYS if name in names)
 
-    def arrays(self, shape: MaskShape, seed: int, dtype: Any = np.float32) -> dict[str, Any]:
+    def arrays(self, shape: MaskShape, seed: int, dtype: DTypeLike = np.float32) -> dict[str, np.ndarray]:
         """Arrays for a problem, filled by a generator of `seed`; some axes of the batch have length 1."""
         rng = np.random.default_rng(seed)
         return {name: _array(ARRAYS[name], shape, rng, dtype) for name in self.names}
@@ -201,7 +203,7 @@ def _names(tree: Tree) -> set[str]:
     return set[str]().union(*(_names(arg) for arg in args if isinstance(arg, tuple)))
 
 
-def _value(tree: Tree, at: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+def _value(tree: Tree, at: Mapping[str, Array], arrays: Mapping[str, Array]) -> Array:
     op, *args = tree
     if op in at:
         return at[op]
@@ -216,7 +218,7 @@ def _value(tree: Tree, at: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
     return array[own[0] if len(own) == 1 else tuple(own)]
 
 
-def _array(kind: _Kind, shape: MaskShape, rng: np.random.Generator, dtype: Any) -> Any:
+def _array(kind: _Kind, shape: MaskShape, rng: np.random.Generator, dtype: DTypeLike) -> np.ndarray:
     extent_of = {"b": shape.num_batch, "h": shape.num_heads, "i": shape.seqlen_q, "j": shape.seqlen_kv}
     extents: list[int] = []
     for place, index in enumerate(kind.indices):
