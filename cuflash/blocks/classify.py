@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class _Blocks:
     row: Array
     col: Array
 
-    def __getitem__(self, chosen: Any) -> _Blocks:
+    def __getitem__(self, chosen: Array) -> _Blocks:
         return _Blocks(self.matrix[chosen], self.row[chosen], self.col[chosen])
 
     def __len__(self) -> int:

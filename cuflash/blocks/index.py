@@ -154,7 +154,8 @@ class BlockIndex:
 
     @classmethod
     def from_mask(
-        cls, mask: Any, seqlen_q: int, seqlen_kv: int, block: Any, *, batch: tuple[int, ...] = (), num_heads: int = 1
+        cls, mask: Mask | Array, seqlen_q: int, seqlen_kv: int, block: Any, *, batch: tuple[int, ...] = (),
+        num_heads: int = 1,
     ) -> BlockIndex:
         """Classify every block of a mask exactly: by closed forms where they decide, else element by element.
 
@@ -265,7 +266,7 @@ class BlockIndex:
         return cls.from_mask(pattern, block=pattern.block, **shape._asdict())
 
     @classmethod
-    def from_scipy(cls, matrix: Any, seqlen_q: int, seqlen_kv: int, block: Any = None) -> BlockIndex:
+    def from_scipy(cls, matrix: Array, seqlen_q: int, seqlen_kv: int, block: Any = None) -> BlockIndex:
         """Make an index from a scipy.sparse array of elements, or of blocks: its shape says which.
 
         Parameters
@@ -546,7 +547,7 @@ class BlockIndex:
         """
         return self.as_mask().toarray(self.seqlen_q, self.seqlen_kv, batch=(self.batch,), num_heads=self.num_heads)
 
-    def to_scipy(self, b: int = 0, h: int = 0, *, elements: bool = False) -> Any:
+    def to_scipy(self, b: int = 0, h: int = 0, *, elements: bool = False) -> Array:
         """The index of one batch entry and head as a scipy.sparse array.
 
         Parameters
@@ -672,28 +673,28 @@ class BlockIndex:
         """
         return ChosenBlocks(namespace(self.indptr).asarray(chosen_lists(self.on_host)), self.block[1])
 
-    def __and__(self, other: Any) -> Any:
+    def __and__(self, other: BlockIndex | Mask | Array) -> Any:
         return self._combined(other, and_)
 
-    def __rand__(self, other: Any) -> Any:
+    def __rand__(self, other: Mask | Array) -> Any:
         return and_(other, self.as_mask())
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: BlockIndex | Mask | Array) -> Any:
         return self._combined(other, or_)
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self, other: Mask | Array) -> Any:
         return or_(other, self.as_mask())
 
-    def __xor__(self, other: Any) -> Any:
+    def __xor__(self, other: BlockIndex | Mask | Array) -> Any:
         return self._combined(other, xor)
 
-    def __rxor__(self, other: Any) -> Any:
+    def __rxor__(self, other: Mask | Array) -> Any:
         return xor(other, self.as_mask())
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: BlockIndex | Mask | Array) -> Any:
         return self._combined(other, sub)
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self, other: Mask | Array) -> Any:
         return sub(other, self.as_mask())
 
     def __invert__(self) -> BlockIndex:
@@ -957,7 +958,9 @@ class BlockIndex:
         )
         return self.lo[position].astype(np.int64), np.where(i < self.seqlen_q, self.hi[position], 0).astype(np.int64)
 
-    def _combined(self, other: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    def _combined(
+        self, other: BlockIndex | Mask | Array, combine: Callable[[Mask, Mask | Array], Mask]
+    ) -> Any:
         """A block index of two of them, a mask of an index and anything else that stands for one."""
         if not isinstance(other, BlockIndex):
             return combine(self.as_mask(), other)

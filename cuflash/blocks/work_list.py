@@ -383,7 +383,7 @@ def _used_range(any_used: Array) -> tuple[Array, Array]:
 def _segments(
     index: BlockIndex,
     blocks: Array,
-    entries: Any,
+    entries: Array,
     block: int,
     length: int,
     within: tuple[int, int],

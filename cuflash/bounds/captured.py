@@ -11,7 +11,8 @@ from ..planning.problem import Problem
 from ..planning.staged_array import gradient_in_parts
 from ..scores import Score
 from ..scores.program import Program
-from ..scores.roundoff import Arithmetic, LoadErrors, ScoreErrors, score_errors
+from ..scores._primitives import Arithmetic
+from ..scores.roundoff import LoadErrors, ScoreErrors, score_errors
 from ..scores.values import Operands
 from .host import host_arrays
 from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, roundoff, underflow

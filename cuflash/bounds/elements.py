@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import DTYPES, Array, as_dtype, describe, flag_reasons, to_host
 from ..calls._call import Call, composed_score
@@ -16,7 +16,7 @@ from ..fp8 import e4m3, operands as fp8
 from ..fp8.cuts import Cuts
 from ..keywords import explains_keywords
 from ..planning.dropout_launches import SEED
-from ..planning.options import Options
+from ..planning.options import MaskLike, Options, ScoreLike
 from ..planning.staged_array import gradient_in_parts
 from ..plans import Plan
 from ..reference import allowed_of, expand_heads, with_heads
@@ -70,18 +70,18 @@ def error_bound(
     do: Array | None = None,
     *,
     dlse: Array | None = None,
-    mask: Any = None,
+    mask: MaskLike | None = None,
     causal: bool | str = False,
-    window: Any = None,
+    window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
-    score: Any = None,
+    score: ScoreLike | None = None,
     softcap: float | None = None,
     bias: Array | None = None,
     wrt: str | tuple[str, ...] = (),
     sink: Array | None = None,
     dropout: Dropout | None = None,
     precision: str = "ieee",
-    product_dtype: Any = None,
+    product_dtype: DTypeLike | None = None,
     probable: bool = False,
     plan: Plan | None = None,
 ) -> Bounds:
@@ -198,7 +198,7 @@ def _bounds_of_plan(
     dlse: Array | None,
     sink: Array | None,
     options: Options,
-    product_dtype: Any,
+    product_dtype: DTypeLike | None,
     probable: bool,
 ) -> Bounds:
     """`error_bound` of a plan, beside which `options` and `product_dtype` must be left out."""
@@ -262,7 +262,7 @@ def _cotangent_reasons(name: str, array: Array | None, shape: tuple[int, ...]) -
     return [f"{rule}; got {describe(array)}"]
 
 
-def _product_dtype(given: Any) -> np.dtype[Any]:
+def _product_dtype(given: DTypeLike | None) -> np.dtype:
     dtype = as_dtype("product_dtype", given)
     try:
         limits(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from .rounding import Rounding
 class Weights:
     """Factors of the weights under dropout, the largest factor, and the number of roundings that it takes."""
 
-    factors: Any = 1.0
+    factors: Array = 1.0
     most: float = 1.0
     roundoffs: int = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from ..layouts import kind_of
 from ..plans import as_arrays
 
 
-def host_arrays(given: dict[str, Any]) -> list[Array]:
+def host_arrays(given: dict[str, Array]) -> list[Array]:
     """The arguments as NumPy's arrays; None where do, dlse and sink are not given."""
     arrays = as_arrays(given)
     for name, array in arrays.items():

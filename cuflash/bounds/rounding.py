@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import Array, accumulator_dtype
 from ..fp8.cuts import LOST_WEIGHT
@@ -47,7 +48,7 @@ class Rounding:
     probable: bool
 
     @classmethod
-    def of(cls, storage: np.dtype[Any], precision: str, product: Any, probable: bool) -> Rounding:
+    def of(cls, storage: np.dtype, precision: str, product: DTypeLike | None, probable: bool) -> Rounding:
         accumulator = accumulator_dtype(storage)
         product = accumulator if product is None else np.dtype(product)
         return cls(
@@ -69,7 +70,7 @@ class Rounding:
         made = replace(self, t=2 * self.ua * (1 + self.ua), u=self.u if self.u == self.ua else self.u + 2 * self.ua)
         return replace(made, wp=LOST_WEIGHT) if are_products_cut else made
 
-    def as_read(self, array: Array) -> tuple[Array, Any]:
+    def as_read(self, array: Array) -> tuple[Array, Array]:
         """Values of an array beside q, k and v as a kernel reads them, and how far rounding them to A may move them.
 
         A number of a float64 array that A cannot hold is infinite; every other value counts as it is.
@@ -84,16 +85,16 @@ class Rounding:
         return min(terms, 6 * math.sqrt(terms)) if self.probable else terms
 
 
-def limits(dtype: np.dtype[Any]) -> Any:
+def limits(dtype: np.dtype) -> Any:
     """Return `numpy.finfo` of a dtype, bfloat16 included."""
     return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
 
 
-def roundoff(dtype: np.dtype[Any]) -> float:
+def roundoff(dtype: np.dtype) -> float:
     return float(limits(dtype).eps) / 2
 
 
-def underflow(dtype: np.dtype[Any]) -> float:
+def underflow(dtype: np.dtype) -> float:
     """Half the smallest subnormal of float16; elsewhere the smallest normal, as CUDA compilers may flush below it."""
     info = limits(dtype)
     return float(info.smallest_subnormal) / 2 if dtype == np.float16 else float(info.smallest_normal)

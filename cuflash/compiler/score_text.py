@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
+from ..scores._primitives import PRIMITIVES
 from ..scores.products import of_products
 from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
 from ..scores.score import Printing
@@ -25,23 +25,13 @@ _ELEMENTS = {
     "int8": "int8_t", "int16": "int16_t", "int32": "int32_t", "int64": "int64_t",
     "uint8": "uint8_t", "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t", "bool": "uint8_t",
 }  # fmt: skip
-_OPERATORS = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "gt": ">",
-    "ge": ">=", "and": "&", "or": "|",
-}  # fmt: skip
-_FUNCTIONS = {
-    "abs": "absolute", "min": "minimum", "max": "maximum", "sign": "sign", "floordiv": "floor_divide",
-    "mod": "remainder", "pow": "ptx::pow_accurate", "exp": "ptx::exp_accurate", "exp2": "ptx::exp2_accurate",
-    "log": "ptx::log_accurate", "log2": "ptx::log2_accurate", "tanh": "tangent", "tanh_fast": "tangent_fast",
-    "sqrt": "ptx::sqrt_accurate", "isfinite": "is_finite", "logistic": "logistic",
-}  # fmt: skip
 _LEVELS = ("tile", "query", "key", "score")
 
 
 def text(
     program: Program,
     wrt: tuple[str, ...] = (),
-    accumulator: np.dtype[Any] = np.dtype(np.float32),
+    accumulator: np.dtype = np.dtype(np.float32),
     sums: tuple[str, ...] = (),
     *,
     is_staged: bool = False,
@@ -86,7 +76,7 @@ class Printer:
         self,
         program: Program,
         wrt: tuple[str, ...],
-        accumulator: np.dtype[Any],
+        accumulator: np.dtype,
         sums: tuple[str, ...],
         staged: int | None,
         is_stored: bool,
@@ -448,13 +438,7 @@ class Printer:
             return self._load(instruction, level)
         if op == "real" and self.program.instructions[instruction.args[0]].op in ("i", "j"):
             return f"real_{self.program.instructions[instruction.args[0]].op}"
-        if op in _OPERATORS:
-            return f"{args[0]} {_OPERATORS[op]} {args[1]}"
-        if op == "where":
-            return f"{args[0]} ? {args[1]} : {args[2]}"
-        if op in ("real", "neg", "not"):
-            return {"real": "static_cast<T>({})", "neg": "-{}", "not": "!{}"}[op].format(args[0])
-        return f"{_FUNCTIONS[op]}({', '.join(args)})"
+        return f"static_cast<T>({args[0]})" if op == "real" else PRIMITIVES[op].cuda.format(*args)
 
     def _load(self, load: Instruction, level: str) -> str:
         element = f"*{self._place(load, level, 'array')}"

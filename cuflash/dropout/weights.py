@@ -131,7 +131,7 @@ class Dropout:
         return self.draws, self.numbers, None if self.array is None else id(self.array)
 
     @property
-    def array(self) -> Any:
+    def array(self) -> Array:
         """The array that holds the seed; None where the seed is a number.
 
         Examples

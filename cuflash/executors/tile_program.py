@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array
+from ..scores._primitives import PRIMITIVES
 from ..scores.program import BlockKind, Instruction, Program, depends
-from ..scores.values import OPERATIONS, Operands, result
+from ..scores.values import Operands, result
 
 _BLOCK = 1 << 17  # number of scores of a block; with fewer, NumPy's calls themselves take as long as the cache saves
 
@@ -142,7 +143,7 @@ def _write(op: str, args: list[Any], out: Array) -> None:
         np.copyto(out, args[2])
         np.copyto(out, args[1], where=args[0])
     else:
-        OPERATIONS[op](*args, out=out)
+        PRIMITIVES[op].value(*args, out=out)
 
 
 def _parts(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:

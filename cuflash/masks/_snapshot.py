@@ -46,7 +46,7 @@ class _Unseen(Exception):
 
 
 class _Array:
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+    def __init__(self, array: np.ndarray) -> None:
         self.layout, self.copy = _layout(array), array.copy("K")
 
     def is_like(self, value: Any) -> bool:
@@ -154,11 +154,11 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _layout(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+def _layout(array: np.ndarray) -> tuple[object, ...]:
     return array.shape, array.dtype
 
 
-def _words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _words(array: np.ndarray) -> np.ndarray:
     """The elements of an array in their order, as integers of eight bytes if they fill some."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return flat.view(np.uint64) if flat.nbytes % 8 == 0 else flat

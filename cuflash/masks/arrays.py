@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -116,7 +116,7 @@ class Sparse(Mask):
            [0, 0, 1]])
     """
 
-    matrix: Any
+    matrix: Array
 
     def __post_init__(self) -> None:
         if not is_sparse(self.matrix):
@@ -143,7 +143,7 @@ class Sparse(Mask):
         return self.resolve(MaskShape((), 1, *self.matrix.shape))(b, h, i, j)
 
 
-def without_padding(matrix: Any, lengths: tuple[int, int]) -> Any:
+def without_padding(matrix: Array, lengths: tuple[int, int]) -> Array:
     """A scipy.sparse array of elements without its padding, which must keep nothing."""
     kept = matrix.tocsr()
     inside = kept[: lengths[0], : lengths[1]]
@@ -221,7 +221,7 @@ class FromFunction(Mask):
         return checked_answer("FromFunction's function", allowed, b, h, i, j)
 
 
-def as_mask(value: Any) -> Mask:
+def as_mask(value: Mask | Array) -> Mask:
     """The mask that a value stands for: itself, a block index, an array, a scipy.sparse array, or a function.
 
     Raises

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copyreg import __newobj__  # type: ignore[attr-defined]
 from dataclasses import dataclass, replace
 from operator import and_, or_, xor
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ..arrays import Array, describe, flag_reasons, is_int, namespace
 from ..errors import UnsupportedProblem, collecting, refuse
@@ -23,6 +23,7 @@ from .shape import MaskShape, block_pair, once_checked, whole_shape
 from .written import written
 
 # Methods and properties that describe the elements of a mask; a class must define them together.
+_Value = TypeVar("_Value")
 _ANSWERS = ("__call__", "intervals", "rectangle", "has_intervals", "natural_block", "device_form")
 
 
@@ -318,32 +319,32 @@ class Mask(Described):
         return share_allowed(resolved, shape, mask_namespace(resolved))
 
     @staticmethod
-    def _mask_of(operand: Any) -> Mask:
+    def _mask_of(operand: Mask | Array) -> Mask:
         """The mask that an operand stands for: `as_mask` of the module `arrays`, whose masks derive from this class."""
         raise NotImplementedError
 
-    def __and__(self, other: Any) -> Mask:
+    def __and__(self, other: Mask | Array) -> Mask:
         return And((self, self._mask_of(other)))
 
-    def __rand__(self, other: Any) -> Mask:
+    def __rand__(self, other: Mask | Array) -> Mask:
         return And((self._mask_of(other), self))
 
-    def __or__(self, other: Any) -> Mask:
+    def __or__(self, other: Mask | Array) -> Mask:
         return Or((self, self._mask_of(other)))
 
-    def __ror__(self, other: Any) -> Mask:
+    def __ror__(self, other: Mask | Array) -> Mask:
         return Or((self._mask_of(other), self))
 
-    def __xor__(self, other: Any) -> Mask:
+    def __xor__(self, other: Mask | Array) -> Mask:
         return Xor((self, self._mask_of(other)))
 
-    def __rxor__(self, other: Any) -> Mask:
+    def __rxor__(self, other: Mask | Array) -> Mask:
         return Xor((self._mask_of(other), self))
 
-    def __sub__(self, other: Any) -> Mask:
+    def __sub__(self, other: Mask | Array) -> Mask:
         return And((self, Not(self._mask_of(other))))
 
-    def __rsub__(self, other: Any) -> Mask:
+    def __rsub__(self, other: Mask | Array) -> Mask:
         return And((self._mask_of(other), Not(self)))
 
     def __invert__(self) -> Mask:
@@ -656,8 +657,9 @@ class _Composed(Mask):
     def to(self, convert: Callable[[Array], Array]) -> Self:
         if type(self) not in _NODES:
             return super().to(convert)
-        found: Self = _rebuilt(self, lambda tip: tip.to(convert), lambda node, parts: _composed(type(node), parts))
-        return found
+        found: Any = _rebuilt(self, lambda tip: tip.to(convert), lambda node, parts: _composed(type(node), parts))
+        twin: Self = found
+        return twin
 
     @property
     def own_lengths(self) -> tuple[int | None, int | None]:
@@ -775,12 +777,12 @@ def _walked(mask: Mask) -> Iterator[tuple[Mask, int]]:
 
 def _folded(
     mask: Mask,
-    of_tip: Callable[[Mask], Any],
-    of_two: dict[type[Mask], Callable[[Any, Any], Any]],
-    negated: Callable[[Any], Any],
-) -> Any:
+    of_tip: Callable[[Mask], _Value],
+    of_two: dict[type[Mask], Callable[[_Value, _Value], _Value]],
+    negated: Callable[[_Value], _Value],
+) -> _Value:
     """The value of a tree from values of its tips, of which no more are kept than the tree is deep."""
-    values: list[Any] = []
+    values: list[_Value] = []
     for node, num_parts in _walked(mask):
         if num_parts == 0:
             values.append(of_tip(node))
@@ -792,9 +794,11 @@ def _folded(
     return values.pop()
 
 
-def _rebuilt(mask: Mask, of_tip: Callable[[Mask], Any], of_node: Callable[[Mask, list[Any]], Any]) -> Any:
+def _rebuilt(
+    mask: Mask, of_tip: Callable[[Mask], _Value], of_node: Callable[[Mask, list[_Value]], _Value]
+) -> _Value:
     """The value of a tree where that of a node takes all of its parts' at once."""
-    values: list[Any] = []
+    values: list[_Value] = []
     for node, num_parts in _walked(mask):
         if num_parts == 0:
             values.append(of_tip(node))
@@ -811,8 +815,7 @@ def _in_brackets(mask: Mask) -> str:
     def shown(node: Mask, parts: list[str]) -> str:
         return f"~{parts[0]}" if isinstance(node, Not) else f"({f' {signs[_kind(node)]} '.join(parts)})"
 
-    found: str = _rebuilt(mask, repr, shown)
-    return found
+    return _rebuilt(mask, repr, shown)
 
 
 def _composed(kind: Any, parts: list[Mask]) -> Mask:

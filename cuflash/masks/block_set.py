@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any
 
 import numpy as np
 
@@ -114,7 +113,7 @@ def _pyramid(grid: tuple[int, int, int, int], keys: Array, full: Array) -> list[
     return levels
 
 
-def sorted_places(matrix: Any) -> tuple[Array, Array]:
+def sorted_places(matrix: Array) -> tuple[Array, Array]:
     """Numbers of a scipy.sparse array's cells that are not zero, in C order, and True for each: it is full."""
     stored = matrix.tocoo(copy=True)
     stored.sum_duplicates()

@@ -101,7 +101,7 @@ class Content:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Content) and self._tokens == other._tokens)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """None: what it was made of may have other numbers in another process."""
         return type(None), ()
 
@@ -151,7 +151,7 @@ class _Opaque:
 def _tokens(mask: Described) -> list[Any]:
     """All that a mask holds, in order, each value with its type, and for what has parts its type and their number."""
     found: list[Any] = []
-    rest: list[tuple[Any, Any]] = [(mask, mask)]
+    rest: list[tuple[Any, Described]] = [(mask, mask)]
     while rest:
         value, holder = rest.pop()
         kind: Any = type(value)
@@ -268,7 +268,7 @@ def held_masks(mask: Described) -> Iterator[Described]:
     return (value for value in _held(mask) if isinstance(value, Described))
 
 
-def mask_namespace(mask: Any) -> Namespace:
+def mask_namespace(mask: Described | Array) -> Namespace:
     """The namespace of a mask's arrays; NumPy for a mask without any.
 
     Raises

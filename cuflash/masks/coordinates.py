@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..arrays import Array, is_array, namespace
+from ..arrays import Array, Namespace, is_array, namespace
 from ..errors import UnsupportedProblem, refuse
-from .shape import broadcasts_to
+from .shape import MaskShape, broadcasts_to
 
 UNBOUNDED = 1 << 62  # beyond any key; a coordinate may be added to it, or taken from it, in int64
 
@@ -19,7 +20,7 @@ _MOST_PAIRS = 1 << 21  # looked at in one step
 Intervals: TypeAlias = tuple[Array, Array]
 
 
-def elements(mask: Any, b: Array, h: Array, i: Array, j: Array) -> Array:
+def elements(mask: Callable[..., Array], b: Array, h: Array, i: Array, j: Array) -> Array:
     """Return a mask's answer for coordinates, after a check of its shape and dtype.
 
     Raises
@@ -44,7 +45,7 @@ def note_call(error: Exception, who: str, *coordinates: Array) -> None:
         error.add_note(f"Raised in {who}, which was called with integer arrays of the shapes {shapes}.")
 
 
-def share_allowed(mask: Any, shape: Any, xp: Any) -> float:
+def share_allowed(mask: Any, shape: MaskShape, xp: Namespace) -> float:
     """Share of all pairs of a query and a key that a resolved mask allows, counted in steps of bounded memory."""
     extents, has_intervals = (shape.num_batch, *shape[1:]), mask.has_intervals
     b, h, j = xp.arange(extents[0])[:, None, None, None], xp.arange(extents[1])[:, None, None], xp.arange(extents[3])
@@ -125,7 +126,7 @@ def _unravelled(index: Array, extents: tuple[int, ...]) -> tuple[Array, ...]:
 PerBatch: TypeAlias = int | LeadingArray  # an int for all batch entries, or one for each
 
 
-def per_batch(name: str, value: Any, batch: tuple[int, ...] | None) -> PerBatch:
+def per_batch(name: str, value: Array, batch: tuple[int, ...] | None) -> PerBatch:
     if not is_array(value):
         return min(int(value), UNBOUNDED)
     if batch is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from ..arrays import describe, is_array, is_int, is_integer_dtype, of_list, whole_number
+from ..arrays import Array, describe, is_array, is_int, is_integer_dtype, of_list, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
@@ -15,7 +16,7 @@ from .content import held_arrays
 _Mask = TypeVar("_Mask", bound=Mask)
 
 
-def take_arrays(mask: Mask, names: dict[str, str], dtype: Any = np.int64) -> None:
+def take_arrays(mask: Mask, names: dict[str, str], dtype: DTypeLike = np.int64) -> None:
     """Take the arrays of other libraries in some fields of a mask being made, where they lie and without a copy.
 
     `names` are those of fields, with what messages call them. A library whose arrays name their namespace is left to
@@ -31,7 +32,7 @@ def take_arrays(mask: Mask, names: dict[str, str], dtype: Any = np.int64) -> Non
     refuse(reasons)
 
 
-def taken_array(name: str, value: Any, dtype: Any = np.int64) -> Any:
+def taken_array(name: str, value: Array, dtype: DTypeLike = np.int64) -> Array:
     """Another library's array as NumPy's or CuPy's, where it lies, and a list of numbers as NumPy's; all else as it is.
 
     Raises
@@ -55,7 +56,7 @@ def with_cupy_arrays(mask: _Mask) -> _Mask:
         An array cannot be taken.
     """
 
-    def take(array: Any) -> Any:
+    def take(array: Array) -> Array:
         is_taken = is_differentiated(array) and is_on_cuda("mask", array)
         return taken_on_cuda("mask", array) if is_taken else array
 
@@ -67,13 +68,13 @@ def convert_sides(mask: Mask, meaning: str) -> None:
         object.__setattr__(mask, name, converted_side(name, getattr(mask, name), meaning))
 
 
-def converted_side(name: str, side: Any, meaning: str) -> int | None:
+def converted_side(name: str, side: int | None, meaning: str) -> int | None:
     """Return one side of a window as an int; None is no limit, which other libraries write as -1."""
     fix = "write None, which is what -1 means in flash-attention" if is_int(side) and side == -1 else ""
     return None if side is None else whole_number(name, side, 0, meaning, fix)
 
 
-def converted_length(name: str, value: Any) -> Any:
+def converted_length(name: str, value: Array) -> Array:
     if is_int(value) and value >= 0:
         return int(value)
     if not (is_array(value) and is_integer_dtype(value.dtype)):

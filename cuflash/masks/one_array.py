@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,17 +20,17 @@ class MaskContents(NamedTuple):
     """A mask on a device without the contents of its arrays, and these arrays."""
 
     key: Hashable
-    arrays: tuple[Any, ...]
+    arrays: tuple[Array, ...]
 
 
-def mask_contents(mask: Any, layout_of: Callable[..., Hashable]) -> MaskContents | None:
+def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> MaskContents | None:
     """Return the contents of a mask that has a `device_form`, or intersects one that has; None of any other mask.
 
     `layout_of` tells how arrays lie; masks that differ in nothing but the contents of their arrays have equal keys.
     """
-    keys: list[Any] = []
-    found: tuple[Any, ...] | None = None
-    parts: tuple[Any, ...] = mask.operands if type(mask) is And else (mask,)
+    keys: list[Hashable] = []
+    found: tuple[Array, ...] | None = None
+    parts: tuple[Mask | Array, ...] = mask.operands if type(mask) is And else (mask,)
     for part in parts:
         form = _own_form(part) if isinstance(part, Mask) else DeviceForm((part,))
         if form is None:
@@ -65,7 +65,7 @@ class AtEachCall(Mask):
         return self.mask(b, h, i, j)
 
 
-def at_each_call(mask: Any) -> Any:
+def at_each_call(mask: Mask | Array) -> Mask | Array:
     """Return a mask that is listed at each call, in place of an argument; what is no mask is left to the plan."""
     try:
         return AtEachCall(as_mask(mask))

@@ -46,7 +46,7 @@ def shown_states(
     return states_of(mask.resolve(shape), shape, coarse, b, h), coarse
 
 
-def place_reasons(b: Any, h: Any, num_batch: int, num_heads: int) -> list[str]:
+def place_reasons(b: int, h: int, num_batch: int, num_heads: int) -> list[str]:
     """Why a batch entry and a head do not choose a matrix."""
     return [
         f"{name} must be an int from 0 to {extent - 1}; got {describe(place)}"

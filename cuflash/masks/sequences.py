@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -112,8 +111,8 @@ class Sequences(Mask):
     @classmethod
     def of(
         cls,
-        q_lengths: Any,
-        kv_lengths: Any = None,
+        q_lengths: Array,
+        kv_lengths: Array | None = None,
         *,
         causal: bool | str = False,
         window: tuple[int | None, int | None] | None = None,
@@ -318,7 +317,7 @@ class ResolvedSequences(KernelIntervals):
         return lo.at(b, i), hi.at(b, i)
 
 
-def _checked_window(window: Any) -> tuple[int | None, int | None] | None:
+def _checked_window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None] | None:
     if window is None:
         return None
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
@@ -328,7 +327,7 @@ def _checked_window(window: Any) -> tuple[int | None, int | None] | None:
     return left, right
 
 
-def _sums(name: str, lengths: Any) -> Array:
+def _sums(name: str, lengths: Array) -> Array:
     """Offsets of sequences of some lengths, int64 [..., num_sequences + 1], where the lengths are."""
     lengths = taken_array(name, lengths)
     if not (is_array(lengths) and lengths.ndim >= 1 and is_integer_dtype(lengths.dtype)):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..arrays import describe, is_int, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 
+_Mask = TypeVar("_Mask")
 MAX_SEQLEN = 1 << 30  # the sum of two lengths, or of a length and a tile, fits int32
 
 
@@ -136,7 +137,7 @@ def shape_reasons(shape: MaskShape) -> list[str]:
     return reasons + [f"shape's {reason}" for reason in count_reasons(**lengths)]
 
 
-def whole_shape(seqlen_q: Any, seqlen_kv: Any, batch: Any, num_heads: Any) -> MaskShape:
+def whole_shape(seqlen_q: int, seqlen_kv: int | None, batch: tuple[int, ...], num_heads: int) -> MaskShape:
     """Return the shape that lengths, batch and heads make, of which arrays can be made."""
     shape = MaskShape(batch, num_heads, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv)
     refuse(shape_reasons(shape))
@@ -163,10 +164,10 @@ def block_pair(block: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def once_checked(inherited: Callable[[Any, MaskShape], Any]) -> Callable[[Any, MaskShape], Any]:
+def once_checked(inherited: Callable[[_Mask, MaskShape], _Mask]) -> Callable[[_Mask, MaskShape], _Mask]:
     """Return a mask's `resolve` that returns the mask itself, after an inherited `resolve` has checked the shape."""
 
-    def resolve(self: Any, shape: MaskShape) -> Any:
+    def resolve(self: _Mask, shape: MaskShape) -> _Mask:
         inherited(self, shape)
         return self
 

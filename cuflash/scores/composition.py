@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from ..arrays import Array
 from .library import composed
 from .score import Score
 
@@ -23,7 +24,10 @@ _without_score: dict[Hashable, _Kept] = {}
 _with_score: WeakKeyDictionary[Score, dict[Hashable, _Kept]] = WeakKeyDictionary()
 
 
-def composition(score: Any, softcap: Any, bias: Any, take: Callable[[Any], Any]) -> Score | None:
+def composition(
+    score: Score | Callable[..., Array] | None, softcap: float | None, bias: Array | None,
+    take: Callable[[Array], Array],
+) -> Score | None:
     """`library.composed`, which is looked up for a Score, or for no score, with what was composed before.
 
     Caps are equal by their type and value, biases by their type, dtype and shape.
@@ -62,7 +66,7 @@ def composition(score: Any, softcap: Any, bias: Any, take: Callable[[Any], Any])
     return made
 
 
-def _key(softcap: Any, bias: Any) -> Hashable:
+def _key(softcap: float | None, bias: Array | None) -> Hashable:
     """Return what decides about a composition beside the score; None where it cannot be a key."""
     try:
         key = type(softcap), softcap, *(() if bias is None else (type(bias), bias.dtype, tuple(bias.shape)))

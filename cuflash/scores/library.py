@@ -73,7 +73,7 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
     refuse(softcap_reasons(cap) + flag_reasons("fast", fast))
     number, tanh = float(cap), tanh_fast if fast else np.tanh
 
-    def softcap(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    def softcap(s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         return number * tanh(s / number)
 
     return Score(softcap)
@@ -149,7 +149,7 @@ def alibi(slopes: Array, *, align: str | None = None) -> Score:
         told = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.{method}"
         raise UnsupportedProblem([told])
 
-    def alibi(s: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
+    def alibi(s: Array, b: Array, h: Array, i: Array, j: Array, slopes: Array) -> Array:
         distance = i - j + key_shift(i) if align == "bottom_right" else i - j
         return s - slopes[h] * np.abs(distance)
 
@@ -228,7 +228,7 @@ def bias(array: Array) -> Score:
     is_single = [extent == 1 for extent in array.shape[-3:]]
     num_leading = max(array.ndim - 3, 0)
 
-    def bias(s: Any, b: Any, h: Any, i: Any, j: Any, bias: Any) -> Any:
+    def bias(s: Array, b: Array, h: Array, i: Array, j: Array, bias: Array) -> Array:
         own = [0 if single else n for n, single in zip((h, i, j)[3 - len(is_single) :], is_single)]
         return s + (bias[..., *own] if num_leading else bias[*own] if own else bias)
 
@@ -288,7 +288,7 @@ def relative_position(
     bucket = _buckets(num_buckets, max_distance, bidirectional)
     bucket = _beside(table, bucket)
 
-    def relative_position(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, bucket: Any) -> Any:
+    def relative_position(s: Array, b: Array, h: Array, i: Array, j: Array, table: Array, bucket: Array) -> Array:
         distance = j - i - key_shift(i) if align == "bottom_right" else j - i
         distance = np.clip(distance + max_distance, 0, 2 * max_distance)
         return s + table[h, np.clip(bucket[distance], 0, num_buckets - 1)]
@@ -296,7 +296,7 @@ def relative_position(
     return _aligned(Score(relative_position, table=table, bucket=bucket), align)
 
 
-def _beside(array: Any, numbers: Array) -> Any:
+def _beside(array: Array, numbers: Array) -> Array:
     """Numbers as an array of another's library on its device, as a call takes all of its arrays on one device."""
     if isinstance(array, ShapeDtype):
         return numbers
@@ -360,7 +360,7 @@ def relative_position_2d(table: Array, width: int) -> Score:
             [f"table must have shape (num_heads, 2 height - 1, {2 * width - 1}); got {tuple(table.shape)}"]
         )
 
-    def relative_position_2d(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    def relative_position_2d(s: Array, b: Array, h: Array, i: Array, j: Array, table: Array) -> Array:
         rows, columns = i // width - j // width, i % width - j % width
         return s + table[h, rows + (height - 1), columns + (width - 1)]
 
@@ -397,13 +397,13 @@ def temperature(per_head: Array) -> Score:
     per_head = of_list("per_head", per_head, np.float64)
     _require_axes("per_head", per_head, 1)
 
-    def temperature(s: Any, b: Any, h: Any, i: Any, j: Any, per_head: Any) -> Any:
+    def temperature(s: Array, b: Array, h: Array, i: Array, j: Array, per_head: Array) -> Array:
         return s * per_head[h]
 
     return Score(temperature, per_head=per_head)
 
 
-def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
+def composed(score: Any, softcap_by: float | None, bias_by: Array) -> Score | None:
     """Compose `score=`, `softcap=` and `bias=` of a call: the cap is first, then the bias, then the score.
 
     Raises
@@ -427,7 +427,7 @@ def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
     return reduce(matmul, parts) if parts else None
 
 
-def _has_axes(array: Any) -> bool:
+def _has_axes(array: Array) -> bool:
     """Return whether a value has a shape and a dtype: an array, a tensor, or these two alone."""
     return isinstance(array, ShapeDtype) or is_array(array) or is_differentiated(array)
 
@@ -452,7 +452,7 @@ _MADE_OF_NUMBERS = {
 }
 
 
-def _require_axes(name: str, array: Any, rank: int) -> None:
+def _require_axes(name: str, array: Array, rank: int) -> None:
     """Refuse what is not an array of that many axes."""
     if is_number(array):
         number = "num_heads" if name == "slopes" and not is_int(array) else describe(array)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from ..arrays import Array, describe, is_array, is_integer_dtype, namespace
 _MOST_SHOWN = 8  # offsets in a message
 
 
-def offset_reasons(name: str, offsets: Any, allow_gaps: bool) -> list[str]:
+def offset_reasons(name: str, offsets: Array, allow_gaps: bool) -> list[str]:
     """Why a value is not an array of offsets; what offsets on a device hold is not looked at.
 
     Unless gaps are allowed, the first sequence starts at row 0.

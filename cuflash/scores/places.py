@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,9 @@ _PLACE = "place"
 
 @explains_keywords
 def within(
-    score: Any,
-    q_offsets: Any,
-    kv_offsets: Any = None,
+    score: Score | Callable[..., Array],
+    q_offsets: Array,
+    kv_offsets: Array | None = None,
     *,
     seqlen_q: int | None = None,
     seqlen_kv: int | None = None,
@@ -117,7 +117,9 @@ def within(
     if not is_shared and (is_aligned or align == "bottom_right"):
         starts["q_shifts"] = _shifts(held["q_offsets"], held["kv_offsets"], starts["q_starts"].shape[-1])
 
-    def restarted(s: Any, b: Any, h: Any, i: Any, j: Any, q_starts: Any, kv_starts: Any, **arrays: Any) -> Any:
+    def restarted(
+        s: Array, b: Array, h: Array, i: Array, j: Array, q_starts: Array, kv_starts: Array, **arrays: Array
+    ) -> Array:
         q_shifts = arrays.pop("q_shifts", None)
         query, key = _behind(i, q_starts[..., i]), _behind(j, kv_starts[..., j])
         shift = 0 if q_shifts is None else np.clip(q_shifts[..., i], -_FARTHEST, _FARTHEST)
@@ -134,7 +136,7 @@ def within(
     return made.remade_by(within, score, *own, **options)
 
 
-def _taken_array(name: str, given: Any) -> Any:
+def _taken_array(name: str, given: Array) -> Array:
     """A list of ints, or an array of another library, as an array of NumPy's or CuPy's; any other value as it is.
 
     Raises
@@ -151,7 +153,7 @@ def _taken_array(name: str, given: Any) -> Any:
     return offsets
 
 
-def _behind(position: Any, start: Any) -> Any:
+def _behind(position: Array, start: Array) -> Array:
     """Return the distance of a position from a start, and 0 before it.
 
     So its range is known: at least 0 and less than the length, as an index of a captured array must be.
@@ -159,7 +161,7 @@ def _behind(position: Any, start: Any) -> Any:
     return np.maximum(position - np.maximum(start, 0), 0)
 
 
-def _starts(name: str, offsets: Any, of_length: str, length: Any, allow_gaps: bool) -> Array:
+def _starts(name: str, offsets: Array, of_length: str, length: Any, allow_gaps: bool) -> Array:
     """The first row of each row's sequence, int32 [..., rows].
 
     Raises
@@ -209,7 +211,7 @@ def in_cache(score: Score, batch: int, capacity: int) -> Score:
     """
     names = names_in_cache(score)
 
-    def in_cache(s: Any, b: Any, h: Any, i: Any, j: Any, place: Any, **arrays: Any) -> Any:
+    def in_cache(s: Array, b: Array, h: Array, i: Array, j: Array, place: Array, **arrays: Array) -> Array:
         sequence = np.clip(place[0], 0, batch - 1)
         query, key = (np.clip(x + np.clip(place[n], 0, capacity), 0, capacity - 1) for n, x in ((1, i), (2, j)))
         given = {name: _OfSequence(arrays[own], sequence, score.arrays[name].shape) for name, own in names.items()}
@@ -231,10 +233,10 @@ def names_in_cache(score: Score) -> Mapping[str, str]:
 class _OfSequence:
     """A captured array whose axis of the batch is read at a sequence, where a function leaves it to the batch."""
 
-    def __init__(self, array: Any, sequence: Any, shape: tuple[int, ...]) -> None:
+    def __init__(self, array: Array, sequence: Array, shape: tuple[int, ...]) -> None:
         self._array, self._sequence, self._shape, self.ndim = array, sequence, shape, len(shape)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Array) -> Array:
         indices = index if isinstance(index, tuple) else (index,)
         if not indices or indices[0] is not Ellipsis:
             return self._array[indices]

@@ -6,40 +6,22 @@ A `Program` holds no data, no lengths, no addresses and no numbers of the user's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from ..arrays import Array
+from ._primitives import PRIMITIVES, Derivation
 
 BlockKind = Literal["real", "int", "bool"]
 Curvature = Literal["shift", "scaled", "curved"]
 
 COORDINATES = ("b", "h", "i", "j")
-COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
 # These numbers are part of a program; all others are arguments.
 FOLDED_NUMBERS = frozenset((0.0, 1.0, -1.0, 2.0, 0.5, -math.inf))
 
-FOLDS: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "min": min,
-    "max": max,
-    "neg": lambda a: -a,
-    "abs": abs,
-    "sign": lambda a: type(a)((a > 0) - (a < 0)),
-    "floordiv": lambda a, b: a // b,
-    "mod": lambda a, b: a % b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "and": lambda a, b: a and b,
-    "or": lambda a, b: a or b,
-    "not": lambda a: not a,
-}
-_OF_INTS = ("add", "sub", "mul", "min", "max", "neg", "abs", "sign")  # int if all arguments are, else real
+# Operations on integers that are operations on reals too.
+_OF_REALS_TOO = {each.name for each in PRIMITIVES.values() if each.signature in ("number", "choice")}
 _NARROW_INTS = ("int8", "uint8", "int16", "uint16")
 _RECIPROCALS = (2.0**-100, 2.0**100)  # divisors between these have a reciprocal that is normal in float32
 
@@ -54,9 +36,7 @@ class Instruction(NamedTuple):
     Attributes
     ----------
     op : str
-        "s"; "b", "h", "i", "j"; "const", "number"; "real" (int to real); "load"; "add", "sub", "mul", "neg", "abs",
-        "min", "max", "sign"; "div", "pow", "exp", "exp2", "log", "log2", "tanh", "tanh_fast", "sqrt"; "floordiv",
-        "mod" (by a positive const); "lt", "le", "eq", "ne", "gt", "ge"; "and", "or", "not", "isfinite"; "where".
+        "s"; "b", "h", "i", "j"; "const", "number"; "real" (int to real); "load"; or the name of one of `PRIMITIVES`.
     kind : "real", "int" or "bool"
         Of the result.
     args : tuple of int
@@ -69,11 +49,11 @@ class Instruction(NamedTuple):
     op: str
     kind: BlockKind
     args: tuple[int, ...] = ()
-    value: Any = None
+    value: Array = None
 
 
 _INPUTS = (Instruction("s", "real"), *(Instruction(coordinate, "int") for coordinate in COORDINATES))
-_INPUT_NUMBERS: dict[tuple[Any, ...], int] = {instruction: n for n, instruction in enumerate(_INPUTS)}
+_INPUT_NUMBERS: dict[tuple[Hashable, ...], int] = {instruction: n for n, instruction in enumerate(_INPUTS)}
 _tuple_of = tuple.__new__  # a NamedTuple's `_make` in a third of the time
 
 
@@ -182,10 +162,10 @@ class Builder:
         self.instructions: list[Instruction] = []
         self.numbers: list[float] = []
         self._num_given = num_numbers
-        self._found: dict[tuple[Any, ...], int] = {}
+        self._found: dict[tuple[Hashable, ...], int] = {}
         self._slots: dict[str, int] = {}
 
-    def put(self, op: str, kind: BlockKind, *args: int, value: Any = None) -> int:
+    def put(self, op: str, kind: BlockKind, *args: int, value: Array = None) -> int:
         """The number of this instruction, as it is."""
         key = op, kind, args, value
         instructions = self.instructions
@@ -240,39 +220,32 @@ class Builder:
             raise ProgramError("a comparison is no number: use np.where(condition, a, b)")
         return self.number(float(instruction.value)) if instruction.op == "const" else self.put("real", "real", n)
 
-    def unary(self, op: str, a: int) -> int:
-        if op == "not":
-            return self._folded(op, "bool", self._condition(a))
-        if op == "isfinite":
-            return self.put(op, "bool", self.real(a))
-        if op in _OF_INTS and self.kind(a) == "int":
-            return self._folded(op, "int", a)
-        return self._folded(op, "real", self.real(a))
+    def apply(self, op: str, *args: int) -> int:
+        """The result of one of `PRIMITIVES`, by the simplest instructions."""
+        signature, kind = PRIMITIVES[op].signature, self.instructions[args[0]].kind
+        if signature == "number" and kind == self.instructions[args[-1]].kind != "bool":
+            return self._arithmetic(op, kind, *args)
+        if signature == "logical":
+            return self._folded(op, "bool", *map(self._condition, args))
+        if signature == "choice":
+            return self._choice(*args)
+        if signature == "whole":
+            return self._folded(op, "int", *self._dividend_and_divisor(*args))
+        if op == "pow" and self._is(args[1], 2):
+            return self.apply("mul", args[0], args[0])
+        if signature != "comparison" or not kind == self.instructions[args[1]].kind == "int":
+            args = tuple([self.real(n) for n in args])
+        if signature in ("comparison", "test"):
+            return self._folded(op, "bool", *args)
+        return self._quotient(*args) if op == "div" else self._arithmetic(op, "real", *args)
 
-    def binary(self, op: str, a: int, b: int) -> int:
-        first, second = self.instructions[a], self.instructions[b]
-        if op in _OF_INTS and first.kind == second.kind != "bool":
-            return self._arithmetic(op, first.kind, a, b)
-        if op in ("and", "or"):
-            return self._folded(op, "bool", self._condition(a), self._condition(b))
-        if op in COMPARISONS:
-            if first.kind != "int" or second.kind != "int":
-                a, b = self.real(a), self.real(b)
-            return self._folded(op, "bool", a, b)
-        if op in ("floordiv", "mod"):
-            divisor = second
-            if first.kind != "int" or divisor.kind != "int" or divisor.op != "const" or divisor.value <= 0:
-                raise ProgramError("// and % take an integer expression and a positive integer literal")
-            return self._folded(op, "int", a, b)
-        if op == "pow" and first.kind == "int" and self._is(b, 2):
-            return self._arithmetic("mul", "int", a, a)
-        if op == "pow" and self._is(b, 2):
-            return self._arithmetic("mul", "real", self.real(a), self.real(a))
-        if op == "div":
-            return self._quotient(self.real(a), self.real(b))
-        return self._arithmetic(op, "real", self.real(a), self.real(b))
+    def _dividend_and_divisor(self, a: int, b: int) -> tuple[int, int]:
+        divisor = self.instructions[b]
+        if self.kind(a) != "int" or divisor.kind != "int" or divisor.op != "const" or divisor.value <= 0:
+            raise ProgramError("// and % take an integer expression and a positive integer literal")
+        return a, b
 
-    def where(self, condition: int, a: int, b: int) -> int:
+    def _choice(self, condition: int, a: int, b: int) -> int:
         if self.kind(condition) != "bool":
             raise ProgramError("np.where takes a comparison first, as in np.where(i < j, a, b)")
         if self.kind(a) != "int" or self.kind(b) != "int":
@@ -316,10 +289,7 @@ class Builder:
     def _again_in_reals(self, instruction: Instruction, new: dict[int, int], reals: dict[int, int]) -> int:
         """An operation on integers as one on reals; `new` and `reals` are the numbers of its arguments here."""
         args = [reals[a] if a in reals else new[a] for a in instruction.args]
-        if instruction.op == "where":
-            return self.where(args[0], self.real(args[1]), self.real(args[2]))
-        args = [self.real(a) for a in args]
-        return self.unary(instruction.op, *args) if len(args) == 1 else self.binary(instruction.op, *args)
+        return self.apply(instruction.op, *(a if self.kind(a) == "bool" else self.real(a) for a in args))
 
     def _pruned(self, results: Sequence[int], kept: Sequence[int]) -> tuple[Program, list[int]]:
         """The program of these results, which need the instructions that are kept, and the slots of its numbers."""
@@ -344,15 +314,19 @@ class Builder:
 
     def _folded(self, op: str, kind: BlockKind, *args: int) -> int:
         """The operation, or its value where all arguments are part of the program."""
-        if self.instructions[args[0]].op == self.instructions[args[-1]].op == "const" and op in FOLDS:
-            value = FOLDS[op](*(self.instructions[n].value for n in args))
+        fold = PRIMITIVES[op].fold
+        if self.instructions[args[0]].op == self.instructions[args[-1]].op == "const" and fold is not None:
+            value = fold(*(self.instructions[n].value for n in args))
             if value == value and (value or math.copysign(1, value) > 0):  # -0.0 would be equal to 0.0
                 return self.const(value)
         return self.put(op, kind, *args)
 
-    def _arithmetic(self, op: str, kind: BlockKind, a: int, b: int) -> int:
+    def _arithmetic(self, op: str, kind: BlockKind, *args: int) -> int:
+        a, b = args[0], args[-1]
         if "const" != self.instructions[a].op and "const" != self.instructions[b].op:
-            return self.put(op, kind, a, b)
+            return self.put(op, kind, *args)
+        if len(args) == 1:
+            return self._folded(op, kind, a)
         if (op == "add" and self._is(a, 0)) or (op == "mul" and self._is(a, 1)):
             return b
         if (op in ("add", "sub") and self._is(b, 0)) or (op == "mul" and self._is(b, 1)):
@@ -404,7 +378,7 @@ def _only_reals(instructions: list[Instruction], kept: list[int], arrays: list[A
     found: set[int] = set()
     for n in reversed(kept):
         instruction = instructions[n]
-        is_arithmetic = instruction.kind == "int" and instruction.op in (*_OF_INTS, "where") and n not in is_wide
+        is_arithmetic = instruction.kind == "int" and instruction.op in _OF_REALS_TOO and n not in is_wide
         if is_arithmetic and uses[n] and all(instructions[m].op == "real" or m in found for m in uses[n]):
             found.add(n)
     return found
@@ -457,7 +431,7 @@ def derived(program: Program, wrt: Iterable[str] = ()) -> Program:
     return sweep.builder.finish(f, slope, *(sweep.adjoint(n) for n in loads))
 
 
-class _ReverseSweep:
+class _ReverseSweep(Derivation):
     """Adjoints df/dx of a program's real instructions, as further instructions after those of the program.
 
     An adjoint that is 0 because a branch was not chosen stays 0 whatever it is multiplied by, so that a derivative
@@ -473,7 +447,7 @@ class _ReverseSweep:
         for n in reversed(range(len(program.instructions))):
             instruction = program.instructions[n]
             if n in self._adjoints and instruction.kind == "real" and instruction.args:
-                for argument, term in self._terms(n, instruction, self._adjoints[n]):
+                for argument, term in self._terms(n, instruction):
                     self._add(argument, term)
 
     def adjoint(self, n: int) -> int:
@@ -482,66 +456,33 @@ class _ReverseSweep:
     def _add(self, n: int, term: int) -> None:
         if self.builder.instructions[n].op in ("const", "number") or term == self.zero:
             return
-        self._adjoints[n] = self.builder.binary("add", self._adjoints[n], term) if n in self._adjoints else term
+        self._adjoints[n] = self.apply("add", self._adjoints[n], term) if n in self._adjoints else term
 
-    def _terms(self, n: int, instruction: Instruction, g: int) -> list[tuple[int, int]]:
-        """Add the contributions of the adjoint g of instruction n to the adjoints of its arguments."""
-        put, times, (a, *more) = self.builder, self._times, instruction.args
-        op, b = instruction.op, (more or [0])[0]
-        if op in ("add", "sub"):
-            return [(a, g), (b, g if op == "add" else self._negative(g))]
-        if op in ("min", "max"):
-            is_first = put.binary("le" if op == "min" else "ge", a, b)
-            return [(a, put.where(is_first, g, self.zero)), (b, put.where(is_first, self.zero, g))]
-        if op == "where":
-            return [(b, put.where(a, g, self.zero)), (more[1], put.where(a, self.zero, g))]
-        if op == "mul":
-            return [(a, times(g, b)), (b, times(g, a))]
-        if op == "div":
-            quotient = self._over(g, b)
-            return [(a, quotient), (b, self._negative(times(quotient, n)))]
-        if op == "pow":
-            return self._terms_of_power(n, a, b, g)
-        return [(a, self._through(n, op, a, g))]
+    def _terms(self, n: int, instruction: Instruction) -> list[tuple[int, int]]:
+        """Return what instruction n adds to the adjoints of its arguments; an integer as a real adds nothing."""
+        args, g = instruction.args, self._adjoints[n]
+        rules = PRIMITIVES[instruction.op].derivative if instruction.op in PRIMITIVES else ()
+        return [(a, rule(self, g, n, *args)) for a, rule in zip(args, rules) if rule is not None]
 
-    def _through(self, n: int, op: str, a: int, g: int) -> int:
-        """Return the contribution of the adjoint g of the function n = op(a) to a's adjoint."""
-        put, times = self.builder, self._times
-        if op == "neg":
-            return self._negative(g)
-        if op == "abs":
-            return times(g, put.unary("sign", a))
-        if op in ("exp", "exp2"):
-            return times(g, n) if op == "exp" else times(times(g, n), put.const(math.log(2)))
-        if op in ("log", "log2"):
-            return self._over(g if op == "log" else times(g, put.const(1 / math.log(2))), a)
-        if op in ("tanh", "tanh_fast"):
-            return times(g, put.binary("sub", self.one, put.binary("mul", n, n)))
-        if op == "sqrt":
-            return self._over(times(g, put.const(0.5)), n)
-        return self.zero  # the slope of sign, and of an integer as a real
+    # What the rules of derivatives are written with.
 
-    def _terms_of_power(self, n: int, a: int, b: int, g: int) -> list[tuple[int, int]]:
-        put, times = self.builder, self._times
-        by_base = times(g, put.binary("mul", b, put.binary("pow", a, put.binary("sub", b, self.one))))
-        if put.instructions[b].op not in ("const", "number"):  # no number is 0
-            by_base = put.where(put.binary("ne", b, self.zero), by_base, self.zero)
-        terms = [(a, self.zero if put.instructions[b] == put.instructions[self.zero] else by_base)]
-        if put.instructions[b].op not in ("const", "number", "real"):
-            by_exponent = times(g, put.binary("mul", n, put.unary("log", a)))
-            if put.instructions[a].op != "number":  # no number is 0, whose logarithm is infinite and whose slope is 0
-                by_exponent = put.where(put.binary("ne", a, self.zero), by_exponent, self.zero)
-            terms.append((b, by_exponent))
-        return terms
+    def op(self, n: int) -> str:
+        return self.builder.instructions[n].op
 
-    def _times(self, g: int, factor: int) -> int:
-        return self._guarded(g, lambda inner: self.builder.binary("mul", inner, factor))
+    def const(self, value: float) -> int:
+        return self.builder.const(value)
 
-    def _over(self, g: int, divisor: int) -> int:
-        return self._guarded(g, lambda inner: self.builder.binary("div", inner, divisor))
+    def apply(self, op: str, *args: int) -> int:
+        return self.builder.apply(op, *args)
 
-    def _negative(self, g: int) -> int:
-        return self._guarded(g, lambda inner: self.builder.unary("neg", inner))
+    def times(self, g: int, factor: int) -> int:
+        return self._guarded(g, lambda inner: self.apply("mul", inner, factor))
+
+    def over(self, g: int, divisor: int) -> int:
+        return self._guarded(g, lambda inner: self.apply("div", inner, divisor))
+
+    def negative(self, g: int) -> int:
+        return self._guarded(g, lambda inner: self.apply("neg", inner))
 
     def _guarded(self, g: int, change: Callable[[int], int]) -> int:
         """An adjoint, changed in the branches that are chosen; 0 stays 0."""
@@ -550,9 +491,9 @@ class _ReverseSweep:
         if g == self.zero:
             return g
         if op == "where" and self.zero in args[1:]:
-            return builder.where(args[0], *(self._guarded(a, change) for a in args[1:]))
+            return builder.apply("where", args[0], *(self._guarded(a, change) for a in args[1:]))
         if op == "add" and all(self._is_guarded(a) for a in args):
-            return builder.binary("add", *(self._guarded(a, change) for a in args))
+            return builder.apply("add", *(self._guarded(a, change) for a in args))
         return change(g)
 
     def _is_guarded(self, g: int) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from .program import FOLDS, Instruction, Program
+from ._primitives import PRIMITIVES
+from .program import Instruction, Program
 
 LARGEST = 2**31 - 1  # integers of a program are int32 in kernels
 _MOST_EXACT = 2**24  # float32 holds every integer up to it
@@ -47,32 +49,19 @@ def _range_of(
         return Range(-extents["i"], extents["j"])
     if op == "load":
         return integer_range(program.arrays[instruction.value].dtype)
-    if op == "sign":
-        return Range(_sign(given[0].least), _sign(given[0].most))
-    if op == "neg":
-        return Range(-given[0].most, -given[0].least)
-    if op == "abs":
-        least, most = given[0]
-        return Range(max(least, -most, 0), max(-least, most))
-    (a, b), (c, d) = given
-    if op == "mod":
-        is_whole = b - a < c and a // c == b // c
-        return Range(a % c, b % c) if is_whole else Range(0, c - 1)
-    if op == "where":
-        return Range(min(a, c), max(b, d))
-    # The others are monotone in either argument while the other is held, so that their extremes are at the corners.
-    corners = [FOLDS[op](x, y) for x, y in product((a, b), (c, d))]
+    primitive = PRIMITIVES[op]
+    if primitive.range is not None:
+        return Range(*primitive.range(*given))
+    # The others are monotone in each argument while others are held, so that their extremes are at the corners.
+    assert primitive.fold is not None, op
+    corners = [primitive.fold(*each) for each in product(*given)]
     return Range(min(corners), max(corners))
 
 
-def integer_range(dtype: Any) -> Range:
+def integer_range(dtype: DTypeLike) -> Range:
     """Return the range of integers that are loaded from an array: those of its dtype, clipped to int32."""
     info = np.iinfo(dtype)
     return Range(max(int(info.min), -LARGEST - 1), min(int(info.max), LARGEST))
-
-
-def _sign(x: int) -> int:
-    return (x > 0) - (x < 0)
 
 
 def range_reasons(
@@ -174,14 +163,6 @@ def expression(program: Program, n: int) -> str:
     return texts[n] or "the index"
 
 
-_OPERATORS = {
-    "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",
-    "gt": ">", "ge": ">=", "and": "&", "or": "|",
-}  # fmt: skip
-_FUNCTIONS = {"min": "np.minimum", "max": "np.maximum", "abs": "abs", "sign": "np.sign", "where": "np.where"}
-_PREFIXES = {"neg": "-", "not": "~"}
-
-
 def _written(program: Program, instruction: Instruction, args: list[str]) -> str:
     op, value = instruction.op, instruction.value
     if op == "const":
@@ -190,9 +171,9 @@ def _written(program: Program, instruction: Instruction, args: list[str]) -> str
         return "(seqlen_kv - seqlen_q)"
     if op == "load":
         return f"{program.arrays[value].name}[{', '.join(args)}]"
-    if op in _OPERATORS or op in _PREFIXES:
-        args = [
-            f"({arg})" if program.instructions[n].op in _OPERATORS else arg for n, arg in zip(instruction.args, args)
-        ]
-        return f" {_OPERATORS[op]} ".join(args) if op in _OPERATORS else _PREFIXES[op] + args[0]
-    return f"{_FUNCTIONS.get(op, op)}({', '.join(args)})" if args else op
+    if op not in PRIMITIVES:
+        return f"{op}({', '.join(args)})" if args else op
+    if not PRIMITIVES[op].is_call:
+        ops = [program.instructions[n].op for n in instruction.args]
+        args = [f"({arg})" if each in PRIMITIVES and PRIMITIVES[each].is_infix else arg for each, arg in zip(ops, args)]
+    return PRIMITIVES[op].text(args)

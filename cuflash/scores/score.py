@@ -96,13 +96,13 @@ class Score:
     (2, 16, 8)
     """
 
-    def __init__(self, function: Callable[..., Any], /, **arrays: Any) -> None:
+    def __init__(self, function: Callable[..., Array], /, **arrays: Array) -> None:
         reserved = [name for name in arrays if name in RESERVED]
         reasons = [f"score arrays may not be called {', '.join(RESERVED)}; got {name}" for name in reserved]
         self._make(function, arrays, reasons)
 
     @classmethod
-    def of_reserved(cls, function: Callable[..., Any], /, **arrays: Any) -> Score:
+    def of_reserved(cls, function: Callable[..., Array], /, **arrays: Array) -> Score:
         """Make a Score of the library's own, whose arrays may have names that users' may not have.
 
         Parameters
@@ -133,7 +133,7 @@ class Score:
         return made
 
     def _make(
-        self, function: Callable[..., Any], arrays: dict[str, Any], reasons: list[str], most: int = MAX_ARRAYS
+        self, function: Callable[..., Array], arrays: dict[str, Array], reasons: list[str], most: int = MAX_ARRAYS
     ) -> None:
         if not callable(function):
             raise TypeError(f"score must be a Score or a function of (s, b, h, i, j); got {describe(function)}")
@@ -179,7 +179,7 @@ class Score:
     def curvature(self) -> Curvature:
         return curvature(self.program)
 
-    def __call__(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         """The function itself on numbers, or on arrays that broadcast: for plots and tests.
 
         Integers are wide and reals are float32 at least, as in a call: nothing wraps around that a call would not let.
@@ -246,7 +246,7 @@ class Score:
             )
         outer, inner, outer_names, inner_names = self.function, other.function, [*self.arrays], [*other.arrays]
 
-        def composed(s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
+        def composed(s: Array, b: Array, h: Array, i: Array, j: Array, **arrays: Array) -> Array:
             between = inner(s, b, h, i, j, **{name: arrays[name] for name in inner_names})
             return outer(between, b, h, i, j, **{name: arrays[name] for name in outer_names})
 
@@ -300,7 +300,7 @@ class Score:
         refuse(reasons)
         function = self.function
 
-        def renamed(s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
+        def renamed(s: Array, b: Array, h: Array, i: Array, j: Array, **arrays: Array) -> Array:
             return function(s, b, h, i, j, **{old: arrays[new] for old, new in new_names.items()})
 
         renamed.__name__ = self.name
@@ -308,7 +308,7 @@ class Score:
         made = Score.of_reserved(renamed, **{new: self.arrays[old] for old, new in new_names.items()})
         return made.remade_by(Score.renamed, self, dict(names))
 
-    def with_arrays(self, arrays: Mapping[str, Any]) -> Score:
+    def with_arrays(self, arrays: Mapping[str, Array]) -> Score:
         """Put other arrays of the same dtypes and numbers of axes in place of the captured ones, without tracing again.
 
         Parameters
@@ -350,7 +350,7 @@ class Score:
         refuse(reasons)
         return self._over({name: held[name] for name in self.arrays})
 
-    def _over(self, arrays: dict[str, Any]) -> Score:
+    def _over(self, arrays: dict[str, Array]) -> Score:
         """Return the score over arrays that are known to be of the traced kinds."""
         made = Score.__new__(Score)
         vars(made).update(vars(self))
@@ -404,7 +404,7 @@ def _made_again(make: Callable[..., Score], arguments: tuple[Any, ...], options:
     return make(*arguments, **options)
 
 
-def _as_array(name: str, array: Any) -> Array:
+def _as_array(name: str, array: Array) -> Array:
     """A captured array of NumPy's, CuPy's, PyTorch's or JAX's; another library's on the host without a copy.
 
     A list becomes NumPy's array, as `of_list` makes it. Tensors of PyTorch and arrays of JAX stay what they are, since
@@ -422,7 +422,7 @@ def _as_array(name: str, array: Any) -> Array:
     return array
 
 
-def _readable(name: str, array: Any) -> Array:
+def _readable(name: str, array: Array) -> Array:
     """A captured array as NumPy's or CuPy's, without a copy and without gradients."""
     if not is_foreign(array):
         return array
@@ -430,7 +430,7 @@ def _readable(name: str, array: Any) -> Array:
     return taken_on_cuda(name, array) if is_on_cuda(name, array) else taken(name, array, np)
 
 
-def _widened(x: Any) -> Any:
+def _widened(x: Array) -> Array:
     """An array, or a number of NumPy's, in the dtype in which a call computes, which no narrow one overflows.
 
     Integers beyond int32 count as the nearest of int32, and 16-bit reals are float32.
@@ -444,7 +444,7 @@ def _widened(x: Any) -> Any:
 
 
 @lru_cache(maxsize=512)
-def _array_type(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayType | None:
+def _array_type(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> ArrayType | None:
     """Return an array without its data; None for a dtype that cannot be captured."""
     kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
     kind = kinds.get(True) if dtype.isnative else None

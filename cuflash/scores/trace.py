@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType, FunctionType
@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..arrays import describe, is_array, is_flag, is_int, is_number
+from ..arrays import Array, describe, is_array, is_flag, is_int, is_number
 from ..errors import UnsupportedProblem, refuse
-from .program import COMPARISONS, COORDINATES, ArrayType, Builder, Program, ProgramError
+from ._primitives import PRIMITIVES
+from .program import COORDINATES, ArrayType, Builder, Program, ProgramError
 
 MAX_OPERATIONS = 256
 MAX_NUMBERS = 24
@@ -26,47 +27,20 @@ _NO_NUMBER = (
 )
 _CO_VAR = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
-_UFUNCS: dict[Any, str] = {
-    np.add: "add",
-    np.subtract: "sub",
-    np.multiply: "mul",
-    np.divide: "div",
-    np.negative: "neg",
-    np.absolute: "abs",
-    np.fabs: "abs",
-    np.sign: "sign",
-    np.exp: "exp",
-    np.exp2: "exp2",
-    np.log: "log",
-    np.log2: "log2",
-    np.tanh: "tanh",
-    np.sqrt: "sqrt",
-    np.minimum: "min",
-    np.maximum: "max",
-    np.power: "pow",
-    np.float_power: "pow",
-    np.floor_divide: "floordiv",
-    np.remainder: "mod",
-    np.less: "lt",
-    np.less_equal: "le",
-    np.equal: "eq",
-    np.not_equal: "ne",
-    np.greater: "gt",
-    np.greater_equal: "ge",
-    np.logical_and: "and",
-    np.logical_or: "or",
-    np.logical_not: "not",
-    np.bitwise_and: "and",
-    np.bitwise_or: "or",
-    np.invert: "not",
-    np.isfinite: "isfinite",
+_OPS: dict[Callable[..., Array], str] = {
+    function: primitive.name
+    for primitive in PRIMITIVES.values()
+    for function in ((primitive.value,) if primitive.traced is None else primitive.traced)
 }
-_OTHERS = ("square", "reciprocal", "where", "clip")
-_SIGNATURES: dict[Any, str] = {np.where: "np.where(condition, a, b)", np.clip: "np.clip(x, least, most)"}
-_KNOWN = ", ".join(sorted({ufunc.__name__ for ufunc in _UFUNCS} | set(_OTHERS)))
+_OTHERS = ("square", "reciprocal", "clip")
+_SIGNATURES: dict[Callable[..., Array], str] = {
+    np.where: "np.where(condition, a, b)",
+    np.clip: "np.clip(x, least, most)",
+}
+_KNOWN = ", ".join(sorted({function.__name__ for function in _OPS} | set(_OTHERS)))
 
 
-def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tuple[Program, tuple[float, ...]]:
+def trace(function: Callable[..., Array], arrays: Mapping[str, ArrayType]) -> tuple[Program, tuple[float, ...]]:
     """A function of (s, b, h, i, j, **arrays) as a program, and the numbers that a run of it is given.
 
     Raises
@@ -174,22 +148,20 @@ class Symbol:
     def __repr__(self) -> str:
         return f"{_SYMBOL} ({self._builder.kind(self._n)})"
 
-    def apply(self, op: str, *inputs: Any) -> Symbol:
+    def apply(self, op: str, *inputs: Array) -> Symbol:
         """The operation of a program on symbols and numbers."""
         builder = self._builder
         numbers = [
             each._n if type(each) is Symbol and each._builder is builder else _number_of(builder, each)
             for each in inputs
         ]
-        if len(numbers) == 2:
-            return Symbol(builder, builder.binary(op, *numbers))
-        return Symbol(builder, builder.unary(op, *numbers) if len(numbers) == 1 else builder.where(*numbers))
+        return Symbol(builder, builder.apply(op, *numbers))
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Array, **options: Array) -> Symbol:
         if method != "__call__" or options:
             how = f"np.{ufunc.__name__}.{method}" if method != "__call__" else f"{', '.join(options)}= of a ufunc"
             raise ProgramError(f"{how} has no counterpart in a kernel")
-        op = _UFUNCS.get(ufunc)
+        op = _OPS.get(ufunc)
         if op is not None:
             return self.apply(op, *inputs)
         if ufunc is np.square:
@@ -200,7 +172,9 @@ class Symbol:
             return self.apply("div", 1.0, *inputs)
         raise ProgramError(f"np.{ufunc.__name__} has no counterpart in a kernel; there are: {_KNOWN}")
 
-    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Symbol:
+    def __array_function__(
+        self, function: Callable[..., Array], types: Sequence[type], args: Sequence[Array], options: Mapping[str, Array]
+    ) -> Symbol:
         if function is np.where and len(args) == 3 and not options:
             return self.apply("where", *args)
         if function is np.clip and len(args) + len(options) == 3:
@@ -211,7 +185,7 @@ class Symbol:
         name = getattr(function, "__name__", str(function))
         raise ProgramError(f"np.{name} has no counterpart in a kernel; there are: {_KNOWN}")
 
-    def _clipped(self, x: Any, low: Any, high: Any) -> Symbol:
+    def _clipped(self, x: Array, low: Array | None, high: Array | None) -> Symbol:
         if low is not None:
             x = self.apply("max", x, low)
         return x if high is None else self.apply("min", x, high)
@@ -234,7 +208,7 @@ class Symbol:
             "np.maximum"
         )
 
-    def _no_number(self, *_: Any) -> NoReturn:
+    def _no_number(self, *_: Array) -> NoReturn:
         self._builder.refusal = _NO_NUMBER
         raise ProgramError(_NO_NUMBER)
 
@@ -248,9 +222,9 @@ def _set_operators(name: str, op: str) -> None:
     setattr(Symbol, f"__r{name}__", lambda self, other: self.apply(op, other, self))
 
 
-for _name in ("add", "sub", "mul", "pow", "floordiv", "mod", "and", "or", *COMPARISONS):
-    _set_operators(_name, _name)
-_set_operators("truediv", "div")
+for _primitive in PRIMITIVES.values():
+    if _primitive.is_infix:
+        _set_operators("truediv" if _primitive.name == "div" else _primitive.name, _primitive.name)
 
 
 class ArraySymbol:
@@ -267,7 +241,7 @@ class ArraySymbol:
     def ndim(self) -> int:
         return self._array.rank
 
-    def __getitem__(self, index: Any) -> Symbol:
+    def __getitem__(self, index: Array) -> Symbol:
         indices = index if isinstance(index, tuple) else (index,)
         name, rank = self._array.name, self._array.rank
         is_batched = bool(indices) and indices[0] is Ellipsis
@@ -278,12 +252,12 @@ class ArraySymbol:
             raise ProgramError(f"{name} has {rank} axes and takes {rank} indices; got {len(indices)}")
         return Symbol(self._builder, self._builder.load(self._number, [self._index(each) for each in indices]))
 
-    def _index(self, value: Any) -> int:
+    def _index(self, value: Array) -> int:
         if type(value) is not Symbol and is_int(value) and value < 0:
             raise ProgramError(f"an index of {self._array.name} must count from the start of its axis; got {value}")
         return _number_of(self._builder, value)
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse(self, *_: Array, **__: Array) -> NoReturn:
         axes = ", ".join(["..."] + ["h", "i", "j"][-self._array.rank :])
         name = self._array.name
         raise ProgramError(f"{name} is an array of {self._array.rank} axes: index it, as in {name}[{axes}]")
@@ -296,10 +270,10 @@ class ArraySymbol:
     __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse
 
 
-_SHIFT: ContextVar[Any] = ContextVar("shift", default=None)
+_SHIFT: ContextVar[Array | None] = ContextVar("shift", default=None)
 
 
-def key_shift(position: Any) -> Any:
+def key_shift(position: Array) -> Array:
     """How far the last key's position is behind the last query's; `position` is one that the function is given.
 
     In a call it is seqlen_kv - seqlen_q, and on numbers and arrays 0, unless `shifted_by` says otherwise.
@@ -311,7 +285,7 @@ def key_shift(position: Any) -> Any:
 
 
 @contextmanager
-def shifted_by(shift: Any) -> Iterator[None]:
+def shifted_by(shift: Array) -> Iterator[None]:
     """Give `key_shift` a value of its own: positions of a cache have none, and a packed sequence has its own."""
     token = _SHIFT.set(shift)
     try:
@@ -320,7 +294,7 @@ def shifted_by(shift: Any) -> Iterator[None]:
         _SHIFT.reset(token)
 
 
-def tanh_fast(x: Any) -> Any:
+def tanh_fast(x: Array) -> Array:
     """The hyperbolic tangent by one instruction of a GPU, to 2^-10.9; NumPy's own on arrays.
 
     >>> float(tanh_fast(0.0))
@@ -329,11 +303,11 @@ def tanh_fast(x: Any) -> Any:
     return x.apply("tanh_fast", x) if isinstance(x, Symbol) else np.tanh(x)
 
 
-def _clip(a: Any, a_min: Any, a_max: Any) -> Any:
+def _clip(a: Array, a_min: Array | None, a_max: Array | None) -> Any:
     """The signature of `numpy.clip`."""
 
 
-def _number_of(builder: Builder, value: Any, *, is_result: bool = False) -> int:
+def _number_of(builder: Builder, value: Array, *, is_result: bool = False) -> int:
     """The instruction of a symbol or of a number of Python's or NumPy's."""
     if type(value) is Symbol:
         if value._builder is not builder:
@@ -362,7 +336,7 @@ def _number_of(builder: Builder, value: Any, *, is_result: bool = False) -> int:
     )
 
 
-def _takes(function: Callable[..., Any], captured: Mapping[str, Any]) -> bool:
+def _takes(function: Callable[..., Array], captured: Mapping[str, Array]) -> bool:
     """Return whether a plain function's parameters are those of a score function: in a hundredth of inspect's time."""
     if not isinstance(function, FunctionType):
         return False
@@ -374,7 +348,7 @@ def _takes(function: Callable[..., Any], captured: Mapping[str, Any]) -> bool:
 
 
 def _require_signature(
-    function: Callable[..., Any], name: str, symbols: list[Symbol], captured: Mapping[str, Any]
+    function: Callable[..., Array], name: str, symbols: list[Symbol], captured: Mapping[str, Array]
 ) -> None:
     """Refuse a function that does not take the arguments of a score function."""
     if _takes(function, captured):

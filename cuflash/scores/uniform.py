@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ._primitives import PRIMITIVES
 from .program import Instruction, Program, depends, needed_for
 
 
@@ -67,7 +68,8 @@ def uniform(program: Program) -> Uniform:
 
 def _has_steps(root: int, instructions: Sequence[Instruction]) -> bool:
     """Return whether an integer may stay the same from one query or key to the next."""
-    return any(instructions[n].op in ("min", "max", "floordiv") for n in needed_for(instructions, [root]))
+    ops = {instructions[n].op for n in needed_for(instructions, [root])}
+    return any(PRIMITIVES[op].has_steps for op in ops.intersection(PRIMITIVES))
 
 
 def _direction(
@@ -79,23 +81,12 @@ def _direction(
         return None
     if op in ("b", "h", "const", "number", "i", "j"):
         return Direction(int(op == "i"), int(op == "j"))
-    given = [directions.get(a) for a in instruction.args]
-    if op not in ("add", "sub", "neg", "mul", "min", "max", "floordiv") or None in given:
+    given = [directions[a] for a in instruction.args if a in directions]
+    rule = PRIMITIVES[op].trend if op in PRIMITIVES else None
+    if rule is None or len(given) < len(instruction.args):
         return None
-    known = [each for each in given if each is not None]
-    if op == "neg":
-        return _times(known[0], -1)
-    if op == "mul":
-        factors = [instructions[a].value for a in instruction.args if instructions[a].op == "const"]
-        others = [each for each, a in zip(known, instruction.args) if instructions[a].op != "const"]
-        return _times(others[0], (factors[0] > 0) - (factors[0] < 0)) if len(factors) == len(others) == 1 else None
-    if op == "sub":
-        known[1] = _times(known[1], -1)
-    signs = [{*pair} - {0} for pair in zip(*known)]
-    if any(len(each) > 1 for each in signs):
+    trend = rule(*(instructions[a].value if instructions[a].op == "const" else None for a in instruction.args))
+    signs = [{sign * each for sign, each in zip(trend, pair)} - {0} for pair in zip(*given)]
+    if not trend or any(len(each) > 1 for each in signs):
         return None
     return Direction(*(each.pop() if each else 0 for each in signs))
-
-
-def _times(direction: Direction, sign: int) -> Direction:
-    return Direction(sign * direction.query, sign * direction.key)

@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import Array
+from ._primitives import PRIMITIVES
 from .program import Instruction, Program
 from .ranges import integer_range
-
-OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "abs": np.absolute,
-    "min": np.minimum,
-    "max": np.maximum,
-    "sign": np.sign,
-    "div": np.divide,
-    "pow": np.power,
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "log": np.log,
-    "log2": np.log2,
-    "tanh": np.tanh,
-    "tanh_fast": np.tanh,
-    "sqrt": np.sqrt,
-    "floordiv": np.floor_divide,
-    "mod": np.remainder,
-    "lt": np.less,
-    "le": np.less_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "not": np.logical_not,
-    "isfinite": np.isfinite,
-    "where": np.where,
-}
 
 
 class Operands(NamedTuple):
@@ -62,7 +30,7 @@ class Operands(NamedTuple):
     arrays: Sequence[Array]
     batch: tuple[int, ...] = ()
 
-    def place(self, program: Program, load: Instruction, b: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
+    def place(self, program: Program, load: Instruction, b: Array, indices: Sequence[Array]) -> tuple[Array, ...]:
         """The index of the elements that a load reads: index arrays that broadcast."""
         num_leading = program.num_leading_axes(load)
         if not num_leading:
@@ -72,7 +40,7 @@ class Operands(NamedTuple):
         own = entries[len(self.batch) - num_leading :]
         return (*(0 if extent == 1 else entry for entry, extent in zip(own, shape)), *indices)
 
-    def loaded(self, load: Instruction, place: tuple[Any, ...], real: Any) -> Any:
+    def loaded(self, load: Instruction, place: tuple[Array, ...], real: type[np.floating]) -> Array:
         """The elements at a place: reals widened or rounded once, integers as int64 within int32."""
         x = self.arrays[load.value][place]
         if load.kind == "real":
@@ -82,7 +50,7 @@ class Operands(NamedTuple):
         return np.clip(x, *integer_range(x.dtype)).astype(np.int64)
 
 
-def values(program: Program, operands: Operands, s: Array, b: Any, h: Any, i: Any, j: Any) -> list[Any]:
+def values(program: Program, operands: Operands, s: Array, b: Array, h: Array, i: Array, j: Array) -> list[Array]:
     """The results of a program, which broadcast against s.
 
     Parameters
@@ -96,11 +64,11 @@ def values(program: Program, operands: Operands, s: Array, b: Any, h: Any, i: An
     return [found[n] for n in program.results]
 
 
-def run(program: Program, operands: Operands, s: Array, b: Any, h: Any, i: Any, j: Any) -> list[Any]:
+def run(program: Program, operands: Operands, s: Array, b: Array, h: Array, i: Array, j: Array) -> list[Array]:
     """The value of each instruction."""
     real = np.asarray(s).dtype.type
     given = {"s": s, "b": b, "h": h, "i": i, "j": j}
-    found: list[Any] = []
+    found: list[Array] = []
     with np.errstate(all="ignore"):
         for instruction in program.instructions:
             if instruction.op in given:
@@ -111,7 +79,9 @@ def run(program: Program, operands: Operands, s: Array, b: Any, h: Any, i: Any, 
     return found
 
 
-def result(program: Program, operands: Operands, instruction: Instruction, args: list[Any], b: Any, real: Any) -> Any:
+def result(
+    program: Program, operands: Operands, instruction: Instruction, args: list[Array], b: Array, real: type[np.floating]
+) -> Array:
     """The value of an instruction that is neither the score nor a coordinate.
 
     Parameters
@@ -133,4 +103,4 @@ def result(program: Program, operands: Operands, instruction: Instruction, args:
         return np.asarray(args[0]).astype(real)
     if op == "load":
         return operands.loaded(instruction, operands.place(program, instruction, b, args), real)
-    return OPERATIONS[op](*args)
+    return PRIMITIVES[op].value(*args)

@@ -207,7 +207,7 @@ def antidiagonal(
         for x, turned in ((grid.q, True), (grid.k, False))
     )
     mass = block_mass(
-        rows, columns, block=tuple(side // stride for side in grid.block), scale=grid.scale / stride,
+        rows, columns, block=(grid.block[0] // stride, grid.block[1] // stride), scale=grid.scale / stride,
         mask=grid.stairs(stride, stride), executor=executor,
     )  # fmt: skip
     return grid.index(grid.chosen(mass, mass, budget, forced))

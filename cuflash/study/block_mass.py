@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ..keywords import explains_keywords
 from ..masks.shape import block_pair
 from ..planning._call_cache import CALLS
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
-from ..planning.options import Options
+from ..planning.options import MaskLike, Options, ScoreLike
 from ..planning.problem import reasons_without_v
 from ..plans import Plan, as_arrays
 
@@ -31,11 +31,11 @@ def block_mass(
     q: Array,
     k: Array,
     *,
-    block: Any,
-    mask: Any = None,
+    block: int | tuple[int, int],
+    mask: MaskLike | None = None,
     causal: bool | str = False,
     scale: float | None = None,
-    score: Any = None,
+    score: ScoreLike | None = None,
     lse: Array | None = None,
     executor: str = "auto",
 ) -> Array:
@@ -142,7 +142,7 @@ class BoundMass(NamedTuple):
 
 
 def bound_block_mass(
-    q: Array, k: Array, block: tuple[int, int], mask: Any, scale: float, turned_columns: int = 0
+    q: Array, k: Array, block: tuple[int, int], mask: MaskLike | None, scale: float, turned_columns: int = 0
 ) -> BoundMass | None:
     """Masses as one launch on the current GPU, for q and k of the layouts of these.
 
@@ -174,7 +174,8 @@ def bound_block_mass(
 
 
 def _planned(
-    given: dict[str, Any], block: Any, mask: Any, causal: Any, scale: Any, score: Any, executor: str
+    given: dict[str, Array], block: int | tuple[int, int], mask: MaskLike | None, causal: bool | str,
+    scale: float | None, score: ScoreLike | None, executor: str,
 ) -> tuple[Plan, tuple[int, int]]:
     """The plan of a call for as many columns as q has, and the block; refuses what cannot be."""
     q, k, lse = given.values()
@@ -208,7 +209,7 @@ def _planned(
     return replace(ready, plan=replace(ready.plan, problem=problem)), sides
 
 
-def _lse_reasons(ready: Plan, q: Array, lse: Any) -> list[str]:
+def _lse_reasons(ready: Plan, q: Array, lse: Array | None) -> list[str]:
     problem = ready.plan.problem
     if lse is None:
         return []

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import Array, as_dtype, describe, is_int, is_integer_dtype, is_number
 from ..cache.arguments import page_size_reasons
@@ -119,7 +120,7 @@ def kv_cache_bytes(
     num_kv_heads: int,
     head_dim: int,
     tokens: int | Sequence[int] | Array,
-    dtype: Any,
+    dtype: DTypeLike,
     page_size: int | None = None,
     value_dim: int | None = None,
 ) -> int:
@@ -189,7 +190,7 @@ def largest_length(
     num_layers: int,
     num_kv_heads: int,
     head_dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     batch: int = 1,
     page_size: int | None = None,
     value_dim: int | None = None,
@@ -265,7 +266,7 @@ def _count_reasons(**counts: Any) -> list[str]:
     ]
 
 
-def _dtype_of_numbers(name: str, value: Any) -> np.dtype[Any]:
+def _dtype_of_numbers(name: str, value: Any) -> np.dtype:
     """Return a dtype that rows of a cache may have.
 
     Raises

@@ -22,6 +22,7 @@ from ..planning.peaks import Peaks
 from ..planning.plan import KernelPlan
 from ..planning.routing import FAMILIES
 from ..plans import Plan
+from ..scores._primitives import PRIMITIVES
 from ..scores.program import Program, depends
 
 # Products of an entry over kept elements: how many have head_dim as a side, and how many value_dim.
@@ -32,7 +33,6 @@ _PRODUCTS = {
 }  # fmt: skip
 _WITH_EXPONENTIALS = ("forward", "softmax", "backward", "backward_wide", "backward_rows", "backward_columns")
 _OVER_KEYS = ("backward", "backward_wide", "backward_columns", "gradient_keys")  # their tiles hold keys
-_SPECIAL_FUNCTIONS = ("exp", "exp2", "log", "log2", "tanh", "tanh_fast", "sqrt")
 _PASSES = ("forward", "backward")
 
 
@@ -315,7 +315,7 @@ def _operations(program: Program) -> tuple[int, int]:
         for instruction, on in zip(program.instructions, depends(program))
         if ("s" in on or {"i", "j"} <= on) and instruction.args
     ]
-    special = sum(op in _SPECIAL_FUNCTIONS for op in per_score)
+    special = sum(op in PRIMITIVES and PRIMITIVES[op].is_special for op in per_score)
     return special, len(per_score) - special
 
 

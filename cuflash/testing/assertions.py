@@ -20,11 +20,12 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsInt
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from ..arrays import BFLOAT16, accumulator_dtype, describe
+from ..arrays import BFLOAT16, Array, accumulator_dtype, describe
 from ..bounds import Bounds, error_bound
 from ..bounds.rounding import limits
 from ..dropout import Dropout
@@ -32,6 +33,7 @@ from ..keywords import explains_keywords
 from ..masks.base import Mask
 from ..masks.content import without_memos
 from ..planning.problem import Problem
+from ..scores.score import Score
 from ..scores.trace import shifted_by
 from . import oracle
 
@@ -55,7 +57,9 @@ _ROUNDED = ("o", "lse", "dq", "dk", "dv")  # to the operands' dtype, or to that 
 class Attend(Protocol):
     """A forward pass under test: arrays in the layout of `cuflash.attention`, the mask a bool array or None."""
 
-    def __call__(self, q: Any, k: Any, v: Any, *, mask: Any, scale: float | None) -> tuple[Any, Any]:
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, mask: np.ndarray | None, scale: float | None
+    ) -> tuple[Array, Array]:
         """o and lse."""
 
 
@@ -96,19 +100,19 @@ class Example:
     2.0
     """
 
-    q: Any
-    k: Any
-    v: Any
-    do: Any = None
-    dlse: Any = None
-    sink: Any = None
-    mask: Any = None
+    q: Array
+    k: Array
+    v: Array
+    do: Array = None
+    dlse: Array = None
+    sink: Array = None
+    mask: Array | Mask | None = None
     scale: float | None = None
-    score: Any = None
+    score: Score | None = None
     dropout: Dropout | None = None
     wrt: tuple[str, ...] = ()
     precision: str = "ieee"
-    product_dtype: Any = None
+    product_dtype: DTypeLike | None = None
     origin: str = ""
 
     def __getstate__(self) -> Any:
@@ -142,7 +146,7 @@ class Example:
         return Problem.of(self.q, self.k, self.v, scale=self.scale)
 
     @functools.cached_property
-    def dense_mask(self) -> Any:
+    def dense_mask(self) -> Array:
         """The mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv], 2-D for 2-D operands; None without one.
 
         Examples
@@ -162,7 +166,7 @@ class Example:
         return full if self.problem.has_heads else full[0]
 
     @property
-    def allowed(self) -> Any:
+    def allowed(self) -> Array:
         """The mask as a bool array, all True where there is no mask.
 
         Examples
@@ -176,7 +180,7 @@ class Example:
         return np.ones(shape, bool) if self.mask is None else self.dense_mask
 
     @property
-    def weight_factors(self) -> Any:
+    def weight_factors(self) -> Array:
         """Return dropout's factors of weights, [*batch, num_heads, seqlen_q, seqlen_kv]; None without dropout.
 
         Examples
@@ -273,13 +277,13 @@ class Example:
 def assert_within_bounds(
     example: Example,
     *,
-    o: Any = ...,
-    lse: Any = ...,
-    dq: Any = ...,
-    dk: Any = ...,
-    dv: Any = ...,
-    dsink: Any = ...,
-    others: Mapping[str, Any] | EllipsisType = ...,
+    o: Array = ...,
+    lse: Array = ...,
+    dq: Array = ...,
+    dk: Array = ...,
+    dv: Array = ...,
+    dsink: Array = ...,
+    others: Mapping[str, Array] | EllipsisType = ...,
     probable: bool = False,
 ) -> float:
     """Assert that every element of the given results is within its bound of the exact one.
@@ -342,7 +346,7 @@ def assert_within_bounds(
     return max(ratios)
 
 
-def require_results(example: Example, results: Mapping[str, Any], others: Any) -> None:
+def require_results(example: Example, results: Mapping[str, Array], others: Mapping[str, Array] | EllipsisType) -> None:
     """Refuse to compare nothing, and results for which an example has no exact answer.
 
     Raises
@@ -364,7 +368,7 @@ def require_results(example: Example, results: Mapping[str, Any], others: Any) -
         raise TypeError("; ".join(reasons))
 
 
-def as_pair(results: Any, example: Example) -> tuple[Any, Any]:
+def as_pair(results: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
     """o and lse of a function under test as NumPy's arrays, of an example's shapes; see `as_results`."""
     __tracebackhide__ = True
     problem = example.problem
@@ -372,7 +376,7 @@ def as_pair(results: Any, example: Example) -> tuple[Any, Any]:
     return o, lse
 
 
-def as_results(results: Any, shapes: Mapping[str, Sequence[int]], example: Example) -> list[Any]:
+def as_results(results: Any, shapes: Mapping[str, Sequence[int]], example: Example) -> list[np.ndarray]:
     """Return what a function under test returned as NumPy's arrays, of the given names and shapes.
 
     Raises
@@ -396,7 +400,7 @@ def _came(result: Any) -> str:
     return f"one array of shape {tuple(result.shape)}" if hasattr(result, "shape") else describe(result)
 
 
-def as_result(name: str, result: Any, shape: Sequence[int], example: Example) -> Any:
+def as_result(name: str, result: Array, shape: Sequence[int], example: Example) -> np.ndarray:
     """Return one result as NumPy's array; it must have its shape, and a dtype that holds what the example's does."""
     __tracebackhide__ = True
     if result is None:
@@ -414,18 +418,20 @@ def as_result(name: str, result: Any, shape: Sequence[int], example: Example) ->
     return array
 
 
-def _is_float(dtype: np.dtype[Any]) -> bool:
+def _is_float(dtype: np.dtype) -> bool:
     """Return whether a dtype is one of real numbers with fractions, NumPy's or bfloat16."""
     return dtype.kind == "f" or dtype == BFLOAT16
 
 
-def _reference_is_finer(dtype: Any) -> bool:
+def _reference_is_finer(dtype: DTypeLike) -> bool:
     """False for float64 where long double is float64 too: then the oracle errs as much as the result may."""
     return bool(np.finfo(np.longdouble).eps < limits(accumulator_dtype(np.dtype(dtype))).eps)
 
 
 @explains_keywords
-def assert_within(name: str, actual: Any, exact: Any, bound: Any, context: object = "") -> float:
+def assert_within(
+    name: str, actual: np.ndarray, exact: np.ndarray, bound: np.ndarray | float, context: object = ""
+) -> float:
     """Assert that every element of an array is within its bound of the exact one.
 
     Infinities must agree; NaN agrees with NaN alone. An infinite bound lets everything pass.
@@ -478,7 +484,7 @@ def assert_within(name: str, actual: Any, exact: Any, bound: Any, context: objec
     )
 
 
-def _errors(actual: Any, exact: Any, bound: Any) -> tuple[Any, Any]:
+def _errors(actual: np.ndarray, exact: np.ndarray, bound: np.ndarray | float) -> tuple[Array, Array]:
     """|actual - exact| and its share of the bound."""
     wide = np.longdouble if np.longdouble in (actual.dtype, exact.dtype) else np.float64
     actual, exact = actual.astype(wide), exact.astype(wide)
@@ -490,13 +496,13 @@ def _errors(actual: Any, exact: Any, bound: Any) -> tuple[Any, Any]:
     return error, np.where(np.isnan(ratio), np.inf, ratio)
 
 
-def _times(ratio: Any) -> str:
+def _times(ratio: float) -> str:
     """A share above 1, with two digits, or as many as show that it is above 1."""
     texts = (f"{float(ratio):.{digits}g}" for digits in range(2, 18))
     return next((text for text in texts if float(text) > 1), "barely more than 1")
 
 
-def _element(name: str, place: tuple[Any, ...]) -> str:
+def _element(name: str, place: tuple[SupportsInt, ...]) -> str:
     return f"{name}[{', '.join(str(int(index)) for index in place)}]"
 
 
@@ -602,7 +608,7 @@ def assert_means_are_exact(attend: Attend, example: Example) -> float:
 
 
 @explains_keywords
-def assert_wide_accumulators(attend: Attend, dtype: Any) -> float:
+def assert_wide_accumulators(attend: Attend, dtype: DTypeLike) -> float:
     """A staircase that narrow sums climb wrongly: one key of weight 1, then 8192 keys of a weight far below.
 
     The small weights are 2^-19 in float16 and 2^-15 in bfloat16, under half a last place of 1, and v = 1: o is 1
@@ -621,32 +627,32 @@ def assert_wide_accumulators(attend: Attend, dtype: Any) -> float:
     return assert_within("o", o, np.ones(o.shape), 2 * _roundoffs(example)[0], _probe("staircase", example))
 
 
-def on_lattice(x: Any) -> Any:
+def on_lattice(x: Array) -> Array:
     """The array rounded to the integers -2..2: exact in every dtype, and so are its short sums and products."""
     return np.clip(np.rint(x.astype(np.float64)), -2, 2).astype(x.dtype)
 
 
-def _with_zero_scores(attend: Attend, example: Example, v: Any) -> tuple[Any, Any]:
+def _with_zero_scores(attend: Attend, example: Example, v: Array) -> tuple[np.ndarray, np.ndarray]:
     q, k = np.zeros_like(example.q), on_lattice(example.k)
     return as_pair(attend(q, k, v, mask=example.dense_mask, scale=example.scale), example)
 
 
-def _key_counts(example: Example) -> Any:
+def _key_counts(example: Example) -> Array:
     return np.count_nonzero(example.allowed, axis=-1)
 
 
-def _mean(example: Example, values: Any) -> Any:
+def _mean(example: Example, values: np.ndarray) -> Array:
     """The mean of integer values over each row's keys; 0 in a row without keys."""
     total = example.allowed.astype(np.float64) @ values.astype(np.float64)
     return total / np.maximum(_key_counts(example), 1)[..., None].astype(np.longdouble)
 
 
-def _logarithm(count: Any) -> Any:
+def _logarithm(count: np.ndarray) -> Array:
     with np.errstate(divide="ignore"):
         return np.log(count.astype(np.longdouble))
 
 
-def _two_roundings(example: Example, exact: Any) -> Any:
+def _two_roundings(example: Example, exact: np.ndarray) -> Array:
     u, ua = _roundoffs(example)
     return (u + 2 * ua) * (1 + u) * np.abs(exact) + float(limits(np.dtype(example.q.dtype)).smallest_subnormal)
 

@@ -9,11 +9,11 @@ array([3.  , 3.26])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
+from ..arrays import Array
 from ..keywords import explains_keywords
 
 __all__ = ["Captured", "Dual"]
@@ -32,10 +32,10 @@ class Dual:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, value: Any, tangents: Mapping[Any, Any]) -> None:
+    def __init__(self, value: Array, tangents: Mapping[Hashable, Array]) -> None:
         self.value, self.tangents = np.asarray(value), dict(tangents)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Array, **options: Array) -> Array:
         assert method == "__call__" and not options, (ufunc, method, options)
         values = [x.value if isinstance(x, Dual) else x for x in inputs]
         if ufunc not in _SLOPES:
@@ -44,7 +44,9 @@ class Dual:
         slopes = _SLOPES[ufunc](result, *values)
         return Dual(result, _sum(*(_scaled(x, slope) for x, slope in zip(inputs, slopes))))
 
-    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+    def __array_function__(
+        self, function: Callable[..., Array], types: Sequence[type], args: Sequence[Array], options: Mapping[str, Array]
+    ) -> Array:
         if function is np.clip:
             x, low, high = args
             return np.minimum(np.maximum(x, low), high)
@@ -57,14 +59,14 @@ class Dual:
         return Dual(result, chosen)
 
 
-def _operator(ufunc: Any, *, is_swapped: bool = False) -> Callable[..., Any]:
-    def operator(self: Any, *others: Any) -> Any:
+def _operator(ufunc: np.ufunc, *, is_swapped: bool = False) -> Callable[..., Array]:
+    def operator(self: Dual, *others: Array) -> Array:
         return ufunc(*others, self) if is_swapped else ufunc(self, *others)
 
     return operator
 
 
-_OPERATORS: dict[str, Any] = {
+_OPERATORS: dict[str, np.ufunc] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "pow": np.power,
     "floordiv": np.floor_divide, "mod": np.remainder, "neg": np.negative, "abs": np.absolute, "lt": np.less,
     "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal,
@@ -75,7 +77,7 @@ for _name, _ufunc in _OPERATORS.items():
 
 
 # The derivatives of a result r by each argument.
-_SLOPES: dict[Any, Callable[..., tuple[Any, ...]]] = {
+_SLOPES: dict[np.ufunc, Callable[..., tuple[Array, ...]]] = {
     np.add: lambda r, x, y: (1, 1),
     np.subtract: lambda r, x, y: (1, -1),
     np.multiply: lambda r, x, y: (y, x),
@@ -94,28 +96,29 @@ _SLOPES: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.log: lambda r, x: (1 / x,),
     np.log2: lambda r, x: (1 / (x * np.log(np.asarray(2, r.dtype))),),
     np.tanh: lambda r, x: (1 / np.cosh(x) ** 2,),
+    np.arctan: lambda r, x: (np.cos(r) ** 2,),
     np.sign: lambda r, x: (0,),
     np.minimum: lambda r, x, y: (np.less_equal(x, y), np.greater(x, y)),
     np.maximum: lambda r, x, y: (np.greater_equal(x, y), np.less(x, y)),
 }
 
 
-def _scaled(x: Any, slope: Any) -> dict[Any, Any]:
+def _scaled(x: Array, slope: Array) -> dict[Hashable, Array]:
     """The tangents of an argument times a slope; a tangent of 0 stays 0."""
     if not isinstance(x, Dual):
         return {}
     return {key: np.where(np.equal(tangent, 0), 0, tangent * slope) for key, tangent in x.tangents.items()}
 
 
-def _sum(*tangents: dict[Any, Any]) -> dict[Any, Any]:
-    total: dict[Any, Any] = {}
+def _sum(*tangents: dict[Hashable, Array]) -> dict[Hashable, Array]:
+    total: dict[Hashable, Array] = {}
     for each in tangents:
         for key, tangent in each.items():
             total[key] = total[key] + tangent if key in total else tangent
     return total
 
 
-def _is_same(index: Any, other: Any) -> bool:
+def _is_same(index: Array, other: Array) -> bool:
     """Return whether two indices take the same elements."""
     first, second = (each if isinstance(each, tuple) else (each,) for each in (index, other))
     return len(first) == len(second) and all(map(np.array_equal, first, second))
@@ -138,15 +141,15 @@ class Captured:
     array([ 2.,  0., 12.])
     """
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Array) -> None:
         self.array = array
-        self._reads: list[Any] = []
+        self._reads: list[Array] = []
 
-    def read(self) -> Any:
+    def read(self) -> Captured | Dual:
         """Return the argument of a user's function: this array, or its only element if it has no axes."""
         return self if self.array.ndim else self[()]
 
-    def __getitem__(self, index: Any) -> Dual:
+    def __getitem__(self, index: Array) -> Dual:
         """Elements; reading them again gives the same variable, so that derivatives by both may cancel exactly."""
         known = [number for number, each in enumerate(self._reads) if _is_same(each, index)]
         if not known:
@@ -155,7 +158,7 @@ class Captured:
         value = self.array[index]
         return Dual(value, {(id(self), known[0]): np.ones_like(value)})
 
-    def gradient(self, f: Dual, df: Any) -> Any:
+    def gradient(self, f: Dual, df: np.ndarray) -> np.ndarray:
         """The gradient of sum(df * f) with respect to the array's elements; 0 where df is 0."""
         total = np.zeros(self.array.shape, self.array.dtype)
         places = np.arange(self.array.size).reshape(self.array.shape)

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +17,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import DTypeLike
 
+from ..arrays import Array
 from ..keywords import explains_keywords
 from ..masks.shape import MaskShape
 
@@ -54,12 +56,12 @@ ARRAYS: dict[str, _Kind] = {
 _REALS = [name for name, kind in ARRAYS.items() if kind.dtype == "real"]
 
 
-def _log_or_0(x: Any) -> Any:
+def _log_or_0(x: Array) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):  # of numbers, where a program has symbols
         return np.where(x > 0, np.log(x), 0.0)
 
 
-_FUNCTIONS: dict[str, Any] = {
+_FUNCTIONS: dict[str, Callable[..., Array]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -72,6 +74,7 @@ _FUNCTIONS: dict[str, Any] = {
     "sign": np.sign,
     "square": np.square,
     "tanh": np.tanh,
+    "arctan": np.arctan,
     "floordiv": np.floor_divide,
     "mod": np.remainder,
     "lt": np.less,
@@ -93,11 +96,11 @@ _FUNCTIONS: dict[str, Any] = {
     "over": lambda x, y: x / (1.0 + np.abs(y)),
     "reciprocal": lambda x: np.reciprocal(2.0 + np.square(x)),
 }
-_UNARY = (
-    "neg", "abs", "sign", "square", "tanh", "exp_tanh", "exp2_tanh", "log", "log2", "log_or_0", "sqrt", "power",
-    "reciprocal",
+UNARY = (
+    "neg", "abs", "sign", "square", "tanh", "arctan", "exp_tanh", "exp2_tanh", "log", "log2", "log_or_0", "sqrt",
+    "power", "reciprocal",
 )  # fmt: skip
-_BINARY = ("add", "sub", "mul", "min", "max")
+BINARY = ("add", "sub", "mul", "min", "max")
 _NUMBERS = (0.5, 2, 1, -1.0, 0, 0.75, 3, -1.25, 0.001)
 _DIVISORS = (2.0, 4.0, -8.0, 0.25)  # powers of two, whose reciprocals are exact
 
@@ -117,7 +120,7 @@ class Formula:
 
     __name__ = "formula"
 
-    def __call__(self, s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
+    def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array, **arrays: Array) -> Array:
         return _value(self.tree, {"s": s, "b": b, "h": h, "i": i, "j": j}, arrays)
 
     @property
@@ -126,7 +129,7 @@ class Formula:
         names = _names(self.tree)
         return tuple(name for name in ARRAYS if name in names)
 
-    def arrays(self, shape: MaskShape, seed: int, dtype: Any = np.float32) -> dict[str, Any]:
+    def arrays(self, shape: MaskShape, seed: int, dtype: DTypeLike = np.float32) -> dict[str, np.ndarray]:
         """Arrays for a problem, filled by a generator of `seed`; some axes of the batch have length 1."""
         rng = np.random.default_rng(seed)
         return {name: _array(ARRAYS[name], shape, rng, dtype) for name in self.names}
@@ -152,8 +155,8 @@ def _reals(depth: int) -> st.SearchStrategy[Tree]:
     if depth <= 1:
         return st.one_of(*leaves)
     inner = _reals(depth - 1)
-    unary = st.tuples(st.sampled_from(_UNARY), inner)
-    binary = st.tuples(st.sampled_from(_BINARY), inner, inner)
+    unary = st.tuples(st.sampled_from(UNARY), inner)
+    binary = st.tuples(st.sampled_from(BINARY), inner, inner)
     choice = st.tuples(st.just("where"), _conditions(depth - 1), inner, inner)
     quotient = st.builds(lambda tree, by: ("divide", tree, ("number", by)), inner, st.sampled_from(_DIVISORS))
     # A divisor that is no number is divided by, bit for bit; by other numbers a program multiplies with reciprocals.
@@ -200,7 +203,7 @@ def _names(tree: Tree) -> set[str]:
     return set[str]().union(*(_names(arg) for arg in args if isinstance(arg, tuple)))
 
 
-def _value(tree: Tree, at: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+def _value(tree: Tree, at: Mapping[str, Array], arrays: Mapping[str, Array]) -> Array:
     op, *args = tree
     if op in at:
         return at[op]
@@ -215,7 +218,7 @@ def _value(tree: Tree, at: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
     return array[own[0] if len(own) == 1 else tuple(own)]
 
 
-def _array(kind: _Kind, shape: MaskShape, rng: np.random.Generator, dtype: Any) -> Any:
+def _array(kind: _Kind, shape: MaskShape, rng: np.random.Generator, dtype: DTypeLike) -> np.ndarray:
     extent_of = {"b": shape.num_batch, "h": shape.num_heads, "i": shape.seqlen_q, "j": shape.seqlen_kv}
     extents: list[int] = []
     for place, index in enumerate(kind.indices):

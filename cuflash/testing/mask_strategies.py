@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from hypothesis import strategies as st
 
-from ..arrays import whole_number
+from ..arrays import Array, whole_number
 from ..keywords import explains_keywords
 from ..masks._chosen import ChosenBlocks, Compressed
 from ..masks.arrays import Dense, FromFunction
@@ -22,6 +22,7 @@ from ..masks.lengths import Lengths
 from ..masks.sequences import Sequences
 from ..masks.shape import MaskShape
 
+Integer: TypeAlias = int | np.integer
 INTEGER_TYPES = (
     np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64
 )  # fmt: skip
@@ -34,7 +35,7 @@ class Checkered:
     period: int
     by_head: bool
 
-    def __call__(self, b: Any, h: Any, i: Any, j: Any) -> Any:
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         return (i + 2 * j + (h + b if self.by_head else 0)) % self.period != 0
 
 
@@ -89,7 +90,7 @@ INTEGER_KINDS = st.sampled_from((int, *INTEGER_TYPES))
 
 
 @explains_keywords
-def as_kind(number: int, kind: type[Any]) -> Any:
+def as_kind(number: int, kind: type[int] | type[np.integer]) -> Integer:
     """A number as one of a kind of integers, if that holds it."""
     return kind(number) if kind is int or np.iinfo(kind).min <= number <= np.iinfo(kind).max else number
 
@@ -105,7 +106,7 @@ def _sides(draw: st.DrawFn, shape: MaskShape) -> tuple[int | None, int | None]:
     return draw(side), draw(side)
 
 
-def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Any:
+def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Array:
     """Draw a count for all, or an array with a count for each entry of the leading axes."""
     size = math.prod(shape.batch)
     if not shape.batch or not size or draw(st.booleans()):
@@ -114,7 +115,7 @@ def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Any:
     return np.array(counts, _integers_that_hold(draw, most)).reshape(shape.batch)
 
 
-def _integers_that_hold(draw: st.DrawFn, most: int) -> type[Any]:
+def _integers_that_hold(draw: st.DrawFn, most: int) -> type[np.integer]:
     return draw(st.sampled_from([np.int64, *(kind for kind in INTEGER_TYPES if most <= np.iinfo(kind).max)]))
 
 
@@ -321,7 +322,7 @@ _LEAVES = (
 )
 
 
-def _random_bools(draw: st.DrawFn, shape: MaskShape, last: tuple[int, ...]) -> Any:
+def _random_bools(draw: st.DrawFn, shape: MaskShape, last: tuple[int, ...]) -> np.ndarray:
     leading = _leading(shape, draw(st.integers(0, 3)))
     density = draw(st.sampled_from((0.5, 0.05, 0.95, 0.0, 1.0)))
     return _generator(draw).random((*leading, *last)) < density

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import EllipsisType
 
 import numpy as np
 
@@ -13,7 +13,7 @@ LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset"
 
 
 @explains_keywords
-def laid_out(values: Any, layout: str) -> Any:
+def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
     """Copy values into another memory layout; gaps in the memory hold NaN.
 
     - contiguous: C order
@@ -54,7 +54,7 @@ def laid_out(values: Any, layout: str) -> Any:
     return np.array(values, order="C")
 
 
-def _embedded(values: Any, shape: Sequence[int], place: Sequence[Any]) -> Any:
+def _embedded(values: np.ndarray, shape: Sequence[int], place: Sequence[slice | EllipsisType]) -> np.ndarray:
     buffer = np.full(shape, np.nan).astype(values.dtype)
     view = buffer[tuple(place)]
     view[...] = values

@@ -10,10 +10,11 @@ True
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ..arrays import Array
 from ..keywords import explains_keywords
 from ..reference import expand_heads, sum_heads_to, sum_to, with_heads
 from .assertions import Example, as_result, assert_within_bounds, require_results
@@ -35,19 +36,19 @@ class Expected(NamedTuple):
         Elements that may be NaN or infinite, since 0 times what is not finite may be part of their sums.
     """
 
-    is_nan: Any
-    is_not_finite: Any
-    may_be_not_finite: Any
+    is_nan: Array
+    is_not_finite: Array
+    may_be_not_finite: Array
 
 
 class _Holds(NamedTuple):
     """The places of NaN in an operand, and the places of NaN or an infinity."""
 
-    nan: Any
-    any: Any
+    nan: Array
+    any: Array
 
 
-def assert_non_finite(example: Example, **results: Any) -> float:
+def assert_non_finite(example: Example, **results: Array) -> float:
     """Assert that NaN and infinities are where they must be, and that everything else is within its bound.
 
     Parameters
@@ -79,14 +80,14 @@ def assert_non_finite(example: Example, **results: Any) -> float:
     __tracebackhide__ = True
     assert_not_finite_where_due(example, **results)
     finite, classes = finite_part(example), expected(example)
-    compared: dict[str, Any] = {
+    compared: dict[str, Array] = {
         name: np.where(classes[name].may_be_not_finite, getattr(finite.exact, name), widest(result))
         for name, result in results.items()
     }
     return assert_within_bounds(finite, **compared)
 
 
-def assert_not_finite_where_due(example: Example, **results: Any) -> None:
+def assert_not_finite_where_due(example: Example, **results: Array) -> None:
     """NaN and infinities are where they must be; of all else nothing is said. Arguments as of `assert_non_finite`."""
     __tracebackhide__ = True
     require_results(example, results, {})
@@ -98,7 +99,7 @@ def assert_not_finite_where_due(example: Example, **results: Any) -> None:
         _assert_all(name, wide, must.is_not_finite, ~np.isfinite(wide), "NaN or infinite", example)
 
 
-def _assert_all(name: str, result: Any, must: Any, does: Any, words: str, example: Example) -> None:
+def _assert_all(name: str, result: Array, must: Array, does: Array, words: str, example: Example) -> None:
     __tracebackhide__ = True
     wrong = np.argwhere(must & ~does)
     if len(wrong):
@@ -148,7 +149,8 @@ def finite_part(example: Example) -> Example:
 
 
 def _gradients(
-    example: Example, score: Any, counts: Any, allowed: Any, is_nan_row: Any, o: Expected, holds: dict[str, _Holds]
+    example: Example, score: Array, counts: Array, allowed: Array, is_nan_row: Array, o: Expected,
+    holds: dict[str, _Holds],
 ) -> dict[str, Expected]:
     """dq, dk and dv, and dsink. `counts` says the pairs of rows that have a score above -inf, or NaN."""
     q, k, v, do, dlse = (holds[name] for name in ("q", "k", "v", "do", "dlse"))
@@ -197,7 +199,7 @@ def _gradients(
     }
 
 
-def _weighs_beside_sink(example: Example, score: Any, counts: Any) -> Any:
+def _weighs_beside_sink(example: Example, score: Array, counts: Array) -> Array:
     """Return whether the keys of a row have more than a four-hundredth of its weight.
 
     A row whose keys have next to none may count as one without a key, since o rounds to 0 and lse to the sink.
@@ -207,12 +209,12 @@ def _weighs_beside_sink(example: Example, score: Any, counts: Any) -> Any:
         return ~(of_keys < np.asarray(example.sink).astype(np.float64)[..., None] - 6)
 
 
-def _of_sink(x: Any, shape: tuple[int, ...]) -> Any:
+def _of_sink(x: Array, shape: tuple[int, ...]) -> Array:
     """Return whether something is true of any head that an element of a sink belongs to."""
     return (sum_to(x.astype(float), shape or (1,)) > 0).reshape(shape)
 
 
-def _pairs(example: Example) -> tuple[Any, Any, dict[str, _Holds]]:
+def _pairs(example: Example) -> tuple[Array, Array, dict[str, _Holds]]:
     """Scores and mask [*batch, num_heads, seqlen_q, seqlen_kv], and where operands, with these axes, hold what."""
     problem = example.problem
     wide = {name: with_heads(_operand(example, name)) for name in ("q", "k", "v")}
@@ -228,17 +230,17 @@ def _pairs(example: Example) -> tuple[Any, Any, dict[str, _Holds]]:
     return score, allowed, {name: _Holds(np.isnan(x), ~np.isfinite(x)) for name, x in full.items()}
 
 
-def _operand(example: Example, name: str) -> Any:
+def _operand(example: Example, name: str) -> Array:
     """Return an operand in float64; in three products of tf32 an infinity counts as NaN."""
     x = np.asarray(getattr(example, name)).astype(np.float64)
     return np.where(np.isinf(x), np.nan, x) if example.precision == "tf32x3" and name != "dlse" else x
 
 
-def _meets(pairs: Any, holds: Any) -> Any:
+def _meets(pairs: Array, holds: Array) -> Array:
     """Return whether some pair of a row has a column of what is held."""
     return pairs.astype(np.float32) @ holds.astype(np.float32) > 0
 
 
-def widest(x: Any) -> Any:
+def widest(x: Array) -> Array:
     """Return an array as long doubles."""
     return np.asarray(x).astype(np.longdouble)

@@ -14,31 +14,41 @@ the rule of docs/semantics.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import numpy as np
 from scipy.special import logsumexp
 
+from ..arrays import Array
 from ..keywords import explains_keywords
 from .dual import Captured, Dual
 
 __all__ = ["Captured", "Dual", "attention", "attention_vjp"]
 
 
+class FunctionOfScores(Protocol):
+    """A function of (s, b, h, i, j, **arrays), and the arrays that it captures, by name."""
+
+    @property
+    def function(self) -> Callable[..., Array]: ...
+    @property
+    def arrays(self) -> Mapping[str, Array]: ...
+
+
 @np.errstate(invalid="ignore")
 @explains_keywords
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any = None,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray | None = None,
     scale: float | None = None,
-    sink: Any = None,
+    sink: np.ndarray | None = None,
     *,
-    score: Any = None,
-    weight_factors: Any = None,
-) -> tuple[Any, Any]:
+    score: FunctionOfScores | None = None,
+    weight_factors: np.ndarray | None = None,
+) -> tuple[Array, Array]:
     """o and lse, with the arguments and shapes of `cuflash.reference.attention`.
 
     A score has a `function` of (s, b, h, i, j, **arrays) and its `arrays` by name: it is called on arrays of all scores
@@ -57,19 +67,19 @@ def attention(
 @np.errstate(invalid="ignore")
 @explains_keywords
 def attention_vjp(
-    q: Any,
-    k: Any,
-    v: Any,
-    do: Any,
-    dlse: Any = None,
-    mask: Any = None,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    do: np.ndarray,
+    dlse: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
     scale: float | None = None,
-    sink: Any = None,
+    sink: np.ndarray | None = None,
     *,
-    score: Any = None,
+    score: FunctionOfScores | None = None,
     wrt: tuple[str, ...] = (),
-    weight_factors: Any = None,
-) -> tuple[Any, ...]:
+    weight_factors: np.ndarray | None = None,
+) -> tuple[Array, ...]:
     """dq, dk and dv, and dsink if there is a sink: arguments and shapes of `cuflash.reference.attention_vjp`.
 
     Then the gradients of the score's arrays that `wrt` names.
@@ -95,7 +105,7 @@ def attention_vjp(
         dk[_own(kv_head, dk)] += problem.scale * _weighted(ds.T, problem.queries[head], allowed.T)
         dv[_own(kv_head, dv)] += _weighted((p * factors).T, do[head], allowed.T)
         dsink[head] = np.where(p_sink == 0, 0, p_sink * (slope_of_lse - mean)[:, 0]).sum()
-    gradients: tuple[Any, ...] = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    gradients: tuple[Array, ...] = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
     if sink is not None:
         gradients = *gradients, _summed_to(dsink, np.shape(sink))
     return gradients if problem.final is None else (*gradients, *problem.final.gradients(wrt, final_gradient))
@@ -105,7 +115,8 @@ class _Heads:
     """Iterates over the places of each head in its batch entry, of queries and of keys."""
 
     def __init__(
-        self, q: Any, k: Any, v: Any, mask: Any, scale: float | None, sink: Any, score: Any, factors: Any
+        self, q: Array, k: Array, v: Array, mask: Array, scale: float | None, sink: Array,
+        score: FunctionOfScores | None, factors: Array,
     ) -> None:
         self.dtype = np.dtype(np.longdouble if np.dtype(q.dtype).itemsize >= 8 else np.float64)
         self.scale = self.dtype.type(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -120,7 +131,7 @@ class _Heads:
         self.sinks = np.broadcast_to(sinks, self.shape[:-2])
         self.final = None if score is None else _Final(score, self.raw())
 
-    def raw(self) -> Any:
+    def raw(self) -> np.ndarray:
         """The scores of all heads."""
         raw = np.empty(self.shape, self.dtype)
         for head, kv_head in self:
@@ -131,7 +142,7 @@ class _Heads:
         for *leading, head in np.ndindex(self.shape[:-2]):
             yield (*leading, head), (*leading, head // self.group)
 
-    def probabilities(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
+    def probabilities(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
         """Return the allowed pairs of a head, their probabilities, 0 elsewhere, lse, and P of the sink."""
         allowed = self.allowed[head]
         if self.final is None:
@@ -151,7 +162,7 @@ class _Heads:
         return allowed, p, lse, p_sink / total
 
 
-def _widened(array: Any) -> Any:
+def _widened(array: np.ndarray) -> np.ndarray:
     """Integers in a dtype whose arithmetic does not wrap around, as a program's int32 does not where it is allowed."""
     return np.asarray(array).astype(np.int64) if array.dtype.kind in "iu" and array.dtype.itemsize < 8 else array
 
@@ -159,7 +170,7 @@ def _widened(array: Any) -> Any:
 class _Final:
     """Final scores of all heads, their derivative by the scores, and by the arrays of a score."""
 
-    def __init__(self, score: Any, raw: Any) -> None:
+    def __init__(self, score: FunctionOfScores, raw: np.ndarray) -> None:
         *batch, num_heads, seqlen_q, seqlen_kv = raw.shape
         h, i, j = np.ogrid[:num_heads, :seqlen_q, :seqlen_kv]
         b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
@@ -175,12 +186,12 @@ class _Final:
         self.value = np.broadcast_to(self._found.value, raw.shape)
         self.slope = np.broadcast_to(self._found.tangents.get("s", 0), raw.shape)
 
-    def gradients(self, names: tuple[str, ...], final_gradient: Any) -> Iterator[Any]:
+    def gradients(self, names: tuple[str, ...], final_gradient: np.ndarray) -> Iterator[Array]:
         """Yield the gradients of the arrays with these names."""
         return (self.reads[name].gradient(self._found, final_gradient) for name in names)
 
 
-def _weighted(weights: Any, terms: Any, allowed: Any) -> Any:
+def _weighted(weights: np.ndarray, terms: np.ndarray, allowed: np.ndarray) -> Array:
     """Sums of terms by a row's weights, which are 0 where they are not allowed: not even a NaN there is read."""
     if np.isfinite(terms).all():
         return np.dot(weights, terms)  # faster than @ for long doubles
@@ -189,18 +200,18 @@ def _weighted(weights: Any, terms: Any, allowed: Any) -> Any:
     return products.sum(axis=-2)
 
 
-def _summed_to(x: Any, shape: tuple[int, ...]) -> Any:
+def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> Array:
     """Sums over the axes that broadcasting from a shape adds or stretches."""
     missing = x.ndim - len(shape)
     stretched = [missing + axis for axis, extent in enumerate(shape) if extent != x.shape[missing + axis]]
     return x.sum(axis=(*range(missing), *stretched)).reshape(shape)
 
 
-def _headed(x: Any) -> Any:
+def _headed(x: np.ndarray) -> np.ndarray:
     return x[None] if x.ndim == 2 else x
 
 
-def _own(place: tuple[int, ...], x: Any) -> tuple[int, ...]:
+def _own(place: tuple[int, ...], x: np.ndarray) -> tuple[int, ...]:
     """The place of a head in an array that may be broadcast."""
     *leading, head = place
     own = x.shape[:-3]

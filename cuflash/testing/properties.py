@@ -18,10 +18,11 @@ Forward passes are called as ``attend(q, k, v, mask=, scale=) -> (o, lse)``, gra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from ..arrays import Array
 from ..bounds import Bounds
 from ..planning.problem import MAX_HEAD_DIM
 from .assertions import Attend, Example, as_pair, as_results, assert_within, on_lattice
@@ -34,8 +35,8 @@ class Pull(Protocol):
     """A backward pass under test, from the operands alone."""
 
     def __call__(
-        self, q: Any, k: Any, v: Any, do: Any, *, dlse: Any, mask: Any, scale: float | None
-    ) -> tuple[Any, Any, Any]:
+        self, q: Array, k: Array, v: Array, do: Array, *, dlse: Array, mask: np.ndarray | None, scale: float | None
+    ) -> tuple[Array, Array, Array]:
         """dq, dk and dv."""
 
 
@@ -486,17 +487,17 @@ PAIR_PROPERTIES = (
 # Calls
 
 
-def _run(attend: Attend, example: Example) -> tuple[Any, Any]:
+def _run(attend: Attend, example: Example) -> tuple[Array, Array]:
     return as_pair(attend(example.q, example.k, example.v, mask=example.dense_mask, scale=example.scale), example)
 
 
-def _pull(pull: Pull, example: Example) -> list[Any]:
+def _pull(pull: Pull, example: Example) -> list[Array]:
     operands = example.q, example.k, example.v, _do(example)
     results = pull(*operands, dlse=example.dlse, mask=example.dense_mask, scale=example.scale)
     return as_results(results, {f"d{name}": getattr(example, name).shape for name in "qkv"}, example)
 
 
-def _do(example: Example) -> Any:
+def _do(example: Example) -> Array:
     """The example's do, without which there are no gradients."""
     if example.do is None:
         raise TypeError("gradients need an example with do")
@@ -510,7 +511,7 @@ def _forward_bounds(example: Example) -> Bounds:
 # Comparisons
 
 
-def _same(first: tuple[Any, Any], second: tuple[Any, Any], example: Example, other: Example) -> None:
+def _same(first: tuple[Array, Array], second: tuple[Array, Array], example: Example, other: Example) -> None:
     """o and lse of two calls agree within the bounds of both."""
     __tracebackhide__ = True
     bounds = _forward_bounds(example), _forward_bounds(other)
@@ -518,20 +519,20 @@ def _same(first: tuple[Any, Any], second: tuple[Any, Any], example: Example, oth
         assert_within(name, y, widest(x), sum(getattr(each, name) for each in bounds), other)
 
 
-def _same_gradients(first: Sequence[Any], second: Sequence[Any], bounds: Bounds, example: Example) -> None:
+def _same_gradients(first: Sequence[Array], second: Sequence[Array], bounds: Bounds, example: Example) -> None:
     """Gradients of two calls agree within the example's bounds and those given for the other."""
     __tracebackhide__ = True
     for name, x, y in zip(("dq", "dk", "dv"), first, second, strict=True):
         assert_within(name, y, widest(x), getattr(bounds, name) + getattr(example.bounds, name), example)
 
 
-def _same_bits(first: Sequence[Any], second: Sequence[Any], example: Example) -> None:
+def _same_bits(first: Sequence[Array], second: Sequence[Array], example: Example) -> None:
     __tracebackhide__ = True
     for place, (x, y) in enumerate(zip(first, second, strict=True)):
         _bitwise(f"result {place}", x, y, example)
 
 
-def _bitwise(name: str, first: Any, second: Any, example: Example) -> None:
+def _bitwise(name: str, first: np.ndarray, second: np.ndarray, example: Example) -> None:
     """Equal values; zeros of either sign are one, and so are all NaNs."""
     __tracebackhide__ = True
     assert_within(name, second, first, 0.0, example)
@@ -554,7 +555,7 @@ def _check_merge(attend: Attend, example: Example, parts: Sequence[Example]) -> 
     assert_within("lse", merged_lse, total, whole.lse + np.maximum(bound.lse, other_bound.lse), example)
 
 
-def _inner(x: Any, bound: Any, y: Any) -> tuple[Any, Any]:
+def _inner(x: np.ndarray, bound: np.ndarray, y: np.ndarray) -> tuple[Array, Array]:
     """<x, y> and its bound; where y is 0, x may be anything."""
     is_zero = y == 0
     x, y = widest(x), widest(y)
@@ -564,12 +565,12 @@ def _inner(x: Any, bound: Any, y: Any) -> tuple[Any, Any]:
 # Changes
 
 
-def _with_keys(example: Example, keys: Any) -> Example:
+def _with_keys(example: Example, keys: np.ndarray) -> Example:
     mask = None if example.mask is None else example.dense_mask[..., keys]
     return example.but(k=example.k[..., keys, :], v=example.v[..., keys, :], mask=mask)
 
 
-def _with_rows(example: Example, rows: Any) -> Example:
+def _with_rows(example: Example, rows: np.ndarray) -> Example:
     return example.but(
         q=example.q[..., rows, :],
         do=None if example.do is None else example.do[..., rows, :],
@@ -588,23 +589,23 @@ def _in_c_order(example: Example) -> Example:
     return example.but(**{name: np.array(getattr(example, name), order="C") for name in names})
 
 
-def _overwritten(x: Any, position: int) -> Any:
+def _overwritten(x: np.ndarray, position: int) -> Array:
     changed = x.copy()
     changed[..., position, :] = np.arange(x.shape[-1]) % 5
     return changed
 
 
-def _reversed(x: Any, trailing: int) -> Any:
+def _reversed(x: np.ndarray, trailing: int) -> Array:
     """Every axis but the last ones backwards."""
     return np.flip(x, axis=tuple(range(x.ndim - trailing)))
 
 
-def _repeated(example: Example, x: Any) -> Any:
+def _repeated(example: Example, x: np.ndarray) -> Array:
     """A key/value head for each query head."""
     return np.repeat(x, example.problem.group_size, axis=-3) if example.problem.has_heads else x
 
 
-def _group_sum(example: Example, x: Any) -> Any:
+def _group_sum(example: Example, x: np.ndarray) -> Array:
     """Summed over the query heads that share a key/value head."""
     if not example.problem.has_heads:
         return x
@@ -619,15 +620,15 @@ def _is_stretched(example: Example) -> bool:
     return any(batch != problem.batch for batch in (problem.q_batch, problem.k_batch, problem.v_batch))
 
 
-def _has_keys(example: Example) -> Any:
+def _has_keys(example: Example) -> Array:
     return example.allowed.any(axis=-1)
 
 
-def _shuffled(count: int) -> Any:
+def _shuffled(count: int) -> Array:
     return np.random.default_rng(0).permutation(count)
 
 
-def _sum(x: Any, **options: Any) -> Any:
+def _sum(x: Array, **options: int | tuple[int, ...] | bool) -> Array:
     """A wide sum; of results that overflowed it is NaN, within a bound that is infinite."""
     with np.errstate(invalid="ignore"):
         return widest(x).sum(**options)

@@ -48,7 +48,7 @@ def source_text(value: Any) -> str:
     return f"{_PREFIXES.get(type(value), '')}{value!r}"
 
 
-def _array_text(array: np.ndarray[Any, Any]) -> str:
+def _array_text(array: np.ndarray) -> str:
     dtype = array.dtype.str
     if not array.size:
         return f"np.zeros({array.shape}, {dtype!r})"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ..arrays import DTYPES, accumulator_dtype, describe, flag_reasons, is_int, whole_number
+from ..arrays import DTYPES, Array, accumulator_dtype, describe, flag_reasons, is_int, whole_number
 from ..dropout import Dropout
 from ..errors import collecting, refuse
 from ..keywords import explains_keywords
@@ -260,7 +260,10 @@ class Structure:
             arrays = self.score.arrays(self.mask_shape, self.seed, accumulator_dtype(dtype))
             score = Score(self.score, **arrays)
         return Example(
-            **{name: operands[name] for name in ("q", "k", "v", "do")},
+            q=operands["q"],
+            k=operands["k"],
+            v=operands["v"],
+            do=operands["do"],
             dlse=dlse,
             sink=None if sink is None else np.asarray(sink).astype(self.sink_dtype),
             mask=self.mask,
@@ -271,7 +274,7 @@ class Structure:
             origin=f"{self!r}.example()",
         )
 
-    def _lowering(self, name: str) -> Any:
+    def _lowering(self, name: str) -> np.ndarray | float:
         """First columns of q and k, integers, whose products times the scale are -LOW or less in every other row."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         size = math.ceil(math.sqrt(LOW / abs(scale)))
@@ -282,7 +285,7 @@ def _same_value(value: object, default: object) -> bool:
     return value is default if isinstance(value, Mask) else value == default
 
 
-def _filled(rng: np.random.Generator, name: str, shape: tuple[int, ...], values: str) -> Any:
+def _filled(rng: np.random.Generator, name: str, shape: tuple[int, ...], values: str) -> Array:
     drawn = rng.standard_normal(shape)
     if values == "lattice":
         return on_lattice(drawn)

@@ -45,6 +45,7 @@ from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from cuflash.planning.scales import RowsPerScale
 from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.sinks import gradient_spec
+from cuflash.scores._primitives import PRIMITIVES
 from executors import is_long
 
 # One chip for each size of shared memory and each set of instructions that we use.
@@ -399,6 +400,29 @@ def test_warps_share_the_products_of_gradients_and_registers_hold_their_sums(pre
             assert sm80.can_partition(rows, columns, spec.num_warps), str(spec)
         sums = block_kv * (2 * block_q + head_dim + value_dim) / spec.num_threads
         assert sums <= {"ieee": 208, "tf32": 192, "tf32x3": 144}[precision], str(spec)
+
+
+def every_operation(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """A score function of all operations that are traced."""
+    arguments: dict[str, list[tuple[Any, ...]]] = {
+        "number": [(s, 0.5 * j), (i - j, i)], "real": [(s, 0.5 * j)], "whole": [(i, 3)], "comparison": [(s, j), (i, j)],
+        "logical": [(s < 0, i < j)], "test": [(s,)], "choice": [(i < j, s, j)],
+    }  # fmt: skip
+    for each in PRIMITIVES.values():
+        for args in arguments[each.signature] if each.traced != () else ():
+            x = each.value(*args[: each.cuda.count("{}")])
+            s = s + (np.where(x, 1.5, s) if each.signature in ("comparison", "logical", "test") else x)
+    return s
+
+
+@pytest.mark.parametrize(
+    ("kernel", "entry", "dtype"),
+    [("naive", "scores", "f4"), ("naive", "gradient_scores", "f4"), ("simt", "forward", "f8")],
+)
+def test_every_operation_of_score_functions_compiles(kernel: Any, entry: str, dtype: str) -> None:
+    x, device = ShapeDtype((2, 50, 8), np.dtype(dtype)), DeviceSpec.gpu("H100")
+    plan = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device, score=cuflash.Score(every_operation))
+    assert room.cubin(plan.plan.specs[entry], "sm_90").code.startswith(b"\x7fELF")
 
 
 FLAT_OR_WIDE = (

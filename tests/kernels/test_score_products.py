@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from cuflash.planning.spec import KernelSpec
 from cuflash.scores.products import of_products
-from cuflash.scores.roundoff import Arithmetic, score_errors
+from cuflash.scores._primitives import Arithmetic
+from cuflash.scores.roundoff import score_errors
 from cuflash.scores.values import Operands
 from cuflash.testing import Structure, assert_within, assert_within_bounds
 from executors import Run, is_long

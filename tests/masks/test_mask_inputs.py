@@ -5,6 +5,7 @@ Checks take the library as an argument, so that they guard copies of it with pla
 
 import copy
 import enum
+import inspect
 import itertools
 import math
 import operator
@@ -123,8 +124,9 @@ def numbered_mask(library, name, arguments, align):
         "window": made.SlidingWindow, "dilated": made.Dilated, "band": made.Band, "prefix": made.PrefixLM,
         "lengths": lambda q, kv: made.Lengths(q=q, kv=kv), "compressed": made.Compressed,
     }  # fmt: skip
-    aligned = {} if name in ("band", "lengths", "compressed") else {"align": align}
-    return (kinds[name] if name in kinds else getattr(part(library, "patterns"), name))(*arguments, **aligned)
+    make = kinds[name] if name in kinds else getattr(part(library, "patterns"), name)
+    aligned = {"align": align} if "align" in inspect.signature(make).parameters else {}
+    return make(*arguments, **aligned)
 
 
 def numbered_table(name, arguments):

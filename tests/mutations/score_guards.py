@@ -149,7 +149,7 @@ def ties_are_kept(library):
         (lambda s, b, h, i, j: np.sqrt(s), 0.0, np.inf), (lambda s, b, h, i, j: s**3, 2.0, 12),
         (lambda s, b, h, i, j: 2.5**s, 0.0, np.log(2.5)), (lambda s, b, h, i, j: 1.5 / s, 2.0, -0.375),
         (lambda s, b, h, i, j: np.tanh(s), 0.0, 1), (lambda s, b, h, i, j: np.exp2(s), 0.0, np.log(2)),
-        (lambda s, b, h, i, j: np.log2(s), 1.0, 1 / np.log(2)),
+        (lambda s, b, h, i, j: np.log2(s), 1.0, 1 / np.log(2)), (lambda s, b, h, i, j: np.arctan(s), 3.0, 0.1),
     ]  # fmt: skip
     for function, x, slope in wanted:
         assert float(slope_of(library, function, x)) == slope, slope
@@ -184,19 +184,19 @@ def functions_err_by_as_much_as_their_argument_lets_them(library, model):
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     functions = {
         "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
-        "abs": np.abs, "neg": np.negative,
+        "abs": np.abs, "neg": np.negative, "arctan": np.arctan,
     }  # fmt: skip
     s, e_s = np.array([0.7, 2.0, 3.0]), np.array([0.5, 0.1, 1e-3])
     for op, function in functions.items():
         builder = program_of.Builder()
-        program = builder.finish(builder.unary(op, builder.put("s", "real")))
+        program = builder.finish(builder.apply(op, builder.put("s", "real")))
         operands = part(library, "scores.values").Operands((), ())
         ((value, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)
         reached = np.maximum(np.abs(function(s + e_s) - value), np.abs(function(s - e_s) - value))
         assert (reached * (1 - 1e-12) <= error).all() and (error <= 10 * reached).all(), op
     builder = program_of.Builder()
     divisor = builder.put("s", "real")
-    program = builder.finish(builder.binary("div", builder.const(1.0), divisor))
+    program = builder.finish(builder.apply("div", builder.const(1.0), divisor))
     s, e_s = np.array([0.3, 0.3, -0.3]), np.array([0.1, 0.4, 0.1])
     operands = part(library, "scores.values").Operands((), ())
     ((_, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)

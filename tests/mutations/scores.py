@@ -48,8 +48,9 @@ def bottom_right(library: ModuleType) -> str:
     return "bottom_right"
 
 
+PRIMITIVES = "scores/_primitives.py"
 PROGRAM, TRACE, RANGES = "scores/program.py", "scores/trace.py", "scores/ranges.py"
-VALUES, ROUNDOFF, SCORE, LIBRARY = "scores/values.py", "scores/roundoff.py", "scores/score.py", "scores/library.py"
+VALUES, SCORE, LIBRARY = "scores/values.py", "scores/score.py", "scores/library.py"
 COMPOSITION = "scores/composition.py"
 PLACES = "scores/places.py"
 TILES, BLOCKS = "executors/tile_scores.py", "executors/tile_program.py"
@@ -106,8 +107,7 @@ FAULTS = {
     },
     score_guards.powers_by_0_are_constant: {
         "a power by the number 0 has a slope": Edit(
-            PROGRAM, "_ReverseSweep._terms_of_power",
-            "self.zero if put.instructions[b] == put.instructions[self.zero] else by_base", "by_base",
+            PRIMITIVES, "_slope_by_base", "d.zero if b == d.zero else slope", "slope"
         ),
     },
     refuses(lambda library: library.Score(lambda s, b, h, i, j: s - np.reciprocal(j + 1)), "write 1 / x"): {
@@ -133,13 +133,14 @@ FAULTS = {
             PROGRAM, "Builder._quotient", "self.number(1.0 / value)", "self.number(value)"
         ),
         "the branches of where change places": Edit(
-            PROGRAM, "Builder.where", '"where", self.kind(a), condition, a, b', '"where", self.kind(a), condition, b, a'
+            PROGRAM, "Builder._choice",
+            '"where", self.kind(a), condition, a, b', '"where", self.kind(a), condition, b, a',
         ),
         "slots are not counted anew": Edit(
             PROGRAM, "Builder._pruned", 'slots.index(value) if op == "number" else value', "value"
         ),
         "wide integers are subtracted as reals": Edit(
-            PROGRAM, "_only_reals", 'in (*_OF_INTS, "where") and n not in is_wide', 'in (*_OF_INTS, "where")'
+            PROGRAM, "_only_reals", "in _OF_REALS_TOO and n not in is_wide", "in _OF_REALS_TOO"
         ),
         "integers wrap around at int32": Edit(
             VALUES, "Operands.loaded", "np.clip(x, *integer_range(x.dtype)).astype(np.int64)", "x.astype(np.int32)"
@@ -150,58 +151,67 @@ FAULTS = {
     },
     score_guards.derivatives_are_right: {
         "the second term of a difference keeps its sign": Edit(
-            PROGRAM, "_ReverseSweep._terms", 'g if op == "add" else self._negative(g)', "g"
+            PRIMITIVES, None, "(lambda d, g, n, a, b: g, lambda d, g, n, a, b: d.negative(g))",
+            "(lambda d, g, n, a, b: g, lambda d, g, n, a, b: g)",
         ),
         "factors are not exchanged": Edit(
-            PROGRAM, "_ReverseSweep._terms", "(a, times(g, b)), (b, times(g, a))", "(a, times(g, a)), (b, times(g, b))"
+            PRIMITIVES, None, "(lambda d, g, n, a, b: d.times(g, b), lambda d, g, n, a, b: d.times(g, a))",
+            "(lambda d, g, n, a, b: d.times(g, a), lambda d, g, n, a, b: d.times(g, b))",
         ),
         "a tie of min goes to the second": Edit(
-            PROGRAM, "_ReverseSweep._terms", '"le" if op == "min"', '"lt" if op == "min"'
+            PRIMITIVES, None, 'd.apply("where", d.apply("le", a, b), g, d.zero)',
+            'd.apply("where", d.apply("lt", a, b), g, d.zero)',
         ),
         "the branch that is not chosen has the derivative": Edit(
-            PROGRAM, "_ReverseSweep._terms",
-            "[(b, put.where(a, g, self.zero)), (more[1], put.where(a, self.zero, g))]",
-            "[(b, put.where(a, self.zero, g)), (more[1], put.where(a, g, self.zero))]",
+            PRIMITIVES, None, 'lambda d, g, n, a, b, c: d.apply("where", a, d.zero, g)',
+            'lambda d, g, n, a, b, c: d.apply("where", a, g, d.zero)',
         ),
         "a branch that is not chosen leaks": Edit(
             PROGRAM, "_ReverseSweep._guarded", 'op == "where" and self.zero in args[1:]', "False"
         ),
         "the exponent of 0 has an infinite slope": Edit(
-            PROGRAM, "_ReverseSweep._terms_of_power", 'put.instructions[a].op != "number"', "False"
+            PRIMITIVES, "_slope_by_exponent", 'd.op(a) != "number"', "False"
         ),
         "an exponent has no derivative": Edit(
-            PROGRAM, "_ReverseSweep._terms_of_power", 'op not in ("const", "number", "real")', 'op == "s" and False'
+            PRIMITIVES, "_slope_by_exponent", 'd.op(b) in ("const", "number", "real")', "True"
         ),
         "the last use alone counts": Edit(
             PROGRAM, "_ReverseSweep._add",
-            'self.builder.binary("add", self._adjoints[n], term) if n in self._adjoints else term', "term",
+            'self.apply("add", self._adjoints[n], term) if n in self._adjoints else term', "term",
         ),
         "exp2 lacks log 2": Edit(
-            PROGRAM, "_ReverseSweep._through", "times(times(g, n), put.const(math.log(2)))", "times(g, n)"
+            PRIMITIVES, None, "d.times(d.times(g, n), d.const(_LN_2))", "d.times(g, n)"
+        ),
+        "arctan has the slope of its result": Edit(
+            PRIMITIVES, None,
+            'd.apply("add", d.one, d.apply("mul", a, a))', 'd.apply("add", d.one, d.apply("mul", n, n))',
         ),
     },
     score_guards.errors_hold: {
         "a difference of equal integers may be anything": Edit(
-            ROUNDOFF, "_real_error", "np.equal(x, 0) & np.equal(given, 0)", "False"
+            PRIMITIVES, "_error_of_sum", "np.equal(x, 0) & np.equal(passed, 0)", "False"
         ),
         "0 to a power may be anything": Edit(
-            ROUNDOFF, "_error_of_power", "np.equal(a.value, 0) & np.equal(a.error, 0)", "False"
+            PRIMITIVES, "_error_of_power", "np.equal(a.value, 0) & np.equal(a.error, 0)", "False"
         ),
         "a sum forgets its second term": Edit(
-            ROUNDOFF, "_real_error", "given = args[0].error + args[1].error", "given = args[0].error"
+            PRIMITIVES, "_error_of_sum", "passed = a.error + b.error", "passed = a.error"
         ),
         "exp passes its argument's error": Edit(
-            ROUNDOFF, "_error_of_exp", "np.abs(x) * np.expm1(a.error * base)", "a.error"
+            PRIMITIVES, "_error_of_exp", "np.abs(x) * np.expm1(a.error * base)", "a.error"
+        ),
+        "arctan is flat where its argument is": Edit(
+            PRIMITIVES, "_error_of_arctan", "np.maximum(np.abs(a.value) - a.error, 0)", "np.abs(a.value)"
         ),
         "where errs as the chosen branch": Edit(
-            ROUNDOFF, "_real_error", "np.where(condition.error, either, chosen)", "chosen"
+            PRIMITIVES, "_error_of_choice", "np.where(condition.error, either, chosen)", "chosen"
         ),
         "a power is as exact as its base": Edit(
-            ROUNDOFF, "_error_of_power", "exponent = np.abs(b.value) * e_log +", "exponent = 0 * e_log +"
+            PRIMITIVES, "_error_of_power", "exponent = np.abs(b.value) * e_log +", "exponent = 0 * e_log +"
         ),
-        "a comparison never turns": Edit(ROUNDOFF, "_may_flip", "np.greater(room, 0) &", "False &"),
+        "a comparison never turns": Edit(PRIMITIVES, "_turns", "np.greater(room, 0) &", "False &"),
         "a product forgets a factor": Edit(
-            ROUNDOFF, "_error_of_product", "np.abs(a.value) * b.error +", ""
+            PRIMITIVES, "_error_of_product", "np.abs(a.value) * b.error +", ""
         ),
     },
     score_guards.programs_are_simple: {
@@ -215,7 +225,7 @@ FAULTS = {
         ),
     },
     score_guards.indices_are_proven: {
-        "a remainder reaches its divisor": Edit(RANGES, "_range_of", "Range(0, c - 1)", "Range(0, c)"),
+        "a remainder reaches its divisor": Edit(PRIMITIVES, "_range_of_remainder", "(0, divisor - 1)", "(0, divisor)"),
         "an index may be the extent": Edit(RANGES, "_index_reasons", "most < extent", "most <= extent"),
         "what an array holds is trusted": Edit(
             RANGES, "_range_of", "integer_range(program.arrays[instruction.value].dtype)", "Range(0, 0)"
@@ -233,7 +243,8 @@ FAULTS = {
         "an index from the end is taken": Edit(TRACE, "ArraySymbol._index", "is_int(value) and value < 0", "False"),
         "a comparison is a number": Edit(PROGRAM, "Builder.real", 'instruction.kind == "bool"', "False"),
         "the divisor is not looked at": Edit(
-            PROGRAM, "Builder.binary", 'divisor.kind != "int" or divisor.op != "const" or divisor.value <= 0', "False"
+            PROGRAM, "Builder._dividend_and_divisor",
+            'divisor.kind != "int" or divisor.op != "const" or divisor.value <= 0', "False",
         ),
         "an earlier symbol is taken": Edit(TRACE, "_number_of", "value._builder is not builder", "False"),
         "reserved names are taken": Edit(SCORE, "Score.__init__", "if name in RESERVED", "if name in ()"),

@@ -8,6 +8,8 @@ import inspect
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from functools import cache
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from cached_calls import cached
 import pytest
 import scipy.sparse
 from executors import needs_compiler
+from hypothesis import find
 
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, masks, patterns, testing
@@ -23,6 +26,7 @@ from cuflash.diagnosis import doctor
 from cuflash.masks.base import And, Mask, Not, Or
 from cuflash.compiler.source import KernelSpec
 from cuflash.blocks.work_list import requested_mask, work_list
+from cuflash.testing import strategies
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
@@ -66,6 +70,18 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "union": lambda: Or((masks.Causal(), masks.Band(2, 2))),
     "complement": lambda: Not(masks.Causal()),
 }
+
+
+@cache
+def drawn(name: str) -> Mask:
+    """Return a mask of this class of `masks`, as tests draw them."""
+    alone = strategies.masks(SHAPE, max_leaves=1)
+    return find(alone, lambda mask: type(mask) is getattr(masks, name), random=Random(0))
+
+
+# A class without an entry has a drawn one.
+for public in {name for name in masks.__all__ if inspect.isclass(getattr(masks, name))} - {"MaskShape"}:
+    MASKS.setdefault(f"masks.{public}", lambda public=public: copy.deepcopy(drawn(public)))
 
 
 def index() -> BlockIndex:

@@ -22,10 +22,12 @@ from cuflash.masks.shape import MaskShape
 from cuflash.scores import Score
 from cuflash.scores.program import derived, gradient_loads
 from cuflash.scores.ranges import range_reasons, ranges
-from cuflash.scores.roundoff import Arithmetic, values_and_errors
+from cuflash.scores._primitives import PRIMITIVES, Arithmetic
+from cuflash.scores.roundoff import values_and_errors
 from cuflash.scores.values import Operands, run as evaluate, values
 from cuflash.testing import Example, assert_within_bounds
 from cuflash.testing.dual import Captured, Dual
+from cuflash.testing import formulas as drawn
 from cuflash.testing.formulas import Formula, formulas
 
 SHAPE = MaskShape((2, 2), 2, 5, 7)
@@ -552,3 +554,13 @@ def test_positions_that_float32_does_not_hold_are_refused() -> None:
 def test_an_empty_problem_needs_no_proof() -> None:
     score = Score(lambda s, b, h, i, j, a: s + a[i - j], a=np.zeros(1))
     assert range_reasons(score.program, [(1,)], (), {**EXTENTS, "i": 0}, "float32") == []
+
+
+def test_drawn_functions_have_every_operation_of_numbers() -> None:
+    """A primitive that no drawn function calls would be missed by all tests that draw functions."""
+    inputs = (("s",), ("j",))
+    calls = [(name, *inputs[:1]) for name in drawn.UNARY] + [(name, *inputs) for name in (*drawn.BINARY, "power_of")]
+    called = {each.op for call in calls for each in Score(Formula(call)).program.instructions}
+    assert called.issuperset(
+        each.name for each in PRIMITIVES.values() if each.signature in ("number", "real") and each.traced != ()
+    )

@@ -84,6 +84,7 @@ TEN = {
     "power of the distance": Score(
         lambda s, b, h, i, j, power: s - 0.1 * np.abs(i - j) ** power[h], power=PER_HEAD
     ),
+    "cap by arctan": Score(lambda s, b, h, i, j: 2.0 * np.arctan(s / 2.0)),
     "polynomial": Score(lambda s, b, h, i, j: np.log(1.0 + s * s) + s**3 / 10.0),
 }
 
