@@ -34,7 +34,7 @@ _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are v
 # The executors, which this room does not import, set two functions. The first returns the key of an index of a mask on
 # a device, made of the mask and of all other arguments as a text, and the index itself if one with this key was made.
 # The second makes an index on a device from the blocks chosen (None for all), a mask, its shape, a block, and the key.
-find_on_device: Callable[[Any, str], tuple[Hashable, BlockIndex | None]] | None = None
+find_on_device: Callable[[Any, tuple[Any, ...]], tuple[Hashable, BlockIndex | None]] | None = None
 make_on_device: Callable[[Array | None, Mask, MaskShape, tuple[int, int], Hashable], BlockIndex] | None = None
 
 
@@ -195,7 +195,7 @@ class BlockIndex:
         """
         key: Hashable = None
         if find_on_device is not None:
-            key, index = find_on_device(mask, repr((seqlen_q, seqlen_kv, block, batch, num_heads)))
+            key, index = find_on_device(mask, (seqlen_q, seqlen_kv, block, batch, num_heads))
             if index is not None:
                 return index
         reasons: list[str] = []

@@ -141,7 +141,7 @@ def index_of(
     return _made(maker, *contents.arrays)
 
 
-def repeated_index(mask: Any, arguments: str) -> tuple[Hashable, BlockIndex | None]:
+def repeated_index(mask: Any, arguments: tuple[Any, ...]) -> tuple[Hashable, BlockIndex | None]:
     """The key of an index of a mask, and the index if one of a mask that lies alike was made with these arguments.
 
     Nothing is checked: equal keys mean that the call was made before. The key is None where calls are not remembered.
@@ -149,7 +149,10 @@ def repeated_index(mask: Any, arguments: str) -> tuple[Hashable, BlockIndex | No
     contents = mask_contents(mask, layout_key)
     if contents is None:
         return None, None
-    key = "index", contents.key, arguments
+    try:
+        key = "index", contents.key, repr(arguments)  # 1 and True differ
+    except ValueError:  # an int of more digits than Python writes, which is refused
+        return None, None
     cached: tuple[_Maker | None] | None = CALLS.get(key)
     if cached is None or cached[0] is None:
         return key, None

@@ -253,7 +253,7 @@ FAULTS = {
     },
     indices_of_masks_are_bound: {
         "indices in other blocks are made alike": Edit(
-            INDEX, "repeated_index", '"index", contents.key, arguments', '"index", contents.key'
+            INDEX, "repeated_index", '"index", contents.key, repr(arguments)', '"index", contents.key'
         ),
         "queries see keys up to their first": Edit(
             INDEX, "IntervalIndexMaker.__call__", 'start + offsets["hi"]', 'start + offsets["lo"]'

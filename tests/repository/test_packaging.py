@@ -25,7 +25,7 @@ pytest.importorskip("setuptools", "77", reason="building needs setuptools 77: pi
 pytestmark = pytest.mark.slow
 in_the_long_profile = pytest.mark.skipif(not is_long(), reason="part of the long profile: CUFLASH_PROFILE=long")
 
-NOT_SOURCES = (".*", "build", "_build", "generated", "gallery", "*.egg-info", "__pycache__", "results")
+NOT_SOURCES = (".*", "build", "_build", "generated", "gallery", "*.egg-info", "__pycache__")
 USE = """import numpy as np, cuflash
 from cuflash.compiler.source import KERNELS
 q = np.ones((3, 2))
@@ -66,6 +66,7 @@ def _unpacked(wheel: Path, where: Path) -> Path:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("project") / "cuflash"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    shutil.rmtree(copy / "experiments" / "results")
     return copy
 
 

@@ -2,6 +2,7 @@
 #include <sm90/sequence_tiles.cuh>
 using namespace cuflash;
 using namespace cuflash::attention;
+using namespace cuflash::sm90;
 
 // Writes the first and last query of each tile, and of each block of positions how many tiles it has.
 extern "C" __global__ void sequence_tiles(const __grid_constant__ Params params, int* tiles, int* counts) {
