@@ -14,11 +14,11 @@ from ..executors import gpu
 from ..layouts import address, device_number, layout_reasons
 from ..planning.decoding import CacheLayout, DecodePlan, chunk_reasons, decode_plan, decode_reasons
 from ..planning.device import DeviceSpec
-from ..planning.families import SM80
+from ..planning.families.sm80 import DECODING
 from ..planning.problem import Problem, with_operands
 from .scoring import ScoreKind
 
-_KERNELS = ("auto", SM80)  # names of families under which the decode kernel runs
+_KERNELS = ("auto", DECODING.family)  # names of families under which the decode kernel runs
 _SIMULATED = DeviceSpec.gpu("H100")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import BFLOAT16
-from ..planning.routing import shared_bytes
 from ..planning.spec import KernelSpec
 from . import score_text
 from .params_layout import assertions
@@ -36,7 +35,7 @@ _FEATURES = {
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _SHARED_BYTES = re.compile(r"\bconstexpr int kSharedBytes =")
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
-_OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|naive|fa1|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
+_OURS = re.compile(r"\s*<([a-z0-9]+/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
 def constants(spec: KernelSpec) -> str:
@@ -44,14 +43,14 @@ def constants(spec: KernelSpec) -> str:
     accumulator = "double" if spec.dtype == np.float64 else "float"
     lines = [f"using Element = {_ELEMENTS[spec.dtype]};", f"using Accumulator = {accumulator};"]
     lines.append(f"constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
-    for field in fields(spec)[3:]:
+    for field in fields(spec)[2:]:
         if field.name == "precision" or field.name.startswith("score"):
             continue
         name = "".join(word.capitalize() for word in field.name.split("_"))
         value = getattr(spec, field.name)
         type_name, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
         lines.append(f"constexpr {type_name} k{name} = {text};")
-    lines.append(f"constexpr bool kIsBackward = {str(spec.entry.startswith('backward')).lower()};")
+    lines.append(f"constexpr bool kIsBackward = {str(spec.entry.loads_do).lower()};")
     features = "".join(f", const __grid_constant__ {each}" for name, each in _FEATURES.items() if getattr(spec, name))
     lines = ["namespace cuflash::config {", *lines, "}  // namespace cuflash::config"]
     return "\n".join([*lines, f"#define CUFLASH_FEATURES {features}", ""])
@@ -66,14 +65,14 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     included: set[str] = set()
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
-    entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
+    entry = "".join(_flattened(spec.entry.file, included, host))
     layout = assertions("lists", included, host=host)
     if "attention/params.cuh" in included:
         features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
         made = assertions("attention", {*included, *features}, host=host)
         layout += f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{made}'
     if _SHARED_BYTES.search(entry):  # the kernel's own count
-        layout += f'#line 1 "cuflash/planning/families: shared_bytes()"\n{_shared_assertion(shared_bytes(spec))}'
+        layout += f'#line 1 "cuflash/planning: KernelSpec.shared_bytes"\n{_shared_assertion(spec.shared_bytes)}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..planning.quantizing import KEYS, QUANTIZE, SHARED_BYTES, TRANSPOSE
+from ..planning.quantizing import KEYS, QUANTIZE, TRANSPOSE
 from ..planning.spec import KernelSpec
 from .arguments import Buffer
 from .launch import LaunchTarget
@@ -36,7 +36,7 @@ def quantize(
     record["signs"] = 0 if signs is None else target.address(signs)
     record["num_rows"], record["num_blocks"] = x.shape[-2], scale.shape[-1]
     record["largest"], record["normalizer"] = largest, np.float32(1 / np.sqrt(x.shape[-1]))
-    _launch(spec, record, scale.size, SHARED_BYTES, target)
+    _launch(spec, record, scale.size, target)
 
 
 def transpose(spec: KernelSpec, data: Array, transposed: Array, target: LaunchTarget) -> None:
@@ -54,13 +54,13 @@ def transpose(spec: KernelSpec, data: Array, transposed: Array, target: LaunchTa
     record["data"], record["transposed"] = target.address(data), target.address(transposed)
     record["num_rows"], record["padded_rows"] = data.shape[-2], transposed.shape[-1]
     grid = prod(data.shape[:-2]) * transposed.shape[-1] // KEYS
-    _launch(spec, record, grid, KEYS * data.shape[-1], target)
+    _launch(spec, record, grid, target)
 
 
-def _launch(spec: KernelSpec, record: Any, grid: int, shared_bytes: int, target: LaunchTarget) -> None:
+def _launch(spec: KernelSpec, record: Any, grid: int, target: LaunchTarget) -> None:
     """Launch a kernel on the current stream with its record."""
     if grid == 0:
         return
     words = record.reshape(1).view(np.uint64)
     buffer = Buffer(words, [[slice(0, len(words))]])
-    target.launcher(spec, grid, shared_bytes)(buffer.kernels[0], target.stream())
+    target.launcher(spec, grid, spec.shared_bytes)(buffer.kernels[0], target.stream())

@@ -10,7 +10,7 @@ import numpy as np
 
 from .decoding import CACHE_PAGES, CACHE_SCALES, CacheLayout
 from .launches import MATRICES, Launch, Workspace
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 APPEND = np.dtype(
     [
@@ -22,6 +22,8 @@ APPEND = np.dtype(
     ],
     align=True,
 )
+_APPEND = Entry(family="cache", name="append", runs_as=SIMT)
+_APPEND_E4M3 = Entry(family="cache", name="append_e4m3", runs_as=SIMT)
 _WARPS = 8
 _WARPS_OF_ROWS = 16  # warps of the kernel that rounds to 8 bits, one for each row of a head
 _ROWS_OF_A_WARP = 2
@@ -77,7 +79,7 @@ def append_plan(
     scales = CACHE_SCALES.names if is_quantized else ()
     assert scales is not None
     launch = Launch(
-        spec=append_spec(dtype, is_quantized=is_quantized), tiles=blocks, shared_bytes=0,
+        spec=append_spec(dtype, is_quantized=is_quantized), tiles=blocks,
         reads=("k", "v", "table", "counts", "lengths"),
         writes=("cache_k", "cache_v", *scales, "lengths", "num_faults", *workspaces),
     )  # fmt: skip
@@ -89,6 +91,6 @@ def append_plan(
 def append_spec(dtype: np.dtype[Any], *, is_quantized: bool = False) -> KernelSpec:
     """The kernel for a dtype of new rows, and for caches that keep it or 8 bits; it depends on nothing else."""
     return KernelSpec(
-        family="cache", entry="append_e4m3" if is_quantized else "append", dtype=dtype, head_dim=32, value_dim=32,
+        entry=_APPEND_E4M3 if is_quantized else _APPEND, dtype=dtype, head_dim=32, value_dim=32,
         block_q=16, block_kv=16, num_warps=_WARPS_OF_ROWS if is_quantized else _WARPS, min_blocks=1,
     )  # fmt: skip

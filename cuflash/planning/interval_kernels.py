@@ -24,7 +24,7 @@ from ..masks.base import And, Mask
 from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
 from .launches import BATCH_AXES
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 _POINTER = np.uint64
 _ALIGNMENT = 256  # bytes; of each result in the array that holds all of them
@@ -55,11 +55,11 @@ INTERVAL_PARAMS = np.dtype(
     align=True,
 )
 INTERVAL_SPECS = {
-    entry: KernelSpec(
-        family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
-        num_warps=4, min_blocks=1,
+    name: KernelSpec(
+        entry=Entry(family="lists", name=name, runs_as=SIMT), dtype=np.dtype(np.float32), head_dim=0, value_dim=0,
+        block_q=0, block_kv=0, num_warps=4, min_blocks=1,
     )
-    for entry in ("intervals", "interval_orders")
+    for name in ("intervals", "interval_orders")
 }  # fmt: skip
 
 

@@ -111,8 +111,6 @@ class Launch:
     spec : KernelSpec
     tiles : int
         Tiles that the kernel computes for one batch entry.
-    shared_bytes : int
-        Dynamic shared memory of a thread block.
     reads, writes : tuple of str
         Names of the arrays that the kernel reads and writes: operands, results and workspaces. ``dlse`` is read only
         where the caller gives it.
@@ -125,17 +123,24 @@ class Launch:
         Names of the features of the pass whose parameters the kernel takes.
     skipped_tiles : callable, optional
         Given a number of batch entries, how many of their tiles an earlier kernel of the pass has finished.
+    row_bytes : int
+        Dynamic shared memory for rows of arrays, if a thread block has more than the specification says.
     """
 
     spec: KernelSpec
     tiles: int
-    shared_bytes: int
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     max_blocks: int | None = None
     boxes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     features: tuple[str, ...] = ()
     skipped_tiles: Callable[[int], int] | None = None
+    row_bytes: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a thread block."""
+        return self.spec.shared_bytes + self.row_bytes
 
     def grid(self, num_batch: int) -> int:
         """Thread blocks of a launch over so many batch entries."""

@@ -26,7 +26,7 @@ from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from .interval_kernels import IntervalsAtCall, IntervalSource, are_served, kept_and_closed, offsets_of, room
 from .launches import BATCH_AXES
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 AT_CALL = "lists"  # the argument of executors for lists that are made at each call
 _POINTER = np.uint64
@@ -56,13 +56,24 @@ LIST_PARAMS = np.dtype(
     ],
     align=True,
 )
-_SHARED_BYTES = {"pointers": 4, "entries": 4}  # of a thread
 # Fields of a block index, and the results of the kernels that they are.
 _FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
-_WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 8}
+
+
+def _count_bytes(spec: KernelSpec) -> int:
+    """A count of each thread."""
+    return 4 * spec.num_threads
+
+
+_WARPS = {
+    Entry(family="lists", name="classify", runs_as=SIMT): 4,
+    Entry(family="lists", name="ranks", runs_as=SIMT): 4,
+    Entry(family="lists", name="pointers", runs_as=SIMT, shared_bytes=_count_bytes): 16,
+    Entry(family="lists", name="entries", runs_as=SIMT, shared_bytes=_count_bytes): 8,
+}
 LIST_SPECS = {
-    entry: KernelSpec(
-        family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
+    entry.name: KernelSpec(
+        entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
         num_warps=num_warps, min_blocks=1,
     )
     for entry, num_warps in _WARPS.items()
@@ -240,10 +251,7 @@ class ListSource:
 
     def launches(self) -> list[tuple[KernelSpec, int, int]]:
         """The kernels in order, each with its thread blocks and the bytes of their shared memory."""
-        return [
-            (LIST_SPECS[entry], grid, _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads)
-            for entry, grid in self.grids().items()
-        ]
+        return [(LIST_SPECS[name], grid, LIST_SPECS[name].shared_bytes) for name, grid in self.grids().items()]
 
     def grids(self) -> dict[str, int]:
         """Thread blocks of each launch, in order."""

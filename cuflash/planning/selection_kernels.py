@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import accumulator_dtype
 from .launches import BATCH_AXES, Launch, record_of
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 # Mirror `kernels_cu/lists/selection.cuh`.
 CHOICE = np.dtype(
@@ -109,8 +109,8 @@ def selection_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
     """A kernel for rows of a dtype, as "pool", "page_bounds" and "key_scores" are, or for accumulators of one."""
     block_q, block_kv, head_dim, num_warps = _SIZES.get(entry, (0, 0, 0, _WARPS))
     return KernelSpec(
-        family="lists", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=0, block_q=block_q, block_kv=block_kv,
-        num_warps=num_warps, min_blocks=1,
+        entry=Entry(family="lists", name=entry, runs_as=SIMT), dtype=dtype, head_dim=head_dim, value_dim=0,
+        block_q=block_q, block_kv=block_kv, num_warps=num_warps, min_blocks=1,
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ class ChoiceRule:
         places = 4 * _WARPS * shape[-1]
         record, is_kept = self._record(shape, places <= _ROOM), places <= _ROOM
         launch = Launch(
-            spec=selection_spec("choose", dtype), tiles=0, shared_bytes=places if is_kept else 0, reads=("scores",),
+            spec=selection_spec("choose", dtype), tiles=0, row_bytes=places if is_kept else 0, reads=("scores",),
             writes=("kept",),
         )  # fmt: skip
         return launch, -(-int(record["num_rows"]) // _WARPS), record
@@ -214,7 +214,7 @@ def wide_choosing_launch(
         needed = of_sums + 4 * shape[-1]
         record[part] = rule._record(shape, needed <= room, keeps_bits=keeps_bits)
         most = max(most, needed if needed <= room else 0)
-    launch = Launch(spec=spec, tiles=0, shared_bytes=most, reads=("scores",), writes=("kept",))
+    launch = Launch(spec=spec, tiles=0, row_bytes=most, reads=("scores",), writes=("kept",))
     return launch, sum(prod(shape[:-1]) for shape in shapes), record
 
 
@@ -242,7 +242,7 @@ def pooling_launch(arrays: tuple[Any, Any], block: tuple[int, int]) -> tuple[Lau
         record[name] = (0, 0, steps[:-3], *steps[-3:], shape[:-3], *shape[-3:], side, num_blocks)
     record["num_thread_blocks_of_q"] = grids[0]
     spec = selection_spec("pool", arrays[0].dtype)
-    return Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("means",)), sum(grids), record
+    return Launch(spec=spec, tiles=0, reads=("q", "k"), writes=("means",)), sum(grids), record
 
 
 class Rows(NamedTuple):
@@ -326,7 +326,7 @@ def key_scoring_launch(
     spec = selection_spec("key_scores", q.dtype)
     pitch = spec.head_dim + 16 // spec.accumulator.itemsize  # a row of a tile has 16 bytes of padding
     launch = Launch(
-        spec=spec, tiles=0, shared_bytes=(spec.block_q + spec.block_kv) * pitch * spec.accumulator.itemsize,
+        spec=spec, tiles=0, row_bytes=(spec.block_q + spec.block_kv) * pitch * spec.accumulator.itemsize,
         reads=("q", "k"), writes=("scores", "runs"),
     )  # fmt: skip
     return launch, num_matrices * -(-num_rows // spec.block_q) * num_key_runs(num_keys), record
@@ -360,7 +360,7 @@ def slash_summing_launch(
         "num_keys": num_keys, "num_distances": num_distances, "num_runs": num_key_runs(num_keys),
     })  # fmt: skip
     launch = Launch(
-        spec=spec, tiles=0, shared_bytes=2 * spec.block_q * dtype.itemsize, reads=("scores", "runs"),
+        spec=spec, tiles=0, row_bytes=2 * spec.block_q * dtype.itemsize, reads=("scores", "runs"),
         writes=("of_keys", "of_distances"),
     )  # fmt: skip
     return launch, prod(heads) * -(-(num_keys + num_distances) // spec.num_threads), record
@@ -402,7 +402,7 @@ def page_bounding_launch(q: Any, k: Any, batch: tuple[int, ...], page_size: int)
     })  # fmt: skip
     record["num_bounds"] = num_bounds = num_matrices * q.shape[-2] * num_pages
     spec = selection_spec("page_bounds", q.dtype)
-    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("bounds",))
+    launch = Launch(spec=spec, tiles=0, reads=("q", "k"), writes=("bounds",))
     return launch, -(-num_bounds // _WARPS), record
 
 
@@ -441,7 +441,7 @@ def _launch_of_threads(
 ) -> tuple[Launch, int, Any]:
     """Return a launch of so many threads, its thread blocks, and its record without an address."""
     spec = selection_spec(entry, dtype)
-    launch = Launch(spec=spec, tiles=0, shared_bytes=0, reads=reads, writes=writes)
+    launch = Launch(spec=spec, tiles=0, reads=reads, writes=writes)
     return launch, -(-num_threads // spec.num_threads), record_of(layout, numbers)
 
 

@@ -102,7 +102,7 @@ def test_the_kernel_keeps_what_the_specification_says(executor: str, is_wide: bo
     @given(choices(is_wide=is_wide))
     def check(case: Any) -> None:
         scores, block = case[0], case[7]
-        entry = rule_of(*case[4:]).launch(scores.shape, scores.dtype)[0].spec.entry
+        entry = rule_of(*case[4:]).launch(scores.shape, scores.dtype)[0].spec.entry.name
         assert not is_wide or (block[1], entry) == (1, "choose_wide")
         check_choice(executor, case)
 
@@ -117,7 +117,7 @@ def test_rows_longer_than_shared_memory_are_chosen_from(executor: str, shape: An
         given_rule = budget, Forced(sink=1), (8 * shape[1], 8 * shape[2]), (8, 8), 0, False
         launch, _, record = rule_of(*given_rule).launch(shape, scores.dtype, 227 << 10)
         record = record if entry == "choose" else record["first"]
-        assert (launch.spec.entry, bool(record["keeps_places"])) == (entry, False)
+        assert (launch.spec.entry.name, bool(record["keeps_places"])) == (entry, False)
         check_choice(executor, (scores, None, None, None, *given_rule))
 
 
