@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from . import api
 from .calls.listed_plan import without_mask
 from .calls.model_options import model_options
-from .arrays import BFLOAT16, Array, ShapeDtype, describe, is_array, is_integer_dtype
+from .arrays import Array, ShapeDtype, describe, is_array, is_integer_dtype
 from .dropout import Dropout
 from .errors import UnsupportedProblem, refuse
 from .executors._layout_key import layout_key
@@ -619,6 +619,6 @@ def _returned(outs: _Outs, made: Iterable[Tensor]) -> tuple[Any, ...]:
 
 def _as_tensor(array: Array) -> Tensor:
     """Return a tensor of an array's memory."""
-    if array.dtype == BFLOAT16:
-        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype.kind == "V":  # of ml_dtypes, which DLPack lacks
+        return torch.from_dlpack(array.view(f"i{array.dtype.itemsize}")).view(TORCH_DTYPES[array.dtype])
     return torch.from_dlpack(array)

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, as_dtype, describe, flag_reasons, to_host
+from ..arrays import DTYPES, E4M3, Array, as_dtype, describe, flag_reasons, to_host
 from ..blocks.work_list import requested_mask
 from ..dropout import Dropout
 from ..errors import UnsupportedProblem, collecting, refuse
-from ..fp8 import e4m3, operands as fp8
+from ..fp8 import operands as fp8
 from ..fp8.cuts import Cuts
 from ..keywords import explains_keywords
 from ..planning.dropout_launches import SEED
@@ -188,7 +188,7 @@ def error_bound(
     model = Rounding.of(storage or problem.dtype, precision, product_dtype, probable)
     cuts = None
     if storage is not None:
-        cuts = Cuts.of(*quantized) if product_dtype == e4m3.E4M3 else None
+        cuts = Cuts.of(*quantized) if product_dtype == E4M3 else None
         model = model.of_quantized(are_products_cut=cuts is not None)
     captured = None if composed is None else Captured.of(composed, problem)
     weights = Weights.of(dropout, problem)

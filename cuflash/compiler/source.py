@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..arrays import BFLOAT16
+from ..arrays import KNOWN_DTYPES
 from ..planning.spec import KernelSpec
 from . import score_text
 from .params_layout import assertions
@@ -19,12 +19,7 @@ _INSTALLED = Path(__file__).parents[1] / "kernels_cu"
 KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"  # at the top of a checkout
 HOST = Path(__file__).parents[1] / "sim"  # its ptx/ stands in for that of kernels_cu/
 
-_ELEMENTS = {
-    np.dtype(np.float16): "ptx::Half",
-    BFLOAT16: "ptx::BFloat16",
-    np.dtype(np.float32): "float",
-    np.dtype(np.float64): "double",
-}
+_ELEMENTS = {each.numpy: each.element for each in KNOWN_DTYPES}
 # The argument of a kernel that has the feature of a field, in the order of `Launch.features`.
 _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, require_arrays
+from ..arrays import UP_TO_FLOAT32, Array, describe, require_arrays
 from ..errors import UnsupportedProblem, collecting, refuse
-from .quantize import SOURCES, Quantized, quantize
+from .quantize import Quantized, quantize
 from .rotation import Rotation
 
 PRECISION = "fp8"
@@ -103,7 +103,7 @@ def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantiz
     given = {"q": q, "k": k, "v": v}
     require_arrays(given)
     for name, x in given.items():
-        if x.dtype not in SOURCES or x.ndim < 2:
+        if x.dtype not in UP_TO_FLOAT32 or x.ndim < 2:
             reasons.append(
                 f"{name} must be of float16, bfloat16 or float32 and have two axes or more with precision='fp8'; "
                 f"got {describe(x)}: cast it"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import BFLOAT16
+from ..arrays import UP_TO_FLOAT32
 from .spec import SM90, Entry, KernelSpec
 
 QUANTIZE = np.dtype(
@@ -30,7 +30,6 @@ _LANE_COLUMNS = 16  # of a row, in the registers of one lane
 _COLUMNS = (64, 128, 256)
 _BLOCKS = (16, 32, 64, 128)
 _MOST_WARPS = 16
-_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
 
 
 def _maximum_bytes(spec: KernelSpec) -> int:
@@ -49,7 +48,7 @@ _TRANSPOSE = Entry(family="fp8", name="transpose", runs_as=SM90, shared_bytes=_b
 
 def quantize_spec(dtype: np.dtype[Any], columns: int, block: int) -> KernelSpec | None:
     """The kernel that rounds blocks of rows; None where there is none for these."""
-    if dtype not in _DTYPES or columns not in _COLUMNS or block not in _BLOCKS:
+    if dtype not in UP_TO_FLOAT32 or columns not in _COLUMNS or block not in _BLOCKS:
         return None
     return KernelSpec(
         entry=_QUANTIZE, dtype=dtype, head_dim=columns, value_dim=columns, block_q=block, block_kv=16,

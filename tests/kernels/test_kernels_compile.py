@@ -24,9 +24,8 @@ from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, scores
 from cuflash.cache.scoring import ScoreKind, score_of
 from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
-from cuflash.arrays import BFLOAT16, DTYPES
+from cuflash.arrays import BFLOAT16, DTYPES, UP_TO_FLOAT32
 from cuflash.compiler.nvrtc import Compiled
-from cuflash.fp8.quantize import SOURCES
 from cuflash.planning.appending import append_spec
 from cuflash.planning.decoding import decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_spec
@@ -224,7 +223,7 @@ def of_caches(name: str) -> set[KernelSpec]:
     """The kernels of KV caches on a known GPU, in 16 and 8 bits, for few rows and for many, also with a sink."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
-    specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in SOURCES}
+    specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in UP_TO_FLOAT32}
     for dtype, dim, rows, batch in product(_HALVES, (64, 128, 256), (16, 32, 64), (1, 2, 100)):
         q, k = ShapeDtype((batch, rows, 1, dim), dtype), ShapeDtype((batch, 1, 1000, dim), dtype)
         problem = Problem.of(q, k, k)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...arrays import HALVES
 from ...blocks.work_list import WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
@@ -73,7 +73,7 @@ class FlashAttention1(Family):
     """FlashAttention-1 (arXiv 2205.14135), algorithms 1, 4 and 5, for compute capability 8.0 and newer."""
 
     name = FA1
-    dtypes = (np.dtype(np.float16), BFLOAT16)
+    dtypes = HALVES
     rounds_weights = True
     oldest = (8, 0)
 

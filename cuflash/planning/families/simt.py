@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import DTYPES
+from ...arrays import UP_TO_FLOAT32
 from ...blocks.work_list import ListedWork, WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
@@ -130,7 +130,7 @@ class Simt(Family):
     """Kernels on multiply-add units, and for float64 on tensor cores."""
 
     name = SIMT
-    dtypes = DTYPES
+    dtypes = (*UP_TO_FLOAT32, np.dtype(np.float64))
     operands = ("sink", "dropout_seed")
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:

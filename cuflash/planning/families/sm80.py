@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...arrays import HALVES
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
@@ -188,7 +188,7 @@ class Sm80(Family):
     """Kernels with cp.async copies and mma.sync, for compute capability 8.0 and newer."""
 
     name = SM80
-    dtypes = (np.dtype(np.float16), BFLOAT16)
+    dtypes = HALVES
     rounds_weights = True
     operands = ("sink", "dropout_seed")
     oldest = (8, 0)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...arrays import HALVES
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
 from ...scores.products import can_take_products
 from ...scores.program import Program, curvature, depends
@@ -73,7 +73,7 @@ class Sm90(Family):
     """
 
     name = SM90
-    dtypes = (np.dtype(np.float16), BFLOAT16)
+    dtypes = HALVES
     rounds_weights = True
     operands = ("sink", "dropout_seed")
     oldest = (9, 0)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...arrays import UP_TO_FLOAT32
 from ...blocks.work_list import WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
@@ -58,7 +58,7 @@ class Sm90Fp8(Family):
     """Kernels for compute capability 9.0 alone; there is no backward pass."""
 
     name = "sm90_fp8"
-    dtypes = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
+    dtypes = UP_TO_FLOAT32
     operands = ("sink",)
     oldest = (9, 0)
     waits_at_barriers = True
