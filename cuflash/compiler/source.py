@@ -60,7 +60,7 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     included: set[str] = set()
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
-    entry = "".join(_flattened(spec.entry.file, included, host))
+    entry = "".join(_flattened(f"{spec.family}/{spec.entry.name}.cu", included, host))
     layout = assertions("lists", included, host=host)
     if "attention/params.cuh" in included:
         features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))

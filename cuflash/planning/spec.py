@@ -15,32 +15,22 @@ SIMT, SM80, SM90, FA1, NAIVE = "simt", "sm80", "sm90", "fa1", "naive"  # folders
 Boxes: TypeAlias = Mapping[str, tuple[int, int]]  # rows and columns of a box, by array
 
 
-def _no_bytes(spec: KernelSpec) -> int:
-    return 0
-
-
-def _no_boxes(spec: KernelSpec) -> Boxes:
-    return {}
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """A kernel, and the facts about it that the host needs; each stands next to the code that launches the kernel.
 
-    Entries of one file are equal.
-
     >>> entry = Entry(family="simt", name="forward", applies_score=True)
-    >>> str(entry), entry.applies_score, entry.draws_dropout
-    ('forward', True, False)
+    >>> entry.applies_score, entry.draws_dropout
+    (True, False)
 
     Attributes
     ----------
     family, name : str
         kernels_cu/<family>/<name>.cu, which defines the kernel <family>_<name>.
-    shared_bytes : callable
-        Counts the bytes of dynamic shared memory of a thread block from the specification.
-    boxes : callable
-        Returns the boxes that the kernel copies by tensor maps; none if it takes no maps.
+    shared_bytes : callable, optional
+        Counts the bytes of dynamic shared memory of a thread block from the specification, if it has any.
+    boxes : callable, optional
+        Returns the boxes that the kernel copies by tensor maps, if it takes any.
     runs_as : str
         The family on whose chips the kernel runs, if it is not that of the folder.
     loads_do : bool
@@ -69,8 +59,8 @@ class Entry:
 
     family: str
     name: str
-    shared_bytes: Callable[[KernelSpec], int] = _no_bytes
-    boxes: Callable[[KernelSpec], Boxes] = _no_boxes
+    shared_bytes: Callable[[KernelSpec], int] | None = None
+    boxes: Callable[[KernelSpec], Boxes] | None = None
     runs_as: str = ""
     loads_do: bool = False
     is_persistent: bool = False
@@ -83,20 +73,6 @@ class Entry:
     delta_words: Callable[[KernelSpec], int] | None = None
     has_exponentials: bool = False
     products: tuple[int, int] = (0, 0)
-
-    @property
-    def file(self) -> str:
-        """The kernel's file in kernels_cu."""
-        return f"{self.family}/{self.name}.cu"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Entry) and self.file == other.file
-
-    def __hash__(self) -> int:
-        return hash(self.file)
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,17 +200,17 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        return f"{self.family}_{self.entry}"
+        return f"{self.entry.family}_{self.entry.name}"
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a thread block."""
-        return self.entry.shared_bytes(self)
+        return 0 if self.entry.shared_bytes is None else self.entry.shared_bytes(self)
 
     @property
     def boxes(self) -> Boxes:
         """Boxes that the kernel copies by tensor maps, by array; empty if it takes no maps."""
-        return self.entry.boxes(self)
+        return {} if self.entry.boxes is None else self.entry.boxes(self)
 
     @property
     def accumulator(self) -> np.dtype[Any]:

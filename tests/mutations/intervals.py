@@ -244,7 +244,7 @@ FAULTS = {
             "replace(spec, cuts_sequences=spec != specs['backward_statistics'])",
         ),
         "there are places for tiles at multiples": Edit(
-            "planning/families/_backward_pass.py", "backward_pass", "rows, columns = work.num_sequence_tiles", ""
+            "planning/families/_passes.py", "backward_pass", "rows, columns = work.num_sequence_tiles", ""
         ),
         "calls have tiles of the host": Edit(
             SOURCE, "IntervalSource.num_tiles", "sequences = self.num_offsets + 1", "sequences = self.num_offsets - 1"

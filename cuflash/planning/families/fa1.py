@@ -13,12 +13,20 @@ import numpy as np
 
 from ...arrays import HALVES
 from ...blocks.work_list import WorkList
-from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
 from ..launches import MATRICES, Feature, Kernels, Pass, Workspace
 from ..problem import Problem
 from ..spec import FA1, Entry, KernelSpec
-from .family import BACKWARD_INPUTS, FORWARD_INPUTS, Family, launch_of, list_block_of, query_tiles
+from .family import (
+    BACKWARD_INPUTS,
+    FORWARD_INPUTS,
+    Family,
+    first_fitting,
+    launch_of,
+    list_block_of,
+    no_tile_fits,
+    query_tiles,
+)
 from .sm80 import Sm80
 
 RUNNING = np.dtype([("running_o", MATRICES), ("running_statistics", MATRICES)], align=True)
@@ -176,21 +184,16 @@ def _width(problem: Problem) -> int:
 
 def _forward_spec(problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None) -> KernelSpec:
     """The forward kernel with the first of its tiles that fits; in a list, cut to its blocks."""
-    width = _width(problem)
+    width, specs = _width(problem), list[KernelSpec]()
     for tile in _FORWARD_TILES[width]:
         block_q, block_kv = (
             1 << min(side, most).bit_length() - 1 for side, most in zip(tile[:2], largest or tile[:2])
         )
-        spec = KernelSpec(
+        specs.append(KernelSpec(
             entry=_FORWARD, dtype=problem.dtype, head_dim=width, value_dim=width,
             block_q=block_q, block_kv=block_kv, num_warps=block_q // _ROWS_OF_WARP, min_blocks=1,
             is_listed=largest is not None, num_stages=tile.num_stages,
-        )  # fmt: skip
-        if spec.shared_bytes <= device.tile_memory_bytes:
-            return spec
-    raise UnsupportedProblem(
-        [
-            f"{device.name} must have {spec.shared_bytes} bytes of shared memory a block for fa1_forward; it has "
-            f"{device.tile_memory_bytes}: use kernel='auto'"
-        ]
-    )
+        ))  # fmt: skip
+    if spec := first_fitting(specs, device):
+        return spec
+    raise no_tile_fits(specs[-1].shared_bytes, " for fa1_forward", device, "use kernel='auto'")

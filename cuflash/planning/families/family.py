@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ...arrays import BFLOAT16
 from ...blocks.work_list import ListedWork, WorkList
-from ...errors import refuse
+from ...errors import UnsupportedProblem, refuse
 from ..device import DeviceSpec
 from ..launches import Kernels, Launch, TileOrder
 from ..problem import Problem
@@ -196,6 +197,17 @@ def order_of_waves(
         heads_per_wave(work, resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
         heads_per_wave(work, resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
     )
+
+
+def first_fitting(specs: Iterable[KernelSpec], device: DeviceSpec, blocks: int = 1) -> KernelSpec | None:
+    """The first of some kernels of which a multiprocessor's shared memory holds so many blocks."""
+    return next((spec for spec in specs if spec.shared_bytes <= device.tile_memory_bytes // blocks), None)
+
+
+def no_tile_fits(nbytes: int, what: str, device: DeviceSpec, fix: str) -> UnsupportedProblem:
+    """The refusal of a kernel whose smallest tile needs so many bytes."""
+    rule = f"{device.name} must have {nbytes} bytes of shared memory a block{what}"
+    return UnsupportedProblem([f"{rule}; it has {device.tile_memory_bytes}: {fix}"])
 
 
 def launch_of(

@@ -15,17 +15,19 @@ from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
 from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
-from ..sinks import sink_backward, sink_forward
+from ..sinks import sink_backward
 from ..spec import SIMT, Entry, KernelSpec
+from ._passes import forward_pass
 from .family import (
     BACKWARD_INPUTS,
     DIMS,
-    FORWARD_INPUTS,
     STATISTICS_INPUTS,
     WIDEST_CHUNK,
     Family,
+    first_fitting,
     launch_of,
     list_block_of,
+    no_tile_fits,
     num_tiles,
     order_of_waves,
     rounded_dims,
@@ -37,7 +39,7 @@ _SIDES = (128, 64, 32, 16, 8)  # rows, or columns, of a tile
 _SMALLEST_ROWS = 16  # that threads can share
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Entry(Entry):
     """A kernel that keeps rows of one side in place and steps over the other, with the limits of its tiles."""
 
@@ -194,10 +196,9 @@ class Simt(Family):
                 "backward_rows": launch("backward_rows", ("q", "k", "v", *STATISTICS_INPUTS), ("dq", "delta")),
                 "backward_columns": launch("backward_columns", inputs, ("dk", "dv")),
             }
-        forward = Pass({"forward": launch("forward", FORWARD_INPUTS, ("o", "lse"))})
         delta = Workspace(problem.lse_shape(), problem.accumulator)
         return Kernels(
-            forward=sink_forward(forward, problem, "forward"),
+            forward=forward_pass(problem, device, work, chosen["forward"]),
             backward=sink_backward(Pass(backward, {"delta": delta}), problem),
             order=self._order(problem, device, work, chosen["forward"], [*chosen.values()][-1]),
             is_repeatable=not is_one_walk,
@@ -225,21 +226,15 @@ class Simt(Family):
         """
         legal = [_legal_tiles(replace(smallest, mma_rows=rows), largest) for rows in _mma_rows(smallest.dtype, device)]
         for tiles in legal:
-            for available, spec in product((device.tile_memory_bytes // 2, device.tile_memory_bytes), tiles):
-                if spec.shared_bytes <= available:
-                    return spec
+            if spec := first_fitting(tiles, device, 2) or first_fitting(tiles, device):
+                return spec
         what = f"{smallest.name} with head_dim {smallest.head_dim}, value dim {smallest.value_dim} in {smallest.dtype}"
         needed = min((spec.shared_bytes for tiles in legal for spec in tiles), default=None)
         if needed is None:
             raise UnsupportedProblem(
                 [f"no tile of {what} fits a list's blocks of {largest}: use larger blocks or a narrower dtype"]
             )
-        raise UnsupportedProblem(
-            [
-                f"{device.name} must have {needed} bytes of shared memory a block for {what}; it has "
-                f"{device.tile_memory_bytes}: use a narrower dtype"
-            ]
-        )
+        raise no_tile_fits(needed, f" for {what}", device, "use a narrower dtype")
 
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
@@ -260,14 +255,9 @@ class Simt(Family):
             for dim in reversed(DIMS)
             if dim <= min(needed, WIDEST_CHUNK)
         ]  # fmt: skip
-        for available in (device.tile_memory_bytes // 2, device.tile_memory_bytes):
-            for spec in specs:
-                if spec.shared_bytes <= available:
-                    return spec
-        raise UnsupportedProblem(
-            [f"{device.name} must have {specs[-1].shared_bytes} bytes of shared memory a block; it has "
-             f"{device.tile_memory_bytes}: use a narrower dtype"]
-        )  # fmt: skip
+        if spec := first_fitting(specs, device, 2) or first_fitting(specs, device):
+            return spec
+        raise no_tile_fits(specs[-1].shared_bytes, "", device, "use a narrower dtype")
 
 
 def _mma_rows(dtype: np.dtype[Any], device: DeviceSpec) -> tuple[int, ...]:

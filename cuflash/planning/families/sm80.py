@@ -6,7 +6,7 @@ A tile is the first of a few, best first, that a chip's shared memory and a list
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from ...arrays import HALVES
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
-from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
 from ..launches import Kernels, Pass, TileOrder, Workspace
 from ..problem import Problem
@@ -22,14 +21,16 @@ from ..sinks import sink_forward
 from ..spec import SM80, Entry, KernelSpec
 from ..split_kv import num_splits as best_num_splits
 from ..tile_order import listed_heads, listed_kv_heads
-from ._backward_pass import backward_pass
+from ._passes import backward_pass, forward_pass
 from .family import (
     DIMS,
     FORWARD_INPUTS,
     WIDEST_CHUNK,
     Family,
+    first_fitting,
     launch_of,
     list_block_of,
+    no_tile_fits,
     num_tiles,
     order_of_waves,
     query_tiles,
@@ -147,16 +148,16 @@ def _tiles_or_parts(spec: KernelSpec, row: int) -> int:
     return max(tiles, (2 * MOST_PARTS + 1) * spec.block_q * 4)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _TiledEntry(Entry):
     """A kernel with tables of tiles."""
 
     family: str = SM80
-    tiles: Mapping[str, _Tiles]  # by precision
+    tiles: Mapping[str, _Tiles] = field(hash=False)  # by precision
     is_shortened: bool = False  # tiles are no taller than few queries need
     # Most accumulators of a thread, by precision, where flat blocks of a list, or rows of 32 or 96, leave fewer warps
     # than the tables have: threads with more spilled up to 5750 bytes each.
-    max_accumulators: Mapping[str, int] | None = None
+    max_accumulators: Mapping[str, int] | None = field(default=None, hash=False)
 
 
 _FORWARD = _TiledEntry(
@@ -225,10 +226,10 @@ class Sm80(Family):
             return replace(spec, precision=problem.precision)
 
         dq_atomic_width = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
-        backward = replace(fitting(_BACKWARD), dq_atomic_width=dq_atomic_width)
+        forward, backward = fitting(_FORWARD), replace(fitting(_BACKWARD), dq_atomic_width=dq_atomic_width)
         # dQ is summed in the layout of the backward kernel's warps, so its neighbours cut queries alike.
         statistics = replace(backward, entry=_BACKWARD_STATISTICS, dq_atomic_width=0, precision="ieee")
-        chosen = {"forward": fitting(_FORWARD), "backward_statistics": statistics, "backward": backward}
+        chosen = {"forward": forward, "backward_statistics": statistics, "backward": backward}
         if deterministic:
             return chosen | {"backward_rows": fitting(_BACKWARD_ROWS)}
         return chosen | {"convert_dq": replace(backward, entry=_CONVERT_DQ, precision="ieee")}
@@ -246,7 +247,7 @@ class Sm80(Family):
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
-            forward=sink_forward(forward, problem, "combine" if "combine" in forward.launches else "forward"),
+            forward=forward,
             backward=backward_pass(problem, device, work, chosen),
             order=self.order(problem, device, work, forward.launches["forward"].spec, chosen["backward"]),
             num_splits=num_splits,
@@ -268,8 +269,7 @@ class Sm80(Family):
             all_tiles = problem.mask_shape.num_batch * tiles
             chosen = best_num_splits(problem, work, spec, all_tiles, resident_blocks(spec, device))
         if num_splits is None and chosen == 1 and not spec.pack_gqa:
-            tiles = num_tiles(unsplit, problem, work)
-            return Pass({"forward": launch_of(unsplit, device, tiles, FORWARD_INPUTS, ("o", "lse"))}), 1
+            return forward_pass(problem, device, work, unsplit), 1
         *leading, seqlen_q = problem.lse_shape()
         parts = (*leading, chosen * seqlen_q)
         combine = combine_spec(spec)
@@ -283,7 +283,7 @@ class Sm80(Family):
             "o_parts": Workspace((*parts, spec.value_dim), problem.accumulator),
             "lse_parts": Workspace(parts, problem.accumulator),
         }
-        return Pass(launches, workspaces), chosen
+        return sink_forward(Pass(launches, workspaces), problem, "combine"), chosen
 
     def order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
@@ -311,7 +311,7 @@ class Sm80(Family):
             block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2, is_listed=is_listed,
             splits_head_dim=splits_head_dim,
         )  # fmt: skip
-        return spec if spec.shared_bytes <= device.tile_memory_bytes else None
+        return first_fitting([spec], device)
 
 
 def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_size: int) -> KernelSpec:
@@ -348,23 +348,20 @@ def _fitting(
     if entry.is_shortened:
         tiles = tuple(_shortened(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
     max_accumulators = None if entry.max_accumulators is None else entry.max_accumulators[problem.precision]
-    for tile in _candidates(tiles, dims, largest, max_accumulators):
-        spec = KernelSpec(
+    specs = [
+        KernelSpec(
             entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
             block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
             min_blocks=max(1, tile.threads_per_processor // (32 * tile.num_warps)), is_listed=largest is not None,
             num_stages=tile.num_stages,
-        )  # fmt: skip
-        if spec.shared_bytes <= device.tile_memory_bytes:
-            return spec
+        )
+        for tile in _candidates(tiles, dims, largest, max_accumulators)
+    ]  # fmt: skip
+    if spec := first_fitting(specs, device):
+        return spec
+    what = f" for {specs[-1].name} with head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}"
     alternative = "kernel='simt'" if problem.precision == "ieee" else "precision='ieee'"
-    raise UnsupportedProblem(
-        [
-            f"{device.name} must have {spec.shared_bytes} bytes of shared memory a block for {spec.name} with "
-            f"head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}; it has {device.tile_memory_bytes}: "
-            f"use {alternative}"
-        ]
-    )
+    raise no_tile_fits(specs[-1].shared_bytes, what, device, f"use {alternative}")
 
 
 def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:

@@ -17,17 +17,16 @@ from ...blocks.work_list import IntervalWork, ListedWork, WorkList
 from ...scores.products import can_take_products
 from ...scores.program import Program, curvature, depends
 from ..device import DeviceSpec
-from ..launches import Kernels, Pass, TileOrder
+from ..launches import Kernels, TileOrder
 from ..problem import Problem
 from ..score_bins import num_bins
-from ..sinks import sink_forward
 from ..spec import SM90, KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
 from ..tile_order import forward_order, heads_per_wave
-from ._backward_pass import backward_pass, counter
-from .family import FORWARD_INPUTS, Family, launch_of, list_block_of, num_tiles, resident_blocks, rounded_dims
-from .sm80 import Sm80, power_of_two
 from . import sm90_dq, sm90_storage
+from ._passes import backward_pass, forward_pass
+from .family import Family, first_fitting, list_block_of, resident_blocks, rounded_dims
+from .sm80 import Sm80, power_of_two
 from .sm90_storage import BACKWARD, BACKWARD_STATISTICS, FORWARD, ROWS
 
 LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made for the kernels
@@ -144,19 +143,11 @@ class Sm90(Family):
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
         chosen = _ordered(problem, chosen, work)
         forward, backward = chosen["forward"], chosen["backward"]
-        forward_pass = Pass(
-            {
-                "forward": launch_of(
-                    forward, device, num_tiles(forward, problem, work), FORWARD_INPUTS, ("o", "lse", "tile_counter")
-                )
-            },
-            {"tile_counter": counter(problem)._replace(is_zeroed=True)},
-        )
         order = self._order(problem, device, work, forward, backward)
         chosen, order = self._with_fused_dq(problem, device, work, chosen, order)
         chosen = _with_cut_sequences(problem, work, chosen)
         return Kernels(
-            forward=sink_forward(forward_pass, problem, "forward"),
+            forward=forward_pass(problem, device, work, forward),
             backward=backward_pass(problem, device, work, chosen, order.dq), order=order,
             is_repeatable="backward_rows" in chosen or backward.adds_dq_in_order,
         )  # fmt: skip
@@ -207,7 +198,7 @@ class Sm90(Family):
             return None
         stages, blocks = (6, 1) if spec.splits_head_dim else (2, 2)
         made = replace(spec, entry=sm90_storage.BLOCK_MASS, num_warps=9, min_blocks=blocks, num_stages=stages)
-        return made if made.shared_bytes <= device.tile_memory_bytes else None
+        return first_fitting([made], device)
 
 
 _SM80 = Sm80()
@@ -215,11 +206,8 @@ _SM80 = Sm80()
 
 def _with_bins(backward: KernelSpec, bins: int, device: DeviceSpec) -> KernelSpec:
     """Return the kernel with bins for the gradient of a table, and with fewer stages if they fit only then."""
-    for stages in (backward.num_stages, _STAGES):
-        made = replace(backward, num_stages=stages, score_bins=bins)
-        if made.shared_bytes <= device.tile_memory_bytes:
-            return made
-    return backward
+    binned = [replace(backward, num_stages=stages, score_bins=bins) for stages in (backward.num_stages, _STAGES)]
+    return first_fitting(binned, device) or backward
 
 
 def _takes_changed_weights(backward: KernelSpec) -> bool:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from ...arrays import UP_TO_FLOAT32
 from ...blocks.work_list import WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
-from ..launches import Kernels, Pass, Workspace
+from ..launches import Kernels, Pass
 from ..problem import Problem
 from ..scales import SCALE_ARRAYS
-from ..sinks import sink_forward
 from ..spec import SM90, Boxes, Entry, KernelSpec
 from ..tile_order import forward_order
-from .family import FORWARD_INPUTS, Family, launch_of, list_block_of, num_tiles, resident_blocks
+from ._passes import forward_pass
+from .family import FORWARD_INPUTS, Family, list_block_of, resident_blocks
 from .sm90 import LIST_BLOCK
 from .sm90_storage import ROWS, storage_bytes
 
@@ -144,12 +142,7 @@ class Sm90Fp8(Family):
         rows = problem.rows_per_scale
         assert rows is not None
         spec = self.specs(problem, device, list_block_of(work))["forward"]
-        launch = launch_of(
-            spec, device, num_tiles(spec, problem, work), (*FORWARD_INPUTS, *SCALE_ARRAYS),
-            ("o", "lse", "tile_counter"),
-        )  # fmt: skip
-        counter = Workspace((2 + 2 * problem.num_batch_heads,), np.dtype(np.int32), True)
-        forward = sink_forward(Pass({"forward": launch}, {"tile_counter": counter}), problem, "forward")
+        forward = forward_pass(problem, device, work, spec, (*FORWARD_INPUTS, *SCALE_ARRAYS))
         launch = forward.launches["forward"]
         forward = replace(
             forward, launches={"forward": replace(launch, features=(*launch.features, "scales"))},

@@ -1,4 +1,4 @@
-"""The launches of a backward pass that starts with statistics of queries: that of the sm80 and sm90 families."""
+"""Passes that several families have: a forward pass of one kernel, and a backward pass that starts with statistics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,26 @@ from ...blocks.work_list import IntervalWork, WorkList
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder, Launch, Pass, Workspace
 from ..problem import Problem
-from ..sinks import sink_backward
+from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
-from .family import BACKWARD_INPUTS, STATISTICS_INPUTS, key_tiles, launch_of, num_tiles, query_tiles
+from .family import (
+    BACKWARD_INPUTS, FORWARD_INPUTS, STATISTICS_INPUTS, key_tiles, launch_of, num_tiles, query_tiles,
+)  # fmt: skip
 
 
-def counter(problem: Problem) -> Workspace:
+def _counters(problem: Problem, spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
     """The next tile that a persistent block takes, blocks that have ended, and two counts of dQ for each head."""
-    return Workspace((2 + 2 * problem.num_batch_heads,), np.dtype(np.int32))
+    shape = (2 + 2 * problem.num_batch_heads,)
+    return {"tile_counter": Workspace(shape, np.dtype(np.int32), is_zeroed)} if spec.entry.is_persistent else {}
+
+
+def forward_pass(
+    problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec, reads: tuple[str, ...] = FORWARD_INPUTS
+) -> Pass:
+    """The launch, workspace and sink of a forward pass of one kernel."""
+    counters = _counters(problem, spec, is_zeroed=True)
+    launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, ("o", "lse", *counters))
+    return sink_forward(Pass({"forward": launch}, counters), problem, "forward")
 
 
 def backward_pass(
@@ -54,10 +66,8 @@ def backward_pass(
     *leading, seqlen_q = problem.lse_shape()
     words = statistics.entry.delta_words
     num_words = seqlen_q if words is None else rows * words(backward)
-    workspaces = {"delta": Workspace((*leading, num_words), problem.accumulator)}
-    counted = ("tile_counter",) * backward.entry.is_persistent
-    if counted:
-        workspaces["tile_counter"] = counter(problem)
+    counted = _counters(problem, backward)
+    workspaces = {"delta": Workspace((*leading, num_words), problem.accumulator), **counted}
     sums = ("dq_sum",) * ("backward_rows" not in specs)
     if sums:
         workspaces["dq_sum"] = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
