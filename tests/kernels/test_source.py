@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cuflash import CompileError, DeviceSpec, ShapeDtype, sim
@@ -253,6 +254,14 @@ def test_launches_that_ask_for_less_shared_memory_stop_the_compiler(family: str,
     spec = replace(spec, entry=replace(spec.entry, shared_bytes=lambda _: asked - 8))
     with pytest.raises(sim.BuildError, match=f"launches ask for {asked - 8} bytes of shared memory"):
         sim.build(room.source.__wrapped__(spec, host=True), spec.name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_refuses_dtypes_that_it_does_not_name(family: str) -> None:
+    known = Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(np.float16))] * 3)
+    problem = replace(known, dtype=np.dtype(ml_dtypes.float8_e5m2))
+    (reason,) = FAMILIES[family].reasons(problem, DeviceSpec.gpu("H100"))
+    assert reason.startswith(f"kernel='{family}' takes float16 or") and "got float8_e5m2" in reason
 
 
 # The files.
