@@ -222,8 +222,7 @@ class Sm80(Family):
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
         def fitting(entry: _TiledEntry) -> KernelSpec:
-            spec = _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q)
-            return replace(spec, precision=problem.precision)
+            return _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q)
 
         dq_atomic_width = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
         forward, backward = fitting(_FORWARD), replace(fitting(_BACKWARD), dq_atomic_width=dq_atomic_width)
@@ -323,7 +322,7 @@ def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_
         num_rows = problem.seqlen_q * group_size
         packed = _fitting(_FORWARD, problem, (forward.head_dim, forward.value_dim), device, None, num_rows)
         if num_rows <= packed.block_q:
-            forward = replace(packed, pack_gqa=True, precision=forward.precision)
+            forward = replace(packed, pack_gqa=True)
     return replace(forward, is_split=True)
 
 
@@ -348,20 +347,21 @@ def _fitting(
     if entry.is_shortened:
         tiles = tuple(_shortened(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
     max_accumulators = None if entry.max_accumulators is None else entry.max_accumulators[problem.precision]
-    specs = [
+    specs = (
         KernelSpec(
             entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
             block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
             min_blocks=max(1, tile.threads_per_processor // (32 * tile.num_warps)), is_listed=largest is not None,
-            num_stages=tile.num_stages,
+            num_stages=tile.num_stages, precision=problem.precision,
         )
         for tile in _candidates(tiles, dims, largest, max_accumulators)
-    ]  # fmt: skip
-    if spec := first_fitting(specs, device):
-        return spec
-    what = f" for {specs[-1].name} with head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}"
+    )  # fmt: skip
+    for spec in specs:
+        if spec.shared_bytes <= device.tile_memory_bytes:
+            return spec
+    what = f" for {spec.name} with head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}"
     alternative = "kernel='simt'" if problem.precision == "ieee" else "precision='ieee'"
-    raise no_tile_fits(specs[-1].shared_bytes, what, device, f"use {alternative}")
+    raise no_tile_fits(spec.shared_bytes, what, device, f"use {alternative}")
 
 
 def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:
