@@ -429,7 +429,7 @@ def precompile(
     >>> import numpy as np, cuflash
     >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
     >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
-    >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
+    >>> [(each.spec.entry.name, each.architecture, each.resources.spill_bytes) for each in made]
     [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
     """
     options = Options(

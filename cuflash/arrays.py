@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -17,8 +17,39 @@ from .keywords import explains_keywords
 Array: TypeAlias = Any  # an array of any namespace: NumPy's, CuPy's
 Namespace: TypeAlias = Any
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
+
+class DType(NamedTuple):
+    """A dtype of q, k and v, by the names that it has elsewhere; NumPy's name is PyTorch's and JAX's too.
+
+    Attributes
+    ----------
+    numpy : numpy.dtype
+    element : str
+        Its type in kernels.
+    tensor_map : str
+        The end of the CUDA driver's name for it; empty if no tensor map copies it.
+    has_scale : bool
+        Each number is multiplied by a scale, which is an operand of its own.
+    """
+
+    numpy: np.dtype[Any]
+    element: str
+    tensor_map: str = ""
+    has_scale: bool = False
+
+
+BFLOAT16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+KNOWN_DTYPES = (
+    DType(np.dtype(np.float16), "ptx::Half", "FLOAT16"),
+    DType(BFLOAT16, "ptx::BFloat16", "BFLOAT16"),
+    DType(np.dtype(np.float32), "float", "FLOAT32"),
+    DType(np.dtype(np.float64), "double"),
+    DType(E4M3, "uint8_t", has_scale=True),
+)
+DTYPES = tuple(each.numpy for each in KNOWN_DTYPES if not each.has_scale)
+SCALED_DTYPES = tuple(each.numpy for each in KNOWN_DTYPES if each.has_scale)
+HALVES = tuple(dtype for dtype in DTYPES if dtype.itemsize == 2)
+UP_TO_FLOAT32 = (*HALVES, np.dtype(np.float32))  # dtypes that are rounded to FP8
 _LONGEST = 60  # characters of a value that a message shows
 _MOST_ITEMS = 8  # of a list
 _SHORT = (int, float, complex, str, bytes, np.generic, np.dtype)  # types of values that messages write out

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import BFLOAT16, DTYPES, Array, accumulator_dtype, is_array, is_shape, namespace
+from .arrays import DTYPES, Array, accumulator_dtype, is_array, is_shape, namespace
 from .errors import UnsupportedProblem, refuse
 
 _ON_DEVICE = {2: "CUDA", 13: "CUDA managed"}  # kDLCUDA, kDLCUDAManaged
 COPIES = {"numpy": "its get()", "cupy": "cupy.asarray"}  # what copies an array of the other namespace to each
 _OF_Q, _OF_LSE = ("q", "k", "v", "o", "do"), ("lse", "dlse")  # arrays of q's dtype, and of that of its sums
+_EXTENDED = {dtype.name: dtype for dtype in DTYPES if dtype.kind == "V"}  # dtypes of ml_dtypes
 _ON_HOST = {1: "CPU", 3: "CUDA pinned"}  # kDLCPU, kDLCUDAHost
 
 
@@ -140,7 +141,8 @@ def taken(name: str, value: Any, xp: Any) -> Array:
     try:
         if is_tensor(value) and value.is_cuda and xp is not np and _is_on_stream_of(value, xp):
             return _of_tensor(value, xp)
-        return _bfloat16(value, xp) if _is_bfloat16(value) else xp.from_dlpack(value)
+        extended = _extended_dtype(value)
+        return xp.from_dlpack(value) if extended is None else _of_extended(value, extended, xp)
     except MemoryError:
         raise
     except Exception as error:  # code of another library
@@ -220,21 +222,23 @@ def taken_on_cuda(name: str, value: Any) -> Array:
     return taken(name, value, cupy)
 
 
-def _is_bfloat16(value: Any) -> bool:
+def _extended_dtype(value: Any) -> np.dtype[Any] | None:
+    """The dtype of a value if NumPy's DLPack lacks it."""
     dtype = getattr(value, "dtype", "")
     if isinstance(dtype, np.dtype):  # whose name takes long to make
-        return bool(dtype == BFLOAT16)
-    return str(dtype).removeprefix("torch.") == "bfloat16"
+        return dtype if dtype in _EXTENDED.values() else None
+    return _EXTENDED.get(str(dtype).removeprefix("torch."))
 
 
-def _bfloat16(value: Any, xp: Any) -> Array:
-    """Return an array of bfloat16, which NumPy's DLPack lacks: tensors pass as int16, others by the host's buffer."""
+def _of_extended(value: Any, dtype: np.dtype[Any], xp: Any) -> Array:
+    """Return an array of a dtype that NumPy's DLPack lacks: tensors pass as integers, others by the host's buffer."""
     if is_tensor(value):
-        return xp.from_dlpack(value.view(sys.modules["torch"].int16)).view(BFLOAT16)
+        integers = getattr(sys.modules["torch"], f"int{8 * dtype.itemsize}")
+        return xp.from_dlpack(value.view(integers)).view(dtype)
     if xp is not np:
         return xp.from_dlpack(value)
     array = np.asarray(value)
-    if array.dtype != BFLOAT16:
+    if array.dtype != dtype:
         raise TypeError(f"its elements come as {array.dtype}")
     return array
 

@@ -17,13 +17,13 @@ from torch.autograd.graph import increment_version
 from .calls._forward import run, with_one_score
 from .calls._call import planned
 from .calls.model_options import model_options
-from .arrays import BFLOAT16, Array, ShapeDtype, describe, flag_reasons, is_array, is_integer_dtype
+from .arrays import Array, ShapeDtype, describe, flag_reasons, is_array, is_integer_dtype
 from .dropout import Dropout
 from .errors import UnsupportedProblem, refuse
 from .executors._bound_plan import BoundPlan
 from .executors._layout_key import layout_key
 from .executors import checks, gpu, torch_gpu
-from .executors.torch_gpu import NUMPY_DTYPES, Layout
+from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .keywords import explains_keywords
 from .layouts import dtype_of, has_dual_level, is_batched, is_tensor, taken, tensor_reasons
 from .masks.one_array import at_each_call
@@ -603,6 +603,6 @@ def _returned(outs: _Outs, made: Iterable[Tensor]) -> tuple[Any, ...]:
 
 def _as_tensor(array: Array) -> Tensor:
     """Return a tensor of an array's memory."""
-    if array.dtype == BFLOAT16:
-        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype.kind == "V":  # of ml_dtypes, which DLPack lacks
+        return torch.from_dlpack(array.view(f"i{array.dtype.itemsize}")).view(TORCH_DTYPES[array.dtype])
     return torch.from_dlpack(array)

@@ -20,7 +20,7 @@ from cuflash.blocks import index as indices
 from cuflash.compiler import nvrtc as compiling
 from cuflash.compiler import source as sources
 from cuflash.executors import index_maker
-from cuflash.planning.spec import KernelSpec
+from cuflash.planning.spec import Entry, KernelSpec
 from hypothesis import HealthCheck, settings
 
 # Timings on a busy machine say nothing about the code: no deadline, and slow examples are no failure.
@@ -110,9 +110,9 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def spec() -> Callable[..., sources.KernelSpec]:
     """A function that returns the specification of a small simt kernel; its arguments replace fields of it."""
 
-    def make(entry: str = "plain", **fields: object) -> KernelSpec:
-        small = {"family": "simt", "head_dim": 64, "value_dim": 64, "block_q": 32, "block_kv": 32}
-        return KernelSpec(**{**small, "entry": entry, "dtype": np.dtype(np.float32), **fields})
+    def make(name: str = "plain", family: str = "simt", **fields: object) -> KernelSpec:
+        small = {"head_dim": 64, "value_dim": 64, "block_q": 32, "block_kv": 32, "dtype": np.dtype(np.float32)}
+        return KernelSpec(**{**small, "entry": Entry(family=family, name=name), **fields})
 
     return make
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import DTYPES, Array, as_dtype, describe, flag_reasons, to_host
+from ..arrays import DTYPES, E4M3, Array, as_dtype, describe, flag_reasons, to_host
 from ..calls._call import Call, composed_score
 from ..dropout import Dropout
 from ..errors import UnsupportedProblem, collecting, refuse
-from ..fp8 import e4m3, operands as fp8
+from ..fp8 import operands as fp8
 from ..fp8.cuts import Cuts
 from ..keywords import explains_keywords
 from ..planning.dropout_launches import SEED
@@ -184,7 +184,7 @@ def error_bound(
     model = Rounding.of(storage or problem.dtype, precision, product_dtype, probable)
     cuts = None
     if storage is not None:
-        cuts = Cuts.of(*quantized) if product_dtype == e4m3.E4M3 else None
+        cuts = Cuts.of(*quantized) if product_dtype == E4M3 else None
         model = model.of_quantized(are_products_cut=cuts is not None)
     captured = None if composed is None else Captured.of(composed, problem)
     weights = Weights.of(dropout, problem)

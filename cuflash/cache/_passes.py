@@ -15,14 +15,15 @@ from ..executors._records import View
 from ..layouts import address, device_number, layout_reasons
 from ..planning.decoding import MOST_ROWS, CacheLayout, chunk_reasons, decode_pass, decode_reasons
 from ..planning.device import DeviceSpec
-from ..planning.families import SM80
+from ..planning.families.sm80 import DECODING
 from ..planning.launches import Pass
 from ..planning.prefill import prefill_pass, prefill_reasons
 from ..planning.problem import Problem, with_operands
 from ..planning.routing import PREFILL_FAMILIES
 from .scoring import ScoreKind
 
-_KERNELS, _OF_DECODE = ("auto", *PREFILL_FAMILIES), ("auto", SM80)  # what may be asked for, and of the decode kernel
+# What may be asked for, and of the decode kernel.
+_KERNELS, _OF_DECODE = ("auto", *PREFILL_FAMILIES), ("auto", DECODING.family)
 _SIMULATED = DeviceSpec.gpu("H100")
 
 

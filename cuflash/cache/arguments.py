@@ -9,11 +9,10 @@ import numpy as np
 
 from ..api import plan
 from ..arrays import (
-    DTYPES, Array, ShapeDtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, require_arrays,
-    to_host,
+    DTYPES, SCALED_DTYPES, Array, ShapeDtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace,
+    require_arrays, to_host,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
-from ..fp8.e4m3 import E4M3
 from ..layouts import COPIES, device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
 from ..planning.decoding import PART_STEP
@@ -74,13 +73,13 @@ def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[Any]:
         Attention does not compute with it.
     """
     made = as_dtype("dtype", dtype)
-    if made == E4M3 and not has_scales:
+    if made in SCALED_DTYPES and not has_scales:
         raise UnsupportedProblem(
             ["dtype must be that of pages without scales; got float8_e4m3fn: KVCache(dtype=...) makes pages with them"]
         )
-    if made not in (*DTYPES, E4M3):
-        known = ", ".join(each.name for each in (*DTYPES, E4M3))
-        raise UnsupportedProblem([f"dtype must be one of {known}; got {made}"])
+    known = (*DTYPES, *SCALED_DTYPES)
+    if made not in known:
+        raise UnsupportedProblem([f"dtype must be one of {', '.join(each.name for each in known)}; got {made}"])
     return made
 
 

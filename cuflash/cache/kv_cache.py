@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace, to_host
+from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..executors import checks
 from ..executors.launch import run_alone
 from ..executors.sim import Simulator
-from ..fp8.quantize import SOURCES
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
 from ..planning.decoding import CacheLayout
@@ -857,7 +856,7 @@ class KVCache:
     @property
     def _row_dtypes(self) -> tuple[np.dtype[Any], ...]:
         """Dtypes that new rows and queries may have."""
-        return SOURCES if self._arrays.is_quantized else (self._arrays.dtype,)
+        return UP_TO_FLOAT32 if self._arrays.is_quantized else (self._arrays.dtype,)
 
     @property
     def _layout(self) -> CacheLayout:

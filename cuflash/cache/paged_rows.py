@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import BFLOAT16, Array, namespace
-from ..fp8.e4m3 import E4M3
+from ..arrays import BFLOAT16, E4M3, Array, namespace
 from ..fp8.rows import dequantized_rows, quantized_rows
 from .pages import Copy, Growth
 

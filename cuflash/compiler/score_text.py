@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..arrays import KNOWN_DTYPES
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
@@ -20,8 +21,7 @@ from ..scores.program import Instruction, Program, depends, gradient_loads, need
 from ..scores.score import Printing
 from .uniform_text import KINDS, UniformText
 
-_ELEMENTS = {
-    "float16": "ptx::Half", "bfloat16": "ptx::BFloat16", "float32": "float", "float64": "double",
+_ELEMENTS = {each.numpy.name: each.element for each in KNOWN_DTYPES} | {
     "int8": "int8_t", "int16": "int16_t", "int32": "int32_t", "int64": "int64_t",
     "uint8": "uint8_t", "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t", "bool": "uint8_t",
 }  # fmt: skip

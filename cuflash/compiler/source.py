@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..arrays import BFLOAT16
-from ..planning.routing import shared_bytes
+from ..arrays import KNOWN_DTYPES
 from ..planning.spec import KernelSpec
 from . import score_text
 from .params_layout import assertions
@@ -20,12 +19,7 @@ _INSTALLED = Path(__file__).parents[1] / "kernels_cu"
 KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"  # at the top of a checkout
 HOST = Path(__file__).parents[1] / "sim"  # its ptx/ stands in for that of kernels_cu/
 
-_ELEMENTS = {
-    np.dtype(np.float16): "ptx::Half",
-    BFLOAT16: "ptx::BFloat16",
-    np.dtype(np.float32): "float",
-    np.dtype(np.float64): "double",
-}
+_ELEMENTS = {each.numpy: each.element for each in KNOWN_DTYPES}
 # The argument of a kernel that has the feature of a field, in the order of `Launch.features`.
 _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
@@ -36,7 +30,7 @@ _FEATURES = {
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _SHARED_BYTES = re.compile(r"^constexpr int kSharedBytes =", re.MULTILINE)
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
-_OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|results|naive|fa1|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
+_OURS = re.compile(r"\s*<([a-z0-9]+/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
 def constants(spec: KernelSpec) -> str:
@@ -44,14 +38,14 @@ def constants(spec: KernelSpec) -> str:
     accumulator = "double" if spec.dtype == np.float64 else "float"
     lines = [f"using Element = {_ELEMENTS[spec.dtype]};", f"using Accumulator = {accumulator};"]
     lines.append(f"static constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
-    for field in fields(spec)[3:]:
+    for field in fields(spec)[2:]:
         if field.name == "precision" or field.name.startswith("score"):
             continue
         name = "".join(word.capitalize() for word in field.name.split("_"))
         value = getattr(spec, field.name)
         type_name, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
         lines.append(f"static constexpr {type_name} k{name} = {text};")
-    lines.append(f"static constexpr bool kIsBackward = {str(spec.entry.startswith('backward')).lower()};")
+    lines.append(f"static constexpr bool kIsBackward = {str(spec.entry.loads_do).lower()};")
     features = "".join(f", const __grid_constant__ {each}" for name, each in _FEATURES.items() if getattr(spec, name))
     lines = ["namespace cuflash {", "struct Config {", *lines, "};", "}  // namespace cuflash"]
     return "\n".join([*lines, f"#define CUFLASH_FEATURES {features}", ""])
@@ -66,16 +60,16 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     included: set[str] = set()
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
-    entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
+    entry = "".join(_flattened(f"{spec.family}/{spec.entry.name}.cu", included, host))
     layout = f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{assertions(included, host=host)}'
     if _SHARED_BYTES.search(entry):  # the kernel's own count
-        layout += f'#line 1 "cuflash/planning/families: shared_bytes()"\n{_shared_assertion(spec)}'
+        layout += f'#line 1 "cuflash/planning: KernelSpec.shared_bytes"\n{_shared_assertion(spec)}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout}"
 
 
 def _shared_assertion(spec: KernelSpec) -> str:
     """Return C++ that stops a compiler where a kernel lays out more or less shared memory than its launches ask for."""
-    rule, nbytes = f"cuflash::{spec.family}::kSharedBytes", shared_bytes(spec)
+    rule, nbytes = f"cuflash::{spec.family}::kSharedBytes", spec.shared_bytes
     return f'static_assert({rule} == {nbytes}, "launches ask for {nbytes} bytes of shared memory");\n'
 
 

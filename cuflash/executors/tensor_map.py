@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import BFLOAT16
+from ..arrays import KNOWN_DTYPES
 
 BYTES = 128
 _MAGIC = 0x70616D726F736E65
 _MAX_STRIDE_BYTES = 1 << 40
 _MAX_BOX = 256  # elements along an axis
 # as in sim/runtime/bulk.cpp, where integers are of no kind that is added
-_TYPES = {np.dtype(np.uint8): 0, np.dtype(np.float16): 1, BFLOAT16: 2, np.dtype(np.float32): 3}
-_NAMES = {0: "UINT8", 1: "FLOAT16", 2: "BFLOAT16", 3: "FLOAT32"}  # the ends of CUDA's names
+_TYPES = {np.dtype(np.uint8): "UINT8"} | {each.numpy: each.tensor_map for each in KNOWN_DTYPES if each.tensor_map}
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 # Map in sim/runtime/bulk.cpp.
 _SIMULATED = np.dtype(
@@ -102,7 +101,7 @@ def simulated(boxed: BoxedArray, address: int) -> Any:
     encoded_map = np.zeros(1, _SIMULATED)
     encoded_map["magic"], encoded_map["base"], encoded_map["rank"] = _MAGIC, address, rank
     encoded_map["element_bytes"], encoded_map["swizzle_bytes"] = boxed.dtype.itemsize, boxed.swizzle_bytes
-    encoded_map["type"] = _TYPES[boxed.dtype]
+    encoded_map["type"] = [*_TYPES].index(boxed.dtype)
     encoded_map["strides"][0, :rank] = (boxed.dtype.itemsize, *boxed.outer_strides[::-1])
     encoded_map["sizes"][0, :rank] = boxed.shape[::-1]
     encoded_map["box"][0, :rank] = boxed.box[::-1]
@@ -127,7 +126,7 @@ def encoded(boxed: BoxedArray, address: int) -> Any:
         raise RuntimeError(f"cuda-bindings is missing ({error}): {fix}") from error
     rank, words = len(boxed.shape), driver.cuuint32_t
     code, encoded_map = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_NAMES[_TYPES[boxed.dtype]]}"),
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[boxed.dtype]}"),
         rank,
         address,
         [driver.cuuint64_t(size) for size in boxed.shape[::-1]],

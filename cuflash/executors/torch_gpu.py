@@ -10,17 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..arrays import BFLOAT16, Array, Namespace
+from ..arrays import DTYPES, Array, Namespace
 from ..blocks.work_list import WorkList
 from ..layouts import dense_strides, dtype_of
 from ..planning.plan import KernelPlan
 from . import gpu
 
-NUMPY_DTYPES = {
-    torch.float16: np.dtype(np.float16), torch.bfloat16: BFLOAT16, torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-}  # fmt: skip
-TORCH_DTYPES = {theirs: ours for ours, theirs in NUMPY_DTYPES.items()}
+TORCH_DTYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
+NUMPY_DTYPES = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 
 
 def axes_in_memory(tensor: Layout) -> tuple[int, ...] | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 
-from ..arrays import Array, namespace
+from ..arrays import E4M3, Array, namespace
 
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST = 448.0
 _NAN = 0x7F
 _VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import BFLOAT16, Array, as_dtype, describe, is_int, is_number, namespace, require_arrays
+from ..arrays import E4M3, UP_TO_FLOAT32, Array, as_dtype, describe, is_int, is_number, namespace, require_arrays
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
@@ -16,7 +16,6 @@ from . import e4m3, on_device
 from .rotation import Rotation, large_units
 from .transposed import transposed_values
 
-SOURCES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
 PARTS = ("block", "head", "tensor")
 BLOCK = 128  # rows that share a scale unless a caller says otherwise
 _SMALLEST_SCALE, _LARGEST_SCALE = np.float32(2.0**-126), np.finfo(np.float32).max
@@ -80,7 +79,7 @@ class Quantized:
         reasons += _option_reasons(self.per, self.block, self.rotation, self.data)
         with collecting(reasons):
             object.__setattr__(self, "source_dtype", as_dtype("source_dtype", self.source_dtype))
-            if self.source_dtype not in SOURCES:
+            if self.source_dtype not in UP_TO_FLOAT32:
                 reasons.append(f"source_dtype must be float16, bfloat16 or float32; got {self.source_dtype}")
         if not reasons:
             reasons += self._scale_reasons()
@@ -201,7 +200,7 @@ class Quantized:
         return self._transposed[0]
 
     def _data_reasons(self) -> list[str]:
-        wanted = e4m3.E4M3 if isinstance(self.data, np.ndarray) else np.dtype(np.uint8)
+        wanted = E4M3 if isinstance(self.data, np.ndarray) else np.dtype(np.uint8)
         reasons = []
         if self.data.dtype != wanted:
             reasons.append(f"data must be of {wanted}; got {self.data.dtype}: quantize makes it")
@@ -284,9 +283,9 @@ def quantize(
     require_arrays({"x": x})
     reasons = _option_reasons(per, block, rotate, x)
     with collecting(reasons):
-        if as_dtype("dtype", dtype) != e4m3.E4M3:
+        if as_dtype("dtype", dtype) != E4M3:
             reasons.append(f"dtype must be float8_e4m3fn, the one that is supported; got {as_dtype('dtype', dtype)}")
-    if x.dtype not in SOURCES:
+    if x.dtype not in UP_TO_FLOAT32:
         reasons.append(f"x must be of float16, bfloat16 or float32; got {x.dtype}: cast it")
     if x.ndim < 2:
         reasons.append(f"x must have shape (..., rows, columns); got {tuple(x.shape)}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .launches import Pass, Workspace
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 MOST_PARTS = 128  # of a launch
 # Mirror `kernels_cu/results/params.cuh`.
@@ -30,23 +30,34 @@ COMPARISON = np.dtype(
     align=True,
 )
 COMPARED = ("o", "lse", "kept_o", "kept_lse")  # what the kernel that compares reads
-_WARPS = {"merge": 4, "compare": 8}
 _COLUMNS = 4  # of a thread of the kernel that merges
 _ELEMENTS, _MOST_BLOCKS = 16, 1024  # of a thread, and of a launch, of the kernel that compares
 _BYTES_OF_SQUARES = 16  # two sums of float64
 
 
-def result_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
-    """A kernel that reads results of a dtype."""
+def _sum_bytes(spec: KernelSpec) -> int:
+    """The sums of each warp, and whether the thread block is the last one."""
+    return _BYTES_OF_SQUARES * spec.num_warps + 8
+
+
+# Kernels by name, with the warps of a thread block.
+_KERNELS = {
+    "merge": (Entry(family="results", name="merge", runs_as=SIMT), 4),
+    "compare": (Entry(family="results", name="compare", runs_as=SIMT, shared_bytes=_sum_bytes), 8),
+}
+
+
+def result_spec(name: str, dtype: np.dtype[Any]) -> KernelSpec:
+    """Return the specification of a kernel that reads results of a dtype."""
+    entry, num_warps = _KERNELS[name]
     return KernelSpec(
-        family="results", entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0,
-        num_warps=_WARPS[entry], min_blocks=1,
-    )  # fmt: skip
+        entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=num_warps, min_blocks=1
+    )
 
 
 def every_result_spec(dtypes: tuple[np.dtype[Any], ...]) -> set[KernelSpec]:
     """The kernels for results of some dtypes."""
-    return {result_spec(entry, dtype) for entry in _WARPS for dtype in dtypes}
+    return {result_spec(name, dtype) for name in _KERNELS for dtype in dtypes}
 
 
 def merging(num_parts: int, o_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pass:
@@ -86,7 +97,7 @@ def comparing(o_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pass:
     grid = min(max(needed, 1), _MOST_BLOCKS)
     kernels = Pass.of_kernel(
         spec, grid, COMPARISON, {"num_rows": num_rows, "num_elements": num_elements}, reads=COMPARED,
-        writes=("mass", "error", "sums", "num_arrived"), shared_bytes=_BYTES_OF_SQUARES * spec.num_warps + 8,
+        writes=("mass", "error", "sums", "num_arrived"),
     )  # fmt: skip
     sums, arrived = Workspace((grid, 2), np.dtype(np.float64)), Workspace((1,), np.dtype(np.int32), is_zeroed=True)
     return replace(kernels, workspaces={"sums": sums, "num_arrived": arrived})

@@ -8,7 +8,7 @@ import numpy as np
 
 from .decoding import CACHE_PAGES, OF_CACHE, SCALE_NAMES, TABLES, CacheLayout, scale_features
 from .launches import MATRICES, Feature, Launch, Pass, Workspace
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 APPEND = np.dtype(
     [
@@ -20,6 +20,8 @@ APPEND = np.dtype(
     ],
     align=True,
 )
+_APPEND = Entry(family="cache", name="append", runs_as=SIMT)
+_APPEND_E4M3 = Entry(family="cache", name="append_e4m3", runs_as=SIMT)
 _WARPS = 8
 _WARPS_OF_ROWS = 16  # warps of the kernel that rounds to 8 bits, one for each row of a head
 _ROWS_OF_A_WARP = 2
@@ -54,7 +56,7 @@ def append_pass(
     workspaces = {"arrivals": Workspace((batch,), np.dtype(np.int32), is_zeroed=True)}
     scales = scale_features(is_quantized)
     launch = Launch(
-        spec=append_spec(dtype, is_quantized=is_quantized), tiles=batch * blocks, shared_bytes=0,
+        spec=append_spec(dtype, is_quantized=is_quantized), tiles=batch * blocks,
         reads=("k", "v", "table", "counts", "lengths"),
         writes=("cache_k", "cache_v", *SCALE_NAMES * is_quantized, "lengths", "num_faults", *workspaces),
         features=("append", *(each.name for each in scales)),
@@ -70,6 +72,6 @@ def append_pass(
 def append_spec(dtype: np.dtype[Any], *, is_quantized: bool = False) -> KernelSpec:
     """The kernel for a dtype of new rows, and for caches that keep it or 8 bits; it depends on nothing else."""
     return KernelSpec(
-        family="cache", entry="append_e4m3" if is_quantized else "append", dtype=dtype, head_dim=32, value_dim=32,
+        entry=_APPEND_E4M3 if is_quantized else _APPEND, dtype=dtype, head_dim=32, value_dim=32,
         block_q=16, block_kv=16, num_warps=_WARPS_OF_ROWS if is_quantized else _WARPS, min_blocks=1,
     )  # fmt: skip

@@ -9,10 +9,11 @@ import numpy as np
 
 from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
+from .families.family import launch_of
 from .families.sm80 import MASS_CHUNK
-from .launches import MATRICES, Feature, Kernels, Launch, Pass, TileOrder, Workspace
+from .launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
 from .problem import Problem
-from .routing import FAMILIES, mass_kernel
+from .routing import mass_kernel
 from .score_launches import with_score
 
 MASS_GRID = np.dtype(
@@ -45,18 +46,9 @@ def mass_kernels(
     says whether the kernel takes them.
     """
     spec = mass_kernel(problem, device, block[1], is_listed=isinstance(work, ListedWork))
-    family = FAMILIES[spec.family]
     tiles = problem.num_heads * -(-problem.seqlen_q // _queries_of_thread_block(block[0], spec.block_q))
-    launch = Launch(
-        spec=spec,
-        tiles=tiles,
-        shared_bytes=family.shared_bytes(spec),
-        reads=("q", "k", "lse") if has_lse else ("q", "k"),
-        writes=("mass",) if has_lse else ("mass", "lse"),
-        max_blocks=family.max_blocks(spec, device),
-        boxes=family.boxes(spec),
-        features=("mass",),
-    )
+    reads, writes = (("q", "k", "lse"), ("mass",)) if has_lse else (("q", "k"), ("mass", "lse"))
+    launch = launch_of(spec, device, tiles, reads, writes, ("mass",))
     numbers: dict[str, Any] = {"block_q": block[0], "block_kv": block[1], "has_lse": has_lse,
                                "turned_columns": turned_columns}  # fmt: skip
     workspaces: dict[str, Workspace] = {}

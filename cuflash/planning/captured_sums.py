@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from .families import SIMT
 from .launches import Feature, Launch, Pass, Workspace
 from .problem import Problem
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 # Words of an exact sum by the dtype that is added, as `ExactSum` of kernels_cu/tile/exact_sum.cuh counts them.
 EXACT_WORDS = {np.dtype(np.float32): 15, np.dtype(np.float64): 91}
@@ -38,6 +37,7 @@ CAPTURED_SUMS = np.dtype(
 OWN, EXACT, PARTS = "own", "exact", "parts"  # "parts" is followed by their axes: "parts b", "parts h" or "parts bh"
 _SET_ZERO, _ROUND, _ADD_PARTS = range(3)  # operations of the kernel
 _WARPS, _ELEMENTS_OF_THREAD, _MAX_BLOCKS = 4, 8, 1 << 12
+_ENTRY = Entry(family=SIMT, name="captured_sums")
 _WORD = 4  # bytes that the kernel sets to 0 at a time
 
 
@@ -117,8 +117,7 @@ def with_captured_sums(
 def sums_spec(dtype: np.dtype[Any]) -> KernelSpec:
     """The kernel that writes a gradient from its sums, parts of a dtype; it reads neither operands nor tiles."""
     return KernelSpec(
-        family=SIMT, entry="captured_sums", dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
-        num_warps=_WARPS, min_blocks=1,
+        entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16, num_warps=_WARPS, min_blocks=1,
     )  # fmt: skip
 
 
@@ -148,6 +147,6 @@ def _feature(name: str, arrays: tuple[str, str], num_elements: int, num_parts: i
 def _launch(dtype: np.dtype[Any], feature: Feature, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
     blocks = -(-feature.values["num_elements"] // (32 * _WARPS * _ELEMENTS_OF_THREAD))
     return Launch(
-        spec=sums_spec(dtype), tiles=max(1, min(blocks, _MAX_BLOCKS)), shared_bytes=0, reads=reads,
-        writes=writes, features=(feature.name,),
+        spec=sums_spec(dtype), tiles=max(1, min(blocks, _MAX_BLOCKS)), reads=reads, writes=writes,
+        features=(feature.name,),
     )  # fmt: skip

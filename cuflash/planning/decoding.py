@@ -9,12 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .device import DeviceSpec
-from .families import SM80
 from .families.family import FORWARD_INPUTS
-from .families.sm80 import MOST_PARTS
+from .families.sm80 import DECODING, DECODING_E4M3, MOST_PARTS
 from .launches import MATRICES, Feature, Launch, Pass, Workspace
 from .problem import Problem
-from .routing import FAMILIES, shared_bytes
+from .routing import FAMILIES
 from .score_launches import with_score_argument
 from .sinks import sink_forward
 from .spec import KernelSpec
@@ -95,7 +94,7 @@ _E4M3_STAGES = 2  # stages of a cache of 8-bit numbers for each of these, which 
 
 def decode_reasons(problem: Problem, device: DeviceSpec, *, is_quantized: bool = False) -> list[str]:
     """Why the decode kernel does not serve a problem on a device, for a cache of q's dtype or of 8-bit numbers."""
-    reasons = FAMILIES[SM80].reasons(problem, device)
+    reasons = FAMILIES[DECODING.family].reasons(problem, device)
     rows = problem.group_size * problem.seqlen_q
     if not 1 <= rows <= MOST_ROWS:
         reasons.append(f"q must have 1 to {MOST_ROWS} rows for each key/value head; got {rows}")
@@ -171,7 +170,7 @@ def decode_pass(
     }
     scales = scale_features(is_quantized)
     launch = Launch(
-        spec=spec, tiles=prod(heads) * max_parts, shared_bytes=shared_bytes(spec),
+        spec=spec, tiles=prod(heads) * max_parts,
         reads=(*FORWARD_INPUTS, *SCALE_NAMES * is_quantized, "table", "lengths", "counts"),
         writes=("o", "lse", "num_faults", *workspaces), features=("decode", *(each.name for each in scales)),
     )  # fmt: skip
@@ -225,14 +224,14 @@ def decode_spec(
     for tile in tiles:
         num_warps = tile.key_groups * block_q // 16
         spec = KernelSpec(
-            family=SM80, entry="decode_e4m3" if is_quantized else "decode", dtype=problem.dtype, head_dim=head_dim,
+            entry=DECODING_E4M3 if is_quantized else DECODING, dtype=problem.dtype, head_dim=head_dim,
             value_dim=value_dim, block_q=block_q, block_kv=tile.block_kv, num_warps=num_warps,
             min_blocks=_min_blocks(widest, num_warps, tile.num_stages),
             num_stages=tile.num_stages * (_E4M3_STAGES if is_quantized else 1), is_split=True, pack_gqa=True,
             has_sink=problem.operand("sink") is not None, part_keys=part_keys or 0,
         )  # fmt: skip
         largest = spec if part_keys is None else replace(spec, block_q=MOST_ROWS)
-        if shared_bytes(largest) <= device.tile_memory_bytes:
+        if largest.shared_bytes <= device.tile_memory_bytes:
             break
     return spec
 

@@ -28,8 +28,6 @@ DROPOUT = np.dtype(
     ],
     align=True,
 )
-# Kernels that make weights, or gradients of scores from them.
-_DRAWING = ("softmax", "forward", "gradient_scores", "backward", "backward_wide", "backward_rows", "backward_columns")
 
 
 def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
@@ -88,7 +86,7 @@ def with_dropout(kernels: Kernels, draws: Draws) -> Kernels:
 
 def _pass(made: Pass, draws: Draws) -> Pass:
     launches: Mapping[str, Launch] = {
-        role: _drawing(launch, draws) if launch.spec.entry in _DRAWING else launch
+        role: _drawing(launch, draws) if launch.spec.entry.draws_dropout else launch
         for role, launch in made.launches.items()
     }
     values = {

@@ -24,7 +24,7 @@ from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
 from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 AT_CALL = "lists"  # the argument of executors for lists that are made at each call
 _POINTER = np.uint64
@@ -55,11 +55,11 @@ INTERVAL_PARAMS = np.dtype(
     align=True,
 )
 INTERVAL_SPECS = {
-    entry: KernelSpec(
-        family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
-        num_warps=4, min_blocks=1,
+    name: KernelSpec(
+        entry=Entry(family="lists", name=name, runs_as=SIMT), dtype=np.dtype(np.float32), head_dim=0, value_dim=0,
+        block_q=0, block_kv=0, num_warps=4, min_blocks=1,
     )
-    for entry in ("intervals", "interval_orders")
+    for name in ("intervals", "interval_orders")
 }  # fmt: skip
 
 
@@ -275,11 +275,9 @@ class IntervalSource(SourceOfResults):
         }  # fmt: skip
 
 
-def list_launch(spec: KernelSpec, grid: int, arrays: tuple[str, ...], shared_bytes: int = 0) -> Launch:
+def list_launch(spec: KernelSpec, grid: int, arrays: tuple[str, ...]) -> Launch:
     """A kernel that makes what a call reads of a mask, from arrays."""
-    return Launch(
-        spec=spec, tiles=grid, shared_bytes=shared_bytes, reads=arrays, writes=(AT_CALL,), features=("lists",)
-    )
+    return Launch(spec=spec, tiles=grid, reads=arrays, writes=(AT_CALL,), features=("lists",))
 
 
 def _sides(name: str, numbers: tuple[int, int]) -> dict[str, int]:

@@ -132,8 +132,6 @@ class Launch:
     spec : KernelSpec
     tiles : int
         Tiles that the kernel computes for one batch entry.
-    shared_bytes : int
-        Dynamic shared memory of a thread block.
     reads, writes : tuple of str
         Names of the arrays that the kernel reads and writes: operands, results and workspaces. ``dlse`` is read only
         where the caller gives it.
@@ -146,17 +144,24 @@ class Launch:
         Names of the features of the pass whose parameters the kernel takes.
     skipped_tiles : callable, optional
         Given a number of batch entries, how many of their tiles an earlier kernel of the pass has finished.
+    row_bytes : int
+        Dynamic shared memory for rows of arrays, if a thread block has more than the specification says.
     """
 
     spec: KernelSpec
     tiles: int
-    shared_bytes: int
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     max_blocks: int | None = None
     boxes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     features: tuple[str, ...] = ()
     skipped_tiles: Callable[[int], int] | None = None
+    row_bytes: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a thread block."""
+        return self.spec.shared_bytes + self.row_bytes
 
     def grid(self, num_batch: int) -> int:
         """Thread blocks of a launch over so many batch entries."""
@@ -189,15 +194,14 @@ class Pass:
     @classmethod
     def of_kernel(
         cls, spec: KernelSpec, grid: int, record: np.dtype[Any], numbers: Mapping[str, Any], *,
-        reads: tuple[str, ...], writes: tuple[str, ...], shared_bytes: int = 0,
+        reads: tuple[str, ...], writes: tuple[str, ...], row_bytes: int = 0,
         names: Mapping[str, str] = MappingProxyType({}), starts: Mapping[str, int] = MappingProxyType({}),
     ) -> Pass:  # fmt: skip
         """A pass of one launch of so many thread blocks, whose one argument is a record of addresses and numbers."""
-        launch = Launch(
-            spec=spec, tiles=grid, shared_bytes=shared_bytes, reads=reads, writes=writes, features=(spec.entry,)
-        )  # fmt: skip
-        feature = Feature(spec.entry, record, numbers, (*reads, *writes), names=names, starts=starts)
-        return cls({spec.entry: launch}, features=(feature,))
+        name = spec.entry.name
+        launch = Launch(spec=spec, tiles=grid, reads=reads, writes=writes, features=(name,), row_bytes=row_bytes)
+        feature = Feature(name, record, numbers, (*reads, *writes), names=names, starts=starts)
+        return cls({name: launch}, features=(feature,))
 
     @property
     def specs(self) -> dict[str, KernelSpec]:

@@ -29,7 +29,7 @@ from .interval_kernels import (
     IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch,
 )  # fmt: skip
 from .launches import BATCH_AXES, Feature, Pass, Workspace
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 _POINTER = np.uint64
 _OF_LISTS_ALONE = ("grid_kinds", "ranks")  # no attention kernel reads these
@@ -55,13 +55,24 @@ LIST_PARAMS = np.dtype(
     ],
     align=True,
 )
-_SHARED_BYTES = {"pointers": 4, "entries": 4}  # of a thread
 # Fields of a block index, and the results of the kernels that they are.
 _FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
-_WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 8}
+
+
+def _count_bytes(spec: KernelSpec) -> int:
+    """A count of each thread."""
+    return 4 * spec.num_threads
+
+
+_WARPS = {
+    Entry(family="lists", name="classify", runs_as=SIMT): 4,
+    Entry(family="lists", name="ranks", runs_as=SIMT): 4,
+    Entry(family="lists", name="pointers", runs_as=SIMT, shared_bytes=_count_bytes): 16,
+    Entry(family="lists", name="entries", runs_as=SIMT, shared_bytes=_count_bytes): 8,
+}
 LIST_SPECS = {
-    entry: KernelSpec(
-        family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
+    entry.name: KernelSpec(
+        entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
         num_warps=num_warps, min_blocks=1,
     )
     for entry, num_warps in _WARPS.items()
@@ -202,10 +213,9 @@ class ListSource(SourceOfResults):
             "lists", LIST_PARAMS, self._numbers(), ("mask", "lo", "hi", AT_CALL), starts=written,
             names=dict.fromkeys(written, AT_CALL),
         )  # fmt: skip
-        launches = {}
-        for entry, grid in self._grids().items():
-            nbytes = _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads
-            launches[entry] = list_launch(LIST_SPECS[entry], grid, self.array_names, nbytes)
+        launches = {
+            name: list_launch(LIST_SPECS[name], grid, self.array_names) for name, grid in self._grids().items()
+        }
         return Pass(launches, features=(feature,))
 
     def _numbers(self) -> dict[str, Any]:

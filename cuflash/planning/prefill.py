@@ -12,14 +12,15 @@ from ..arrays import ShapeDtype
 from ._params import OF_RECORDS_WITHIN, PARAMS, TENSOR_MAPS, UNLIMITED
 from .decoding import TABLES, CacheLayout, chunked_dim_reasons, window_numbers
 from .device import DeviceSpec
-from .families.family import FORWARD_INPUTS
+from .families.family import FORWARD_INPUTS, launch_of
 from .launches import BATCH_AXES, MATRICES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .routing import FAMILIES
 from .score_launches import with_score_argument
 from .sinks import sink_forward
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
+_QUERY_INTERVALS = Entry(family="cache", name="query_intervals", runs_as=SIMT)
 _POINTER = np.uint64
 PAGES = np.dtype(
     [
@@ -69,7 +70,7 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
 def intervals_spec(dtype: np.dtype[Any], has_sink: bool = False) -> KernelSpec:
     """The kernel that says which keys each query sees, and writes results of queries that belong to no sequence."""
     return KernelSpec(
-        family="cache", entry="query_intervals", dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
+        entry=_QUERY_INTERVALS, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
         num_warps=_WARPS, min_blocks=1, has_sink=has_sink,
     )  # fmt: skip
 
@@ -94,24 +95,22 @@ def prefill_pass(
     blocks = min(_MOST_BLOCKS, -(-rows * problem.num_heads // (_WARPS * _ROWS_OF_WARP)))
     number = np.dtype(np.int32)
     workspaces = {"lo": Workspace((batch, rows), number), "hi": Workspace((batch, rows), number)}
-    owner = FAMILIES[family]
-    max_blocks = owner.max_blocks(spec, device)
-    if max_blocks is not None:
+    if spec.entry.is_persistent:
         workspaces["tile_counter"] = Workspace((1,), number)
     intervals = Launch(
-        spec=first, tiles=batch * blocks, shared_bytes=0, reads=("lengths", "counts"),
-        writes=("o", "lse", "num_faults", *workspaces), features=("intervals",),
+        spec=first, tiles=batch * blocks, reads=("lengths", "counts"), writes=("o", "lse", "num_faults", *workspaces),
+        features=("intervals",),
     )  # fmt: skip
     # Rows of a box, which lies within one page: steps of keys start at multiples of their width. One page of all
     # positions has boxes of as many rows as are soon copied one by one, where a sequence ends.
     box_rows = gcd(spec.block_kv, _ROWS_OF_ONE_PAGE if layout.max_pages == 1 else layout.page_size)
     boxes = {
-        name: (name, (box_rows if name in ("k", "v") else box[0], box[1])) for name, box in owner.boxes(spec).items()
+        name: (name, (box_rows if name in ("k", "v") else box[0], box[1])) for name, box in spec.boxes.items()
     }
-    launch = Launch(
-        spec=spec, tiles=batch * problem.num_heads * -(-rows // spec.block_q), shared_bytes=owner.shared_bytes(spec),
-        reads=(*FORWARD_INPUTS, "table", "lengths", "counts", *workspaces), writes=("o", "lse", "num_faults"),
-        features=("params", *["maps"] * bool(boxes)), max_blocks=max_blocks,
+    launch = launch_of(
+        spec, device, batch * problem.num_heads * -(-rows // spec.block_q),
+        (*FORWARD_INPUTS, "table", "lengths", "counts", *workspaces), ("o", "lse", "num_faults"),
+        ("params", *["maps"] * bool(boxes)),
     )  # fmt: skip
     pages = {
         "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,

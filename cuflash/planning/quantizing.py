@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import BFLOAT16
+from ..arrays import UP_TO_FLOAT32
 from .launches import Pass
-from .spec import KernelSpec
+from .spec import SM90, Entry, KernelSpec
 
 QUANTIZE = np.dtype(
     [
@@ -32,15 +32,28 @@ _LANE_COLUMNS = 16  # of a row, in the registers of one lane
 _COLUMNS = (64, 128, 256)
 _BLOCKS = (16, 32, 64, 128)
 _MOST_WARPS = 16
-_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
+
+
+def _maximum_bytes(spec: KernelSpec) -> int:
+    """A number of each warp."""
+    return 4 * _MOST_WARPS
+
+
+def _block_bytes(spec: KernelSpec) -> int:
+    """A block of rows of 8 bits."""
+    return spec.block_kv * spec.head_dim
+
+
+_QUANTIZE = Entry(family="fp8", name="quantize", runs_as=SM90, shared_bytes=_maximum_bytes)
+_TRANSPOSE = Entry(family="fp8", name="transpose", runs_as=SM90, shared_bytes=_block_bytes)
 
 
 def quantize_spec(dtype: np.dtype[Any], columns: int, block: int) -> KernelSpec | None:
     """The kernel that rounds blocks of rows; None where there is none for these."""
-    if dtype not in _DTYPES or columns not in _COLUMNS or block not in _BLOCKS:
+    if dtype not in UP_TO_FLOAT32 or columns not in _COLUMNS or block not in _BLOCKS:
         return None
     return KernelSpec(
-        family="fp8", entry="quantize", dtype=dtype, head_dim=columns, value_dim=columns, block_q=block, block_kv=16,
+        entry=_QUANTIZE, dtype=dtype, head_dim=columns, value_dim=columns, block_q=block, block_kv=16,
         num_warps=min(block * columns // (32 * _LANE_COLUMNS), _MOST_WARPS), min_blocks=1,
     )  # fmt: skip
 
@@ -50,7 +63,7 @@ def transpose_spec(columns: int) -> KernelSpec | None:
     if columns not in _COLUMNS:
         return None
     return KernelSpec(
-        family="fp8", entry="transpose", dtype=np.dtype(np.float32), head_dim=columns, value_dim=columns, block_q=16,
+        entry=_TRANSPOSE, dtype=np.dtype(np.float32), head_dim=columns, value_dim=columns, block_q=16,
         block_kv=KEYS, num_warps=8, min_blocks=1,
     )  # fmt: skip
 
@@ -73,8 +86,7 @@ def quantizing(spec: KernelSpec, shape: tuple[int, ...], num_blocks: int, larges
         "normalizer": np.float32(1 / np.sqrt(shape[-1])),
     }  # fmt: skip
     return Pass.of_kernel(
-        spec, prod(shape[:-2]) * num_blocks, QUANTIZE, numbers, reads=("x", "signs"), writes=("data", "scale"),
-        shared_bytes=4 * _MOST_WARPS,
+        spec, prod(shape[:-2]) * num_blocks, QUANTIZE, numbers, reads=("x", "signs"), writes=("data", "scale")
     )  # fmt: skip
 
 
@@ -90,6 +102,4 @@ def transposing(spec: KernelSpec, shape: tuple[int, ...], padded_rows: int) -> P
         The columns of transposed.
     """
     numbers, grid = {"num_rows": shape[-2], "padded_rows": padded_rows}, prod(shape[:-2]) * padded_rows // KEYS
-    return Pass.of_kernel(
-        spec, grid, TRANSPOSE, numbers, reads=("data",), writes=("transposed",), shared_bytes=KEYS * shape[-1]
-    )
+    return Pass.of_kernel(spec, grid, TRANSPOSE, numbers, reads=("data",), writes=("transposed",))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
-from .families import SIMT, SM80, SM90
 from .families.fa1 import FlashAttention1
 from .families.family import Family
-from .families.lists import Lists
 from .families.naive import Naive
 from .families.simt import Simt
 from .families.sm80 import Sm80
@@ -15,35 +13,19 @@ from .families.sm90 import Sm90
 from .families.sm90_fp8 import Sm90Fp8
 from .families.sm90_storage import ROWS
 from .problem import Problem
-from .spec import KernelSpec
+from .spec import SIMT, SM80, SM90, KernelSpec
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), Sm90(), Naive(), FlashAttention1())}
 PREFILL_FAMILIES = (SM90, SM80)  # of their forward kernels, the first that serves a call attends to pages of a cache
 EIGHT_BITS = SM90  # what kernel= may call the family of numbers of 8 bits, beside "auto"
 _MASS_FAMILIES = (SM90, SM80, SIMT)  # the first with a kernel of block masses for a call makes them
-_OTHER_FAMILIES = {"cache": SIMT, "results": SIMT, "fp8": SM90}  # folders whose kernels run where those of a family do
-_LISTS = Lists()
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries of the sm90 family's usual tile
 
 
-def family_of(spec: KernelSpec) -> Family | Lists:
-    """The family that a kernel belongs to: one of attention, or the one that makes lists.
-
-    Kernels that only move rows of caches, or read results, run wherever simt's do, and those that round to 8 bits where
-    sm90's do.
-    """
-    if spec.family == _LISTS.name:
-        return _LISTS
-    if spec.family == SM90 and spec.is_quantized:
-        return _FP8
-    return FAMILIES[_OTHER_FAMILIES.get(spec.family, spec.family)]
-
-
-def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a thread block of a kernel that a family of attention launches."""
-    family = family_of(spec)
-    return 0 if isinstance(family, Lists) else family.shared_bytes(spec)
+def family_of(spec: KernelSpec) -> Family:
+    """The family of attention on whose chips a kernel runs."""
+    return FAMILIES[spec.entry.runs_as or spec.family]
 
 
 def named(kernel: str, problem: Problem) -> Family:

@@ -17,10 +17,6 @@ from .staged_array import STAGED_BOX, STAGED_MAP, staged_array
 
 NAME = "score"  # the feature's name
 MAP_NAME = "staged_map"  # the feature of the tensor map of a staged array
-# Kernels that make scores, and of those that make their gradients the one that adds up those of captured arrays.
-_FORWARD = ("scores", "forward", "block_mass")
-_BACKWARD = ("scores", "gradient_scores", "backward", "backward_rows", "backward_columns")
-_ADDING = ("gradient_scores", "backward", "backward_columns")
 
 
 def array_name(name: str) -> str:
@@ -103,12 +99,12 @@ def with_score(
     is_repeatable = kernels.is_repeatable and (deterministic or all(kind == OWN for kind in kinds))
     sums = kinds if deterministic else ()
     forward = {
-        role: _changed(launch, program, (), ()) if launch.spec.entry in _FORWARD else launch
+        role: _changed(launch, program, (), ()) if launch.spec.entry.applies_score else launch
         for role, launch in kernels.forward.launches.items()
     }
     backward = {
-        role: _changed(launch, slopes if launch.spec.entry in _ADDING else slope, wrt, sums)
-        if launch.spec.entry in _BACKWARD
+        role: _changed(launch, slopes if launch.spec.entry.adds_gradients else slope, wrt, sums)
+        if launch.spec.entry.applies_score
         else launch
         for role, launch in kernels.backward.launches.items()
     }

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import accumulator_dtype
 from .launches import BATCH_AXES, Pass
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 # Mirror `kernels_cu/lists/selection.cuh`.
 _OF_CHOICE = ("scores", "shares", "allowed", "forced", "kept")  # arrays
@@ -110,8 +110,8 @@ def selection_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
     """A kernel for rows of a dtype, as "pool", "page_bounds" and "key_scores" are, or for accumulators of one."""
     block_q, block_kv, head_dim, num_warps = _SIZES.get(entry, (0, 0, 0, _WARPS))
     return KernelSpec(
-        family="lists", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=0, block_q=block_q, block_kv=block_kv,
-        num_warps=num_warps, min_blocks=1,
+        entry=Entry(family="lists", name=entry, runs_as=SIMT), dtype=dtype, head_dim=head_dim, value_dim=0,
+        block_q=block_q, block_kv=block_kv, num_warps=num_warps, min_blocks=1,
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ class ChoiceRule:
         is_kept = places <= _ROOM
         return Pass.of_kernel(
             selection_spec("choose", dtype), -(-prod(shape[:-1]) // _WARPS), CHOICE, self._numbers(shape, is_kept),
-            reads=_OF_CHOICE[:-1], writes=("kept",), shared_bytes=places if is_kept else 0,
+            reads=_OF_CHOICE[:-1], writes=("kept",), row_bytes=places if is_kept else 0,
         )  # fmt: skip
 
     def _numbers(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def wide_choosing(
     return Pass.of_kernel(
         spec, sum(prod(shape[:-1]) for shape in shapes), CHOICES, numbers,
         reads=tuple(name for name in names.values() if name != "kept"), writes=("kept",), names=names,
-        starts={"second.kept": 4 * num_words(shapes[0])} if len(rules) == 2 else {}, shared_bytes=most,
+        starts={"second.kept": 4 * num_words(shapes[0])} if len(rules) == 2 else {}, row_bytes=most,
     )  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def key_scoring(
     return Pass.of_kernel(
         spec, num_matrices * -(-num_rows // spec.block_q) * num_key_runs(num_keys), KEY_SCORES, numbers,
         reads=("q", "k"), writes=("scores", "runs"), names=_OF_ROWS, starts={"q.data": first_row * q.strides[-2]},
-        shared_bytes=(spec.block_q + spec.block_kv) * pitch * spec.accumulator.itemsize,
+        row_bytes=(spec.block_q + spec.block_kv) * pitch * spec.accumulator.itemsize,
     )  # fmt: skip
 
 
@@ -387,7 +387,7 @@ def slash_summing(
     return Pass.of_kernel(
         spec, prod(heads) * -(-(num_keys + num_distances) // spec.num_threads), SLASH_SUMS, numbers,
         reads=("scores", "runs"), writes=("of_keys", "of_distances"),
-        shared_bytes=2 * spec.block_q * dtype.itemsize,
+        row_bytes=2 * spec.block_q * dtype.itemsize,
     )  # fmt: skip
 
 

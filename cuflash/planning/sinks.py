@@ -9,13 +9,20 @@ from typing import Any
 import numpy as np
 
 from ..arrays import DTYPES
-from .families import SIMT
 from .launches import MATRICES, Feature, Launch, Pass
 from .problem import Problem
-from .spec import KernelSpec
+from .spec import SIMT, Entry, KernelSpec
 
 SINK = np.dtype([("sink", MATRICES), ("dsink", MATRICES), ("dtype", np.int64)], align=True)
 _GRADIENT_WARPS = 8  # enough loads in flight for one block a head
+
+
+def _sum_bytes(spec: KernelSpec) -> int:
+    """A sum for each thread."""
+    return spec.num_threads * spec.accumulator.itemsize
+
+
+_ENTRY = Entry(family=SIMT, name="sink_gradient", shared_bytes=_sum_bytes)
 
 
 def sink_forward(made: Pass, problem: Problem, *roles: str) -> Pass:
@@ -48,8 +55,8 @@ def sink_backward(
         return made
     gradient = gradient_spec(problem.dtype, like)
     launch = Launch(
-        spec=gradient, tiles=problem.num_heads, shared_bytes=gradient.num_threads * problem.accumulator.itemsize,
-        reads=("sink", "lse", "o", "dlse", *reads), writes=("dsink",), features=("sink",),
+        spec=gradient, tiles=problem.num_heads, reads=("sink", "lse", "o", "dlse", *reads), writes=("dsink",),
+        features=("sink",),
     )  # fmt: skip
     launches: Mapping[str, Launch] = {**made.launches, "sink_gradient": launch}
     return replace(made, launches=launches, features=(*made.features, _feature(problem)))
@@ -57,12 +64,11 @@ def sink_backward(
 
 def gradient_spec(dtype: np.dtype[Any], like: KernelSpec | None = None) -> KernelSpec:
     """The kernel that makes a sink's gradient beside o of a dtype; the simt family's reads no tiles."""
-    of_vector = KernelSpec(
-        family=SIMT, entry="sink_gradient", dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16
-    )
+    if like is None:
+        like = KernelSpec(entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16)
     return replace(
-        of_vector if like is None else like,
-        entry="sink_gradient", num_warps=_GRADIENT_WARPS, min_blocks=1, num_stages=1, has_sink=True,
+        like, entry=replace(_ENTRY, family=like.family), num_warps=_GRADIENT_WARPS, min_blocks=1, num_stages=1,
+        has_sink=True,
     )  # fmt: skip
 
 

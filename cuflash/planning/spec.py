@@ -2,13 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..arrays import accumulator_dtype
 from ..scores.program import Program
+
+SIMT, SM80, SM90, FA1, NAIVE = "simt", "sm80", "sm90", "fa1", "naive"  # folders of kernels_cu, names of kernel=
+Boxes: TypeAlias = Mapping[str, tuple[int, int]]  # rows and columns of a box, by array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A kernel, and the facts about it that the host needs; each stands next to the code that launches the kernel.
+
+    >>> entry = Entry(family="simt", name="forward", applies_score=True)
+    >>> entry.applies_score, entry.draws_dropout
+    (True, False)
+
+    Attributes
+    ----------
+    family, name : str
+        kernels_cu/<family>/<name>.cu, which defines the kernel <family>_<name>.
+    shared_bytes : callable, optional
+        Counts the bytes of dynamic shared memory of a thread block from the specification, if it has any.
+    boxes : callable, optional
+        Returns the boxes that the kernel copies by tensor maps, if it takes any.
+    runs_as : str
+        The family on whose chips the kernel runs, if it is not that of the folder.
+    loads_do : bool
+        The kernel loads dO, with queries if it walks keys: headers that both passes share ask for `kIsBackward`.
+    is_persistent : bool
+        Thread blocks take further tiles as they finish one; otherwise each has one tile.
+    takes_order : bool
+        Thread blocks can take tiles in an order that the work has (`is_ordered`).
+    holds_keys : bool
+        A tile is a block of keys, for which the kernel steps over queries; otherwise the reverse.
+    applies_score : bool
+        The kernel computes scores or their gradients, by the score function if a call has one.
+    adds_gradients : bool
+        Of the kernels of the backward pass with a score function, this one adds up the gradients of captured arrays.
+    draws_dropout : bool
+        The kernel makes weights, or gradients of scores from them, and drops weights under dropout.
+    can_finish_dq : bool
+        Thread blocks that add to dQ can count what has arrived at a tile of queries, and write its dQ.
+    delta_words : callable, optional
+        Counts the words that the kernel writes for a tile of queries; otherwise it writes delta, one for each query.
+    has_exponentials : bool
+        The kernel computes a power of two for each score.
+    products : (int, int)
+        Products over the scores of a tile: how many have head_dim as a side, and how many value_dim.
+    """
+
+    family: str
+    name: str
+    shared_bytes: Callable[[KernelSpec], int] | None = None
+    boxes: Callable[[KernelSpec], Boxes] | None = None
+    runs_as: str = ""
+    loads_do: bool = False
+    is_persistent: bool = False
+    takes_order: bool = False
+    holds_keys: bool = False
+    applies_score: bool = False
+    adds_gradients: bool = False
+    draws_dropout: bool = False
+    can_finish_dq: bool = False
+    delta_words: Callable[[KernelSpec], int] | None = None
+    has_exponentials: bool = False
+    products: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,15 +81,15 @@ class KernelSpec:
 
     >>> import numpy as np
     >>> KernelSpec(
-    ...     family="simt", entry="forward", dtype=np.dtype(np.float32),
+    ...     entry=Entry(family="simt", name="forward"), dtype=np.dtype(np.float32),
     ...     head_dim=64, value_dim=64, block_q=64, block_kv=64,
     ... ).name
     'simt_forward'
 
     Attributes
     ----------
-    family, entry : str
-        kernels_cu/<family>/<entry>.cu, which defines the kernel <family>_<entry>.
+    entry : Entry
+        The kernel.
     dtype : numpy.dtype
         Of q, k and v.
     head_dim, value_dim : int
@@ -93,8 +157,7 @@ class KernelSpec:
         The kernel gives the score function q . k without the softmax scale (`scores.products`).
     """
 
-    family: str
-    entry: str
+    entry: Entry
     dtype: np.dtype[Any]
     head_dim: int
     value_dim: int
@@ -131,8 +194,23 @@ class KernelSpec:
     score_takes_products: bool = False
 
     @property
+    def family(self) -> str:
+        """The folder of the kernel's file: a family of attention, or "cache", "fp8" or "lists"."""
+        return self.entry.family
+
+    @property
     def name(self) -> str:
-        return f"{self.family}_{self.entry}"
+        return f"{self.entry.family}_{self.entry.name}"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a thread block."""
+        return 0 if self.entry.shared_bytes is None else self.entry.shared_bytes(self)
+
+    @property
+    def boxes(self) -> Boxes:
+        """Boxes that the kernel copies by tensor maps, by array; empty if it takes no maps."""
+        return {} if self.entry.boxes is None else self.entry.boxes(self)
 
     @property
     def accumulator(self) -> np.dtype[Any]:
@@ -144,6 +222,6 @@ class KernelSpec:
         return 32 * self.num_warps
 
     def __str__(self) -> str:
-        listed = [field.name for field in fields(self)[2:] if not field.name.startswith("score")]
+        listed = [field.name for field in fields(self)[1:] if not field.name.startswith("score")]
         of_score = [] if self.score is None else [f"score {len(self.score.instructions)} operations"]
         return " ".join([self.name, *(f"{name} {getattr(self, name)}" for name in listed), *of_score])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..arrays import HALVES
 from ..scores.program import ArrayType, Program, derived
 from .captured_sums import OWN, axes_of_parts, kinds_of_sums
 from .launches import TENSOR_MAP_PARAM
@@ -16,7 +17,7 @@ from .problem import Problem
 # The record StagedMap of sm90/staged_array.cuh, and queries and keys of a box that it copies.
 STAGED_MAP = np.dtype([("array", TENSOR_MAP_PARAM)])
 STAGED_BOX = (64, 64)
-_DTYPES = ("float16", "bfloat16")
+_NAMES = tuple(dtype.name for dtype in HALVES)
 _PACKET = 8  # TMA copies rows in multiples of 16 bytes, which are this many elements
 
 
@@ -28,7 +29,7 @@ def staged_load(program: Program) -> int | None:
     """
     found = []
     for n, load in enumerate(program.instructions):
-        if load.op != "load" or program.arrays[load.value].dtype not in _DTYPES:
+        if load.op != "load" or program.arrays[load.value].dtype not in _NAMES:
             continue
         *leading, query, key = ["", "", *(program.instructions[a].op for a in load.args)]
         if (query, key) == ("i", "j") and {*leading} <= {"", "b", "h", "const"}:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import (
-    BFLOAT16, DTYPES, Array, ShapeDtype, describe, flag_reasons, namespace, of_list, require_arrays,
+    DTYPES, HALVES, Array, ShapeDtype, describe, flag_reasons, namespace, of_list, require_arrays,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, refuse, without_other_operators
 from ..keywords import explains_keywords
@@ -436,7 +436,7 @@ def _widened(x: Array) -> Array:
     Integers beyond int32 count as the nearest of int32, and 16-bit reals are float32.
     """
     dtype = getattr(x, "dtype", None)
-    if dtype in (np.float16, BFLOAT16):
+    if dtype in HALVES:
         return x.astype(np.float32)
     if dtype is None or dtype.name not in _INTEGERS:
         return x

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import Array, as_dtype, describe, is_int, is_integer_dtype, is_number
+from ..arrays import SCALED_DTYPES, Array, as_dtype, describe, is_int, is_integer_dtype, is_number
 from ..cache.arguments import page_size_reasons
 from ..errors import UnsupportedProblem, collecting, refuse
-from ..fp8.e4m3 import E4M3
 from ..fp8.rows import SCALE_BYTES
 from ..keywords import explains_keywords
 from ..planning.plan import KernelPlan
@@ -250,7 +249,7 @@ def _bytes_of_token(
     itemsize = of_scales = 0
     with collecting(wrong):
         made = _dtype_of_numbers("dtype", dtype)
-        itemsize, of_scales = made.itemsize, 2 * SCALE_BYTES * (made == E4M3)
+        itemsize, of_scales = made.itemsize, 2 * SCALE_BYTES * (made in SCALED_DTYPES)
     reasons += wrong
     if wrong:
         return 0

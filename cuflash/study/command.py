@@ -15,7 +15,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ..arrays import BFLOAT16, Array
+from ..arrays import BFLOAT16, HALVES, Array
 from ..errors import UnsupportedProblem, collecting, refuse
 from .families import FAMILIES, ORACLE
 from .own_patterns import OwnPattern, is_own, loaded
@@ -220,7 +220,7 @@ def _usable(arrays: Sequence[Array]) -> list[Array]:
     for name, array in zip("qkv", arrays):
         if array.dtype == np.dtype("V2"):  # so NumPy's files hold bfloat16
             array = array.view(BFLOAT16)
-        if array.dtype in (np.float16, BFLOAT16):
+        if array.dtype in HALVES:
             array = array.astype(np.float32)
         if array.dtype not in (np.float32, np.float64):
             reasons.append(f"{name} must be float16, bfloat16, float32 or float64; got {array.dtype}")

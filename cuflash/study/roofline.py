@@ -25,14 +25,6 @@ from ..plans import Plan
 from ..scores._primitives import PRIMITIVES
 from ..scores.program import Program, depends
 
-# Products of an entry over kept elements: how many have head_dim as a side, and how many value_dim.
-_PRODUCTS = {
-    "forward": (1, 1), "scores": (1, 0), "output": (0, 1), "backward": (3, 2), "backward_wide": (3, 2),
-    "backward_rows": (2, 1), "backward_columns": (2, 2), "gradient_scores": (0, 1), "gradient_queries": (1, 0),
-    "gradient_keys": (1, 1),
-}  # fmt: skip
-_WITH_EXPONENTIALS = ("forward", "softmax", "backward", "backward_wide", "backward_rows", "backward_columns")
-_OVER_KEYS = ("backward", "backward_wide", "backward_columns", "gradient_keys")  # their tiles hold keys
 _PASSES = ("forward", "backward")
 
 
@@ -270,14 +262,14 @@ def _bounded(
 ) -> KernelRoofline:
     """Return the work and the times of one kernel."""
     problem, spec = plan.problem, launch.spec
-    of_head, of_value = _PRODUCTS.get(spec.entry, (0, 0))
+    of_head, of_value = spec.entry.products
     flops = 2 * kept * (of_head * problem.head_dim + of_value * problem.value_dim)
     special, others = (0, 0) if spec.score is None else _operations(spec.score)
-    exponentials = kept * (special + (spec.entry in _WITH_EXPONENTIALS))
+    exponentials = kept * (special + spec.entry.has_exponentials)
     operations = kept * others
     hbm = sum(sizes[name] for name in dict.fromkeys((*launch.reads, *launch.writes)) if name != "dlse")
     row = (problem.head_dim * (of_head > 0) + problem.value_dim * (of_value > 0)) * problem.dtype.itemsize
-    height = spec.block_kv if spec.entry in _OVER_KEYS else spec.block_q
+    height = spec.block_kv if spec.entry.holds_keys else spec.block_q
     shared = problem.group_size if spec.pack_gqa else 1
     l2 = hbm + visited * row // (height * shared)
     cycles = peaks.clock * plan.device.num_processors

@@ -136,10 +136,15 @@ def by_kernel(root: Path) -> tuple[dict[Kernel, Any], Callable[[Any, str], objec
     gate = runpy.run_path(str(path))
     found = {}
     for spec, architecture in specifications(gate):
-        names = [field.name for field in fields(spec)[2:] if field.name != "shared_bytes"]  # which is compared
+        names = [field.name for field in fields(spec) if field.name not in ("family", "entry", "shared_bytes")]
         said = tuple((name, str(getattr(spec, name))) for name in names)
-        found[Kernel(f"{spec.family}_{spec.entry}", architecture, said)] = spec
+        found[Kernel(f"{spec.family}_{_entry(spec)}", architecture, said)] = spec
     return found, next(value for value in gate.values() if hasattr(value, "cubin")).cubin
+
+
+def _entry(spec: Any) -> str:
+    """The name of a kernel's entry, which specifications of older trees hold as text."""
+    return str(getattr(spec.entry, "name", spec.entry))
 
 
 class _Stop(Exception):
@@ -185,7 +190,8 @@ def _launch_shared_bytes(spec: Any) -> int:
 
     Trees from before families were objects are asked for ``cuflash.tiles.shared_bytes``.
     """
-    if spec.entry in ("sink_gradient", "captured_sums") or spec.family in ("cache", "lists", "results"):
+    of_no_family = ("cache", "fp8", "lists", "results")
+    if _entry(spec) in ("sink_gradient", "captured_sums") or spec.family in of_no_family:
         return 0  # a sum for each thread, and `num_threads` is a field that is compared; and nothing
     if hasattr(spec, "shared_bytes"):
         return int(spec.shared_bytes)

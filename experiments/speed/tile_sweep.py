@@ -46,7 +46,6 @@ from cuflash.planning.plan import KernelPlan
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import simt, sm80
 from cuflash.planning.families.sm90_storage import ROWS
-from cuflash.planning.routing import family_of
 from harness import Record, check_names, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from rich.table import Table
 from spot_check import SpotCheck
@@ -85,6 +84,9 @@ PASSES = {
     "sm90": tuple(SM90),
     "sm80": ("forward", "backward", "backward_rows"),
     "simt": ("forward", "backward", "backward_rows", "backward_columns"),
+}
+SIMT_ENTRIES = {
+    entry.name: entry for entry in (simt.FORWARD, simt.BACKWARD, simt.BACKWARD_ROWS, simt.BACKWARD_COLUMNS)
 }
 EVERY_PASS = tuple(dict.fromkeys(itertools.chain(*PASSES.values())))
 MASKS = ("full", "causal")
@@ -182,7 +184,7 @@ def accumulator_words(spec: KernelSpec) -> float:
         "forward": queries * (keys + spec.value_dim),
         "backward": 2 * queries * keys + keys * (spec.head_dim + spec.value_dim),
         "backward_rows": queries * (2 * keys + spec.head_dim),
-    }[spec.entry]
+    }[spec.entry.name]
     return elements / spec.num_threads
 
 
@@ -199,8 +201,8 @@ def fills_registers(spec: KernelSpec) -> bool:
 
 def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
     """Tiles up to twice as long as wide that warps share evenly; the smallest, for short blocks, are square."""
-    sides, threads_at_once = (16, 32, 64, 128, 256), (256, 384) if base.entry == "forward" else (256,)
-    stages = (1,) if base.entry == "forward" else (1, 2)
+    sides, threads_at_once = (16, 32, 64, 128, 256), (256, 384) if base.entry.name == "forward" else (256,)
+    stages = (1,) if base.entry.name == "forward" else (1, 2)
     for block_q, block_kv, num_warps, num_stages in itertools.product(sides, sides, (1, 2, 4, 8), stages):
         shorter, longer = sorted((block_q, block_kv))
         if longer > max(16, 2 * (shorter - shorter % 32)):
@@ -214,12 +216,12 @@ def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
 
 def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator[KernelSpec]:
     """Yield the widest tiles of each height that fit, twice a multiprocessor where that pays; and more stages."""
-    tried = SM90[base.entry]
+    tried = SM90[base.entry.name]
     for block_q in tried.blocks_q:
         shape = replace(base, block_q=block_q, num_stages=tried.stages[0])
-        if base.entry == "forward":  # registers move between warpgroups: other numbers of blocks would wait for ever
+        if base.entry.name == "forward":  # registers move between warpgroups: other numbers of blocks would hang
             shape = replace(shape, num_warps=4 * (1 + block_q // ROWS))
-        for min_blocks in (2, 1) if base.entry == "forward" and block_q == ROWS else (1,):
+        for min_blocks in (2, 1) if base.entry.name == "forward" and block_q == ROWS else (1,):
             every = (replace(shape, block_kv=block_kv, min_blocks=min_blocks) for block_kv in tried.blocks_kv)
             found = [spec for spec in every if finds_room(spec, device)]
             yield from found[:widths]
@@ -231,18 +233,18 @@ def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator
 def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
     """Return whether registers may suffice, and shared memory does, for the blocks that an sm90 kernel needs."""
     room = (device.tile_memory_bytes + 1024) // spec.min_blocks - 1024
-    fits = SM90[spec.entry].filled(spec) <= 7 / 8 and family_of(spec).shared_bytes(spec) <= room
+    fits = SM90[spec.entry.name].filled(spec) <= 7 / 8 and spec.shared_bytes <= room
     return fits and is_shared_evenly(spec)
 
 
 def is_shared_evenly(spec: KernelSpec) -> bool:
     """Return whether the threads of a block have equal parts of all that they multiply."""
     if spec.family == "sm90":  # of dQ a warpgroup makes 64 rows, or of 64 rows half the columns, in whole panels
-        return spec.entry != "backward" or spec.block_q * spec.head_dim % (2 * 64 * ROWS) == 0
+        return spec.entry.name != "backward" or spec.block_q * spec.head_dim % (2 * 64 * ROWS) == 0
     if spec.family == "simt":
         rows, step = simt.rows_and_step(spec)
-        return rows % 16 == 0 and (spec.entry != "backward" or step % 16 == 0)
-    if spec.entry != "backward":
+        return rows % 16 == 0 and (spec.entry.name != "backward" or step % 16 == 0)
+    if spec.entry.name != "backward":
         return spec.block_q % (16 * spec.num_warps) == 0
     products = [(spec.block_q, spec.head_dim), (spec.block_kv, spec.head_dim), (spec.block_kv, spec.value_dim)]
     if max(spec.head_dim, spec.value_dim) <= 128:
@@ -263,7 +265,7 @@ def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths
         spec
         for spec in every
         if is_shared_evenly(spec)
-        and family_of(spec).shared_bytes(spec) <= device.tile_memory_bytes
+        and spec.shared_bytes <= device.tile_memory_bytes
         and fills_registers(spec)
     ]
 
@@ -273,7 +275,7 @@ def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths
 
 def kernel_of(plan: KernelPlan, entry: str) -> KernelSpec:
     """The kernel of an entry, as the plan has it or, of the simt family, could have it."""
-    return plan.specs.get(entry) or replace(plan.specs["forward"], entry=entry)
+    return plan.specs.get(entry) or replace(plan.specs["forward"], entry=SIMT_ENTRIES[entry])
 
 
 def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
@@ -287,14 +289,15 @@ def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
 
 def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
     """The plan with a kernel at another tile, and kernels beside it that must cut alike."""
-    specs = {spec.entry: spec}
+    specs = {spec.entry.name: spec}
     if spec.name == "sm80_backward":
-        specs |= {entry: replace(spec, entry=entry) for entry in ("backward_statistics", "convert_dq")}
-    elif spec.family == "sm90" and spec.entry != "forward":
+        alike = (plan.specs[entry] for entry in ("backward_statistics", "convert_dq"))
+        specs |= {each.entry.name: replace(spec, entry=each.entry) for each in alike}
+    elif spec.family == "sm90" and spec.entry.name != "forward":
         tile = {"block_q": spec.block_q, "block_kv": spec.block_kv}
         specs |= {entry: replace(plan.specs[entry], **tile) for entry in ("backward_statistics", "convert_dq")}
     elif spec.name == "simt_backward":  # which plans of few columns do without
-        specs["backward_statistics"] = replace(spec, entry="backward_statistics", block_q=64, block_kv=8)
+        specs["backward_statistics"] = replace(spec, entry=simt.BACKWARD_STATISTICS, block_q=64, block_kv=8)
     return with_specs(plan, specs)
 
 
@@ -376,7 +379,7 @@ def run_gpu(config: Config) -> Iterator[Record]:
             each
             for (entry, _), plan in plans[cell].items()
             for spec in good
-            if spec.entry == entry
+            if spec.entry.name == entry
             for each in at_kernel(plan, spec).specs.values()
         }
         nvrtc.precompile(used, device.compute_capability)
@@ -403,7 +406,7 @@ def sweep(
     q, k, v, do = arrays
     o, lse = Plan(plan, "gpu").forward(q, k, v)
     checked_do = cupy.asarray(check.do)
-    way = "forward" if swept[0].entry == "forward" else "backward"
+    way = "forward" if swept[0].entry.name == "forward" else "backward"
     notes, calls = dict[KernelSpec, str](), dict[str, Callable[[], object]]()
     for spec in swept:
         if fault := fault_of(made[spec], config.most_stack):
@@ -427,12 +430,12 @@ def sweep(
     records = []
     for spec in swept:
         timing, resources = times.get(str(spec)), getattr(made[spec], "resources", None)
-        row: Record = {"pass": spec.entry, "family": spec.family, "dtype": spec.dtype.name, "head_dim": head_dim}
+        row: Record = {"pass": spec.entry.name, "family": spec.family, "dtype": spec.dtype.name, "head_dim": head_dim}
         row |= {"mask": mask, "seqlen": seqlen, "batch": batch, "heads": num_heads, "tile": name_of(spec)}
         row |= {"registers": resources and resources.registers, "stack_bytes": resources and resources.stack_bytes}
-        row |= {"shared_bytes": family_of(spec).shared_bytes(spec), "ms": timing and timing.median_ms}
+        row |= {"shared_bytes": spec.shared_bytes, "ms": timing and timing.median_ms}
         row |= {"spread_ms": timing and timing.spread_ms, "tflops": timing and total / timing.median_ms / 1e9}
-        records.append(row | {"chosen": spec == plan.specs.get(spec.entry), "note": notes.get(spec, "")})
+        records.append(row | {"chosen": spec == plan.specs.get(spec.entry.name), "note": notes.get(spec, "")})
     return records
 
 

@@ -24,9 +24,8 @@ from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, scores
 from cuflash.cache.scoring import ScoreKind, score_of
 from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
-from cuflash.arrays import BFLOAT16, DTYPES
+from cuflash.arrays import BFLOAT16, DTYPES, UP_TO_FLOAT32
 from cuflash.compiler.nvrtc import Compiled
-from cuflash.fp8.quantize import SOURCES
 from cuflash.planning._result_kernels import every_result_spec
 from cuflash.planning.appending import append_spec
 from cuflash.planning.decoding import decode_spec
@@ -152,7 +151,7 @@ def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
     """The kernels of the sm90 family that replace those for a band where work is row intervals."""
     names = ("backward", "backward_statistics", "convert_dq")
     counting = {replace(specs[name], counts_dq_arrivals=True, is_ordered=name == "backward") for name in names}
-    finishing = {replace(spec, fuses_dq_epilogue=True) for spec in counting if spec.entry != "convert_dq"}
+    finishing = {replace(spec, fuses_dq_epilogue=True) for spec in counting if spec.entry.name != "convert_dq"}
     window = replace(specs["backward"], counts_dq_arrivals=True, fuses_dq_epilogue=True)
     ordered = replace(specs["forward"], is_ordered=True)
     walk = specs["backward"]
@@ -169,7 +168,7 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         found = {gradient_spec(spec.dtype, spec)}
     else:
         found = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
+    takes_it = spec.entry.name in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
     return found | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
@@ -197,7 +196,7 @@ def of_scores(name: str) -> set[KernelSpec]:
             x, x, x, kernel=kernel, executor="gpu", device=device, deterministic=repeats, **options
         ).plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
-        specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry == "captured_sums"}
+        specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry.name == "captured_sums"}
     x = ShapeDtype((heads, 5000, 64), np.dtype(np.float32))
     capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0).plan.specs
     return specs | {capped[entry] for entry in ("forward", "backward")} | of_scored_caches(name, changes)
@@ -226,14 +225,14 @@ def of_caches(name: str) -> set[KernelSpec]:
     """The kernels of KV caches on a known GPU, in 16 and 8 bits, for few rows and for many, also with a sink."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
-    specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in SOURCES}
+    specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in UP_TO_FLOAT32}
     for dtype, dim, rows, batch in product(_HALVES, (64, 128, 256), (16, 32, 64), (1, 2, 100)):
         q, k = ShapeDtype((batch, rows, 1, dim), dtype), ShapeDtype((batch, 1, 1000, dim), dtype)
         problem = Problem.of(q, k, k)
         if not FAMILIES["sm80"].reasons(problem, device):
             for is_quantized in (False, True):
                 spec = decode_spec(problem, device, is_quantized=is_quantized)
-                assert FAMILIES["sm80"].shared_bytes(spec) <= device.tile_memory_bytes
+                assert spec.shared_bytes <= device.tile_memory_bytes
                 specs |= {spec, replace(spec, has_sink=True)}
         for family in PREFILL_FAMILIES:
             if not FAMILIES[family].reasons(problem, device):
@@ -252,7 +251,7 @@ def of_fp8() -> set[KernelSpec]:
         x = ShapeDtype((2, length, dim), dtype)
         problem = replace(Problem.of(x, x, x), precision="fp8", rows_per_scale=RowsPerScale(128, 128, 128))
         spec = Sm90Fp8().specs(problem, device, limit)["forward"]
-        assert Sm90Fp8().shared_bytes(spec) <= device.tile_memory_bytes
+        assert spec.shared_bytes <= device.tile_memory_bytes
         specs |= {spec, replace(spec, has_sink=True)}
     for dtype, dim in product((*_HALVES, np.dtype(np.float32)), (64, 128, 256)):
         specs |= {spec for spec in (quantize_spec(dtype, dim, 128), transpose_spec(dim)) if spec is not None}
@@ -307,7 +306,7 @@ def effort(spec: KernelSpec) -> float:
     """Estimate how long a kernel compiles, in proportion: elements of tiles, gradients and score functions count."""
     elements = spec.block_q * (spec.block_kv + spec.value_dim) / spec.num_threads
     operations = 0 if spec.score is None else len(spec.score.instructions)
-    gradients = 2 if spec.entry.startswith("backward") and spec.entry != "backward_statistics" else 1
+    gradients = 2 if spec.entry.name.startswith("backward") and spec.entry.name != "backward_statistics" else 1
     return 50 + gradients * (elements + spec.head_dim + spec.value_dim) * (1 + operations / 5)
 
 
@@ -335,7 +334,7 @@ def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
     kind = "16 bits" if spec.dtype in _HALVES else spec.dtype.name
     each |= {(spec.name, "dtype", kind), (spec.family, "dtype", spec.dtype.name)}
     width = next((str(width) for width in (64, 128, 256) if spec.head_dim <= width), "")
-    heads = (spec.family, "gradients" if spec.entry.startswith("backward") else "results", width)
+    heads = (spec.family, "gradients" if spec.entry.name.startswith("backward") else "results", width)
     return {(spec.family, architecture), heads, (spec.name, "score", str(spec.score is not None)), *each}
 
 
@@ -381,7 +380,7 @@ def test_float64_is_multiplied_on_tensor_cores_where_a_chip_has_them() -> None:
     rows = {"T4": 0, "H100": 16} | dict.fromkeys(("A100", "RTX 3090", "L4", "B200", "RTX 5090"), 8)
     for chip, specs in by_chip.items():
         # Statistics have no products, and masses of blocks are multiplied and added without tensor cores.
-        products = {spec for spec in specs if spec.entry not in ("backward_statistics", "block_mass")}
+        products = {spec for spec in specs if spec.entry.name not in ("backward_statistics", "block_mass")}
         assert {spec.mma_rows for spec in products if spec.dtype == np.float64} == {rows[chip]}
         assert {spec.mma_rows for spec in specs if spec.dtype != np.float64} == {0}
     in_short_blocks = every_spec("H100", [(64, 64)], ((16, 16), (24, 24)))

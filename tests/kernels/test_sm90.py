@@ -16,7 +16,6 @@ from cuflash.planning import plan_cache
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
 from cuflash.planning.families.sm90 import backward_specs
-from cuflash.planning.families.sm90_storage import shared_bytes
 from cuflash.planning.spec import KernelSpec
 from cuflash.executors.tensor_map import BoxedArray, simulated, template
 from cuflash.testing import (
@@ -587,7 +586,7 @@ def test_tiles_of_keys_are_even_parts_of_a_list_s_blocks(head_dim: int, value_di
     block_kv = specs["backward"].block_kv
     assert block_kv in ((64,) if block is not None and block % 80 and block % 96 else (64, 80, 96))
     assert block is None or block_kv == 64 or block % block_kv == 0
-    assert shared_bytes(specs["backward"]) <= DeviceSpec.gpu("H100").tile_memory_bytes
+    assert specs["backward"].shared_bytes <= DeviceSpec.gpu("H100").tile_memory_bytes
 
 
 @pytest.mark.parametrize("chip", ["A100", "B200"])

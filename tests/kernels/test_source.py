@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cuflash import CompileError, DeviceSpec, ShapeDtype, sim
@@ -20,9 +21,9 @@ from cuflash.planning.decoding import decode_spec
 from cuflash.planning.families.sm80 import combine_spec
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.problem import Problem
-from cuflash.planning.routing import FAMILIES, mass_kernel, shared_bytes
+from cuflash.planning.routing import FAMILIES, mass_kernel
 from cuflash.planning.scales import RowsPerScale
-from cuflash.planning.spec import KernelSpec
+from cuflash.planning.spec import Entry, KernelSpec
 from cuflash.scores import Score
 from cuflash.scores.program import derived
 from executors import needs_compiler
@@ -34,8 +35,8 @@ TABLE = Score(lambda s, b, h, i, j, x: s + x[h, np.clip(j - i, 0, 3)], x=np.ones
 BINNED: dict[str, Any] = {"score": derived(TABLE.program, ("x",)), "score_wrt": ("x",)}
 CAPPED = Score(lambda s, b, h, i, j, slope: 2 * np.tanh(s) * slope[h], slope=np.ones(3, np.float32))
 CHANGED = {
-    "family": "sm90",
-    "entry": "spills",
+    "family": Entry(family="sm90", name="plain"),
+    "entry": Entry(family="simt", name="spills"),
     "dtype": np.dtype(np.float64),
     "head_dim": 128,
     "value_dim": 128,
@@ -77,7 +78,7 @@ def test_equal_specifications_give_equal_texts(kernels: Path, spec: Make) -> Non
     assert room.source(spec("plain")) == first and spec("plain") == spec("plain")
 
 
-@pytest.mark.parametrize("field", KernelSpec.__slots__)
+@pytest.mark.parametrize("field", ("family", *KernelSpec.__slots__))
 def test_every_field_changes_the_text(kernels: Path, spec: Make, field: str) -> None:
     shutil.copy(kernels / "simt" / "plain.cu", kernels / "sm90" / "plain.cu")
     scored = {"score": CAPPED.program}
@@ -87,7 +88,8 @@ def test_every_field_changes_the_text(kernels: Path, spec: Make, field: str) -> 
         "score_takes_products": scored,
     }.get(field, {})  # fmt: skip
     plain = spec("plain", **others)
-    assert room.source(replace(plain, **{field: CHANGED[field]})) != room.source(plain)
+    changed = replace(plain, **{"entry" if field == "family" else field: CHANGED[field]})
+    assert room.source(changed) != room.source(plain)
 
 
 def test_a_changed_header_changes_the_text(kernels: Path, spec: Make) -> None:
@@ -237,23 +239,29 @@ def launched() -> list[KernelSpec]:
 def test_kernels_state_the_shared_memory_that_their_launches_ask_for(spec: KernelSpec) -> None:
     """The compiler compares both numbers; kernels without dynamic shared memory state none."""
     stated = re.findall(r"static_assert\(cuflash::\w+::kSharedBytes == (\d+)", room.source(spec))
-    asked = shared_bytes(spec)
+    asked = spec.shared_bytes
     assert stated == ([str(asked)] if asked else [])
 
 
 @needs_compiler
 @pytest.mark.parametrize("entry", ["forward", "backward"])
 @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"])
-def test_launches_that_ask_for_less_shared_memory_stop_the_compiler(
-    family: str, entry: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_that_ask_for_less_shared_memory_stop_the_compiler(family: str, entry: str) -> None:
     dtype = np.dtype(np.float32 if family == "simt" else np.float16)
     problem = Problem.of(*[ShapeDtype((1, 1, 300, 64), dtype)] * 3)
     spec = FAMILIES[family].specs(problem, DeviceSpec.gpu("H100"))[entry]
-    asked = shared_bytes(spec)
-    monkeypatch.setattr(room, "shared_bytes", lambda spec: asked - 8)
+    asked = spec.shared_bytes
+    spec = replace(spec, entry=replace(spec.entry, shared_bytes=lambda _: asked - 8))
     with pytest.raises(sim.BuildError, match=f"launches ask for {asked - 8} bytes of shared memory"):
         sim.build(room.source.__wrapped__(spec, host=True), spec.name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_refuses_dtypes_that_it_does_not_name(family: str) -> None:
+    known = Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(np.float16))] * 3)
+    problem = replace(known, dtype=np.dtype(ml_dtypes.float8_e5m2))
+    (reason,) = FAMILIES[family].reasons(problem, DeviceSpec.gpu("H100"))
+    assert reason.startswith(f"kernel='{family}' takes float16 or") and "got float8_e5m2" in reason
 
 
 # The files.

@@ -156,6 +156,10 @@ FAULTS = {
         "seed and offset change places": Edit(
             "planning/dropout_launches.py", None, 'NUMBERS = ("seed", "offset")', 'NUMBERS = ("offset", "seed")'
         ),
+        "a forward kernel draws nothing": Edit(
+            "planning/families/simt.py", None,
+            "shared_bytes=_forward_bytes, applies_score=True, draws_dropout=True", "shared_bytes=_forward_bytes",
+        ),
         "kernels draw by no seed": Edit(
             "executors/gpu.py", "bind", "addresses += numbers", "addresses += [0 for _ in numbers]"
         ),

@@ -150,7 +150,7 @@ FAULTS = {
         "a score is not refused": Edit(PLAN, "FlashAttention1.reasons", "problem.score is not None", "False"),
         "dropout is not refused": Edit(PLAN, "FlashAttention1.reasons", "problem.dropout is not None", "False"),
         "the backward pass has a block for each query head": Edit(
-            PLAN, "FlashAttention1.launches", "tiles=problem.num_kv_heads", "tiles=problem.num_heads"
+            PLAN, "FlashAttention1.launches", "device, problem.num_kv_heads", "device, problem.num_heads"
         ),
     },
 }

@@ -63,12 +63,13 @@ FAULTS = {
     },
     interop_guards.bfloat16_is_taken_and_given: {
         "bfloat16 goes by NumPy's DLPack": Edit(
-            "layouts.py", "taken", "_bfloat16(value, xp) if _is_bfloat16(value) else", ""
+            "layouts.py", "taken", "if extended is None else _of_extended(value, extended, xp)", ""
         ),
         "tensors of bfloat16 stay int16": Edit(
-            "layouts.py", "_bfloat16", '(sys.modules["torch"].int16)).view(BFLOAT16)', '(sys.modules["torch"].int16))'
+            "layouts.py", "_of_extended", "xp.from_dlpack(value.view(integers)).view(dtype)",
+            "xp.from_dlpack(value.view(integers))",
         ),
-        "results of bfloat16 go by DLPack": Edit("torch.py", "_as_tensor", "if array.dtype == BFLOAT16:", "if False:"),
+        "results of bfloat16 go by DLPack": Edit("torch.py", "_as_tensor", 'if array.dtype.kind == "V":', "if False:"),
     },
     interop_guards.tensors_without_elements_are_named: {
         "a meta tensor holds data": Edit(

@@ -240,10 +240,11 @@ FAULTS = {
             CHOICE, "_with_cut_sequences", 'or "sink" in problem.wrt', ""
         ),
         "statistics are not cut": Edit(
-            CHOICE, "_with_cut_sequences", '"backward_statistics", "backward", "convert_dq"', '"backward", "convert_dq"'
+            CHOICE, "_with_cut_sequences", "replace(spec, cuts_sequences=True)",
+            "replace(spec, cuts_sequences=spec != specs['backward_statistics'])",
         ),
         "there are places for tiles at multiples": Edit(
-            CHOICE, "Sm90._backward", "rows, columns = work.num_sequence_tiles", ""
+            "planning/families/_passes.py", "backward_pass", "rows, columns = work.num_sequence_tiles", ""
         ),
         "calls have tiles of the host": Edit(
             SOURCE, "IntervalSource.num_tiles", "sequences = self.num_offsets + 1", "sequences = self.num_offsets - 1"

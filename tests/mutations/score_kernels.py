@@ -310,8 +310,14 @@ FAULTS = {
         "slopes of arrays are those of the score": Edit(
             "compiler/score_text.py", "Printer.part", 'f"df * slopes.d{place + 1}"', 'f"df * slopes.d{place}"'
         ),
-        "both kernels of two walks add gradients": Edit(
-            "planning/score_launches.py", None, '= ("gradient_scores", "backward",', '= ("gradient_scores",'
+        "the forward kernel applies no score function": Edit(
+            "planning/families/simt.py", None,
+            "shared_bytes=_forward_bytes, applies_score=True", "shared_bytes=_forward_bytes",
+        ),
+        "the kernel of one walk adds no gradients": Edit(
+            "planning/families/simt.py", None,
+            "adds_gradients=True, draws_dropout=True, has_exponentials=True, products=(3",
+            "draws_dropout=True, has_exponentials=True, products=(3",
         ),
     },
     exact_sums_are_right: {

@@ -185,8 +185,8 @@ def test_the_proof_s_selectors_launch_every_kernel_of_selectors(load, tmp_path, 
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
         machine.runs_kernels = False
         assert proof.run_selectors() == 18
-        loaded = {(function.spec.entry, function.spec.dtype) for function in machine.launchable}
-    expected = {(spec.entry, spec.dtype) for spec in proof.specs_of_selectors()}
+        loaded = {(function.spec.entry.name, function.spec.dtype) for function in machine.launchable}
+    expected = {(spec.entry.name, spec.dtype) for spec in proof.specs_of_selectors()}
     assert expected <= loaded and {entry for entry, _ in expected} <= set(machine.launched)
 
 

@@ -36,7 +36,7 @@ WORDS = {
     "planning.device": {"head_dim", "seqlen_q", "seqlen_kv"},
     "plans": {"head_dim", "block_q", "block_kv"},
 }
-NAMES_OF_FAMILIES = {"planning.families", "planning.options"}
+NAMES_OF_FAMILIES = {"planning.spec", "planning.options"}
 OBJECTS_OF_FAMILIES = {"SIMT", "SM80", "SM90", "FA1", "NAIVE", "family"}
 SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "legacy", "experimental"}
 

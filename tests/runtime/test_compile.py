@@ -439,10 +439,10 @@ import os, sys, pathlib
 sys.path[:0] = [{tests!r}]
 import numpy as np, cupy_double
 from cuflash.compiler import nvrtc as room, source
-from cuflash.planning.spec import KernelSpec
+from cuflash.planning.spec import Entry, KernelSpec
 source.KERNELS = pathlib.Path({kernels!r})
 sys.modules["cupy"] = cupy_double.Double(pathlib.Path({cache!r}))
-spec = KernelSpec(family="simt", entry="plain", dtype=np.dtype(np.float32),
+spec = KernelSpec(entry=Entry(family="simt", name="plain"), dtype=np.dtype(np.float32),
                          head_dim=64, value_dim=64, block_q=32, block_kv=32)
 
 def in_child():
@@ -477,9 +477,9 @@ import pathlib, warnings
 import numpy as np
 from cuflash import cache_info
 from cuflash.compiler import nvrtc as room, params_layout as records, source
-from cuflash.planning.spec import KernelSpec
+from cuflash.planning.spec import Entry, KernelSpec
 source.KERNELS = pathlib.Path({kernels!r})
-spec = KernelSpec(family="simt", entry="plain", dtype=np.dtype(np.float32),
+spec = KernelSpec(entry=Entry(family="simt", name="plain"), dtype=np.dtype(np.float32),
                          head_dim=64, value_dim=64, block_q=32, block_kv=32)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

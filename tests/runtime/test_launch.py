@@ -27,6 +27,7 @@ from cuflash.compiler import nvrtc as compiling
 from cuflash.planning._params import PARAMS
 from cuflash.planning import plan_cache
 from cuflash.planning.families import sm90
+from cuflash.planning.families.family import resident_blocks
 from cuflash.testing import Example, assert_within_bounds
 from refusals import reasons_of
 from foreign import Foreign
@@ -655,7 +656,7 @@ def test_precompile_needs_no_data_and_no_gpu(nvrtc, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     shape = ShapeDtype((8, 4096, 16), np.float32)
     compiled = cuflash.precompile(shape, shape, shape, causal=True, device=DeviceSpec.gpu("H100"))
-    assert {"forward", "backward"} <= {each.spec.entry for each in compiled}
+    assert {"forward", "backward"} <= {each.spec.entry.name for each in compiled}
     assert all(each.code.startswith(b"\x7fELF") and each.architecture == "sm_90" for each in compiled)
     (reason,) = reasons_of(cuflash.precompile, shape, shape, shape, device=DeviceSpec.host())
     assert "device must be a GPU" in reason
@@ -692,7 +693,7 @@ def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
     spec, in_turn = plan.specs["backward"], plan.kernels.order.kv_heads_per_group
     steps = 2 + -(-np.arange(seqlen, 0, -spec.block_kv) // spec.block_q)
     turns = [np.repeat(steps, min(in_turn, places - first)) for first in range(0, places, in_turn)]
-    ends = [0] * plan.family.resident_blocks(spec, plan.device)
+    ends = [0] * resident_blocks(spec, plan.device)
     for length in np.concatenate(turns).tolist():
         heapq.heapreplace(ends, ends[0] + length)
     assert max(ends) <= 1.04 * np.mean(ends)
@@ -744,7 +745,7 @@ def after_launch(monkeypatch, entry, damage):
 
     def damaged(self, spec, grid, nbytes, arguments):
         launch(self, spec, grid, nbytes, arguments)
-        if spec.entry == entry:
+        if spec.entry.name == entry:
             damage(np.frombuffer(arguments[0].tobytes(), PARAMS)[0])
 
     monkeypatch.setattr(simulated.Simulator, "launch", damaged)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cache_machine import rounded_to_8_bits
 from cuflash import KVCache, UnsupportedProblem, masks
-from cuflash.fp8.e4m3 import E4M3
+from cuflash.arrays import E4M3
 from cuflash.fp8.rows import quantized_rows
 from cuflash.selectors import Budget, quest
 from cuflash.testing import Example, assert_within_bounds

@@ -24,9 +24,9 @@ from cuflash import BlockIndex, DeviceSpec, masks, patterns, testing
 from cuflash.compiler import nvrtc as compiling
 from cuflash.diagnosis import doctor
 from cuflash.masks.base import And, Mask, Not, Or
-from cuflash.compiler.source import KernelSpec
 from cuflash.blocks.work_list import requested_mask, work_list
 from cuflash.testing import strategies
+from cuflash.planning.spec import Entry, KernelSpec
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
@@ -138,7 +138,8 @@ def raised(call: Callable[[], Any]) -> Exception:
 
 
 SPEC = KernelSpec(
-    family="simt", entry="forward", dtype=np.dtype(np.float32), head_dim=64, value_dim=64, block_q=32, block_kv=32
+    entry=Entry(family="simt", name="forward"), dtype=np.dtype(np.float32), head_dim=64, value_dim=64, block_q=32,
+    block_kv=32,
 )
 COMPILED = compiling.Compiled(
     spec=SPEC, architecture="sm_80", seconds=0.5, is_from_cache=False, log="", code=b"\x7fELF",

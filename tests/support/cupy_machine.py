@@ -192,7 +192,7 @@ class Function(cupy_double.Function):
     def launch(self, grid: int, threads: int, shared_bytes: int, stream: Stream, table: int) -> None:
         """Run a kernel whose arguments lie at the addresses of a table, now or at each replay of a capture."""
         machine = self.machine
-        machine.log.append(("launch", stream.ptr, self.spec.entry))
+        machine.log.append(("launch", stream.ptr, self.spec.entry.name))
         if not machine.runs_kernels:
             return
         kernel = simulated._kernel(self.spec, "")

@@ -11,15 +11,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...arrays import HALVES
 from ...blocks.work_list import WorkList
-from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
-from ..launches import MATRICES, Feature, Kernels, Launch, Pass, Workspace
+from ..launches import MATRICES, Feature, Kernels, Pass, Workspace
 from ..problem import Problem
-from ..spec import KernelSpec
-from . import FA1
-from .family import BACKWARD_INPUTS, FORWARD_INPUTS, Family, list_block_of, query_tiles
+from ..spec import FA1, Entry, KernelSpec
+from .family import (
+    BACKWARD_INPUTS,
+    FORWARD_INPUTS,
+    Family,
+    first_fitting,
+    launch_of,
+    list_block_of,
+    no_tile_fits,
+    query_tiles,
+)
 from .sm80 import Sm80
 
 RUNNING = np.dtype([("running_o", MATRICES), ("running_statistics", MATRICES)], align=True)
@@ -39,20 +46,42 @@ class _Tile(NamedTuple):
 
 # Tiles by the columns that kernels are compiled for, best first: as many keys as the paper's own kernels keep at a
 # time, since device memory is read and written once for each tile of keys.
-_FORWARD: dict[int, tuple[_Tile, ...]] = {
+_FORWARD_TILES: dict[int, tuple[_Tile, ...]] = {
     64: (_Tile(128, 256, 2), _Tile(64, 128, 1)),
     128: (_Tile(128, 128, 2), _Tile(64, 128, 2), _Tile(64, 64, 1)),
 }
 # Queries and keys of a backward tile at most: as many keys as sm80's, and so few queries that their sums fit registers
 # beside what the two loops count with.
-_BACKWARD = {64: (64, 128), 128: (32, 128)}
+_LARGEST_BACKWARD = {64: (64, 128), 128: (32, 128)}
+
+
+def _forward_bytes(spec: KernelSpec) -> int:
+    """Keys and values; queries of all stages."""
+    elements = spec.block_kv * (spec.head_dim + spec.value_dim) + spec.num_stages * spec.block_q * spec.head_dim
+    return spec.dtype.itemsize * elements + _STATE_BYTES
+
+
+def _backward_bytes(spec: KernelSpec) -> int:
+    """Keys and values; queries and dO of all stages; P and dS."""
+    rows = spec.block_kv + spec.num_stages * spec.block_q
+    elements = rows * (spec.head_dim + spec.value_dim) + 2 * spec.block_q * spec.block_kv
+    return spec.dtype.itemsize * elements + _STATE_BYTES
+
+
+_FORWARD = Entry(
+    family=FA1, name="forward", shared_bytes=_forward_bytes, has_exponentials=True, products=(1, 1)
+)  # fmt: skip
+_BACKWARD = Entry(
+    family=FA1, name="backward", shared_bytes=_backward_bytes, loads_do=True, holds_keys=True,
+    has_exponentials=True, products=(3, 2),
+)  # fmt: skip
 
 
 class FlashAttention1(Family):
     """FlashAttention-1 (arXiv 2205.14135), algorithms 1, 4 and 5, for compute capability 8.0 and newer."""
 
     name = FA1
-    dtypes = (np.dtype(np.float16), BFLOAT16)
+    dtypes = HALVES
     rounds_weights = True
     oldest = (8, 0)
 
@@ -83,12 +112,12 @@ class FlashAttention1(Family):
     ) -> dict[str, KernelSpec]:
         """The backward kernel has a part of sm80's tile, whose products it makes."""
         width = _width(problem)
-        most = _BACKWARD[width]
+        most = _LARGEST_BACKWARD[width]
         block = tuple(map(min, most, largest or most))
         wide = replace(problem, head_dim=width, value_dim=width)
         of_sm80 = Sm80().specs(wide, device, (block[0], block[1]))["backward"]
         is_listed = largest is not None
-        backward = replace(of_sm80, family=self.name, min_blocks=1, dq_atomic_width=0, is_listed=is_listed)
+        backward = replace(of_sm80, entry=_BACKWARD, min_blocks=1, dq_atomic_width=0, is_listed=is_listed)
         return {"forward": _forward_spec(problem, device, largest), "backward": backward}
 
     def launches(
@@ -111,22 +140,18 @@ class FlashAttention1(Family):
             "running_o": sums(forward, forward.value_dim),
             "running_statistics": Workspace((*lse_shape, _STATISTICS), accumulator),
         }
-        forward_launch = Launch(
-            spec=forward, tiles=problem.num_heads, shared_bytes=self.shared_bytes(forward),
-            reads=(*FORWARD_INPUTS, *running), writes=("o", "lse", *running), features=("running",),
-        )  # fmt: skip
+        forward_launch = launch_of(
+            forward, device, problem.num_heads, (*FORWARD_INPUTS, *running), ("o", "lse", *running), ("running",)
+        )
         between = {"delta": Workspace(lse_shape, accumulator), "dq_sum": sums(backward, backward.head_dim)}
-        backward_launch = Launch(
-            spec=backward, tiles=problem.num_kv_heads, shared_bytes=self.shared_bytes(backward),
-            reads=(*BACKWARD_INPUTS, "o", "dlse", *between), writes=("dq", "dk", "dv", *between),
+        backward_launch = launch_of(
+            backward, device, problem.num_kv_heads, (*BACKWARD_INPUTS, "o", "dlse", *between),
+            ("dq", "dk", "dv", *between),
         )  # fmt: skip
         return Kernels(
             forward=Pass({"forward": forward_launch}, running, (Feature("running", RUNNING),)),
             backward=Pass({"backward": backward_launch}, between),
         )
-
-    def shared_bytes(self, spec: KernelSpec) -> int:
-        return _shared_bytes(spec)
 
 
 def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[int, int]:
@@ -154,36 +179,21 @@ def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[in
 
 def _width(problem: Problem) -> int:
     """Columns of q, k and v that the kernels are compiled for: one number for both dimensions."""
-    return next(width for width in _FORWARD if width >= max(problem.head_dim, problem.value_dim))
+    return next(width for width in _FORWARD_TILES if width >= max(problem.head_dim, problem.value_dim))
 
 
 def _forward_spec(problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None) -> KernelSpec:
     """The forward kernel with the first of its tiles that fits; in a list, cut to its blocks."""
-    width = _width(problem)
-    for tile in _FORWARD[width]:
+    width, specs = _width(problem), list[KernelSpec]()
+    for tile in _FORWARD_TILES[width]:
         block_q, block_kv = (
             1 << min(side, most).bit_length() - 1 for side, most in zip(tile[:2], largest or tile[:2])
         )
-        spec = KernelSpec(
-            family=FA1, entry="forward", dtype=problem.dtype, head_dim=width, value_dim=width,
+        specs.append(KernelSpec(
+            entry=_FORWARD, dtype=problem.dtype, head_dim=width, value_dim=width,
             block_q=block_q, block_kv=block_kv, num_warps=block_q // _ROWS_OF_WARP, min_blocks=1,
             is_listed=largest is not None, num_stages=tile.num_stages,
-        )  # fmt: skip
-        if _shared_bytes(spec) <= device.tile_memory_bytes:
-            return spec
-    raise UnsupportedProblem(
-        [
-            f"{device.name} must have {_shared_bytes(spec)} bytes of shared memory a block for fa1_forward; it has "
-            f"{device.tile_memory_bytes}: use kernel='auto'"
-        ]
-    )
-
-
-def _shared_bytes(spec: KernelSpec) -> int:
-    both = spec.head_dim + spec.value_dim
-    elements = spec.block_kv * both
-    if spec.entry == "forward":
-        elements += spec.num_stages * spec.block_q * spec.head_dim
-    else:
-        elements += spec.num_stages * spec.block_q * both + 2 * spec.block_q * spec.block_kv
-    return spec.dtype.itemsize * elements + _STATE_BYTES
+        ))  # fmt: skip
+    if spec := first_fitting(specs, device):
+        return spec
+    raise no_tile_fits(specs[-1].shared_bytes, " for fa1_forward", device, "use kernel='auto'")

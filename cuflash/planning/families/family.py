@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ...arrays import BFLOAT16
 from ...blocks.work_list import ListedWork, WorkList
-from ...errors import refuse
+from ...errors import UnsupportedProblem, refuse
 from ..device import DeviceSpec
-from ..launches import Kernels, TileOrder
+from ..launches import Kernels, Launch, TileOrder
 from ..problem import Problem
 from ..spec import KernelSpec
 from ..tile_order import heads_per_wave
@@ -173,40 +173,52 @@ class Family(ABC):
             As `specs`.
         """
 
-    @abstractmethod
-    def shared_bytes(self, spec: KernelSpec) -> int:
-        """Dynamic shared memory of a thread block of one of the family's kernels."""
-
-    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
-        """Thread blocks of a kernel whose blocks take further tiles as they finish one; None if each has one tile."""
-        return None
-
-    def boxes(self, spec: KernelSpec) -> Mapping[str, tuple[int, int]]:
-        """Rows and columns of the boxes that a kernel copies by tensor maps, by array; empty if it takes no maps."""
-        return {}
-
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:
         """The kernel that sums softmax weights over blocks of so many keys; None if the family has none for it."""
         return None
 
-    def resident_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int:
-        """Thread blocks of a kernel that a GPU holds at once, limited by registers and by shared memory.
 
-        The system takes a KiB of shared memory for each block, and a multiprocessor has one more than a block may use.
-        """
-        fitting = (device.tile_memory_bytes + 1024) // (self.shared_bytes(spec) + 1024)
-        return device.num_processors * max(1, min(spec.min_blocks, fitting))
+def resident_blocks(spec: KernelSpec, device: DeviceSpec) -> int:
+    """Thread blocks of a kernel that a GPU holds at once, limited by registers and by shared memory.
 
-    def order_of_waves(
-        self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
-    ) -> TileOrder:
-        """Heads that alternate under a band: those of one wave of the thread blocks of either kernel."""
-        return TileOrder(
-            heads_per_wave(work, self.resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
-            heads_per_wave(work, self.resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
-        )
+    The system takes a KiB of shared memory for each block, and a multiprocessor has one more than a block may use.
+    """
+    fitting = (device.tile_memory_bytes + 1024) // (spec.shared_bytes + 1024)
+    return device.num_processors * max(1, min(spec.min_blocks, fitting))
+
+
+def order_of_waves(
+    problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
+) -> TileOrder:
+    """Heads that alternate under a band: those of one wave of the thread blocks of either kernel."""
+    return TileOrder(
+        heads_per_wave(work, resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
+        heads_per_wave(work, resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
+    )
+
+
+def first_fitting(specs: Iterable[KernelSpec], device: DeviceSpec, blocks: int = 1) -> KernelSpec | None:
+    """The first of some kernels of which a multiprocessor's shared memory holds so many blocks."""
+    return next((spec for spec in specs if spec.shared_bytes <= device.tile_memory_bytes // blocks), None)
+
+
+def no_tile_fits(nbytes: int, what: str, device: DeviceSpec, fix: str) -> UnsupportedProblem:
+    """The refusal of a kernel whose smallest tile needs so many bytes."""
+    rule = f"{device.name} must have {nbytes} bytes of shared memory a block{what}"
+    return UnsupportedProblem([f"{rule}; it has {device.tile_memory_bytes}: {fix}"])
+
+
+def launch_of(
+    spec: KernelSpec, device: DeviceSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...],
+    features: tuple[str, ...] = (),
+) -> Launch:  # fmt: skip
+    """The launch of a kernel over so many tiles, with as many thread blocks as a GPU holds if they are persistent."""
+    return Launch(
+        spec=spec, tiles=tiles, reads=reads, writes=writes, boxes=spec.boxes, features=features,
+        max_blocks=resident_blocks(spec, device) if spec.entry.is_persistent else None,
+    )  # fmt: skip
 
 
 def rounded_dims(problem: Problem) -> tuple[int, int]:
@@ -230,6 +242,13 @@ def query_tiles(problem: Problem, work: WorkList, block_q: int) -> int:
 def key_tiles(problem: Problem, work: WorkList, block_kv: int) -> int:
     """Tiles of keys in one head; a tile lies within one block of a list."""
     return _num_tiles(problem.seqlen_kv, work.block_kv if isinstance(work, ListedWork) else block_kv, block_kv)
+
+
+def num_tiles(spec: KernelSpec, problem: Problem, work: WorkList) -> int:
+    """Tiles of a kernel in one batch entry."""
+    if spec.entry.holds_keys:
+        return problem.num_kv_heads * key_tiles(problem, work, spec.block_kv)
+    return problem.num_heads * query_tiles(problem, work, spec.block_q)
 
 
 def _num_tiles(length: int, block: int, tile: int) -> int:

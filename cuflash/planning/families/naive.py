@@ -6,24 +6,46 @@ import numpy as np
 
 from ...blocks.work_list import ListedWork, WorkList
 from ..device import DeviceSpec
-from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
+from ..launches import Kernels, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
-from ..spec import KernelSpec
-from . import NAIVE
-from .family import Family, key_tiles, list_block_of, query_tiles
+from ..spec import NAIVE, Entry, KernelSpec
+from .family import Family, key_tiles, launch_of, list_block_of, num_tiles
 
 _SIDE = 32  # rows and columns of a tile, which multiplies as many columns at a time
-_FORWARD = ("scores", "softmax", "output")
-_BACKWARD = ("scores", "gradient_scores", "gradient_queries", "gradient_keys")
-_ARRAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # that kernels read and write
-    "scores": (("q", "k"), ("scores",)),
-    "softmax": (("scores",), ("scores", "lse")),
-    "output": (("scores", "v"), ("o",)),
-    "gradient_scores": (("scores", "v", "o", "lse", "do", "dlse"), ("scores", "score_gradients")),
-    "gradient_queries": (("score_gradients", "k"), ("dq",)),
-    "gradient_keys": (("scores", "score_gradients", "q", "lse", "do"), ("dk", "dv")),
-}
+
+
+def _row_bytes(spec: KernelSpec, width: int) -> int:
+    """A row of a tile in shared memory, which is padded by 16 bytes."""
+    return width * spec.accumulator.itemsize + 16
+
+
+def _score_bytes(spec: KernelSpec) -> int:
+    """Tiles of queries and keys."""
+    return (spec.block_q + spec.block_kv) * _row_bytes(spec, spec.head_dim)
+
+
+def _sum_bytes(spec: KernelSpec) -> int:
+    """Tiles of scores and of the rows that they weigh, with an int that says whether a row is multiplied."""
+    return spec.block_q * _row_bytes(spec, spec.block_kv) + spec.block_kv * (_row_bytes(spec, spec.head_dim) + 4)
+
+
+_FORWARD = (
+    Entry(family=NAIVE, name="scores", shared_bytes=_score_bytes, applies_score=True, products=(1, 0)),
+    Entry(family=NAIVE, name="softmax", draws_dropout=True, has_exponentials=True),
+    Entry(family=NAIVE, name="output", shared_bytes=_sum_bytes, products=(0, 1)),
+)
+_BACKWARD = (
+    Entry(
+        family=NAIVE, name="gradient_scores", shared_bytes=_score_bytes, applies_score=True,
+        adds_gradients=True, draws_dropout=True, products=(0, 1),
+    ),
+    Entry(family=NAIVE, name="gradient_queries", shared_bytes=_sum_bytes, products=(1, 0)),
+    Entry(
+        family=NAIVE, name="gradient_keys", shared_bytes=_sum_bytes, holds_keys=True,
+        products=(1, 1),
+    ),
+)  # fmt: skip
 
 
 class Naive(Family):
@@ -47,12 +69,11 @@ class Naive(Family):
         """One tile for all chips and dims, half as long where a list's blocks are shorter: a baseline is not tuned."""
         side = _SIDE if largest is None or min(largest) >= _SIDE else _SIDE // 2
         return {
-            entry: KernelSpec(
-                family=self.name, entry=entry, dtype=problem.dtype, head_dim=_SIDE, value_dim=_SIDE,
-                block_q=side, block_kv=side,
+            entry.name: KernelSpec(
+                entry=entry, dtype=problem.dtype, head_dim=_SIDE, value_dim=_SIDE, block_q=side, block_kv=side
             )
-            for entry in (*_FORWARD, *_BACKWARD[1:])
-        }  # fmt: skip
+            for entry in (*_FORWARD, *_BACKWARD)
+        }
 
     def launches(
         self,
@@ -63,42 +84,34 @@ class Naive(Family):
         deterministic: bool = False,
     ) -> Kernels:
         chosen = self.specs(problem, device, list_block_of(work))
-        launches = {entry: self._launch(spec, problem, work) for entry, spec in chosen.items()}
+        columns = key_tiles(problem, work, chosen["scores"].block_kv)
+        head_tiles, value_tiles = (-(-dim // _SIDE) for dim in (problem.head_dim, problem.value_dim))
+        # Of each kernel, the tiles of its output in each tile of rows, and the arrays that it reads and writes.
+        uses = {
+            "scores": (columns, ("q", "k"), ("scores",)),
+            "softmax": (1, ("scores",), ("scores", "lse")),
+            "output": (value_tiles, ("scores", "v"), ("o",)),
+            "gradient_scores": (
+                columns, ("scores", "v", "o", "lse", "do", "dlse"), ("scores", "score_gradients"),
+            ),
+            "gradient_queries": (head_tiles, ("score_gradients", "k"), ("dq",)),
+            "gradient_keys": (
+                head_tiles + value_tiles, ("scores", "score_gradients", "q", "lse", "do"), ("dk", "dv"),
+            ),
+        }  # fmt: skip
+        launches = {
+            role: launch_of(chosen[role], device, num_tiles(chosen[role], problem, work) * tiles, reads, writes)
+            for role, (tiles, reads, writes) in uses.items()
+        }
         matrix = Workspace((*problem.lse_shape(), problem.seqlen_kv), problem.accumulator)
         num_heads = problem.num_batch_heads if isinstance(work, ListedWork) else 1
-        forward = Pass({entry: launches[entry] for entry in _FORWARD}, {"scores": matrix})
-        backward = Pass({entry: launches[entry] for entry in _BACKWARD}, {"scores": matrix, "score_gradients": matrix})
+        forward = Pass({entry.name: launches[entry.name] for entry in _FORWARD}, {"scores": matrix})
+        backward = Pass(
+            {entry.name: launches[entry.name] for entry in (_FORWARD[0], *_BACKWARD)},
+            {"scores": matrix, "score_gradients": matrix},
+        )
         return Kernels(
             forward=sink_forward(forward, problem, "softmax"),
             backward=sink_backward(backward, problem, chosen["softmax"], ("do",)),
             order=TileOrder(num_heads, num_heads),
         )
-
-    def _launch(self, spec: KernelSpec, problem: Problem, work: WorkList) -> Launch:
-        rows, columns = query_tiles(problem, work, spec.block_q), key_tiles(problem, work, spec.block_kv)
-        head_tiles, value_tiles = -(-problem.head_dim // spec.head_dim), -(-problem.value_dim // spec.value_dim)
-        tiles = {
-            "scores": problem.num_heads * rows * columns,
-            "softmax": problem.num_heads * rows,
-            "output": problem.num_heads * rows * value_tiles,
-            "gradient_scores": problem.num_heads * rows * columns,
-            "gradient_queries": problem.num_heads * rows * head_tiles,
-            "gradient_keys": problem.num_kv_heads * columns * (head_tiles + value_tiles),
-        }
-        reads, writes = _ARRAYS[spec.entry]
-        shared_bytes = self.shared_bytes(spec)
-        return Launch(spec=spec, tiles=tiles[spec.entry], shared_bytes=shared_bytes, reads=reads, writes=writes)
-
-    def shared_bytes(self, spec: KernelSpec) -> int:
-        """Two padded tiles, and an int for each row of the second that says whether it is multiplied."""
-        itemsize = spec.accumulator.itemsize
-        padding = 16 // itemsize
-        head_row, value_row, scores_row = (dim + padding for dim in (spec.head_dim, spec.value_dim, spec.block_kv))
-        return {
-            "scores": (spec.block_q + spec.block_kv) * head_row * itemsize,
-            "softmax": 0,
-            "output": (spec.block_q * scores_row + spec.block_kv * value_row) * itemsize + 4 * spec.block_kv,
-            "gradient_scores": (spec.block_q + spec.block_kv) * value_row * itemsize,
-            "gradient_queries": (spec.block_q * scores_row + spec.block_kv * head_row) * itemsize + 4 * spec.block_kv,
-            "gradient_keys": spec.block_q * (scores_row + head_row) * itemsize + 4 * spec.block_q,
-        }[spec.entry]

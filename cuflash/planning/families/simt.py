@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ...arrays import DTYPES
+from ...arrays import UP_TO_FLOAT32
 from ...blocks.work_list import ListedWork, WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
 from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
-from ..sinks import sink_backward, sink_forward
-from ..spec import KernelSpec
-from . import SIMT
+from ..sinks import sink_backward
+from ..spec import SIMT, Entry, KernelSpec
+from ._passes import forward_pass
 from .family import (
     BACKWARD_INPUTS,
     DIMS,
-    FORWARD_INPUTS,
     STATISTICS_INPUTS,
     WIDEST_CHUNK,
     Family,
-    key_tiles,
+    first_fitting,
+    launch_of,
     list_block_of,
-    query_tiles,
+    no_tile_fits,
+    num_tiles,
+    order_of_waves,
     rounded_dims,
 )
 
@@ -37,25 +39,91 @@ _SIDES = (128, 64, 32, 16, 8)  # rows, or columns, of a tile
 _SMALLEST_ROWS = 16  # that threads can share
 
 
-class _EntryLimits(NamedTuple):
-    """Limits of a kernel's tiles: it keeps rows of one side and steps over the other."""
+@dataclass(frozen=True, kw_only=True)
+class _Entry(Entry):
+    """A kernel that keeps rows of one side in place and steps over the other, with the limits of its tiles."""
 
-    rows_are_queries: bool
+    family: str = SIMT
     num_scores: int  # tiles of scores in registers
     sums: tuple[str, ...]  # dimensions of the accumulators in registers
     registers: int  # that both may fill of a thread's 255; beyond it times rose or registers spilled
     mma_registers: int  # the limit where tensor cores multiply
     max_rows: int = _SIDES[0]
     min_step: int = _SIDES[-1]
+    adds_to_dq: bool = False  # with each step, in registers of a tile of scores
 
 
-_LIMITS = {
-    "forward": _EntryLimits(True, 1, ("value_dim",), 144, 176),
-    "block_mass": _EntryLimits(True, 1, (), 144, 176),  # its tile is the one of `Simt.mass_spec`
-    "backward_rows": _EntryLimits(True, 2, ("head_dim",), 112, 176),
-    "backward_columns": _EntryLimits(False, 2, ("head_dim", "value_dim"), 160, 192),
-    "backward": _EntryLimits(False, 1, ("head_dim", "value_dim"), 160, 144, max_rows=64, min_step=16),  # 128 rows spill
-}
+def _entry(spec: KernelSpec) -> _Entry:
+    assert isinstance(spec.entry, _Entry)
+    return spec.entry
+
+
+def rows_and_step(spec: KernelSpec) -> tuple[int, int]:
+    """A tile's rows that stay in place, and how many rows of the other side a step takes."""
+    sides = spec.block_q, spec.block_kv
+    return sides[::-1] if spec.entry.holds_keys else sides
+
+
+def _padding(spec: KernelSpec) -> int:
+    """Elements by which rows are longer than they are wide: 16 bytes, or 32 for tensor cores."""
+    return (32 if spec.mma_rows else 16) // spec.accumulator.itemsize
+
+
+def _padded_dims(spec: KernelSpec) -> tuple[int, int]:
+    return spec.head_dim + _padding(spec), spec.value_dim + _padding(spec)
+
+
+def _with_scores(spec: KernelSpec, elements: int) -> int:
+    """Bytes of so many elements and of a tile of scores."""
+    rows, step = rows_and_step(spec)
+    return (elements + rows * (step + _padding(spec))) * spec.accumulator.itemsize
+
+
+def _forward_bytes(spec: KernelSpec) -> int:
+    """Queries; keys and values, which take turns; scores."""
+    return _with_scores(spec, spec.block_q * _padded_dims(spec)[0] + spec.block_kv * max(_padded_dims(spec)))
+
+
+def _mass_bytes(spec: KernelSpec) -> int:
+    """Queries, keys and scores."""
+    return _with_scores(spec, (spec.block_q + spec.block_kv) * _padded_dims(spec)[0])
+
+
+def _two_walks_bytes(spec: KernelSpec) -> int:
+    """Rows of both dimensions on both sides, and scores."""
+    return _with_scores(spec, (spec.block_q + spec.block_kv) * sum(_padded_dims(spec)))
+
+
+def _one_walk_bytes(spec: KernelSpec) -> int:
+    """Keys and values; queries and dO, which take turns; scores. Operands that are read along rows are not padded."""
+    padding = _padding(spec) if spec.mma_rows else 0
+    p_padding = 8 if padding == 0 and spec.block_q > 64 else padding
+    persistent_row = spec.head_dim + spec.value_dim + spec.block_q + 2 * padding + p_padding
+    elements = spec.block_kv * persistent_row + spec.block_q * max(_padded_dims(spec))
+    return elements * spec.accumulator.itemsize
+
+
+FORWARD = _Entry(
+    name="forward", shared_bytes=_forward_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
+    products=(1, 1), num_scores=1, sums=("value_dim",), registers=144, mma_registers=176,
+)  # fmt: skip
+BLOCK_MASS = Entry(family=SIMT, name="block_mass", shared_bytes=_mass_bytes, applies_score=True)
+BACKWARD_ROWS = _Entry(
+    name="backward_rows", shared_bytes=_two_walks_bytes, loads_do=True, applies_score=True, draws_dropout=True,
+    has_exponentials=True, products=(2, 1), num_scores=2, sums=("head_dim",), registers=112, mma_registers=176,
+)  # fmt: skip
+BACKWARD_COLUMNS = _Entry(
+    name="backward_columns", shared_bytes=_two_walks_bytes, loads_do=True, holds_keys=True, applies_score=True,
+    adds_gradients=True, draws_dropout=True, has_exponentials=True, products=(2, 2),
+    num_scores=2, sums=("head_dim", "value_dim"), registers=160, mma_registers=192,
+)  # fmt: skip
+BACKWARD = _Entry(
+    name="backward", shared_bytes=_one_walk_bytes, loads_do=True, holds_keys=True, applies_score=True,
+    adds_gradients=True, draws_dropout=True, has_exponentials=True, products=(3, 2),
+    num_scores=1, sums=("head_dim", "value_dim"), registers=160, mma_registers=144, max_rows=64,  # 128 rows spill
+    min_step=16, adds_to_dq=True,
+)  # fmt: skip
+BACKWARD_STATISTICS = Entry(family=SIMT, name="backward_statistics", loads_do=True)
 _MASS_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # sides of block_mass's tile, by accumulator
 _STATISTICS_BLOCK_Q = 64  # queries of backward_statistics, which multiplies nothing and keeps nothing
 
@@ -64,12 +132,12 @@ class Simt(Family):
     """Kernels on multiply-add units, and for float64 on tensor cores."""
 
     name = SIMT
-    dtypes = DTYPES
+    dtypes = (*UP_TO_FLOAT32, np.dtype(np.float64))
     operands = ("sink", "dropout_seed")
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         """The forward tile, but no smaller than the smallest tile of the backward kernels."""
-        forward = self._spec("forward", problem, device, None)
+        forward = self._spec(FORWARD, problem, device, None)
         return max(_SMALLEST_ROWS, forward.block_q), max(_SMALLEST_ROWS, forward.block_kv)
 
     def specs(
@@ -88,21 +156,21 @@ class Simt(Family):
         """
         is_slower_in_one = problem.dtype == np.float64 and 32 < max(problem.head_dim, problem.value_dim) <= 64
         in_two_walks = deterministic or problem.dtype != problem.accumulator or is_slower_in_one
-        backward = ("backward_rows", "backward_columns") if in_two_walks else ("backward_statistics", "backward")
-        return {entry: self._spec(entry, problem, device, largest) for entry in ("forward", *backward)}
+        backward = (BACKWARD_ROWS, BACKWARD_COLUMNS) if in_two_walks else (BACKWARD_STATISTICS, BACKWARD)
+        return {entry.name: self._spec(entry, problem, device, largest) for entry in (FORWARD, *backward)}
 
     def _spec(
-        self, entry: str, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None
+        self, entry: Entry, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None
     ) -> KernelSpec:
         head_dim, value_dim = rounded_dims(problem)
         smallest = KernelSpec(
-            family=self.name, entry=entry, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
+            entry=entry, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
             block_q=_SIDES[-1], block_kv=_SIDES[-1],
         )  # fmt: skip
-        if entry == "backward_statistics":
-            block_q = max(side for side in _SIDES if side <= min(_STATISTICS_BLOCK_Q, (largest or _SIDES)[0]))
-            return replace(smallest, block_q=block_q)
-        return self._largest_fitting(smallest, device, largest or (_SIDES[0], _SIDES[0]))
+        if isinstance(entry, _Entry):
+            return self._largest_fitting(smallest, device, largest or (_SIDES[0], _SIDES[0]))
+        block_q = max(side for side in _SIDES if side <= min(_STATISTICS_BLOCK_Q, (largest or _SIDES)[0]))
+        return replace(smallest, block_q=block_q)
 
     def launches(
         self,
@@ -113,32 +181,28 @@ class Simt(Family):
         deterministic: bool = False,
     ) -> Kernels:
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
-        is_one_walk = "backward" in chosen
-        backward_entries = ("backward_statistics", "backward") if is_one_walk else ("backward_rows", "backward_columns")
-        launches = {entry: self._launch(chosen[entry], problem, work) for entry in ("forward", *backward_entries)}
-        backward = Pass(
-            {entry: launches[entry] for entry in backward_entries},
-            {"delta": Workspace(problem.lse_shape(), problem.accumulator)},
-        )
+
+        def launch(role: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
+            return launch_of(chosen[role], device, num_tiles(chosen[role], problem, work), reads, writes)
+
+        is_one_walk, inputs = "backward" in chosen, (*BACKWARD_INPUTS, "delta")
+        if is_one_walk:
+            backward = {
+                "backward_statistics": launch("backward_statistics", STATISTICS_INPUTS, ("delta", "dq")),
+                "backward": launch("backward", inputs, ("dq", "dk", "dv")),
+            }
+        else:
+            backward = {
+                "backward_rows": launch("backward_rows", ("q", "k", "v", *STATISTICS_INPUTS), ("dq", "delta")),
+                "backward_columns": launch("backward_columns", inputs, ("dk", "dv")),
+            }
+        delta = Workspace(problem.lse_shape(), problem.accumulator)
         return Kernels(
-            forward=sink_forward(Pass({"forward": launches["forward"]}), problem, "forward"),
-            backward=sink_backward(backward, problem),
-            order=self._order(problem, device, work, chosen["forward"], chosen[backward_entries[1]]),
+            forward=forward_pass(problem, device, work, chosen["forward"]),
+            backward=sink_backward(Pass(backward, {"delta": delta}), problem),
+            order=self._order(problem, device, work, chosen["forward"], [*chosen.values()][-1]),
             is_repeatable=not is_one_walk,
         )
-
-    def _launch(self, spec: KernelSpec, problem: Problem, work: WorkList) -> Launch:
-        query_tile_count = problem.num_heads * query_tiles(problem, work, spec.block_q)
-        key_tile_count = problem.num_kv_heads * key_tiles(problem, work, spec.block_kv)
-        rows_inputs = ("q", "k", "v", *STATISTICS_INPUTS)
-        tiles, reads, writes = {
-            "forward": (query_tile_count, FORWARD_INPUTS, ("o", "lse")),
-            "backward_statistics": (query_tile_count, STATISTICS_INPUTS, ("delta", "dq")),
-            "backward": (key_tile_count, (*BACKWARD_INPUTS, "delta"), ("dq", "dk", "dv")),
-            "backward_rows": (query_tile_count, rows_inputs, ("dq", "delta")),
-            "backward_columns": (key_tile_count, (*BACKWARD_INPUTS, "delta"), ("dk", "dv")),
-        }[spec.entry]
-        return Launch(spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes)
 
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
@@ -151,7 +215,7 @@ class Simt(Family):
         if isinstance(work, ListedWork):
             num_heads = problem.num_batch_heads
             return TileOrder(num_heads, num_heads)
-        return self.order_of_waves(problem, device, work, forward, backward)
+        return order_of_waves(problem, device, work, forward, backward)
 
     def _largest_fitting(
         self, smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int]
@@ -162,24 +226,15 @@ class Simt(Family):
         """
         legal = [_legal_tiles(replace(smallest, mma_rows=rows), largest) for rows in _mma_rows(smallest.dtype, device)]
         for tiles in legal:
-            for available, spec in product((device.tile_memory_bytes // 2, device.tile_memory_bytes), tiles):
-                if shared_bytes(spec) <= available:
-                    return spec
+            if spec := first_fitting(tiles, device, 2) or first_fitting(tiles, device):
+                return spec
         what = f"{smallest.name} with head_dim {smallest.head_dim}, value dim {smallest.value_dim} in {smallest.dtype}"
-        needed = min((shared_bytes(spec) for tiles in legal for spec in tiles), default=None)
+        needed = min((spec.shared_bytes for tiles in legal for spec in tiles), default=None)
         if needed is None:
             raise UnsupportedProblem(
                 [f"no tile of {what} fits a list's blocks of {largest}: use larger blocks or a narrower dtype"]
             )
-        raise UnsupportedProblem(
-            [
-                f"{device.name} must have {needed} bytes of shared memory a block for {what}; it has "
-                f"{device.tile_memory_bytes}: use a narrower dtype"
-            ]
-        )
-
-    def shared_bytes(self, spec: KernelSpec) -> int:
-        return shared_bytes(spec)
+        raise no_tile_fits(needed, f" for {what}", device, "use a narrower dtype")
 
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
@@ -195,20 +250,14 @@ class Simt(Family):
         needed = next((dim for dim in DIMS if dim >= problem.head_dim), WIDEST_CHUNK)
         specs = [
             KernelSpec(
-                family=self.name, entry="block_mass", dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0],
-                block_q=side, block_kv=side,
+                entry=BLOCK_MASS, dtype=problem.dtype, head_dim=dim, value_dim=DIMS[0], block_q=side, block_kv=side
             )
             for dim in reversed(DIMS)
             if dim <= min(needed, WIDEST_CHUNK)
         ]  # fmt: skip
-        for available in (device.tile_memory_bytes // 2, device.tile_memory_bytes):
-            for spec in specs:
-                if shared_bytes(spec) <= available:
-                    return spec
-        raise UnsupportedProblem(
-            [f"{device.name} must have {shared_bytes(specs[-1])} bytes of shared memory a block; it has "
-             f"{device.tile_memory_bytes}: use a narrower dtype"]
-        )  # fmt: skip
+        if spec := first_fitting(specs, device, 2) or first_fitting(specs, device):
+            return spec
+        raise no_tile_fits(specs[-1].shared_bytes, "", device, "use a narrower dtype")
 
 
 def _mma_rows(dtype: np.dtype[Any], device: DeviceSpec) -> tuple[int, ...]:
@@ -238,23 +287,17 @@ def _preference(spec: KernelSpec) -> tuple[float, int]:
     return rows * step / (rows + 2 * step), rows
 
 
-def rows_and_step(spec: KernelSpec) -> tuple[int, int]:
-    """A tile's rows that stay in place, and how many rows of the other side a step takes."""
-    sides = spec.block_q, spec.block_kv
-    return sides if _LIMITS[spec.entry].rows_are_queries else sides[::-1]
-
-
 def _num_accumulators(spec: KernelSpec) -> int:
     """Columns of the accumulators that a row keeps."""
-    return sum(getattr(spec, dim) for dim in _LIMITS[spec.entry].sums)
+    return sum(getattr(spec, dim) for dim in _entry(spec).sums)
 
 
 def accumulator_words(spec: KernelSpec) -> int:
     """Registers of a thread that scores and sums fill."""
     rows, step = rows_and_step(spec)
-    sums = _num_accumulators(spec)
-    elements = rows * (_LIMITS[spec.entry].num_scores * step + sums)
-    if spec.entry == "backward":  # scores, then columns of dQ, as many as kDqWidth
+    sums, entry = _num_accumulators(spec), _entry(spec)
+    elements = rows * (entry.num_scores * step + sums)
+    if entry.adds_to_dq:  # scores, then columns of dQ, as many as kDqWidth
         dq_width = 32 if spec.mma_rows else 64 if spec.head_dim % 64 == 0 else spec.head_dim
         elements = rows * sums + step * max(rows, dq_width)
     return elements * spec.accumulator.itemsize // (4 * _THREADS)
@@ -262,34 +305,12 @@ def accumulator_words(spec: KernelSpec) -> int:
 
 def _is_simt_tile(spec: KernelSpec) -> bool:
     """Return whether threads share its rows evenly and its accumulators fit their registers."""
-    entry, words = _LIMITS[spec.entry], accumulator_words(spec)
+    entry, words = _entry(spec), accumulator_words(spec)
     rows, step = rows_and_step(spec)
-    if spec.mma_rows:  # in one walk of the backward pass dQ has as many rows as a step
-        shared_rows = (rows, step) if spec.entry == "backward" else (rows,)
+    if spec.mma_rows:  # dQ of a step has as many rows as the step
+        shared_rows = (rows, step) if entry.adds_to_dq else (rows,)
         return all(height % 32 == 0 for height in shared_rows) and words <= entry.mma_registers
     # Conversions take registers too, and so do the operands of very wide rows.
     spare_registers = _SPARE_REGISTERS * (spec.dtype != np.float32) + _SPARE_REGISTERS * (_num_accumulators(spec) > 384)
     fits = words <= entry.registers - spare_registers or (rows, step) == (_SMALLEST_ROWS, entry.min_step)
     return rows % _SMALLEST_ROWS == 0 and rows <= entry.max_rows and step >= entry.min_step and fits
-
-
-def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a block; every row is 16 bytes longer than it is wide, or 32 for tensor cores."""
-    itemsize = spec.accumulator.itemsize
-    vector = (32 if spec.mma_rows else 16) // itemsize
-    if spec.entry == "backward_statistics":
-        return 0
-    rows, step = rows_and_step(spec)
-    head_row, value_row = spec.head_dim + vector, spec.value_dim + vector
-    if spec.entry == "backward":  # queries and dO take turns, and what is read along rows alone is not padded
-        padding = vector if spec.mma_rows else 0
-        p_padding = 8 if padding == 0 and step > 64 else padding
-        persistent_row = spec.head_dim + spec.value_dim + step + 2 * padding + p_padding
-        return (rows * persistent_row + step * max(head_row, value_row)) * itemsize
-    if spec.entry == "block_mass":  # there are no values
-        elements = (rows + step) * head_row
-    elif spec.entry == "forward":  # keys and values take turns
-        elements = rows * head_row + step * max(head_row, value_row)
-    else:
-        elements = (rows + step) * (head_row + value_row)
-    return (elements + rows * (step + vector)) * itemsize

@@ -6,33 +6,35 @@ A tile is the first of a few, best first, that a chip's shared memory and a list
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...arrays import HALVES
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
-from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
-from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
+from ..launches import Kernels, Pass, TileOrder, Workspace
 from ..problem import Problem
-from ..sinks import sink_backward, sink_forward
-from ..spec import KernelSpec
+from ..sinks import sink_forward
+from ..spec import SM80, Entry, KernelSpec
 from ..split_kv import num_splits as best_num_splits
 from ..tile_order import listed_heads, listed_kv_heads
-from . import SM80
+from ._passes import backward_pass, forward_pass
 from .family import (
-    BACKWARD_INPUTS,
     DIMS,
     FORWARD_INPUTS,
-    STATISTICS_INPUTS,
     WIDEST_CHUNK,
     Family,
-    key_tiles,
+    first_fitting,
+    launch_of,
     list_block_of,
+    no_tile_fits,
+    num_tiles,
+    order_of_waves,
     query_tiles,
+    resident_blocks,
     rounded_dims,
 )
 
@@ -52,7 +54,7 @@ _Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
 # Tiles by the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each
 # fragment of K and V that it reads is multiplied twice; sm80_tiles.log of b648872e has the times, and
 # experiments/speed/tile_sweep.py --gpu takes them anew.
-_FORWARD: _Tiles = {
+_FORWARD_TILES: _Tiles = {
     64: (_Tile(128, 128, 4),),
     128: (_Tile(128, 64, 4),),
     256: (_Tile(128, 128, 8), _Tile(64, 64, 4)),
@@ -62,7 +64,7 @@ _ROWS: _Tiles = {
     128: (_Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2)),
     256: (_Tile(128, 64, 8), _Tile(64, 32, 4, 2), _Tile(64, 32, 4, 1)),
 }
-_BACKWARD: _Tiles = {
+_BACKWARD_TILES: _Tiles = {
     64: (_Tile(128, 128, 8, 2), _Tile(64, 64, 4, 2), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     256: (_Tile(64, 64, 8, 2), _Tile(64, 64, 8), _Tile(32, 32, 4), _Tile(16, 16, 2)),
@@ -85,26 +87,109 @@ _TF32_BACKWARD: _Tiles = {
     128: (_Tile(64, 64, 8), _Tile(32, 32, 4)),
     256: (_Tile(32, 64, 8), _Tile(32, 32, 8), _Tile(32, 16, 4), _Tile(16, 16, 4)),
 }
-# Tiles by precision: of the forward kernel, of backward_rows, and of the other kernels.
-_TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
-    "ieee": (_FORWARD, _ROWS, _BACKWARD),
-    "tf32": (_TF32_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
-    "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
-}
 _MMA_SIDE = 16  # rows and columns of a product
 MOST_PARTS = 128  # of the keys of a sequence in decode kernels, kMostParts
 MASS_CHUNK = 64  # columns of a chunk, where rows of the kernel of block masses come in chunks
 _MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and keys of the narrowest block of masses
-# Most accumulators of a thread of the gradients, by precision, where flat blocks of a list, or rows of 32 or 96, leave
-# fewer warps than the tables have: threads with more spilled up to 5750 bytes each.
-_MAX_ACCUMULATORS = {"ieee": 208, "tf32": 192, "tf32x3": 128}
+_WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of what a block remembers of its tile
+_CHUNK, _MATRIX = 20, 32  # and a step of the masses' walk, and an operand
+_STATE = _WORK_TILE + _VISIT_RANGE + _SCALE + _FLAG
+
+
+def _forward_bytes(spec: KernelSpec) -> int:
+    """Queries, in whose tile o is staged; keys and values."""
+    elements = spec.block_q * max(spec.head_dim, spec.value_dim) + spec.block_kv * (spec.head_dim + spec.value_dim)
+    return spec.dtype.itemsize * elements + 2 * _POINTER + _STATE
+
+
+def _rows_bytes(spec: KernelSpec) -> int:
+    """Queries and dO; keys and values of all stages."""
+    elements = (spec.block_q + spec.num_stages * spec.block_kv) * (spec.head_dim + spec.value_dim)
+    return spec.dtype.itemsize * elements + 2 * _POINTER + _STATE
+
+
+def _backward_bytes(spec: KernelSpec) -> int:
+    """Keys and values; queries and dO of all stages, with their statistics; P and dS."""
+    rows = spec.block_kv + spec.num_stages * spec.block_q
+    elements = rows * (spec.head_dim + spec.value_dim) + 2 * spec.block_q * spec.block_kv
+    return spec.dtype.itemsize * elements + 2 * 4 * spec.num_stages * spec.block_q + 5 * _POINTER + _STATE
+
+
+def _convert_bytes(spec: KernelSpec) -> int:
+    """Rounded dQ."""
+    return spec.dtype.itemsize * spec.block_q * spec.head_dim
+
+
+def _combine_bytes(spec: KernelSpec) -> int:
+    """Sums of its groups of threads."""
+    return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
+
+
+def _mass_bytes(spec: KernelSpec) -> int:
+    """Queries and keys of all stages, and lse of the queries."""
+    slots = spec.num_stages * (spec.block_kv + spec.splits_head_dim * spec.block_q)
+    rows = slots + (0 if spec.splits_head_dim else spec.block_q)
+    state = 4 * (spec.block_q + 1) + _WORK_TILE + _VISIT_RANGE + spec.num_stages * _CHUNK
+    return spec.dtype.itemsize * rows * spec.head_dim + state + -state % _POINTER + 2 * _MATRIX
+
+
+def _decode_bytes(spec: KernelSpec) -> int:
+    """Queries, and keys and values of all stages; then weights of parts."""
+    return _tiles_or_parts(spec, (spec.head_dim + spec.value_dim) * spec.dtype.itemsize)
+
+
+def _decode_e4m3_bytes(spec: KernelSpec) -> int:
+    """As `_decode_bytes`, with a scale for each row of keys and of values."""
+    return _tiles_or_parts(spec, spec.head_dim + spec.value_dim + 2 * _SCALE)
+
+
+def _tiles_or_parts(spec: KernelSpec, row: int) -> int:
+    tiles = spec.block_q * spec.head_dim * spec.dtype.itemsize + spec.num_stages * spec.block_kv * row
+    return max(tiles, (2 * MOST_PARTS + 1) * spec.block_q * 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TiledEntry(Entry):
+    """A kernel with tables of tiles."""
+
+    family: str = SM80
+    tiles: Mapping[str, _Tiles] = field(hash=False)  # by precision
+    is_shortened: bool = False  # tiles are no taller than few queries need
+    # Most accumulators of a thread, by precision, where flat blocks of a list, or rows of 32 or 96, leave fewer warps
+    # than the tables have: threads with more spilled up to 5750 bytes each.
+    max_accumulators: Mapping[str, int] | None = field(default=None, hash=False)
+
+
+_FORWARD = _TiledEntry(
+    name="forward", shared_bytes=_forward_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
+    products=(1, 1), tiles={"ieee": _FORWARD_TILES, "tf32": _TF32_FORWARD, "tf32x3": _TF32X3_FORWARD},
+    is_shortened=True,
+)  # fmt: skip
+_BACKWARD_ROWS = _TiledEntry(
+    name="backward_rows", shared_bytes=_rows_bytes, loads_do=True, applies_score=True, draws_dropout=True,
+    has_exponentials=True, products=(2, 1), tiles={"ieee": _ROWS, "tf32": _TF32_ROWS, "tf32x3": _TF32_ROWS},
+)  # fmt: skip
+_BACKWARD = _TiledEntry(
+    name="backward", shared_bytes=_backward_bytes, loads_do=True, holds_keys=True, applies_score=True,
+    adds_gradients=True, draws_dropout=True, has_exponentials=True, products=(3, 2),
+    tiles={"ieee": _BACKWARD_TILES, "tf32": _TF32_BACKWARD, "tf32x3": _TF32_BACKWARD},
+    max_accumulators={"ieee": 208, "tf32": 192, "tf32x3": 128},
+)  # fmt: skip
+_BACKWARD_STATISTICS = Entry(family=SM80, name="backward_statistics", loads_do=True)
+_CONVERT_DQ = Entry(family=SM80, name="convert_dq", shared_bytes=_convert_bytes)
+_COMBINE = Entry(family=SM80, name="combine", shared_bytes=_combine_bytes)
+_BLOCK_MASS = Entry(
+    family=SM80, name="block_mass", shared_bytes=_mass_bytes, is_persistent=True, applies_score=True
+)  # fmt: skip
+DECODING = Entry(family=SM80, name="decode", shared_bytes=_decode_bytes, applies_score=True)
+DECODING_E4M3 = Entry(family=SM80, name="decode_e4m3", shared_bytes=_decode_e4m3_bytes, applies_score=True)
 
 
 class Sm80(Family):
     """Kernels with cp.async copies and mma.sync, for compute capability 8.0 and newer."""
 
     name = SM80
-    dtypes = (np.dtype(np.float16), BFLOAT16)
+    dtypes = HALVES
     rounds_weights = True
     operands = ("sink", "dropout_seed")
     oldest = (8, 0)
@@ -125,7 +210,7 @@ class Sm80(Family):
         return super()._device_reasons(problem, device)
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
-        forward = _fitting("forward", problem, rounded_dims(problem), device, None, problem.seqlen_q)
+        forward = _fitting(_FORWARD, problem, rounded_dims(problem), device, None, problem.seqlen_q)
         return forward.block_q, forward.block_kv
 
     def specs(
@@ -136,23 +221,17 @@ class Sm80(Family):
         *,
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
+        def fitting(entry: _TiledEntry) -> KernelSpec:
+            return _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q)
+
         dq_atomic_width = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
-        last = "backward_rows" if deterministic else "convert_dq"
-        chosen, fitting = {}, {}
-        for entry in ("forward", "backward_statistics", "backward", last):
-            # dQ is summed in the layout of the backward kernel's warps, so its neighbours cut queries alike.
-            tile_entry = entry if entry in ("forward", "backward_rows") else "backward"
-            if tile_entry not in fitting:
-                fitting[tile_entry] = _fitting(
-                    tile_entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q
-                )
-            multiplies = entry not in ("backward_statistics", "convert_dq")
-            chosen[entry] = replace(
-                fitting[tile_entry], entry=entry,
-                dq_atomic_width=dq_atomic_width if entry in ("backward", "convert_dq") else 0,
-                precision=problem.precision if multiplies else "ieee",
-            )  # fmt: skip
-        return chosen
+        forward, backward = fitting(_FORWARD), replace(fitting(_BACKWARD), dq_atomic_width=dq_atomic_width)
+        # dQ is summed in the layout of the backward kernel's warps, so its neighbours cut queries alike.
+        statistics = replace(backward, entry=_BACKWARD_STATISTICS, dq_atomic_width=0, precision="ieee")
+        chosen = {"forward": forward, "backward_statistics": statistics, "backward": backward}
+        if deterministic:
+            return chosen | {"backward_rows": fitting(_BACKWARD_ROWS)}
+        return chosen | {"convert_dq": replace(backward, entry=_CONVERT_DQ, precision="ieee")}
 
     def launches(
         self,
@@ -167,8 +246,8 @@ class Sm80(Family):
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
-            forward=sink_forward(forward, problem, "combine" if "combine" in forward.launches else "forward"),
-            backward=self.backward(problem, work, chosen),
+            forward=forward,
+            backward=backward_pass(problem, device, work, chosen),
             order=self.order(problem, device, work, forward.launches["forward"].spec, chosen["backward"]),
             num_splits=num_splits,
             is_repeatable="backward_rows" in chosen,
@@ -186,53 +265,24 @@ class Sm80(Family):
         if chosen is None and 0 in (problem.mask_shape.num_batch, *problem.mask_shape[1:]):
             chosen, spec = 1, unsplit
         elif chosen is None:
-            num_tiles = problem.mask_shape.num_batch * tiles
-            chosen = best_num_splits(problem, work, spec, num_tiles, self.resident_blocks(spec, device))
+            all_tiles = problem.mask_shape.num_batch * tiles
+            chosen = best_num_splits(problem, work, spec, all_tiles, resident_blocks(spec, device))
         if num_splits is None and chosen == 1 and not spec.pack_gqa:
-            unsplit_tiles = problem.num_heads * query_tiles(problem, work, unsplit.block_q)
-            return Pass({"forward": self._launch(unsplit, unsplit_tiles, FORWARD_INPUTS, ("o", "lse"))}), 1
+            return forward_pass(problem, device, work, unsplit), 1
         *leading, seqlen_q = problem.lse_shape()
         parts = (*leading, chosen * seqlen_q)
         combine = combine_spec(spec)
         launches = {
-            "forward": self._launch(spec, chosen * tiles, FORWARD_INPUTS, ("o_parts", "lse_parts")),
-            "combine": self._launch(
-                combine, problem.num_heads * query_tiles(problem, work, combine.block_q), ("o_parts", "lse_parts"),
-                ("o", "lse"),
+            "forward": launch_of(spec, device, chosen * tiles, FORWARD_INPUTS, ("o_parts", "lse_parts")),
+            "combine": launch_of(
+                combine, device, num_tiles(combine, problem, work), ("o_parts", "lse_parts"), ("o", "lse")
             ),
-        }  # fmt: skip
+        }
         workspaces = {
             "o_parts": Workspace((*parts, spec.value_dim), problem.accumulator),
             "lse_parts": Workspace(parts, problem.accumulator),
         }
-        return Pass(launches, workspaces), chosen
-
-    def backward(self, problem: Problem, work: WorkList, specs: Mapping[str, KernelSpec]) -> Pass:
-        """The backward pass with these kernels; the sm90 family takes it too where its own kernels do not serve."""
-        backward = specs["backward"]
-        rows = query_tiles(problem, work, backward.block_q)
-        query_tile_count = problem.num_heads * rows
-        key_tile_count = problem.num_kv_heads * key_tiles(problem, work, backward.block_kv)
-        workspaces = {"delta": Workspace(problem.lse_shape(), problem.accumulator)}
-        statistics = specs["backward_statistics"]
-        if "backward_rows" in specs:
-            rows_spec = specs["backward_rows"]
-            rows_tiles = problem.num_heads * query_tiles(problem, work, rows_spec.block_q)
-            launches = {
-                "backward_statistics": self._launch(statistics, query_tile_count, STATISTICS_INPUTS, ("delta",)),
-                "backward": self._launch(backward, key_tile_count, (*BACKWARD_INPUTS, "delta"), ("dk", "dv")),
-                "backward_rows": self._launch(rows_spec, rows_tiles, (*BACKWARD_INPUTS, "delta"), ("dq",)),
-            }
-            return sink_backward(Pass(launches, workspaces), problem)
-        *leading, _ = problem.lse_shape()
-        sums = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
-        inputs = (*BACKWARD_INPUTS, "delta", "dq_sum")
-        launches = {
-            "backward_statistics": self._launch(statistics, query_tile_count, STATISTICS_INPUTS, ("delta", "dq_sum")),
-            "backward": self._launch(backward, key_tile_count, inputs, ("dq_sum", "dk", "dv")),
-            "convert_dq": self._launch(specs["convert_dq"], query_tile_count, ("dq_sum",), ("dq",)),
-        }
-        return sink_backward(Pass(launches, {"dq_sum": sums, **workspaces}), problem)
+        return sink_forward(Pass(launches, workspaces), problem, "combine"), chosen
 
     def order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
@@ -240,16 +290,7 @@ class Sm80(Family):
         """Heads that alternate: those that fit the cache with a list, those of one wave of blocks under a band."""
         if isinstance(work, ListedWork):
             return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
-        return self.order_of_waves(problem, device, work, forward, backward)
-
-    def _launch(self, spec: KernelSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
-        return Launch(spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes)
-
-    def shared_bytes(self, spec: KernelSpec) -> int:
-        return shared_bytes(spec)
-
-    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
-        return self.resident_blocks(spec, device) if spec.entry == "block_mass" else None
+        return order_of_waves(problem, device, work, forward, backward)
 
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
@@ -264,12 +305,12 @@ class Sm80(Family):
             return None
         splits_head_dim = problem.head_dim > WIDEST_CHUNK
         spec = KernelSpec(
-            family=self.name, entry="block_mass", dtype=problem.dtype, value_dim=DIMS[0], block_q=_MASS_QUERIES,
+            entry=_BLOCK_MASS, dtype=problem.dtype, value_dim=DIMS[0], block_q=_MASS_QUERIES,
             head_dim=MASS_CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim),
             block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2, is_listed=is_listed,
             splits_head_dim=splits_head_dim,
         )  # fmt: skip
-        return spec if shared_bytes(spec) <= device.tile_memory_bytes else None
+        return first_fitting([spec], device)
 
 
 def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_size: int) -> KernelSpec:
@@ -279,22 +320,22 @@ def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_
     """
     if group_size > 1:
         num_rows = problem.seqlen_q * group_size
-        packed = _fitting("forward", problem, (forward.head_dim, forward.value_dim), device, None, num_rows)
+        packed = _fitting(_FORWARD, problem, (forward.head_dim, forward.value_dim), device, None, num_rows)
         if num_rows <= packed.block_q:
-            forward = replace(packed, pack_gqa=True, precision=forward.precision)
+            forward = replace(packed, pack_gqa=True)
     return replace(forward, is_split=True)
 
 
 def combine_spec(forward: KernelSpec) -> KernelSpec:
     """The kernel that merges the partial results of a split forward pass."""
     return KernelSpec(
-        family=forward.family, entry="combine", dtype=forward.dtype, head_dim=forward.value_dim,
-        value_dim=forward.value_dim, block_q=1, block_kv=1,
+        entry=_COMBINE, dtype=forward.dtype, head_dim=forward.value_dim, value_dim=forward.value_dim, block_q=1,
+        block_kv=1,
     )  # fmt: skip
 
 
 def _fitting(
-    entry: str,
+    entry: _TiledEntry,
     problem: Problem,
     dims: tuple[int, int],
     device: DeviceSpec,
@@ -302,29 +343,25 @@ def _fitting(
     num_queries: int,
 ) -> KernelSpec:
     """A kernel with the first of its tiles that fits."""
-    forward, rows, backward = _TABLES[problem.precision]
-    table = {"forward": forward, "backward_rows": rows, "backward": backward}[entry]
-    tiles = next(tiles for width, tiles in table.items() if width >= max(dims))
-    if entry == "forward":
+    tiles = next(tiles for width, tiles in entry.tiles[problem.precision].items() if width >= max(dims))
+    if entry.is_shortened:
         tiles = tuple(_shortened(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
-    max_accumulators = _MAX_ACCUMULATORS[problem.precision] if entry == "backward" else None
-    for tile in _candidates(tiles, dims, largest, max_accumulators):
-        spec = KernelSpec(
-            family=SM80, entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
+    max_accumulators = None if entry.max_accumulators is None else entry.max_accumulators[problem.precision]
+    specs = (
+        KernelSpec(
+            entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
             block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
             min_blocks=max(1, tile.threads_per_processor // (32 * tile.num_warps)), is_listed=largest is not None,
-            num_stages=tile.num_stages,
-        )  # fmt: skip
-        if shared_bytes(spec) <= device.tile_memory_bytes:
+            num_stages=tile.num_stages, precision=problem.precision,
+        )
+        for tile in _candidates(tiles, dims, largest, max_accumulators)
+    )  # fmt: skip
+    for spec in specs:
+        if spec.shared_bytes <= device.tile_memory_bytes:
             return spec
+    what = f" for {spec.name} with head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}"
     alternative = "kernel='simt'" if problem.precision == "ieee" else "precision='ieee'"
-    raise UnsupportedProblem(
-        [
-            f"{device.name} must have {shared_bytes(spec)} bytes of shared memory a block for {spec.name} with "
-            f"head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}; it has {device.tile_memory_bytes}: "
-            f"use {alternative}"
-        ]
-    )
+    raise no_tile_fits(spec.shared_bytes, what, device, f"use {alternative}")
 
 
 def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:
@@ -401,36 +438,3 @@ def can_partition(rows: int, columns: int, num_warps: int) -> bool:
 def power_of_two(largest: int) -> int:
     """The greatest power of two that is no larger."""
     return 1 << largest.bit_length() - 1
-
-
-_WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of what a block remembers of its tile
-_CHUNK, _MATRIX = 20, 32  # and a step of the masses' walk, and an operand
-
-
-def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a block: tiles of operands, and what a block remembers of its own."""
-    both = spec.head_dim + spec.value_dim
-    queries, keys, scores = spec.block_q * both, spec.block_kv * both, spec.block_q * spec.block_kv
-    state_bytes = _WORK_TILE + _VISIT_RANGE + _SCALE
-    if spec.entry == "forward":  # o is staged in the tile of q
-        elements = spec.block_q * max(spec.head_dim, spec.value_dim) + keys
-        return spec.dtype.itemsize * elements + 2 * _POINTER + state_bytes + _FLAG
-    if spec.entry == "backward_rows":
-        return spec.dtype.itemsize * (queries + spec.num_stages * keys) + 2 * _POINTER + state_bytes + _FLAG
-    if spec.entry == "backward":
-        statistics = 2 * 4 * spec.num_stages * spec.block_q
-        elements = keys + spec.num_stages * queries + 2 * scores
-        return spec.dtype.itemsize * elements + statistics + 5 * _POINTER + state_bytes + _FLAG
-    if spec.entry == "block_mass":  # there are no values; beside the operands lies lse of the queries
-        slots = spec.num_stages * (spec.block_kv + spec.splits_head_dim * spec.block_q)
-        rows = slots + (0 if spec.splits_head_dim else spec.block_q)
-        state_bytes = 4 * (spec.block_q + 1) + _WORK_TILE + _VISIT_RANGE + spec.num_stages * _CHUNK
-        state_bytes += -state_bytes % _POINTER + 2 * _MATRIX
-        return spec.dtype.itemsize * rows * spec.head_dim + state_bytes
-    if spec.entry in ("decode", "decode_e4m3"):  # queries, and keys and values of all stages; then weights of parts
-        row = both + 2 * _SCALE if spec.entry == "decode_e4m3" else both * spec.dtype.itemsize
-        tiles = spec.block_q * spec.head_dim * spec.dtype.itemsize + spec.num_stages * spec.block_kv * row
-        return max(tiles, (2 * MOST_PARTS + 1) * spec.block_q * 4)
-    if spec.entry == "combine":  # sums of its groups of threads
-        return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
-    return spec.dtype.itemsize * spec.block_q * spec.head_dim if spec.entry == "convert_dq" else 0

@@ -6,40 +6,28 @@ read. Thread blocks are persistent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...arrays import HALVES
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
 from ...scores.products import can_take_products
 from ...scores.program import Program, curvature, depends
 from ..device import DeviceSpec
-from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Workspace
+from ..launches import Kernels, TileOrder
 from ..problem import Problem
 from ..score_bins import num_bins
-from ..sinks import sink_backward, sink_forward
-from ..spec import KernelSpec
+from ..spec import SM90, KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
 from ..tile_order import forward_order, heads_per_wave
-from . import SM90
-from .family import (
-    BACKWARD_INPUTS,
-    FORWARD_INPUTS,
-    STATISTICS_INPUTS,
-    Family,
-    key_tiles,
-    list_block_of,
-    query_tiles,
-    rounded_dims,
-)
+from . import sm90_dq, sm90_storage
+from ._passes import backward_pass, forward_pass
+from .family import Family, first_fitting, list_block_of, resident_blocks, rounded_dims
 from .sm80 import Sm80, power_of_two
-from .sm90_dq import adding_in_order, dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted_arrivals
-from .sm90_storage import NO_PRODUCTS, ROWS, boxes, query_stats_words, shared_bytes
+from .sm90_storage import BACKWARD, BACKWARD_STATISTICS, FORWARD, ROWS
 
 LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made for the kernels
 _SEQUENCE_TILE = (64, 128)  # queries and keys of backward tiles that end with their sequences
@@ -84,7 +72,7 @@ class Sm90(Family):
     """
 
     name = SM90
-    dtypes = (np.dtype(np.float16), BFLOAT16)
+    dtypes = HALVES
     rounds_weights = True
     operands = ("sink", "dropout_seed")
     oldest = (9, 0)
@@ -128,7 +116,7 @@ class Sm90(Family):
         forward = forward_spec(problem, dims, device, largest, num_keys or 0)
         changes_weights = problem.score is not None or problem.dropout is not None
         if deterministic and changes_weights and largest is None and max(dims) <= 128:
-            backward = adding_in_order(backward_specs(problem.dtype, dims, None, deterministic=False))
+            backward = sm90_dq.adding_in_order(backward_specs(problem.dtype, dims, None, deterministic=False))
         else:
             backward = backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
         if not backward or (changes_weights and not _takes_changed_weights(backward["backward"])):
@@ -155,22 +143,12 @@ class Sm90(Family):
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
         chosen = _ordered(problem, chosen, work)
         forward, backward = chosen["forward"], chosen["backward"]
-        tiles = problem.num_heads * query_tiles(problem, work, forward.block_q)
-        counter = self._counter(problem)
-        forward_pass = Pass(
-            {"forward": self._launch(forward, device, tiles, FORWARD_INPUTS, ("o", "lse", "tile_counter"))},
-            {"tile_counter": counter._replace(is_zeroed=True)},
-        )
         order = self._order(problem, device, work, forward, backward)
-        if backward.family != self.name:
-            backward_pass = _SM80.backward(problem, work, chosen)
-        else:
-            chosen, order = self._with_fused_dq(problem, device, work, chosen, order)
-            chosen = _with_cut_sequences(problem, work, chosen)
-            backward_pass = self._backward(problem, device, work, chosen, order.dq)
-            backward_pass = sink_backward(backward_pass, problem, chosen["backward_statistics"])
+        chosen, order = self._with_fused_dq(problem, device, work, chosen, order)
+        chosen = _with_cut_sequences(problem, work, chosen)
         return Kernels(
-            forward=sink_forward(forward_pass, problem, "forward"), backward=backward_pass, order=order,
+            forward=forward_pass(problem, device, work, forward),
+            backward=backward_pass(problem, device, work, chosen, order.dq), order=order,
             is_repeatable="backward_rows" in chosen or backward.adds_dq_in_order,
         )  # fmt: skip
 
@@ -188,94 +166,25 @@ class Sm90(Family):
         if backward.adds_dq_in_order or 0 in (num_heads, problem.seqlen_q, problem.seqlen_kv):
             return specs, order
         if isinstance(work, ListedWork):
-            if not fuses_dq_epilogue_of_list(problem, work, backward):
+            if not sm90_dq.fuses_dq_epilogue_of_list(problem, work, backward):
                 return specs, order
-            entries = ("backward_statistics", "backward")
-            fused = {entry: replace(specs[entry], fuses_dq_epilogue=True) for entry in entries}
-            return {entry: spec for entry, spec in (specs | fused).items() if entry != "convert_dq"}, order
-        dq_order = dq_semaphore_order(problem, work.band, backward, device)
+            return sm90_dq.with_fused_epilogue(specs), order
+        dq_order = sm90_dq.dq_semaphore_order(problem, work.band, backward, device)
         if dq_order is None or not dq_order.num_fused_heads(num_heads):
-            return with_counted_arrivals(problem, work, specs), order
+            return sm90_dq.with_counted_arrivals(problem, work, specs), order
         order = order._replace(kv_heads_per_group=dq_order.heads_per_group, dq=dq_order)
         return specs | {"backward": replace(backward, fuses_dq_epilogue=True)}, order
-
-    def _backward(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        work: WorkList,
-        specs: Mapping[str, KernelSpec],
-        dq_order: DqSemaphoreOrder | None,
-    ) -> Pass:
-        backward, statistics = specs["backward"], specs["backward_statistics"]
-        rows, columns = query_tiles(problem, work, backward.block_q), key_tiles(problem, work, backward.block_kv)
-        if backward.cuts_sequences:
-            assert isinstance(work, IntervalWork)
-            rows, columns = work.num_sequence_tiles
-        query_tile_count, key_tile_count = problem.num_heads * rows, problem.num_kv_heads * columns
-        *leading, _ = problem.lse_shape()
-        workspaces = {
-            "delta": Workspace((*leading, rows * query_stats_words(backward)), problem.accumulator),
-            "tile_counter": self._counter(problem),
-        }
-        inputs = (*BACKWARD_INPUTS, "delta", "tile_counter")
-        if "backward_rows" in specs:
-            rows_spec = specs["backward_rows"]
-            counted = ("delta", "tile_counter")
-            launches = {
-                "backward_statistics": self._launch(statistics, device, query_tile_count, STATISTICS_INPUTS, counted),
-                "backward": self._launch(backward, device, key_tile_count, inputs, ("dk", "dv", "tile_counter")),
-                "backward_rows": self._launch(rows_spec, device, query_tile_count, inputs, ("dq", "tile_counter")),
-            }
-            return Pass(launches, workspaces)
-        sums = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
-        written = ("dq_sum", "dk", "dv", "tile_counter") + ("dq",) * backward.fuses_dq_epilogue
-        cleared = ("delta", "dq_sum", "tile_counter") + ("dq",) * statistics.fuses_dq_epilogue
-        launches = {
-            "backward_statistics": self._launch(statistics, device, query_tile_count, STATISTICS_INPUTS, cleared),
-            "backward": self._launch(backward, device, key_tile_count, (*inputs, "dq_sum"), written),
-        }
-        if "convert_dq" in specs:
-            convert = self._launch(specs["convert_dq"], device, query_tile_count, ("dq_sum",), ("dq",))
-            if dq_order is not None:
-                skipped = partial(_num_fused_tiles, dq_order, problem.num_kv_heads, problem.group_size * rows)
-                convert = replace(convert, skipped_tiles=skipped)
-            launches["convert_dq"] = convert
-        return Pass(launches, {"dq_sum": sums, **workspaces})
 
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
         """Heads that alternate: those that fit the cache with a list; under a band, those that end together."""
         tile = forward.block_q, forward.block_kv
-        order = forward_order(problem, device, work, tile, self.resident_blocks(forward, device))
+        order = forward_order(problem, device, work, tile, resident_blocks(forward, device))
         if isinstance(work, ListedWork):
             return order
-        owner = self if backward.family == self.name else _SM80
-        blocks = owner.resident_blocks(backward, device)
-        kv_heads = heads_per_wave(work, blocks, -(-problem.seqlen_kv // backward.block_kv))
+        kv_heads = heads_per_wave(work, resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv))
         return order._replace(kv_heads_per_group=kv_heads)
-
-    def _launch(
-        self, spec: KernelSpec, device: DeviceSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]
-    ) -> Launch:
-        return Launch(
-            spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes,
-            max_blocks=self.max_blocks(spec, device), boxes=self.boxes(spec),
-        )  # fmt: skip
-
-    def _counter(self, problem: Problem) -> Workspace:
-        """The next tile that a persistent block takes, blocks that have ended, and two counts of dQ for each head."""
-        return Workspace((2 + 2 * problem.num_batch_heads,), np.dtype(np.int32))
-
-    def shared_bytes(self, spec: KernelSpec) -> int:
-        return shared_bytes(spec)
-
-    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
-        return None if spec.entry in NO_PRODUCTS else self.resident_blocks(spec, device)
-
-    def boxes(self, spec: KernelSpec) -> Mapping[str, tuple[int, int]]:
-        return boxes(spec)
 
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
@@ -288,8 +197,8 @@ class Sm90(Family):
         if spec is None or device.compute_capability != self.oldest:
             return None
         stages, blocks = (6, 1) if spec.splits_head_dim else (2, 2)
-        made = replace(spec, family=self.name, num_warps=9, min_blocks=blocks, num_stages=stages)
-        return made if shared_bytes(made) <= device.tile_memory_bytes else None
+        made = replace(spec, entry=sm90_storage.BLOCK_MASS, num_warps=9, min_blocks=blocks, num_stages=stages)
+        return first_fitting([made], device)
 
 
 _SM80 = Sm80()
@@ -297,16 +206,13 @@ _SM80 = Sm80()
 
 def _with_bins(backward: KernelSpec, bins: int, device: DeviceSpec) -> KernelSpec:
     """Return the kernel with bins for the gradient of a table, and with fewer stages if they fit only then."""
-    for stages in (backward.num_stages, _STAGES):
-        made = replace(backward, num_stages=stages, score_bins=bins)
-        if shared_bytes(made) <= device.tile_memory_bytes:
-            return made
-    return backward
+    binned = [replace(backward, num_stages=stages, score_bins=bins) for stages in (backward.num_stages, _STAGES)]
+    return first_fitting(binned, device) or backward
 
 
 def _takes_changed_weights(backward: KernelSpec) -> bool:
     """Return whether the kernel takes score functions and dropout: up to 128 columns, if it computes dQ too."""
-    return backward.entry == "backward" and backward.dq_atomic_width > 0
+    return backward.entry.applies_score and backward.dq_atomic_width > 0
 
 
 def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSpec]:
@@ -314,13 +220,14 @@ def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> 
     if not isinstance(work, IntervalWork) or not work.is_ordered:
         return specs
     divides = {
-        entry: spec.name in ("sm90_forward", "sm90_backward", "sm90_backward_wide")
-        and not spec.adds_dq_in_order
-        and (work.block_q % spec.block_q if entry == "forward" else work.block_kv % spec.block_kv) == 0
-        for entry, spec in specs.items()
+        role: (work.block_kv % spec.block_kv if spec.entry.holds_keys else work.block_q % spec.block_q) == 0
+        for role, spec in specs.items()
     }
-    made = {entry: replace(spec, is_ordered=True) if divides[entry] else spec for entry, spec in specs.items()}
-    return made | {"forward": _forward_of_sequences(problem, made["forward"], _keys_of_sequence(work))}
+    ordered = {
+        role: replace(spec, is_ordered=divides[role] and spec.entry.takes_order and not spec.adds_dq_in_order)
+        for role, spec in specs.items()
+    }
+    return ordered | {"forward": _forward_of_sequences(problem, ordered["forward"], _keys_of_sequence(work))}
 
 
 def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
@@ -332,11 +239,10 @@ def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, Kerne
     backward = specs["backward"]
     if not isinstance(work, IntervalWork) or work.sequence_tile != (backward.block_q, backward.block_kv):
         return specs
-    counts = backward.counts_dq_arrivals and not backward.adds_dq_in_order and backward.name == "sm90_backward"
+    counts = backward.counts_dq_arrivals and not backward.adds_dq_in_order
     if not counts or backward.score_is_staged or backward.score_bins or "sink" in problem.wrt:
         return specs
-    entries = [entry for entry in ("backward_statistics", "backward", "convert_dq") if entry in specs]
-    return specs | {entry: replace(specs[entry], cuts_sequences=True) for entry in entries}
+    return sm90_dq.of_backward(specs, lambda spec: replace(spec, cuts_sequences=True))
 
 
 def _forward_of_sequences(problem: Problem, forward: KernelSpec, keys: float | None) -> KernelSpec:
@@ -370,11 +276,6 @@ def _keys_of_sequence(work: IntervalWork) -> float | None:
     assert work.hi is not None
     keys = work.seqlen_kv / (1 + (np.diff(work.lo, axis=-1) > 1).sum(axis=-1).max(initial=0))
     return float(min(keys, (work.hi - work.lo).max(initial=0)))
-
-
-def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
-    """Tiles of queries, so many for each key/value head, whose dQ the backward kernel's blocks finish."""
-    return tiles * dq_order.num_fused_heads(num_batch * num_kv_heads)
 
 
 def _mean_visible_keys(work: WorkList, problem: Problem) -> float | None:
@@ -428,7 +329,7 @@ def forward_spec(
     if is_staged:
         block_q, block_kv = 2 * ROWS, _STAGED_KEYS
     spec = KernelSpec(
-        family=SM90, entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
+        entry=FORWARD, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
         num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
     )  # fmt: skip
@@ -444,7 +345,7 @@ def forward_spec(
         return spec
     blocks, stages = (2, _STAGES) if largest is None else _LISTED_SMALL[width]
     small = replace(spec, min_blocks=blocks, num_stages=stages)
-    return small if blocks * (shared_bytes(small) + 1024) <= device.tile_memory_bytes + 1024 else spec
+    return small if blocks * (small.shared_bytes + 1024) <= device.tile_memory_bytes + 1024 else spec
 
 
 def _is_large(program: Program, is_staged: bool) -> bool:
@@ -475,21 +376,21 @@ def backward_specs(
     if deterministic:
         return {}
     head_dim, block_q = (dims[0], 2 * ROWS) if widest <= 64 else (max(dims[0], 128), ROWS)
-    entry, value_dim, block_kv, stages = "backward", dims[1], _BACKWARD_KEYS, _BACKWARD_STAGES
+    entry, value_dim, block_kv, stages = BACKWARD, dims[1], _BACKWARD_KEYS, _BACKWARD_STAGES
     if widest > 128:
-        entry, value_dim, stages = "backward_wide", max(dims[1], 128), _WIDE_STAGES
+        entry, value_dim, stages = sm90_storage.BACKWARD_WIDE, max(dims[1], 128), _WIDE_STAGES
         block_kv = 96 if head_dim + value_dim <= 384 else 80
         if largest is not None and largest[1] % block_kv:
             block_kv = ROWS
     if largest is not None and (largest[0] < block_q or largest[1] < block_kv):
         return {}
     backward = KernelSpec(
-        family=SM90, entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
+        entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
         block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages,
         dq_atomic_width=4,
     )  # fmt: skip
-    convert = replace(backward, entry="convert_dq", num_warps=8, num_stages=1)
-    statistics = replace(convert, entry="backward_statistics", num_warps=_STATISTICS_WARPS, dq_atomic_width=0)
+    convert = replace(backward, entry=sm90_storage.CONVERT_DQ, num_warps=8, num_stages=1)
+    statistics = replace(convert, entry=BACKWARD_STATISTICS, num_warps=_STATISTICS_WARPS, dq_atomic_width=0)
     return {"backward_statistics": statistics, "backward": backward, "convert_dq": convert}
 
 
@@ -504,10 +405,10 @@ def _backward_in_two_kernels(
         return {}
     stages = _NARROW_STAGES if max(dims) <= 64 else _STAGES
     rows = KernelSpec(
-        family=SM90, entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
+        entry=sm90_storage.BACKWARD_ROWS, dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
         block_kv=ROWS, num_warps=8, min_blocks=2, is_listed=largest is not None, num_stages=stages,
     )  # fmt: skip
     statistics = replace(
-        rows, entry="backward_statistics", num_warps=_STATISTICS_WARPS, min_blocks=1, num_stages=1
+        rows, entry=BACKWARD_STATISTICS, num_warps=_STATISTICS_WARPS, min_blocks=1, num_stages=1
     )  # fmt: skip
-    return {"backward_statistics": statistics, "backward": replace(rows, entry="backward"), "backward_rows": rows}
+    return {"backward_statistics": statistics, "backward": replace(rows, entry=BACKWARD), "backward_rows": rows}

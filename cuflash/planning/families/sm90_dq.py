@@ -5,7 +5,7 @@ The device's side is kernels_cu/sm90/dq_semaphore.cuh, and for lists kernels_cu/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
 
@@ -91,12 +91,22 @@ def with_counted_arrivals(problem: Problem, work: IntervalWork, specs: dict[str,
     use = use_of_arrivals(problem, work, specs["backward"])
     if use is ArrivalUse.NONE:
         return specs
-    finishes = use is ArrivalUse.FINISH
-    counting = {
-        entry: replace(specs[entry], counts_dq_arrivals=True, fuses_dq_epilogue=finishes and entry != "convert_dq")
-        for entry in ("backward_statistics", "backward", "convert_dq")
-    }
-    return {entry: spec for entry, spec in (specs | counting).items() if entry != "convert_dq" or not finishes}
+    counting = of_backward(specs, lambda spec: replace(spec, counts_dq_arrivals=True))
+    return with_fused_epilogue(counting) if use is ArrivalUse.FINISH else counting
+
+
+def with_fused_epilogue(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
+    """Return the kernels without the one that converts dQ: thread blocks that add to dQ finish all of it."""
+    fused = of_backward(specs, lambda spec: replace(spec, fuses_dq_epilogue=True))
+    del fused["convert_dq"]
+    return fused
+
+
+def of_backward(
+    specs: Mapping[str, KernelSpec], change: Callable[[KernelSpec], KernelSpec]
+) -> dict[str, KernelSpec]:
+    """Return the kernels of both passes, those of the backward pass with a change."""
+    return {role: spec if role == "forward" else change(spec) for role, spec in specs.items()}
 
 
 def adding_in_order(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
@@ -114,7 +124,7 @@ class ArrivalUse(Enum):
 
 def use_of_arrivals(problem: Problem, work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
     """Return how kernels of row intervals, or of a band, use the count of arrivals."""
-    if backward.name != "sm90_backward" or not backward.dq_atomic_width:
+    if not backward.entry.can_finish_dq or not backward.dq_atomic_width:
         return ArrivalUse.NONE
     if problem.mask_shape.seqlen_kv >= _MAX_ARRIVALS * backward.block_kv:
         return ArrivalUse.NONE
@@ -138,7 +148,7 @@ def best_use_of_arrivals(work: IntervalWork, backward: KernelSpec) -> ArrivalUse
 
 def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:
     """Return whether blocks that add to dQ can write it: in whole packets, as it is returned."""
-    adds_to_dq = backward.name == "sm90_backward" and backward.dq_atomic_width > 0
+    adds_to_dq = backward.entry.can_finish_dq and backward.dq_atomic_width > 0
     is_returned = problem.gradient_shapes()["q"] == problem.argument_shapes()["q"]
     return adds_to_dq and is_returned and problem.head_dim == backward.head_dim
 

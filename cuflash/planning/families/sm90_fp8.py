@@ -6,23 +6,19 @@ the tensor cores keep 14 bits of a sum of e4m3, so that steps are added in float
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from ...arrays import BFLOAT16
+from ...arrays import UP_TO_FLOAT32
 from ...blocks.work_list import WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
-from ..launches import Kernels, Launch, Pass, Workspace
+from ..launches import Kernels, Pass
 from ..problem import Problem
 from ..scales import SCALE_ARRAYS
-from ..sinks import sink_forward
-from ..spec import KernelSpec
+from ..spec import SM90, Boxes, Entry, KernelSpec
 from ..tile_order import forward_order
-from . import SM90
-from .family import FORWARD_INPUTS, Family, list_block_of, query_tiles
+from ._passes import forward_pass
+from .family import FORWARD_INPUTS, Family, list_block_of, resident_blocks
 from .sm90 import LIST_BLOCK
 from .sm90_storage import ROWS, storage_bytes
 
@@ -34,11 +30,33 @@ _Q_STAGES = 2  # tiles of queries in shared memory at once
 _THREAD_ROOM = 16  # bytes that a consumer's thread keeps
 
 
+def _shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a block: operands, messages and barriers, scales, thread states, and the rounded O."""
+    operands = _Q_STAGES * spec.block_q * spec.head_dim
+    operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
+    storage = storage_bytes(spec, _Q_STAGES)
+    scales = 20 * spec.num_stages + 28
+    end = operands + storage + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
+    return end + -end % 1024 + (2 * spec.block_q * spec.value_dim if spec.dtype.itemsize == 2 else 0)
+
+
+def _boxes(spec: KernelSpec) -> Boxes:
+    """Rows and columns of the boxes in which TMA copies operands, panels of at most 128 bytes; V is transposed."""
+    head_panel, key_panel = (128 if width % 128 == 0 else 64 for width in (spec.head_dim, spec.block_kv))
+    found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.value_dim, key_panel)}
+    return found | ({"o": (ROWS // 4, 64)} if spec.dtype.itemsize == 2 else {})
+
+
+_FORWARD = Entry(
+    family=SM90, name="forward_fp8", shared_bytes=_shared_bytes, boxes=_boxes, is_persistent=True
+)  # fmt: skip
+
+
 class Sm90Fp8(Family):
     """Kernels for compute capability 9.0 alone; there is no backward pass."""
 
     name = "sm90_fp8"
-    dtypes = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
+    dtypes = UP_TO_FLOAT32
     operands = ("sink",)
     oldest = (9, 0)
     waits_at_barriers = True
@@ -105,7 +123,7 @@ class Sm90Fp8(Family):
         block_kv = _MIN_KEYS if block_q == ROWS or any(count % _KEYS for count in keys) else _KEYS
         return {
             "forward": KernelSpec(
-                family=SM90, entry="forward_fp8", dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
+                entry=_FORWARD, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
                 block_q=block_q, block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS),
                 min_blocks=2 if block_q == ROWS else 1, is_listed=largest is not None,
                 num_stages=_STAGES,
@@ -124,44 +142,12 @@ class Sm90Fp8(Family):
         rows = problem.rows_per_scale
         assert rows is not None
         spec = self.specs(problem, device, list_block_of(work))["forward"]
-        launch = Launch(
-            spec=spec, tiles=problem.num_heads * query_tiles(problem, work, spec.block_q),
-            shared_bytes=self.shared_bytes(spec), reads=(*FORWARD_INPUTS, *SCALE_ARRAYS),
-            writes=("o", "lse", "tile_counter"), max_blocks=self.max_blocks(spec, device), boxes=self.boxes(spec),
-        )  # fmt: skip
-        counter = Workspace((2 + 2 * problem.num_batch_heads,), np.dtype(np.int32), True)
-        forward = sink_forward(Pass({"forward": launch}, {"tile_counter": counter}), problem, "forward")
+        forward = forward_pass(problem, device, work, spec, (*FORWARD_INPUTS, *SCALE_ARRAYS))
         launch = forward.launches["forward"]
         forward = replace(
             forward, launches={"forward": replace(launch, features=(*launch.features, "scales"))},
             features=(*forward.features, rows.feature()),
         )  # fmt: skip
-        blocks = self.resident_blocks(spec, device)
+        blocks = resident_blocks(spec, device)
         order = forward_order(problem, device, work, (spec.block_q, spec.block_kv), blocks)
         return Kernels(forward=forward, backward=Pass({}), order=order)
-
-    def shared_bytes(self, spec: KernelSpec) -> int:
-        return shared_bytes(spec)
-
-    def max_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int | None:
-        return self.resident_blocks(spec, device)
-
-    def boxes(self, spec: KernelSpec) -> Mapping[str, tuple[int, int]]:
-        return boxes(spec)
-
-
-def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a block: operands, messages and barriers, scales, thread states, and the rounded O."""
-    operands = _Q_STAGES * spec.block_q * spec.head_dim
-    operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
-    storage = storage_bytes(spec, _Q_STAGES)
-    scales = 20 * spec.num_stages + 28
-    end = operands + storage + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
-    return end + -end % 1024 + (2 * spec.block_q * spec.value_dim if spec.dtype.itemsize == 2 else 0)
-
-
-def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the boxes in which TMA copies operands, panels of at most 128 bytes; V is transposed."""
-    head_panel, key_panel = (128 if width % 128 == 0 else 64 for width in (spec.head_dim, spec.block_kv))
-    found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.value_dim, key_panel)}
-    return found | ({"o": (ROWS // 4, 64)} if spec.dtype.itemsize == 2 else {})

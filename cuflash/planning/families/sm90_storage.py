@@ -1,12 +1,11 @@
-"""Shared memory of the sm90 family's kernels, and the boxes in which TMA fills it."""
+"""The sm90 family's kernels, with their shared memory and the boxes in which TMA fills it."""
 
 from __future__ import annotations
 
 from ..score_bins import WARP_LANES
-from ..spec import KernelSpec
+from ..spec import SM90, Boxes, Entry, KernelSpec
 
 ROWS = 64  # queries that a warpgroup multiplies at a time
-NO_PRODUCTS = ("backward_statistics", "convert_dq")  # entries of kernels that copy no tiles and multiply nothing
 _NUM_TILE_INFOS = 4  # tiles in flight
 # Sizes of messages and barriers, in bytes.
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 140, 12, 20, 4, 8
@@ -20,41 +19,55 @@ _MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
 _MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu, the tile without its queries
 
 
-def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a block: its tile, the rings of what it steps over, messages and barriers."""
-    both, stages = spec.head_dim + spec.value_dim, spec.num_stages
-    if spec.entry in NO_PRODUCTS:
-        return 0
-    if spec.entry == "block_mass":
-        rows = stages * spec.block_kv + (stages if spec.splits_head_dim else 1) * spec.block_q
-        storage = stages * (_SLOT + _MASS_MESSAGE) + _BARRIER + 4 * spec.block_q + _MASS_TILE
-        return spec.dtype.itemsize * rows * spec.head_dim + storage + -storage % 8
-    if spec.entry in ("backward", "backward_wide"):
-        scores = spec.block_q * spec.block_kv
-        elements = spec.block_kv * both + stages * spec.block_q * spec.head_dim
-        if spec.entry == "backward_wide":
-            elements += 3 * scores
-        elif spec.dq_atomic_width:
-            elements += scores + 2 * spec.block_q * spec.head_dim
-        do_elements = spec.block_q * spec.value_dim
-        fits = spec.dtype.itemsize * (elements + stages * do_elements) + _STORAGE_BYTES <= _MAX_SHARED_BYTES
-        do_stages = stages if spec.entry == "backward" or fits else 1
-        queries = 4 * (spec.block_q // 16 + query_stats_words(spec) + spec.block_q * -(-spec.block_kv // 32))
-        work = _BACKWARD_WORK + _ARRAY_COORDS * spec.score_is_staged
-        storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * work + _BACKWARD_OTHER
-        storage += _QUERY_PARTS * spec.cuts_sequences
-        storage += _SLOT * (2 + stages + do_stages)
-        storage += -storage % 16
-        bins = 4 * WARP_LANES * spec.score_bins * (spec.num_warps - 4)
-        storage += _staged_bytes(spec, storage) + bins
-        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage
-    loads_do = spec.entry == "backward_rows"
+def _mass_bytes(spec: KernelSpec) -> int:
+    """Queries, keys of all stages, and lse of the queries."""
+    stages = spec.num_stages
+    rows = stages * spec.block_kv + (stages if spec.splits_head_dim else 1) * spec.block_q
+    storage = stages * (_SLOT + _MASS_MESSAGE) + _BARRIER + 4 * spec.block_q + _MASS_TILE
+    return spec.dtype.itemsize * rows * spec.head_dim + storage + -storage % 8
+
+
+def _walk_of_queries_bytes(spec: KernelSpec, more: int, do_stages: int) -> int:
+    """Keys and values, queries and dO of their stages, and so many elements more."""
+    stages = spec.num_stages
+    elements = more + spec.block_kv * (spec.head_dim + spec.value_dim)
+    elements += spec.block_q * (stages * spec.head_dim + do_stages * spec.value_dim)
+    queries = 4 * (spec.block_q // 16 + query_stats_words(spec) + spec.block_q * -(-spec.block_kv // 32))
+    work = _BACKWARD_WORK + _ARRAY_COORDS * spec.score_is_staged
+    storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * work + _BACKWARD_OTHER
+    storage += _QUERY_PARTS * spec.cuts_sequences
+    storage += _SLOT * (2 + stages + do_stages)
+    storage += -storage % 16
+    bins = 4 * WARP_LANES * spec.score_bins * (spec.num_warps - 4)
+    return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage) + bins
+
+
+def _backward_bytes(spec: KernelSpec) -> int:
+    """The operands; dS and a part of dQ, if the kernel makes dQ."""
+    makes_dq = spec.dq_atomic_width > 0
+    more = spec.block_q * (spec.block_kv + 2 * spec.head_dim) if makes_dq else 0
+    return _walk_of_queries_bytes(spec, more, spec.num_stages)
+
+
+def _backward_wide_bytes(spec: KernelSpec) -> int:
+    """The operands, dO in one stage if more do not fit; P and both layouts of dS."""
+    scores, do_elements = 3 * spec.block_q * spec.block_kv, spec.block_q * spec.value_dim
+    elements = scores + spec.block_kv * (spec.head_dim + spec.value_dim)
+    elements += spec.num_stages * (spec.block_q * spec.head_dim + do_elements)
+    fits = spec.dtype.itemsize * elements + _STORAGE_BYTES <= _MAX_SHARED_BYTES
+    return _walk_of_queries_bytes(spec, scores, spec.num_stages if fits else 1)
+
+
+def _walk_of_keys_bytes(spec: KernelSpec) -> int:
+    """Queries, with dO in the backward pass; keys and values of all stages."""
+    loads_do = spec.entry.loads_do
     is_small = spec.is_listed and spec.block_q == ROWS
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128
     q_stages = 2 if is_narrow and not is_small and not loads_do and not spec.score_is_staged else 1
     query_dims = spec.head_dim + spec.value_dim * loads_do
-    elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
-    storage = storage_bytes(spec, q_stages, loads_do)
+    elements = q_stages * spec.block_q * query_dims
+    elements += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
+    storage = storage_bytes(spec, q_stages)
     return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT * (spec.block_q // ROWS))
 
 
@@ -64,12 +77,12 @@ def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:
     return (slots + -storage % _ARRAY_ALIGNMENT) * spec.score_is_staged
 
 
-def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> int:
+def storage_bytes(spec: KernelSpec, q_stages: int) -> int:
     """Shared memory of messages and barriers in kernels that walk the keys of a tile of queries."""
     groups, stages = spec.block_q // ROWS, spec.num_stages
-    tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * loads_do
+    tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * spec.entry.loads_do
     storage = _SLOT * (q_stages + 2 * stages) + _NUM_TILE_INFOS * (_SLOT + -(-tile_info // 16) * 16)
-    if spec.entry == "forward" and spec.num_warps == 4 * (2 + groups):  # a warpgroup that draws
+    if spec.num_warps == 4 * (2 + groups):  # a warpgroup that draws
         words = spec.block_q * 2 * -(-spec.block_kv // 64)
         storage += _KEPT_STAGES * (_SLOT + 4 * words)
     storage += (_MESSAGE + _FLAGS * groups) * stages + _OTHER
@@ -82,19 +95,53 @@ def query_stats_words(spec: KernelSpec) -> int:
     return words + -words % 4
 
 
-def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the boxes in which TMA copies operands: one panel each, WgmmaTile of tile/wgmma_tile.cuh.
-
-    Kernels that multiply nothing have none.
-    """
-    if spec.entry in NO_PRODUCTS:
-        return {}
+def _panels(spec: KernelSpec) -> tuple[int, int]:
+    """Columns of a box: one panel, WgmmaTile of tile/wgmma_tile.cuh."""
     head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
-    found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
-    if spec.entry == "block_mass":
-        return {name: found[name] for name in "qk"}
-    if spec.entry == "forward":
-        return found | {"o": (ROWS // 4, value_panel)}  # the rows of a warp
-    if spec.entry == "backward_wide" and spec.head_dim % 128:  # half of the columns are whole panels
-        found["k"] = (spec.block_kv, 32)
-    return found | {"do": (spec.block_q, value_panel)}
+    return head_panel, value_panel
+
+
+def _mass_boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
+    return {"q": (spec.block_q, _panels(spec)[0]), "k": (spec.block_kv, _panels(spec)[0])}
+
+
+def _forward_boxes(spec: KernelSpec) -> Boxes:
+    value_panel = _panels(spec)[1]
+    return _mass_boxes(spec) | {"v": (spec.block_kv, value_panel), "o": (ROWS // 4, value_panel)}  # rows of a warp
+
+
+def _backward_boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
+    value_panel = _panels(spec)[1]
+    return _mass_boxes(spec) | {"v": (spec.block_kv, value_panel), "do": (spec.block_q, value_panel)}
+
+
+def _backward_wide_boxes(spec: KernelSpec) -> Boxes:
+    halves = {"k": (spec.block_kv, 32)} if spec.head_dim % 128 else {}  # half of the columns are whole panels
+    return _backward_boxes(spec) | halves
+
+
+FORWARD = Entry(
+    family=SM90, name="forward", shared_bytes=_walk_of_keys_bytes, boxes=_forward_boxes, is_persistent=True,
+    takes_order=True, applies_score=True, draws_dropout=True, has_exponentials=True, products=(1, 1),
+)  # fmt: skip
+BACKWARD = Entry(
+    family=SM90, name="backward", shared_bytes=_backward_bytes, boxes=_backward_boxes, loads_do=True,
+    is_persistent=True, takes_order=True, holds_keys=True, applies_score=True, adds_gradients=True,
+    draws_dropout=True, can_finish_dq=True, has_exponentials=True, products=(3, 2),
+)  # fmt: skip
+BACKWARD_WIDE = Entry(
+    family=SM90, name="backward_wide", shared_bytes=_backward_wide_bytes, boxes=_backward_wide_boxes,
+    loads_do=True, is_persistent=True, takes_order=True, holds_keys=True, has_exponentials=True, products=(3, 2),
+)  # fmt: skip
+BACKWARD_ROWS = Entry(
+    family=SM90, name="backward_rows", shared_bytes=_walk_of_keys_bytes, boxes=_backward_boxes, loads_do=True,
+    is_persistent=True, has_exponentials=True, products=(2, 1),
+)  # fmt: skip
+BACKWARD_STATISTICS = Entry(
+    family=SM90, name="backward_statistics", loads_do=True, delta_words=query_stats_words
+)  # fmt: skip
+CONVERT_DQ = Entry(family=SM90, name="convert_dq")
+BLOCK_MASS = Entry(
+    family=SM90, name="block_mass", shared_bytes=_mass_bytes, boxes=_mass_boxes, is_persistent=True,
+    applies_score=True,
+)  # fmt: skip

@@ -1,0 +1,94 @@
+"""Passes that several families have: a forward pass of one kernel, and a backward pass that starts with statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from ...blocks.work_list import IntervalWork, WorkList
+from ..device import DeviceSpec
+from ..launches import DqSemaphoreOrder, Launch, Pass, Workspace
+from ..problem import Problem
+from ..sinks import sink_backward, sink_forward
+from ..spec import KernelSpec
+from .family import (
+    BACKWARD_INPUTS, FORWARD_INPUTS, STATISTICS_INPUTS, key_tiles, launch_of, num_tiles, query_tiles,
+)  # fmt: skip
+
+
+def _counters(problem: Problem, spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
+    """The next tile that a persistent block takes, blocks that have ended, and two counts of dQ for each head."""
+    shape = (2 + 2 * problem.num_batch_heads,)
+    return {"tile_counter": Workspace(shape, np.dtype(np.int32), is_zeroed)} if spec.entry.is_persistent else {}
+
+
+def forward_pass(
+    problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec, reads: tuple[str, ...] = FORWARD_INPUTS
+) -> Pass:
+    """The launch, workspace and sink of a forward pass of one kernel."""
+    counters = _counters(problem, spec, is_zeroed=True)
+    launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, ("o", "lse", *counters))
+    return sink_forward(Pass({"forward": launch}, counters), problem, "forward")
+
+
+def backward_pass(
+    problem: Problem,
+    device: DeviceSpec,
+    work: WorkList,
+    specs: Mapping[str, KernelSpec],
+    dq_order: DqSemaphoreOrder | None = None,
+) -> Pass:
+    """The launches, workspaces and sink of a backward pass.
+
+    Parameters
+    ----------
+    specs : dict of KernelSpec by role
+        "backward_statistics" and "backward"; then "backward_rows", which makes dQ, or "convert_dq", which rounds its
+        sums unless the thread blocks of "backward" do.
+    dq_order : DqSemaphoreOrder, optional
+        The order in which these finish dQ of some heads.
+    """
+    backward, statistics = specs["backward"], specs["backward_statistics"]
+    rows, columns = query_tiles(problem, work, backward.block_q), key_tiles(problem, work, backward.block_kv)
+    if backward.cuts_sequences:
+        assert isinstance(work, IntervalWork)
+        rows, columns = work.num_sequence_tiles
+
+    def launch(role: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
+        spec, tiles = specs[role], num_tiles(specs[role], problem, work)
+        if spec.cuts_sequences:
+            tiles = problem.num_kv_heads * columns if spec.entry.holds_keys else problem.num_heads * rows
+        return launch_of(spec, device, tiles, reads, writes)
+
+    *leading, seqlen_q = problem.lse_shape()
+    words = statistics.entry.delta_words
+    num_words = seqlen_q if words is None else rows * words(backward)
+    counted = _counters(problem, backward)
+    workspaces = {"delta": Workspace((*leading, num_words), problem.accumulator), **counted}
+    sums = ("dq_sum",) * ("backward_rows" not in specs)
+    if sums:
+        workspaces["dq_sum"] = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
+    inputs = (*BACKWARD_INPUTS, "delta", *counted)
+    cleared = ("delta", *sums, *counted, *("dq",) * statistics.fuses_dq_epilogue)
+    written = (*sums, "dk", "dv", *counted, *("dq",) * backward.fuses_dq_epilogue)
+    launches = {
+        "backward_statistics": launch("backward_statistics", STATISTICS_INPUTS, cleared),
+        "backward": launch("backward", (*inputs, *sums), written),
+    }
+    if "backward_rows" in specs:
+        launches["backward_rows"] = launch("backward_rows", inputs, ("dq", *counted))
+    if "convert_dq" in specs:
+        convert = launch("convert_dq", ("dq_sum",), ("dq",))
+        if dq_order is not None:
+            skipped = partial(_num_fused_tiles, dq_order, problem.num_kv_heads, problem.group_size * rows)
+            convert = replace(convert, skipped_tiles=skipped)
+        launches["convert_dq"] = convert
+    return sink_backward(Pass(launches, workspaces), problem, None if words is None else statistics)
+
+
+def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
+    """Tiles of queries, so many for each key/value head, whose dQ the backward kernel's blocks finish."""
+    return tiles * dq_order.num_fused_heads(num_batch * num_kv_heads)
