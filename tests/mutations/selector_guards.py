@@ -151,7 +151,7 @@ def selections_share_memory(library: ModuleType) -> None:
     )
     target, stream, launched = _target_of(part(library, "executors.workspaces").Workspaces)
     row, lists = np.dtype([(name, np.uint64) for name in ("mask", "lists")]), np.empty(9, np.uint8)
-    launch = launches.Launch(spec=None, tiles=1, shared_bytes=0, reads=(), writes=(), features=("lists",))
+    launch = launches.Launch(spec=SimpleNamespace(shared_bytes=0), tiles=1, reads=(), writes=(), features=("lists",))
     listing = launches.Pass({"lists": launch}, features=(launches.Feature("lists", row, tables=row.names),))
     record = part(library, "executors.launch").pass_record(listing, {}, row.names, target)
     lists_of = SimpleNamespace(launches=SimpleNamespace(record=record, works=()), allocate=lambda: lists)

@@ -27,7 +27,7 @@ FEATURE = Feature(
     names={"inner.rows": "k", "inner.table": "table", "first": "results", "second": "results"}, starts={"second": 512},
 )  # fmt: skip
 SPEC = selection_spec("draw", np.dtype(np.float32))
-LAUNCH = Launch(spec=SPEC, tiles=3, shared_bytes=0, reads=(), writes=(), features=("outer",))
+LAUNCH = Launch(spec=SPEC, tiles=3, reads=(), writes=(), features=("outer",))
 PASS = Pass({"draw": LAUNCH}, {"counter": Workspace((4,), np.dtype(np.int32), is_zeroed=True)}, (FEATURE,))
 
 

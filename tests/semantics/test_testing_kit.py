@@ -34,8 +34,8 @@ def parts_of(mask):
 
 
 def sample(name):
-    """Yield a thousand draws, the same in every run. They are made when they are asked for: few tests need all."""
-    for number in range(10):
+    """Yield two thousand draws, the same in every run, made when they are asked for: few tests need all."""
+    for number in range(20):
         yield from drawn(name, number)
 
 
