@@ -33,7 +33,7 @@ class PoisonedGpu(gpu.Gpu):
             fill = 0 if need.is_zeroed else 0xFF
             return cupy.full(need.nbytes, fill, np.uint8).view(need.dtype).reshape(need.shape)
 
-        return SeparateWorkspaces(lambda stream: list(map(poisoned, needs.values())), self.address)
+        return SeparateWorkspaces(needs, poisoned, self.address)
 
 
 @dataclass
