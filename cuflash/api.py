@@ -187,7 +187,7 @@ def attention(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
         deterministic,
     )  # fmt: skip
-    _, _, o, lse = run(q, k, v, options, out, return_lse)
+    _, _, o, lse = run(q, k, v, options, out, return_lse, has_gradient=False)
     return (o, lse) if return_lse else o
 
 
@@ -287,7 +287,7 @@ def attention_vjp(
         deterministic,
     )  # fmt: skip
     with writeable(out):
-        plan, arrays, o, lse = run(q, k, v, options, out, return_lse, has_gradient=True)
+        plan, arrays, o, lse = run(q, k, v, options, out, return_lse)
     operands = {name: array for name, array in arrays.items() if name not in ("q", "k", "v")}
     return ((o, lse) if return_lse else o), Pullback(plan, arrays["q"], arrays["k"], arrays["v"], o, lse, operands)
 

@@ -62,11 +62,11 @@ class Forward(NamedTuple):
 
 
 def run(
-    q: Any, k: Any, v: Any, options: Options, out: Any, return_lse: bool = True, *, has_gradient: bool = False
+    q: Any, k: Any, v: Any, options: Options, out: Any, return_lse: bool = True, *, has_gradient: bool = True
 ) -> Forward:
     """Run the forward pass of a call. Its arguments are as a user passed them; the first call like it checks them.
 
-    A call that has a gradient returns lse whatever `return_lse` is.
+    A call that may have a gradient returns lse whatever `return_lse` is, and a plan with the numbers of its dropout.
     """
     options, operands = with_one_score(options, q)
     if type(options.causal) is np.bool:
@@ -80,7 +80,7 @@ def run(
         options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
         _refuse_quantized(q, k, v, options, fp8.call_reasons(q, k, v, options.executor, out))
         if options.executor == "cpu":
-            scaled = run(q.scaled(), k.scaled(), v.scaled(), options, None, return_lse)
+            scaled = run(q.scaled(), k.scaled(), v.scaled(), options, None, return_lse, has_gradient=False)
             with np.errstate(over="ignore", invalid="ignore"):
                 return scaled._replace(o=scaled.o.astype(v.source_dtype, copy=False))
         arrays, rows = kernel_calls.kernel_arrays(q, k, v), kernel_calls.rows_per_scale(q, k, v)
@@ -118,12 +118,13 @@ def run(
     else:
         if contents is not None and call.lists_of is not None:
             arrays[AT_CALL] = call.lists_of(*contents.arrays)
-        if options.dropout is not None:
-            call = call._replace(plan=with_numbers(call.plan, numbers_of(options.dropout)))
         if outs and call.forward.may_overlap(arrays, outs):
             call.plan._require("forward", arrays, outs)
-    o, *lse = call.forward.run(arrays, outs, call.plan.numbers)
-    return Forward(call.plan, arrays, o, lse[0] if lse else None)
+    plan, numbers = call.plan, numbers_of(options.dropout)
+    o, *lse = call.forward.run(arrays, outs, numbers)
+    if has_gradient and numbers:
+        plan = with_numbers(plan, numbers)
+    return Forward(plan, arrays, o, lse[0] if lse else None)
 
 
 def _planned(
