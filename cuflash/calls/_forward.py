@@ -120,7 +120,7 @@ def run(
             arrays[AT_CALL] = call.lists_of(*contents.arrays)
         if outs and call.forward.may_overlap(arrays, outs):
             call.plan._require("forward", arrays, outs)
-    plan, numbers = call.plan, numbers_of(options.dropout)
+    plan, numbers = call.plan, () if options.dropout is None else numbers_of(options.dropout)
     o, *lse = call.forward.run(arrays, outs, numbers)
     if has_gradient and numbers:
         plan = with_numbers(plan, numbers)
