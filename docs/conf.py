@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import cuflash
+import cuflash.testing
+from numpydoc.xref import DEFAULT_LINKS
 
 project = "cuflash"
 author = "the cuflash developers"
@@ -16,24 +18,43 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
     "sphinx_gallery.gen_gallery",
+    "sphinx_copybutton",
+    "sphinx_design",
     "numpydoc",
     "myst_parser",
 ]
 exclude_patterns = ["_build", "_templates", "examples"]
 templates_path = ["_templates"]
-html_theme = "pydata_sphinx_theme"
-html_title = "cuflash"
-html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+html_theme = "furo"
+html_title = f"cuflash {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
+# `masks.Causal` in a docstring is a link.
+default_role = "py:obj"
+# Prompts and output are not copied.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 # Diagrams and other text in fences without a language are not highlighted.
 highlight_language = "none"
 
 autosummary_generate = True
 autodoc_typehints = "none"
+autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
 numpydoc_show_class_members = False
+numpydoc_xref_param_type = True
+numpydoc_xref_ignore = "all"
+# Types of parameters that are public classes are links; numpydoc's own links lead to other sites.
+numpydoc_xref_aliases = {name: name for name in DEFAULT_LINKS} | {
+    name: f"{module.__name__}.{name}"
+    for module in (cuflash, cuflash.masks, cuflash.scores, cuflash.selectors, cuflash.testing)
+    for name in module.__all__
+    if isinstance(getattr(module, name), type)
+}
 # The pages are built without these.
 autodoc_mock_imports = ["torch", "jax"]
 # A public docstring that breaks one of the rules is a warning, and so an error.
@@ -43,9 +64,9 @@ _setup.read(Path(__file__).parents[1] / "setup.cfg")
 numpydoc_validation_exclude = {r"\.testing\.masks$"}
 numpydoc_validation_checks = set(_setup["tool:numpydoc_validation"]["checks"].split())
 
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
-# Pages link to files of the repository that are no pages of the site; such links stay as they are.
-suppress_warnings = ["myst.xref_missing", "myst.header"]
+suppress_warnings = ["myst.header"]
 
 sphinx_gallery_conf = {
     "examples_dirs": "examples",
@@ -78,6 +99,12 @@ def skip_fields(app: Any, what: str, name: str, obj: object, skip: bool, options
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
+def lead_to_pages_of_the_site(app: Any, name: str, source: list[str]) -> None:
+    """Lead links to ../DESIGN.md and other pages at the top of the repository to the pages here that include them."""
+    source[0] = re.sub(r"\.\./(?=(CHANGELOG|CONTRIBUTING|DESIGN|SECURITY)\.md)", "", source[0])
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", lead_to_pages_of_the_site)
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("autodoc-process-docstring", escape_shapes, priority=100)

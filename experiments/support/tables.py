@@ -16,6 +16,7 @@ from pathlib import Path
 
 import experiment_tables
 from experiment_tables import number
+from folding import folded
 import peer_tables
 from block_sparsity import pays_below
 from command_line import Parser
@@ -353,9 +354,9 @@ def written(text: str, results: Path = RESULTS) -> str:
         if not rows:
             return f"{begin}\n*Not measured yet.*\n\n{end}"
         if name in CHOOSING:
-            return f"{begin}\n{make(committed(rows) if name not in OF_PEERS else rows)}\n\n{end}"
+            return f"{begin}\n{folded(name, make(committed(rows) if name not in OF_PEERS else rows))}\n\n{end}"
         kept = committed(rows)
-        parts = [make(kept), signature(kept)] if kept else ["*There is no row of a committed tree.*"]
+        parts = [folded(name, make(kept)), signature(kept)] if kept else ["*There is no row of a committed tree.*"]
         return f"{begin}\n" + "\n\n".join([*parts, *filter(None, [left_out(rows)])]) + f"\n\n{end}"
 
     return MARKED.sub(table, text)

@@ -222,8 +222,8 @@ def finished_programs_have_their_own_numbers(library):
             (found,) = evaluated(score.program, operands(score.numbers, ()), 4.0, 0, 0, 0, 2)
             wanted = function(4.0, 0, 0, 0, 2)
         assert found == wanted, score
-    made = library.scores.Score
-    loads = [made(lambda s, b, h, i, j, a: s + a[i], a=np.ones(3, dtype)) for dtype in (np.float32, float)]
+    score_of = library.scores.Score
+    loads = [score_of(lambda s, b, h, i, j, a: s + a[i], a=np.ones(3, dtype)) for dtype in (np.float32, float)]
     assert [score.program.arrays[0].dtype for score in loads] == ["float32", "float64"]
 
 

@@ -107,6 +107,15 @@ def run_blocks(page: Path, packages: Sequence[str]) -> None:
             assert doctest.OutputChecker().check_output(block.output, printed.getvalue(), COMPARED), printed.getvalue()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_of_a_page_fits_into_its_column(page: Path) -> None:
+    """The site's column holds 90 characters of code, and 113 of a diagram, which is ```text."""
+    fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    limits = {"text": 113}
+    wide = [line for language, code in fences for line in code.splitlines() if len(line) > limits.get(language, 90)]
+    assert wide == []
+
+
 NEEDS = sorted({(page.name, block.needs) for page in PAGES for block in blocks(page) if block.needs})
 
 

@@ -335,6 +335,32 @@ def test_pages_and_committed_plots_show_the_results(load) -> None:
     assert "peers_lead.png" in sizes and max(sizes.values()) <= 200 * 1024
 
 
+def test_a_long_table_shows_few_rows_and_folds_all(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    folding = load("folding")
+    rows = [f"| {tokens} | {way} |" for tokens in range(10) for way in ("forward", "backward")]
+    table = "\n".join(["| tokens | pass |", "| --- | ---: |", *rows])
+    monkeypatch.setitem(folding.SHOWN, "some", {"tokens": ("3", "9"), "pass": ("forward",)})
+    shown, fold = folding.folded("some", table).split("\n\n<details>\n")
+    assert shown == "| tokens | pass |\n| --- | ---: |\n| 3 | forward |\n| 9 | forward |"
+    assert fold == f"<summary>All 20 rows</summary>\n\n{table}\n\n</details>"
+    short = "\n".join(table.split("\n")[:14])
+    assert folding.folded("some", short) == short
+    assert folding.folded("others", table).startswith("<details>")
+    monkeypatch.setitem(folding.SHOWN, "some", {"tokens": tuple("012345"), "pass": ("forward", "backward")})
+    with pytest.raises(ValueError, match="some shows 12 of 20 rows; at most 10"):
+        folding.folded("some", table)
+
+
+def test_long_tables_of_pages_show_rows_that_are_there(load) -> None:
+    folding, tables = load("folding"), load("tables")
+    for name in folding.SHOWN:
+        pages = [page.read_text("utf-8") for page in tables.PAGES]
+        (marked,) = [page.split(f"<!-- table:{name} -->")[1] for page in pages if f"<!-- table:{name} -->" in page]
+        marked = marked.split("<!-- /table -->")[0]
+        folds = marked.count("<details>")
+        assert folds and len(folding.TABLE.findall(marked)) >= 2 * folds, name
+
+
 def test_an_unknown_table_is_named(load, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a table 'nonsense'; there are only recall, "):
         load("tables").written("<!-- table:nonsense -->\n<!-- /table -->", tmp_path)
