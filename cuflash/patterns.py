@@ -256,9 +256,9 @@ def longformer(
         raise UnsupportedProblem(
             [f"window must be two multiples of dilation={dilation}; got {describe((left, right))}"]
         )
-    local: Mask = SlidingWindow(left, right, align)
+    local: Mask = SlidingWindow((left, right), align)
     if dilation > 1:
-        local = Dilated(dilation, left // dilation, right // dilation, align)
+        local = Dilated(dilation, (left // dilation, right // dilation), align)
     return local | Lengths(kv=num_global) | Lengths(q=num_global) if num_global else local
 
 
@@ -297,7 +297,7 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
            [1, 0, 1, 1, 1]])
     """
     stride = whole_number("stride", stride, 1)
-    return SlidingWindow(stride - 1, 0, align) | Dilated(stride, None, 0, align)
+    return SlidingWindow((stride - 1, 0), align) | Dilated(stride, (None, 0), align)
 
 
 @explains_keywords
@@ -385,8 +385,8 @@ def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = N
     with collecting(reasons):
         left, right = _window(window)
     refuse(reasons)
-    reach = Causal(align) if right == 0 else SlidingWindow(None, right, align)
-    return reach & (Lengths(kv=num_sinks) | SlidingWindow(left, right, align))
+    reach = Causal(align) if right == 0 else SlidingWindow((None, right), align)
+    return reach & (Lengths(kv=num_sinks) | SlidingWindow((left, right), align))
 
 
 @explains_keywords

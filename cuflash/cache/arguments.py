@@ -214,15 +214,7 @@ def option_reasons(like: ShapeDtype, scale: Any, kernel: Any, executor: Any, pre
 
 def checked_window(window: Any) -> tuple[int | None, int | None] | None:
     """A window as ints, if it is one."""
-    if window is None:
-        return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
-    try:
-        asked = SlidingWindow(*window)
-    except UnsupportedProblem as error:
-        raise UnsupportedProblem(f"window's {reason}" for reason in error.reasons) from None
-    return asked.left, asked.right
+    return None if window is None else SlidingWindow(window).window
 
 
 def excess_reasons(counts: list[int], num_rows: int) -> list[str]:

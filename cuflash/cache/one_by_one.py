@@ -120,5 +120,5 @@ def _parts(
             yield _Part(slice(query, query + 1), first, stop, {})
         return
     first = 0 if left is None else max(0, length - new - left)
-    mask = None if window is None else SlidingWindow(*window, "bottom_right")
+    mask = None if window is None else SlidingWindow(window, "bottom_right")
     yield _Part(slice(0, new), first, length, {"causal": "bottom_right" if causal else False, "mask": mask})

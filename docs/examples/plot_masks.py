@@ -24,13 +24,13 @@ def show(**named: masks.Mask) -> None:
 # %%
 # Bands around the diagonal
 # -------------------------
-# `SlidingWindow(left, right)` counts keys on either side of the diagonal; the query itself is always attended.
+# `SlidingWindow((left, right))` counts keys on either side of the diagonal; the query itself is always attended.
 
 show(
     causal=masks.Causal(),
-    window=masks.SlidingWindow(5, 0),
-    both_sides=masks.SlidingWindow(3, 3),
-    dilated=masks.Dilated(3, None, 0),
+    window=masks.SlidingWindow((5, 0)),
+    both_sides=masks.SlidingWindow((3, 3)),
+    dilated=masks.Dilated(3, (None, 0)),
 )
 
 # %%
@@ -53,10 +53,10 @@ show(
 # Masks combine with `&`, `|`, `^` (in one of the two alone), `-` (without) and `~` (not).
 
 show(
-    window_and_sinks=masks.Causal() & (masks.SlidingWindow(4, 0) | masks.Lengths(kv=2)),
+    window_and_sinks=masks.Causal() & (masks.SlidingWindow((4, 0)) | masks.Lengths(kv=2)),
     not_causal=~masks.Causal(),
     with_a_hole=masks.Causal() - (masks.Lengths(kv=12) - masks.Lengths(kv=6)),
-    in_one_alone=masks.SlidingWindow(8, 8) ^ masks.Documents(documents),
+    in_one_alone=masks.SlidingWindow((8, 8)) ^ masks.Documents(documents),
 )
 
 # %%
