@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
@@ -227,7 +227,7 @@ def attention_vjp(
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
     dropout: Dropout | None = None,
-    wrt: str | tuple[str, ...] = (),
+    wrt: str | Sequence[str] = (),
     kernel: KernelFamily = "auto",
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
@@ -244,7 +244,7 @@ def attention_vjp(
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
         As in `attention`. The backward pass draws the dropped weights a second time: an array that holds the seed must
         still hold it then.
-    wrt : str or tuple of str
+    wrt : str or sequence of str
         Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
     kernel, executor, precision, deterministic, out : optional
         As in `attention`.
@@ -307,7 +307,7 @@ def plan(
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
     dropout: Dropout | None = None,
-    wrt: str | tuple[str, ...] = (),
+    wrt: str | Sequence[str] = (),
     kernel: KernelFamily = "auto",
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
@@ -330,7 +330,7 @@ def plan(
     dropout : Dropout, optional
         As in `attention`; a seed may be a `ShapeDtype`. Calls use the array that the plan was made with, or another
         one: ``forward(q, k, v, dropout_seed=another)``.
-    wrt : str or tuple of str
+    wrt : str or sequence of str
         As in `attention_vjp`.
     kernel, executor, precision, deterministic : optional
         As in `attention`.
@@ -389,7 +389,7 @@ def precompile(
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
     dropout: Dropout | None = None,
-    wrt: str | tuple[str, ...] = (),
+    wrt: str | Sequence[str] = (),
     kernel: KernelFamily = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_number
+from .dropout import Rng, generator_of
 from .errors import UnsupportedProblem, collecting, refuse
 from .keywords import explains_keywords
 from .masks.base import Mask
@@ -85,12 +86,13 @@ def bigbird(
     seqlen_q: int,
     seqlen_kv: int | None = None,
     *,
-    block: Any = 64,
+    block: Any = 128,
     num_window_blocks: int = 3,
     num_global_blocks: int = 1,
     num_random_blocks: int = 3,
     num_heads: int = 1,
     seed: int = 0,
+    rng: Rng | None = None,
 ) -> Mask:
     """BigBird: a window of blocks, global blocks at both ends as rows and as columns, and random blocks in each row.
 
@@ -110,6 +112,8 @@ def bigbird(
         Heads with random blocks of their own; 1 serves all.
     seed : int
         Seed of NumPy's generator.
+    rng : numpy.random.Generator or int, optional
+        A generator to draw from, or a seed, instead of `seed`.
 
     Returns
     -------
@@ -144,8 +148,8 @@ def bigbird(
     base = abs(row - col) <= num_window // 2
     for place, extent in ((row, grid[0]), (col, grid[1])):
         base = base | (place < num_global) | (place >= extent - num_global)
-    rng = _generator(seed)
-    heads = [base | _random_rows(rng, ~base, num_random) for _ in range(num_heads)]
+    drawn_from = generator_of(seed, rng)
+    heads = [base | _random_rows(drawn_from, ~base, num_random) for _ in range(num_heads)]
     return BlockPattern(np.stack(heads) if num_heads > 1 else heads[0], sides)
 
 
@@ -158,6 +162,7 @@ def random(
     density: float,
     num_heads: int = 1,
     seed: int = 0,
+    rng: Rng | None = None,
     diagonal: bool = True,
 ) -> Mask:
     """Random blocks, equally many in each row, at a given density: the usual yardstick of block-sparse kernels.
@@ -174,6 +179,8 @@ def random(
         Heads with blocks of their own; 1 serves all.
     seed : int
         Seed of NumPy's generator.
+    rng : numpy.random.Generator or int, optional
+        A generator to draw from, or a seed, instead of `seed`.
     diagonal : bool
         Whether each row's diagonal block is always one of those kept.
 
@@ -198,9 +205,9 @@ def random(
     refuse(flag_reasons("diagonal", diagonal))
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     count = round(float(density) * grid[1])
-    rng = _generator(seed)
+    drawn_from = generator_of(seed, rng)
     forced = np.eye(*grid, dtype=bool) if diagonal and count else np.zeros(grid, bool)
-    drawn = [forced | _random_rows(rng, ~forced, count - forced.sum(axis=1)) for _ in range(num_heads)]
+    drawn = [forced | _random_rows(drawn_from, ~forced, count - forced.sum(axis=1)) for _ in range(num_heads)]
     return BlockPattern(np.stack(drawn) if num_heads > 1 else drawn[0], sides)
 
 
@@ -345,12 +352,12 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
 
 
 @explains_keywords
-def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = None) -> Mask:
+def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | None = None) -> Mask:
     """Attention sinks and a window: of the keys that are not beyond the window, the first ones and those inside it.
 
     Parameters
     ----------
-    num_sinks : int
+    num_sink_tokens : int
         Keys at the start of the sequence that queries see however far they are away.
     window : (int, int)
         Tokens before and after the query, inclusive; (left, 0) is causal.
@@ -365,7 +372,7 @@ def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = N
     Raises
     ------
     UnsupportedProblem
-        `num_sinks` is not an int of at least 0, or the window is not two of them.
+        `num_sink_tokens` is not an int of at least 0, or the window is not two of them.
 
     Notes
     -----
@@ -381,12 +388,12 @@ def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = N
     """
     reasons: list[str] = []
     with collecting(reasons):
-        (num_sinks,) = _counts(num_sinks=num_sinks)
+        (num_sink_tokens,) = _counts(num_sink_tokens=num_sink_tokens)
     with collecting(reasons):
         left, right = _window(window)
     refuse(reasons)
     reach = Causal(align) if right == 0 else SlidingWindow((None, right), align)
-    return reach & (Lengths(kv=num_sinks) | SlidingWindow((left, right), align))
+    return reach & (Lengths(kv=num_sink_tokens) | SlidingWindow((left, right), align))
 
 
 @explains_keywords
@@ -479,15 +486,6 @@ def _random_rows(rng: np.random.Generator, candidates: Array, count: Any) -> Arr
     order = np.where(candidates, rng.random(candidates.shape), 2.0)
     rank = order.argsort(axis=1).argsort(axis=1)
     return candidates & (rank < np.reshape(count, (-1, 1)))
-
-
-def _generator(seed: Any) -> np.random.Generator:
-    """Return numpy.random.default_rng(seed); seeds of other types, some of which would end the process, are refused."""
-    made = np.random.Generator, np.random.BitGenerator, np.random.SeedSequence
-    ints = seed if isinstance(seed, (tuple, list)) else [] if seed is None or isinstance(seed, made) else [seed]
-    if all(is_int(each) and each >= 0 for each in ints):
-        return np.random.default_rng(seed)
-    raise UnsupportedProblem([f"seed must be an int of at least 0, or several in a list; got {describe(seed)}"])
 
 
 def _window(window: Any) -> tuple[int, int]:

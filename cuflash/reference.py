@@ -49,8 +49,9 @@ def attention(
     *,
     score: Callable[[Array], Array] | None = None,
     weight_factors: Array | None = None,
-) -> tuple[Array, Array]:
-    """Softmax attention and the log-sum-exp of its scores.
+    return_weights: bool = False,
+) -> tuple[Array, ...]:
+    """Compute softmax attention and the log-sum-exp of its scores.
 
     Parameters
     ----------
@@ -73,6 +74,8 @@ def attention(
     weight_factors : array, optional
         What P is multiplied by before it multiplies v: under dropout 0 where a weight is dropped, else 1 / (1 - p).
         Broadcasts to [*batch, num_heads, seqlen_q, seqlen_kv].
+    return_weights : bool
+        Also return the weights, for small problems.
 
     Returns
     -------
@@ -81,11 +84,14 @@ def attention(
     lse : array [*batch, num_heads, seqlen_q], or [seqlen_q]
         Natural log of the sum of exp(scale q k^T) over the row's keys, and of exp(sink). A row with no key is -inf, or
         the sink.
+    weights : array [*batch, num_heads, seqlen_q, seqlen_kv], or [seqlen_q, seqlen_kv]
+        What v is multiplied by, with `return_weights` alone: softmax(scale q k^T), times `weight_factors`. A row sums
+        to 1 without a sink and factors; a row with no key is 0.
 
     Raises
     ------
     TypeError
-        The mask is not boolean.
+        The mask is not boolean, or `return_weights` is not a bool.
 
     Notes
     -----
@@ -101,11 +107,18 @@ def attention(
     [[0.75, 0.25], [0.25, 0.75]]
     >>> np.exp(lse).round(9).tolist()
     [4.0, 4.0]
+    >>> o, lse, weights = attention(q, k, np.eye(2), scale=np.log(3.0), return_weights=True)
+    >>> weights.round(9).tolist()
+    [[0.75, 0.25], [0.25, 0.75]]
     """
+    if not isinstance(return_weights, (bool, np.bool)):
+        raise TypeError(f"return_weights must be True or False; got {describe(return_weights)}")
     probability, lse, _ = _softmax(scores(q, k, v, scale), mask, sink, score)
-    o = _times(probability, weight_factors) @ expand_heads(widened(v), probability.shape[-3])
+    weights = _times(probability, weight_factors)
+    o = weights @ expand_heads(widened(v), weights.shape[-3])
     o = np.where(np.isnan(lse)[..., None], np.nan, o)  # a sink that is NaN or +inf, in rows with no key too
-    return (o, lse) if np.ndim(q) > 2 else (o[0], lse[0])
+    results = (o, lse, weights) if return_weights else (o, lse)
+    return results if np.ndim(q) > 2 else tuple(each[0] for each in results)
 
 
 @np.errstate(invalid="ignore")

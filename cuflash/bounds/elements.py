@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,7 +77,7 @@ def error_bound(
     score: ScoreLike | None = None,
     softcap: float | None = None,
     bias: Array | None = None,
-    wrt: str | tuple[str, ...] = (),
+    wrt: str | Sequence[str] = (),
     sink: Array | None = None,
     dropout: Dropout | None = None,
     precision: str = "ieee",
@@ -99,7 +99,7 @@ def error_bound(
         The gradient of lse; zero unless given.
     mask, causal, window, scale, score, softcap, bias : optional
         As in `attention`.
-    wrt : str or tuple of str
+    wrt : str or sequence of str
         As in `attention_vjp`.
     sink, dropout, precision : optional
         As in `attention`.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from ..arrays import Array, ShapeDtype, describe, is_array, is_int, is_number, t
 from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
 from ..layouts import is_tracer
+from .generators import Rng, rng_reasons, seed_drawn_from
 from .philox import philox4x32
 
 __all__ = ["Dropout", "Draws", "kept", "seed_of"]
@@ -71,11 +72,13 @@ class Dropout:
     ----------
     p : float
         The probability, 0 <= p < 1. It is rounded to a multiple of 1/256, which the attribute is.
-    seed : int, or array of no axes
+    seed : int, or 0-d array
         64 bits. An array of int64 or uint64, where q is, is read by each call when it runs: a CUDA graph that is
-        replayed draws other weights once the array holds another seed.
+        replayed draws other weights once the array holds another seed. Required unless there is an `rng`.
     offset : int
         32 bits, such as a training step: another offset draws other weights.
+    rng : numpy.random.Generator or int, optional
+        Instead of `seed`: the seed is drawn from it, once.
 
     Raises
     ------
@@ -99,20 +102,27 @@ class Dropout:
     """
 
     p: float
-    seed: Any
+    seed: Any = None
     offset: int = 0
+    _: KW_ONLY
+    rng: InitVar[Rng | None] = None
     _draws: Draws = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        reasons = []
+    def __post_init__(self, rng: Rng | None) -> None:
+        reasons: list[str] = []
         if not (is_number(self.p) and 0 <= self.p < 1):
             reasons.append(f"p must be a number, 0 <= p < 1; got {describe(self.p)}")
         elif self.p and round(self.p * LEVELS) in (0, LEVELS):
             reasons.append(f"p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got {describe(self.p)}")
-        reasons += _seed_reasons(self.seed)
+        if rng is None:
+            reasons += _seed_reasons(self.seed)
+        else:
+            reasons += rng_reasons(rng) if self.seed is None else ["seed must not be passed beside rng: leave one out"]
         if not (is_int(self.offset) and 0 <= self.offset <= _MASK):
             reasons.append(f"offset must be an int from 0 to 2^32 - 1; got {describe(self.offset)}")
         refuse(reasons)
+        if rng is not None:
+            object.__setattr__(self, "seed", seed_drawn_from(rng))
         object.__setattr__(self, "p", round(float(self.p) * LEVELS) / LEVELS)
         object.__setattr__(self, "offset", int(self.offset))
         if is_int(self.seed):
@@ -251,7 +261,10 @@ def _seed_reasons(seed: Any) -> list[str]:
         return [f"seed must be an int when JAX traces the call; got a tracer: {fix}"]
     is_known = is_array(seed) or isinstance(seed, ShapeDtype)
     if not is_known and (isinstance(seed, np.generic) or not hasattr(seed, "__dlpack__")):
-        fixes = {"Generator": ": seed=int(rng.integers(2**63))", "RandomState": ": seed=int(rng.randint(2**31))"}
+        fixes = {
+            "Generator": ": pass it as rng=", "RandomState": ": seed=int(rng.randint(2**31))",
+            "NoneType": ": pass seed= or rng=",
+        }  # fmt: skip
         wanted = "seed must be an int, or an array of no axes of int64 or uint64"
         return [f"{wanted}; got {describe(seed)}{fixes.get(type(seed).__name__, '')}"]
     if is_known and (tuple(seed.shape) or seed.dtype not in SEED_DTYPES):

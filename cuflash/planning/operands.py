@@ -86,11 +86,11 @@ def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tupl
     Raises
     ------
     UnsupportedProblem
-        It is neither a name nor a tuple or list of names, or the call has no such operand.
+        It is neither a name nor a sequence of names, or the call has no such operand.
     """
     names = (wrt,) if isinstance(wrt, str) else wrt
-    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        rule = "wrt must be a name, or a tuple or list of names"
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        rule = "wrt must be a name, or a sequence of names"
         raise UnsupportedProblem([f"{rule}; got {describe(wrt)}: write wrt='sink'"])
     reasons = [
         f"wrt must name real arrays; got {name!r}, which holds no reals and has no gradient"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import numpy as np
@@ -55,7 +55,7 @@ class CallOptions(TypedDict, total=False):
 class VjpOptions(CallOptions, total=False):
     """Keyword arguments of `attention_vjp`."""
 
-    wrt: str | tuple[str, ...]
+    wrt: str | Sequence[str]
 
 
 # Types of a scale and of a flag whose equal values mean the same; 1 equals True, and 0.5 + 0j equals 0.5.
@@ -110,6 +110,7 @@ class Options(NamedTuple):
             return None
         if not (type(kernel) is type(executor) is type(precision) is str and type(dropout) in _DROPOUTS):
             return None
+        wrt = tuple(wrt) if type(wrt) is list else wrt
         if type(wrt) is not str and (type(wrt) is not tuple or wrt and set(map(type, wrt)) != {str}):
             return None
         if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import Array, whole_number
 from ..blocks.index import BlockIndex
-from ..dropout.philox import philox4x32
+from ..dropout import Rng, philox4x32, seed_drawn_from
 from ..errors import collecting
 from ..executors.selecting import FixedSelection, drawn
 from ..keywords import explains_keywords
@@ -98,6 +98,7 @@ def random(
     window: Any = None,
     scale: float | None = None,
     seed: int = 0,
+    rng: Rng | None = None,
 ) -> BlockIndex:
     """Choose blocks at random, each block of a row with equal chances.
 
@@ -115,6 +116,8 @@ def random(
         As in `attention`; the index allows what they allow.
     seed : int
         Equal seeds choose equal blocks, wherever the arrays are.
+    rng : numpy.random.Generator or int, optional
+        Instead of `seed`: the seed is drawn from it.
 
     Returns
     -------
@@ -129,11 +132,13 @@ def random(
     Examples
     --------
     >>> import numpy as np
-    >>> from cuflash.selectors import Budget, random
+    >>> from cuflash import selectors
     >>> q = k = np.zeros((1, 64, 16))
-    >>> (random(q, k, block=16, budget=Budget(top_k=2)).states() > 0).sum(-1)[0, 0].tolist()
+    >>> (selectors.random(q, k, block=16, budget=selectors.Budget(top_k=2)).states() > 0).sum(-1)[0, 0].tolist()
     [2, 2, 2, 2]
     """
+    if rng is not None:
+        seed = seed_drawn_from(rng)
     key = None
     if type(seed) is int:
         key = bound.key_of("random", q, k, block, budget, forced, causal, mask, window, scale, "auto", seed)

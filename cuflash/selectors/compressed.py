@@ -22,7 +22,7 @@ def nsa(
     k: Array,
     *,
     budget: Budget,
-    block: Any = (64, 64),
+    block: Any = (128, 128),
     compression: tuple[int, int] = (32, 16),
     forced: Forced = _INITIAL_AND_LOCAL,
     causal: bool | str = False,

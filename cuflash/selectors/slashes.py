@@ -27,7 +27,7 @@ def vertical_slash(
     budget: Budget | None = None,
     vertical: Budget | None = None,
     slash: Budget | None = None,
-    block: Any = (64, 64),
+    block: Any = (128, 128),
     forced: Forced = _DIAGONAL,
     causal: bool | str = False,
     mask: Any = None,

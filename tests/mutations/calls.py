@@ -247,7 +247,8 @@ FAULTS = {
     },
     refuses(lambda library: library.patterns.random(8, block=2, density=0.5, seed="x"), "seed must be an int"): {
         "a seed is anything": Edit(
-            "patterns.py", "_generator", "if all(is_int(each) and each >= 0 for each in ints):", "if True:"
+            "dropout/generators.py", "generator_of", "if ints and all(is_int(each) and each >= 0 for each in ints)",
+            "if True",
         ),
     },
     refuses(

@@ -15,6 +15,7 @@ from cuflash.testing import Structure, assert_within_bounds
 from executors import check_simulated
 from mutations.planting import Edit
 from mutations.python_guards import part
+from test_dropout import check_rng
 
 from cuflash import sim
 
@@ -115,7 +116,22 @@ def hopper_gradients_are_right() -> None:
     check_simulated("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=200, mask=blocks))
 
 
+def generators_are_drawn_from(library: ModuleType) -> None:
+    check_rng(library)
+
+
 FAULTS = {
+    generators_are_drawn_from: {
+        "a pattern does not draw from its generator": Edit(
+            "dropout/generators.py", "generator_of", "if rng is not None:", "if False:"
+        ),
+        "a selector does not draw from its generator": Edit(
+            "selectors/baselines.py", "random", "if rng is not None:", "if False:"
+        ),
+        "a dropout draws a seed of 32 bits": Edit(
+            "dropout/generators.py", "seed_drawn_from", "integers(1 << 64,", "integers(1 << 32,"
+        ),
+    },
     the_host_is_right: {
         "heads of all batch entries draw alike": Edit(
             "executors/tile_dropout.py", "TileDropout.dropped", "(b * self.num_heads + h)", "(0 * b + h)"

@@ -258,7 +258,8 @@ def test_a_dropout_is_what_its_numbers_say() -> None:
         ((np.float64(1 - 1e-9), 0), "p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got .*0.9"),
         ((0.001, 0), "p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got 0.001"),
         ((0.1, 0.5), "seed must be an int, or an array of no axes"),
-        ((0.1, np.random.default_rng(0)), r"got Generator: seed=int\(rng\.integers\(2\*\*63\)\)$"),
+        ((0.1, np.random.default_rng(0)), r"got Generator: pass it as rng=$"),
+        ((0.1,), "seed must be an int, or an array .*; got None: pass seed= or rng=$"),
         ((0.1, np.random.RandomState(0)), r"got RandomState: seed=int\(rng\.randint\(2\*\*31\)\)$"),
         ((0.1, -1), "seed must be an int from 0 to 2.64 - 1; got -1"),
         ((0.1, 2**64), "seed must be an int from 0 to 2.64 - 1"),
@@ -272,6 +273,35 @@ def test_a_dropout_is_what_its_numbers_say() -> None:
 def test_a_wrong_dropout_is_refused(arguments, told) -> None:
     with pytest.raises(UnsupportedProblem, match=told):
         Dropout(*arguments)
+
+
+def check_rng(library: Any) -> None:
+    """A generator is drawn from once; an int stands for a new generator."""
+    rng, alike = np.random.default_rng(7), np.random.default_rng(7)
+    first, second = (library.Dropout(0.5, rng=rng) for _ in range(2))
+    assert first.seed == int(alike.integers(1 << 64, dtype=np.uint64)) != second.seed
+    assert first == library.Dropout(0.5, first.seed) == library.Dropout(0.5, rng=7) != second
+    assert replace(second, p=0.25).seed == second.seed
+    rng, alike = np.random.default_rng(7), np.random.default_rng(7)
+    patterns, selectors, q = library.patterns, library.selectors, np.zeros((1, 64, 4))
+    for draw in (
+        lambda **seed: patterns.random(40, block=4, density=0.3, **seed).blocks,
+        lambda **seed: patterns.bigbird(60, block=4, **seed).blocks,
+        lambda **seed: selectors.random(q, q, block=4, budget=selectors.Budget(top_k=3), **seed).states(),
+    ):
+        first, second = draw(rng=rng), draw(rng=rng)
+        assert (first != second).any() and (draw(rng=alike) == first).all() and (draw(rng=alike) == second).all()
+        assert (draw(rng=3) == draw(rng=np.random.default_rng(3))).all() and (draw(seed=3) == draw(seed=3)).all()
+
+
+def test_a_generator_gives_the_seed() -> None:
+    check_rng(cuflash)
+    assert pickle.loads(pickle.dumps(Dropout(0.5, rng=7))) == Dropout(0.5, rng=7)
+    with pytest.raises(UnsupportedProblem, match="seed must not be passed beside rng: leave one out"):
+        Dropout(0.5, 3, rng=3)
+    for wrong in (-1, 0.5, "7", np.random.RandomState(0)):
+        with pytest.raises(UnsupportedProblem, match="rng must be a numpy.random.Generator, or an int of at least 0"):
+            Dropout(0.5, rng=wrong)
 
 
 def test_all_that_is_wrong_with_a_dropout_is_said_at_once() -> None:

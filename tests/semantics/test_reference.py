@@ -30,6 +30,26 @@ def test_scores_weigh_the_values():
     agree(columns(2), np.log([8]), columns(1), np.log(columns(1, 2, 5)), columns(8, 4, 0), scale=1.0)
 
 
+@given(examples(has_sink=True, longest=20, widest=8))
+def test_the_weights_are_what_v_is_multiplied_by(example):
+    arguments = {"mask": example.dense_mask, "scale": example.scale, "sink": example.sink}
+    o, lse = reference.attention(example.q, example.k, example.v, **arguments)
+    same_o, same_lse, weights = reference.attention(example.q, example.k, example.v, **arguments, return_weights=True)
+    np.testing.assert_array_equal(same_o, o)
+    np.testing.assert_array_equal(same_lse, lse)
+    assert weights.shape == (*lse.shape, example.k.shape[-2])
+    v = np.eye(example.k.shape[-2])
+    if example.v.ndim > 2:
+        v = np.broadcast_to(v, (*example.v.shape[:-2], *v.shape))
+    identity, _ = reference.attention(example.q, example.k, v, **arguments)
+    np.testing.assert_allclose(np.broadcast_to(weights, identity.shape), identity, rtol=1e-15)
+
+
+def test_return_weights_is_a_bool():
+    with pytest.raises(TypeError, match="return_weights must be True or False; got 1"):
+        reference.attention(np.ones((2, 1)), np.ones((2, 1)), np.ones((2, 1)), return_weights=1)
+
+
 def test_the_scale_is_one_over_the_root_of_head_dim_unless_given():
     q, k, v = np.random.default_rng(0).standard_normal((3, 5, 16))
     for ours, given_scale in zip(reference.attention(q, k, v), reference.attention(q, k, v, scale=0.25)):

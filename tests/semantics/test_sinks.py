@@ -82,7 +82,7 @@ def test_gradients_are_asked_for_by_name() -> None:
         ({"sink": np.zeros(4, np.float32), "wrt": "q"}, "wrt must not name q: dq, dk and dv are always computed"),
         ({"sink": np.zeros(4, np.float32), "wrt": "bias"}, "wrt must name .*'sink'; got 'bias'"),
         ({"wrt": "sink"}, "wrt must name .*there is none; got 'sink'"),
-        ({"wrt": ["sink", 3]}, r"wrt must be a name, or a tuple or list of names; got \['sink', 3\]: write wrt='sink'"),
+        ({"wrt": ["sink", 3]}, r"wrt must be a name, or a sequence of names; got \['sink', 3\]: write wrt='sink'"),
     ],
 )  # fmt: skip
 def test_a_wrong_sink_is_refused(options, told) -> None:

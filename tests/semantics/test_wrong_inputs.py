@@ -273,7 +273,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "longformer": (patterns.longformer, {"window": (2, 2), "num_global": 1, "dilation": 2, "align": None}),
     "strided": (patterns.strided, {"stride": 2, "align": None}),
     "fixed": (patterns.fixed, {"stride": 3, "num_summary": 1, "align": None}),
-    "sink_local": (patterns.sink_local, {"num_sinks": 1, "window": (2, 0), "align": None}),
+    "sink_local": (patterns.sink_local, {"num_sink_tokens": 1, "window": (2, 0), "align": None}),
     "Causal": (masks.Causal, {"align": None}),
     "toarray": (masks.Causal("top_left").toarray, {"seqlen_q": 10, "seqlen_kv": 9, "batch": (2,), "num_heads": 3}),
     "on_blocks": (masks.Causal("top_left").on_blocks, {"block": 2, "mirrored": False}),
