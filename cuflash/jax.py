@@ -175,8 +175,8 @@ def _with_arrays_of_jax(score: Any) -> Any:
         return score
     arrays = {name: _of_jax(array) for name, array in score.arrays.items()}
     if all(array.dtype == score.arrays[name].dtype for name, array in arrays.items()):
-        return score.with_arrays(arrays)
-    return Score.of_reserved(score.function, **arrays)
+        return score._with_arrays(arrays)
+    return Score._of_reserved(score.function, **arrays)
 
 
 def _varying_alike(arrays: Iterable[Any], others: Iterable[Any]) -> list[Any]:
@@ -200,7 +200,7 @@ class _Call:
     def __init__(self, names: tuple[str, ...], options: Options, place: str) -> None:
         score = options.score
         if isinstance(score, Score):  # otherwise it holds tracers for as long as JAX holds this
-            score = score.with_arrays({name: _shape_of(array) for name, array in score.arrays.items()})
+            score = score._with_arrays({name: _shape_of(array) for name, array in score.arrays.items()})
         bias = None if options.bias is None else _shape_of(options.bias)  # no part of a score where one is wrong
         self.names, self._place = names, place
         self._options = options._replace(score=score, bias=bias, sink=None)
@@ -210,7 +210,7 @@ class _Call:
         """The options of the call on arrays that hold data, with gradients of the operands that `wrt` names."""
         named, score = dict(zip(self.names, arrays)), self._options.score
         if isinstance(score, Score):
-            score = score.with_arrays({name: named[name] for name in score.arrays})
+            score = score._with_arrays({name: named[name] for name in score.arrays})
         return self._options._replace(score=score, sink=named.get("sink"), wrt=wrt)
 
     def planned(self, wrt: tuple[str, ...], arrays: Iterable[jax.Array]) -> Plan:

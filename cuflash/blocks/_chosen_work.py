@@ -115,13 +115,13 @@ class ChosenWork(ListedWork):
         """Blocks by tiles of queries."""
         index = self.index
         extents = index.batch * index.num_heads, index.seqlen_q, index.num_kv_blocks
-        return Unions.of(*np.divmod(index.block_rows, index.seqlen_q), index.indices, _TILE, extents)
+        return Unions.of(*np.divmod(index._block_rows, index.seqlen_q), index.indices, _TILE, extents)
 
     @cached_property
     def columns(self) -> Unions:
         """Queries by tiles of keys."""
         index = self.index
-        matrix, query = np.divmod(index.block_rows, index.seqlen_q)
+        matrix, query = np.divmod(index._block_rows, index.seqlen_q)
         extents = index.batch * index.num_heads, index.num_kv_blocks, index.seqlen_q
         return Unions.of(matrix, index.indices, query, self._blocks_of_tile, extents)
 
@@ -206,8 +206,8 @@ def chosen_work(mask: Mask, shape: MaskShape) -> ChosenWork | None:
     Such a mask is a `ChosenBlocks`, or a block index with blocks of one query that are all full within row intervals.
     """
     factors = mask.operands if type(mask) is And else (mask,)
-    closed = tuple(factor for factor in factors if factor.has_intervals)
-    others = [factor for factor in factors if not factor.has_intervals]
+    closed = tuple(factor for factor in factors if factor._has_intervals)
+    others = [factor for factor in factors if not factor._has_intervals]
     if len(others) != 1 or 0 in (shape.num_batch, *shape[1:]):
         return None
     found = _lists(others[0])
@@ -242,7 +242,7 @@ def _is_cut_by_rows(index: BlockIndex) -> bool:
     if index.lo is None or index.hi is None:
         return True
     is_full = index.kinds == BlockKind.FULL
-    matrix, row = np.divmod(index.block_rows[is_full], index.seqlen_q)
+    matrix, row = np.divmod(index._block_rows[is_full], index.seqlen_q)
     b, h = np.divmod(matrix, index.num_heads)
     place = (b if len(index.lo) > 1 else 0 * b), (h if index.lo.shape[1] > 1 else 0 * h), row
     first = index.indices[is_full] * index.block[1]

@@ -111,8 +111,8 @@ def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified
         return _listed(mask, _Grid(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
     grid = _Grid(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
     factors = mask.operands if type(mask) is And else (mask,)
-    closed = [factor for factor in factors if factor.has_intervals]
-    others = [factor for factor in factors if not factor.has_intervals]
+    closed = [factor for factor in factors if factor._has_intervals]
+    others = [factor for factor in factors if not factor._has_intervals]
     rows = And(tuple(closed)) if closed else None
     listed: list[tuple[_Blocks, Array, Array]] = []
     dictionary: dict[bytes, int] = {}
@@ -224,7 +224,7 @@ def _overlaps_interval(rows: Mask, grid: _Grid, blocks: _Blocks) -> Array:
     kept = [np.zeros(0, bool)]
     for chunk in _chunks(blocks, grid.block[0]):
         b, h, i, _, _ = grid.coordinates(chunk)
-        lo, hi = rows.closed_form(b, h, i)
+        lo, hi = rows._closed_form(b, h, i)
         first = chunk.col[:, None, None] * grid.block[1]
         kept.append(
             (np.maximum(lo, first) < np.minimum(hi, np.minimum(first + grid.block[1], grid.seqlen_kv))).any((1, 2))
@@ -282,7 +282,7 @@ def row_intervals(
 ) -> tuple[Array, Array]:
     """A mask's row intervals within the keys that exist, int32 [batch or 1, num_heads or 1, seqlen_q] each, C order."""
     b, h = xp.arange(batch)[:, None, None], xp.arange(num_heads)[:, None]
-    lo, hi = (xp.clip(side, 0, seqlen_kv) for side in mask.closed_form(b, h, xp.arange(seqlen_q)))
+    lo, hi = (xp.clip(side, 0, seqlen_kv) for side in mask._closed_form(b, h, xp.arange(seqlen_q)))
     leading = np.broadcast_shapes(lo.shape, hi.shape, (1, 1, seqlen_q))
     first, end = (xp.broadcast_to(side, leading).astype(np.int32, order="C") for side in (lo, hi))
     return first, end

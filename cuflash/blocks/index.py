@@ -256,11 +256,11 @@ class BlockIndex:
         if is_differentiated(pattern.blocks):
             pattern = with_cupy_arrays(pattern)
         leading = (1, 1, *pattern.blocks.shape[:-2])
-        lengths: Any = (own if n is None else n for own, n in zip(pattern.own_lengths, (seqlen_q, seqlen_kv)))
+        lengths: Any = (own if n is None else n for own, n in zip(pattern._own_lengths, (seqlen_q, seqlen_kv)))
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), *lengths)
         if is_array(pattern.blocks) and namespace(pattern.blocks).__name__ == "cupy":
             if not (shape_reasons(shape) or length_reasons(shape)):
-                pattern.require_fit(shape)
+                pattern._require_fit(shape)
                 assert make_on_device is not None
                 return make_on_device(pattern.blocks, _EVERYTHING, shape, pattern.block, None)
         return cls.from_mask(pattern, block=pattern.block, **shape._asdict())
@@ -471,14 +471,14 @@ class BlockIndex:
         return None
 
     @cached_property
-    def block_rows(self) -> Array:
+    def _block_rows(self) -> Array:
         """Block row of each entry, counted through batch and heads.
 
         Examples
         --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
-        >>> index.block_rows
+        >>> index._block_rows
         array([0, 1])
         """
         if not self.is_on_host:  # what stands behind the last entry is given the last row
@@ -495,7 +495,7 @@ class BlockIndex:
         """
         num_columns = self.batch * self.num_heads * self.num_kv_blocks
         if self.is_on_host:
-            column = self.block_rows // max(self.num_q_blocks, 1) * self.num_kv_blocks + self.indices
+            column = self._block_rows // max(self.num_q_blocks, 1) * self.num_kv_blocks + self.indices
             return pointers(column, num_columns), np.argsort(column, kind="stable").astype(np.int32)
         if self.carried is not None:
             lists = self.carried.arrays
@@ -526,7 +526,7 @@ class BlockIndex:
             is_listed, kinds = self.as_mask().entries()
             return (is_listed * namespace(kinds).where(kinds == int(BlockKind.FULL), 1, 2)).astype(np.uint8)
         states = np.zeros((len(self.indptr) - 1, self.num_kv_blocks), np.uint8)
-        states[self.block_rows, self.indices] = np.minimum(self.kinds, 2)
+        states[self._block_rows, self.indices] = np.minimum(self.kinds, 2)
         return states.reshape(self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
 
     def toarray(self) -> Array:
@@ -616,14 +616,14 @@ class BlockIndex:
         first_key = self.indices.astype(np.int64) * block_kv
         num_keys = np.minimum(block_kv, self.seqlen_kv - first_key)
         full = self.kinds == BlockKind.FULL
-        np.add.at(counts, self.block_rows[full], num_keys[full, None])
+        np.add.at(counts, self._block_rows[full], num_keys[full, None])
         partial = self.kinds == BlockKind.INTERVAL
         lo, hi = self._entry_intervals(partial)
         inside = np.minimum(hi, (first_key + num_keys)[partial, None]) - np.maximum(lo, first_key[partial, None])
-        np.add.at(counts, self.block_rows[partial], np.maximum(inside, 0))
+        np.add.at(counts, self._block_rows[partial], np.maximum(inside, 0))
         bits = self.kinds == BlockKind.BITS
         tile_counts = np.bitwise_count(self.bits).sum(-1, dtype=np.int64)
-        np.add.at(counts, self.block_rows[bits], tile_counts[self.tiles[bits]])
+        np.add.at(counts, self._block_rows[bits], tile_counts[self.tiles[bits]])
         rows = counts.reshape(self.batch, self.num_heads, self.num_q_blocks * block_q)
         return rows[..., : self.seqlen_q]
 
@@ -767,7 +767,7 @@ class BlockIndex:
         """
         starts, entries = self._columns
         is_entry = namespace(starts).arange(len(entries), dtype=np.int32) < starts[-1]
-        rows = self.block_rows % max(self.num_q_blocks, 1)
+        rows = self._block_rows % max(self.num_q_blocks, 1)
         lo, hi = (None, None) if self.lo is None else transposed_intervals(self.lo, self.hi, self.seqlen_kv)
         return replace(
             self,
@@ -820,7 +820,7 @@ class BlockIndex:
         head_dim, itemsize = whole_number("head_dim", head_dim, 0), whole_number("itemsize", itemsize, 0)
         value_dim = head_dim if value_dim is None else whole_number("value_dim", value_dim, 0)
         matrices = self.batch * self.num_heads
-        rows = np.minimum(self.block[0], self.seqlen_q - (self.block_rows % max(self.num_q_blocks, 1)) * self.block[0])
+        rows = np.minimum(self.block[0], self.seqlen_q - (self._block_rows % max(self.num_q_blocks, 1)) * self.block[0])
         keys = np.minimum(self.block[1], self.seqlen_kv - self.indices.astype(np.int64) * self.block[1])
         visited = int((rows * keys).sum())
         counts = self.row_counts()
@@ -937,7 +937,7 @@ class BlockIndex:
     def _elements(self, entry: int) -> Array:
         """One listed block as booleans [block_q, block_kv], False past the lengths."""
         block_q, block_kv = self.block
-        matrix, row = divmod(int(self.block_rows[entry]), self.num_q_blocks)
+        matrix, row = divmod(int(self._block_rows[entry]), self.num_q_blocks)
         b, h = divmod(matrix, self.num_heads)
         i = np.minimum(row * block_q + np.arange(block_q), self.seqlen_q - 1)[:, None]
         j = int(self.indices[entry]) * block_kv + np.arange(block_kv)
@@ -948,7 +948,7 @@ class BlockIndex:
         """Row intervals [num_entries, block_q] of the chosen entries; empty for rows past the end."""
         if self.lo is None or self.hi is None:
             return np.zeros((0, self.block[0]), np.int64), np.zeros((0, self.block[0]), np.int64)
-        matrix, row = np.divmod(self.block_rows[entries], self.num_q_blocks)
+        matrix, row = np.divmod(self._block_rows[entries], self.num_q_blocks)
         b, h = np.divmod(matrix, self.num_heads)
         i = row[:, None] * self.block[0] + np.arange(self.block[0])
         position = (

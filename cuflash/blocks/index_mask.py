@@ -42,7 +42,7 @@ class IndexMask(Mask):
     def blocks(self) -> BlockSet:
         """The listed blocks of an index on the host."""
         index = self.index
-        keys = index.block_rows * index.num_kv_blocks + index.indices
+        keys = index._block_rows * index.num_kv_blocks + index.indices
         return BlockSet(self.grid, index.block, keys, index.kinds == BlockKind.FULL)
 
     @cached_property
@@ -51,18 +51,18 @@ class IndexMask(Mask):
         index = self.index
         xp, capacity, num_cells = namespace(index.indptr), len(index.indices), prod(self.grid)
         entry = xp.arange(capacity, dtype=np.int32)
-        cell = index.block_rows.astype(np.int64) * index.num_kv_blocks + index.indices
+        cell = index._block_rows.astype(np.int64) * index.num_kv_blocks + index.indices
         table = xp.full(num_cells + 1, capacity, dtype=np.int32)
         table[xp.where(entry < index.indptr[-1], cell, num_cells)] = entry  # the last place is cut off
         return LeadingArray(table[:-1].reshape(self.grid), (index.batch,), 3)
 
     @property
-    def natural_block(self) -> tuple[int, int]:
+    def _natural_block(self) -> tuple[int, int]:
         block_q, block_kv = self.index.block
         return block_q, block_kv
 
     @property
-    def own_lengths(self) -> tuple[int | None, int | None]:
+    def _own_lengths(self) -> tuple[int | None, int | None]:
         return self.index.seqlen_q, self.index.seqlen_kv
 
     def resolve(self, shape: MaskShape) -> Mask:
@@ -133,6 +133,6 @@ def chosen_lists(index: Any) -> Array:
         )
     counts = np.diff(index.indptr)
     blocks = np.full((len(counts), int(counts.max(initial=0))), -1, np.int32)
-    blocks[index.block_rows, np.arange(len(index.indices)) - index.indptr[index.block_rows]] = index.indices
+    blocks[index._block_rows, np.arange(len(index.indices)) - index.indptr[index._block_rows]] = index.indices
     leading = (index.batch,) if index.batch > 1 else ()
     return blocks.reshape(*leading, index.num_heads, index.seqlen_q, blocks.shape[1])

@@ -262,7 +262,7 @@ class ListedWork:
         if index.carried is not None:
             return index.carried.arrays | ({} if index.lo is None else {"lo": index.lo, "hi": index.hi})
         pointers, entries = index._columns
-        rows = index.block_rows % max(index.num_q_blocks, 1)
+        rows = index._block_rows % max(index.num_q_blocks, 1)
         found = {
             "row_pointers": index.indptr,
             "kv_blocks": index.indices,
@@ -334,7 +334,7 @@ class ListedWork:
         pointers, order = index._columns
         column = self._matrix(b, h) * index.num_kv_blocks + start // self.block_kv
         entries = order[pointers[column] : pointers[column + 1]]
-        rows = index.block_rows[entries] % max(index.num_q_blocks, 1)
+        rows = index._block_rows[entries] % max(index.num_q_blocks, 1)
         within = (0, index.seqlen_q)
         if index.lo is not None:
             lo, hi = self.bounds(b, h, 0, index.seqlen_q)
@@ -424,7 +424,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered
     )
     if type(mask) is Band:
         return intervals(band=mask)
-    if 0 not in (shape.num_batch, *shape[1:]) and mask.has_intervals:
+    if 0 not in (shape.num_batch, *shape[1:]) and mask._has_intervals:
         # On a device the extents show in the intervals' shape, which is cheaper than evaluating elements for them.
         over = extents(mask, shape) if xp is np else (shape.num_batch, shape.num_heads)
         lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *over, xp)
@@ -450,7 +450,7 @@ def _work_of_index(mask: IndexMask, block: tuple[int, int]) -> ListedWork:
 
 def listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:
     """The mask's own block size where that is a fair size for a list, else one that suits the tile."""
-    natural = mask.natural_block or (NATURAL_BLOCKS[1] + 1,) * 2
+    natural = mask._natural_block or (NATURAL_BLOCKS[1] + 1,) * 2
     block_q, block_kv = (_listed_side(natural_side, side) for natural_side, side in zip(natural, tile))
     return block_q, block_kv
 

@@ -83,7 +83,7 @@ def attend_one_by_one(
                 position = own.length - own.new + part.queries.start
                 place = xp.asarray(np.array([sequence, position, part.first], np.int32))
                 held = {name: score.arrays[of_call] for of_call, name in names_in_cache(score).items()}
-                given = given | {"score": placed.with_arrays({**held, "place": place})}
+                given = given | {"score": placed._with_arrays({**held, "place": place})}
             k, v = rows.gather(own.table, part.first, part.stop, q.dtype)
             made: tuple[Array, Array] = attention(
                 xp.ascontiguousarray(q[sequence, :, part.queries], k.dtype), k, v, return_lse=True, sink=own_sink,

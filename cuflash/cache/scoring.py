@@ -80,7 +80,7 @@ def score_of(score: Any, softcap: Any, bias: Any, like: Array) -> Score | None:
         return made
     arrays = as_arrays(made.arrays)
     is_own = all(arrays[name] is array for name, array in made.arrays.items())
-    return made if is_own else made.with_arrays(arrays)
+    return made if is_own else made._with_arrays(arrays)
 
 
 def arrays_of(score: Score) -> dict[str, Array]:

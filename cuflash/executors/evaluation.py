@@ -40,8 +40,8 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
     if num_blocks > np.iinfo(np.int32).max:
         raise MemoryError(f"the grid has {num_blocks} blocks, more than int32 counts: use larger blocks")
     factors = mask.operands if type(mask) is And else (mask,)
-    closed = tuple(factor for factor in factors if factor.has_intervals)
-    others = tuple(factor for factor in factors if not factor.has_intervals)
+    closed = tuple(factor for factor in factors if factor._has_intervals)
+    others = tuple(factor for factor in factors if not factor._has_intervals)
     rows = row_intervals(And(closed), *shape[2:], *over, xp) if closed else None
     is_whole, element = all(_has_whole(block, factor) for factor in others), (1, 1)
     has_room = len(shape.batch) <= BATCH_AXES
@@ -62,7 +62,7 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
 
 def _has_whole(block: tuple[int, int], mask: Mask) -> bool:
     """Tell whether each block of a size lies in one block of a mask of whole blocks."""
-    own = mask.natural_block if isinstance(mask, BlockGrid) else None
+    own = mask._natural_block if isinstance(mask, BlockGrid) else None
     return own is not None and not any(length % side for length, side in zip(own, block))
 
 

@@ -102,11 +102,11 @@ class ChosenBlocks(Mask):
         refuse(reasons)
 
     @property
-    def natural_block(self) -> tuple[int, int]:
+    def _natural_block(self) -> tuple[int, int]:
         return 1, self.block
 
     @property
-    def own_lengths(self) -> tuple[int | None, int | None]:
+    def _own_lengths(self) -> tuple[int | None, int | None]:
         return int(self.blocks.shape[-2]), None
 
     @property
@@ -289,8 +289,8 @@ class ResolvedChosen(Mask):
     shape: MaskShape
 
     @property
-    def natural_block(self) -> tuple[int, int]:
-        return self.source.natural_block
+    def _natural_block(self) -> tuple[int, int]:
+        return self.source._natural_block
 
     @property
     def heads_of_list(self) -> int:
@@ -430,7 +430,7 @@ class Compressed(Mask):
         return Stairs(1, min(self.stride, UNBOUNDED), 1 - min(self.length, UNBOUNDED))
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        return self.resolve(MaskShape((), 1, 0, 0)).closed_form(b, h, i)
+        return self.resolve(MaskShape((), 1, 0, 0))._closed_form(b, h, i)
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,12 +64,12 @@ class Dense(Mask):
             )
 
     @property
-    def own_lengths(self) -> tuple[int | None, int | None]:
+    def _own_lengths(self) -> tuple[int | None, int | None]:
         q, kv = (None if extent == 1 else int(extent) for extent in (1, 1, *self.allowed.shape)[-2:])
         return q, kv
 
     @property
-    def device_form(self) -> DeviceForm | None:
+    def _device_form(self) -> DeviceForm | None:
         return DeviceForm((self.allowed,))
 
     def resolve(self, shape: MaskShape) -> Mask:
@@ -125,7 +125,7 @@ class Sparse(Mask):
             raise UnsupportedProblem([f"a mask's matrix must have two axes; got shape {self.matrix.shape}"])
 
     @property
-    def own_lengths(self) -> tuple[int | None, int | None]:
+    def _own_lengths(self) -> tuple[int | None, int | None]:
         q, kv = self.matrix.shape
         return q, kv
 

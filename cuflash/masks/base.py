@@ -24,7 +24,7 @@ from .written import written
 
 # Methods and properties that describe the elements of a mask; a class must define them together.
 _Value = TypeVar("_Value")
-_ANSWERS = ("__call__", "intervals", "rectangle", "has_intervals", "natural_block", "device_form")
+_ANSWERS = ("__call__", "intervals", "rectangle", "_has_intervals", "_natural_block", "_device_form")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,7 +83,7 @@ class Mask(Described):
 
         ``b`` counts the leading axes as one, in C order. The default reads the closed form of `intervals`.
         """
-        lo, hi = self.closed_form(b, h, i)
+        lo, hi = self._closed_form(b, h, i)
         return (lo <= j) & (j < hi)
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals | None:
@@ -112,12 +112,12 @@ class Mask(Described):
         return None
 
     @property
-    def has_intervals(self) -> bool:
+    def _has_intervals(self) -> bool:
         """Return whether `intervals` has an answer.
 
         Examples
         --------
-        >>> Band(-1, 0).has_intervals, (~Band(-1, 0)).has_intervals
+        >>> Band(-1, 0)._has_intervals, (~Band(-1, 0))._has_intervals
         (True, False)
         """
         return self.intervals(0, 0, 0) is not None
@@ -179,25 +179,25 @@ class Mask(Described):
         return self
 
     @property
-    def device_form(self) -> DeviceForm | None:
+    def _device_form(self) -> DeviceForm | None:
         """How kernels read the mask at each call if its arrays are on a device; None if they do not.
 
         Examples
         --------
         >>> from cuflash import masks
-        >>> masks.Band(-1, 0).device_form is None
+        >>> masks.Band(-1, 0)._device_form is None
         True
         """
         return None
 
     @property
-    def natural_block(self) -> tuple[int, int] | None:
+    def _natural_block(self) -> tuple[int, int] | None:
         """The block size that the mask is made of, if it is made of blocks.
 
         Examples
         --------
         >>> from cuflash import patterns
-        >>> patterns.butterfly(256, block=32).natural_block
+        >>> patterns.butterfly(256, block=32)._natural_block
         (32, 32)
         """
         return None
@@ -460,21 +460,21 @@ class Mask(Described):
         return plotted(states, shape[2:], shown_block, ax)
 
     @property
-    def own_lengths(self) -> tuple[int | None, int | None]:
+    def _own_lengths(self) -> tuple[int | None, int | None]:
         """The lengths of queries and keys that the mask is made for; None where it serves any.
 
         Examples
         --------
         >>> import numpy as np
         >>> from cuflash import masks
-        >>> Band(-2, 0).own_lengths, masks.Documents(np.array([0, 0, 1])).own_lengths
+        >>> Band(-2, 0)._own_lengths, masks.Documents(np.array([0, 0, 1]))._own_lengths
         ((None, None), (3, 3))
         """
         return None, None
 
     def _repr_html_(self) -> str:
         """The mask at its own lengths, or at 32 tokens where it has none, for notebooks."""
-        return as_html(self, self.own_lengths)
+        return as_html(self, self._own_lengths)
 
     def __repr__(self) -> str:
         return written(self)
@@ -482,7 +482,7 @@ class Mask(Described):
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with & | ^ - ~ instead of and, or, not")
 
-    def closed_form(self, b: Array, h: Array, i: Array) -> Intervals:
+    def _closed_form(self, b: Array, h: Array, i: Array) -> Intervals:
         bounds = self.intervals(b, h, i)
         if bounds is None:
             raise NotImplementedError(f"{type(self).__name__} defines neither __call__ nor intervals")
@@ -581,7 +581,7 @@ class OnBlocks(Mask):
         return f"{inner}.on_blocks({self.block}{mirrored})"
 
     @property
-    def natural_block(self) -> tuple[int, int]:
+    def _natural_block(self) -> tuple[int, int]:
         block_q, block_kv = self.block
         return block_q, block_kv
 
@@ -662,14 +662,14 @@ class _Composed(Mask):
         return twin
 
     @property
-    def own_lengths(self) -> tuple[int | None, int | None]:
-        known = [node.own_lengths for node, num_parts in _walked(self) if num_parts == 0]
+    def _own_lengths(self) -> tuple[int | None, int | None]:
+        known = [node._own_lengths for node, num_parts in _walked(self) if num_parts == 0]
         q, kv = (next((length for length in lengths if length is not None), None) for lengths in zip(*known))
         return q, kv
 
     @property
-    def natural_block(self) -> tuple[int, int] | None:
-        blocks = [node.natural_block for node, num_parts in _walked(self) if num_parts == 0]
+    def _natural_block(self) -> tuple[int, int] | None:
+        blocks = [node._natural_block for node, num_parts in _walked(self) if num_parts == 0]
         known = [block for block in blocks if block is not None]
         return (min(block[0] for block in known), min(block[1] for block in known)) if known else None
 
@@ -709,7 +709,7 @@ class And(_Several):
 
     __call__ = _Several.__call__
     rectangle = _Several.rectangle
-    natural_block = _Several.natural_block
+    _natural_block = _Several._natural_block
     resolve = _Several.resolve
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals | None:
@@ -725,8 +725,8 @@ class And(_Several):
         return found
 
     @property
-    def has_intervals(self) -> bool:
-        return all(mask.has_intervals for mask in self.operands)
+    def _has_intervals(self) -> bool:
+        return all(mask._has_intervals for mask in self.operands)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

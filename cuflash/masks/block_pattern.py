@@ -68,16 +68,16 @@ class BlockPattern(Mask):
         refuse(reasons)
 
     @property
-    def natural_block(self) -> tuple[int, int]:
+    def _natural_block(self) -> tuple[int, int]:
         block_q, block_kv = self.block
         return block_q, block_kv
 
     @property
-    def own_lengths(self) -> tuple[int | None, int | None]:
+    def _own_lengths(self) -> tuple[int | None, int | None]:
         q, kv = (int(extent) * side for extent, side in zip(self.blocks.shape[-2:], self.block))
         return q, kv
 
-    def require_fit(self, shape: MaskShape) -> None:
+    def _require_fit(self, shape: MaskShape) -> None:
         """Refuse a shape whose blocks are not those of the mask.
 
         Parameters
@@ -94,7 +94,7 @@ class BlockPattern(Mask):
         --------
         >>> import numpy as np
         >>> from cuflash.masks.shape import MaskShape
-        >>> BlockPattern(np.eye(2, dtype=bool), 4).require_fit(MaskShape((), 1, 8, 8))
+        >>> BlockPattern(np.eye(2, dtype=bool), 4)._require_fit(MaskShape((), 1, 8, 8))
         """
         grid = (-(-shape.seqlen_q // self.block[0]), -(-shape.seqlen_kv // self.block[1]))
         reasons = []
@@ -108,11 +108,11 @@ class BlockPattern(Mask):
         refuse(reasons)
 
     @property
-    def device_form(self) -> DeviceForm | None:
+    def _device_form(self) -> DeviceForm | None:
         return DeviceForm((self.blocks,), (self.block,))
 
     def resolve(self, shape: MaskShape) -> Mask:
-        self.require_fit(shape)
+        self._require_fit(shape)
         grid, leading = tuple(self.blocks.shape[-2:]), tuple(self.blocks.shape[:-2])
         if is_sparse(self.blocks):
             return BlockSet((1, 1, *grid), self.block, *sorted_places(self.blocks), self.block)

@@ -24,7 +24,7 @@ class BlockSet(Mask):
     block: tuple[int, int]
     keys: Array
     full: Array
-    natural_block: tuple[int, int] | None = None  # `block`, or None where lists are of blocks of any size
+    _natural_block: tuple[int, int] | None = None  # `block`, or None where lists are of blocks of any size
 
     @cached_property
     def levels(self) -> list[tuple[Array, Array]]:
@@ -62,12 +62,12 @@ class BlockSet(Mask):
 class BlockGrid(Mask):
     """Blocks as booleans, one for each: what `Dense` resolves to, and `BlockPattern` with an array on a device.
 
-    Lists are of blocks of any size where there is no `natural_block`; rectangles then have no closed form.
+    Lists are of blocks of any size where there is no `_natural_block`; rectangles then have no closed form.
     """
 
     blocks: LeadingArray  # heads or 1, num_q_blocks, num_kv_blocks after the leading axes
     block: tuple[int, int] = (1, 1)
-    natural_block: tuple[int, int] | None = None
+    _natural_block: tuple[int, int] | None = None
 
     @cached_property
     def sums(self) -> LeadingArray:
@@ -82,7 +82,7 @@ class BlockGrid(Mask):
         return self.blocks.at(b, h, i // self.block[0], j // self.block[1])
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
-        if self.natural_block is None:
+        if self._natural_block is None:
             return True, False
         top, bottom = i0 // self.block[0], (i1 - 1) // self.block[0] + 1
         left, right = j0 // self.block[1], (j1 - 1) // self.block[1] + 1

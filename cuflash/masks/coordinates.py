@@ -47,14 +47,14 @@ def note_call(error: Exception, who: str, *coordinates: Array) -> None:
 
 def share_allowed(mask: Any, shape: MaskShape, xp: Namespace) -> float:
     """Share of all pairs of a query and a key that a resolved mask allows, counted in steps of bounded memory."""
-    extents, has_intervals = (shape.num_batch, *shape[1:]), mask.has_intervals
+    extents, has_intervals = (shape.num_batch, *shape[1:]), mask._has_intervals
     b, h, j = xp.arange(extents[0])[:, None, None, None], xp.arange(extents[1])[:, None, None], xp.arange(extents[3])
     of_query = extents[0] * extents[1] * (1 if has_intervals else extents[3])
     step, allowed = max(1, _MOST_PAIRS // max(1, of_query)), 0
     for first in range(0, extents[2] if 0 not in extents else 0, step):
         i = xp.arange(first, min(first + step, extents[2]))[:, None]
         if has_intervals:
-            lo, hi = (xp.clip(side, 0, extents[3]) for side in mask.closed_form(b, h, i))
+            lo, hi = (xp.clip(side, 0, extents[3]) for side in mask._closed_form(b, h, i))
             found = xp.broadcast_to(xp.maximum(hi - lo, 0), (*extents[:2], len(i), 1))
         else:
             found = xp.broadcast_to(elements(mask, b, h, i, j), (*extents[:2], len(i), extents[3]))

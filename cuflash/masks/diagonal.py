@@ -236,7 +236,7 @@ class ResolvedPrefix(Mask):
     causal: Mask
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        lo, hi = self.causal.closed_form(b, h, i)
+        lo, hi = self.causal._closed_form(b, h, i)
         prefix = of_batch(self.prefix, b)
         return lo, namespace(hi, prefix).maximum(hi, prefix)
 

@@ -67,11 +67,11 @@ class Documents(Mask):
         refuse(reasons)
 
     @property
-    def own_lengths(self) -> tuple[int | None, int | None]:
+    def _own_lengths(self) -> tuple[int | None, int | None]:
         return int(self.q_ids.shape[-1]), int((self.q_ids if self.kv_ids is None else self.kv_ids).shape[-1])
 
     @property
-    def device_form(self) -> DeviceForm:
+    def _device_form(self) -> DeviceForm:
         shares_ids = self.kv_ids is None or self.kv_ids is self.q_ids
         return DeviceForm((self.q_ids,) if shares_ids else (self.q_ids, self.kv_ids))
 
@@ -164,7 +164,7 @@ class SortedDocuments(KernelIntervals):
         return _run_bounds(self.q_ids) if self.kv_ids is None else _document_bounds(self.q_ids, self.kv_ids)
 
     @property
-    def has_intervals(self) -> bool:
+    def _has_intervals(self) -> bool:
         return True
 
     @property

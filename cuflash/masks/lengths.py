@@ -60,7 +60,7 @@ class Lengths(Mask):
                 object.__setattr__(self, name, converted_length(name, length))
 
     @property
-    def device_form(self) -> DeviceForm | None:
+    def _device_form(self) -> DeviceForm | None:
         arrays = tuple(length for length in (self.q, self.kv) if is_array(length))
         facts = tuple("array" if is_array(length) else length for length in (self.q, self.kv))
         return DeviceForm(arrays, facts) if arrays else None

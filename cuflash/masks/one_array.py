@@ -24,7 +24,7 @@ class MaskContents(NamedTuple):
 
 
 def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> MaskContents | None:
-    """Return the contents of a mask that has a `device_form`, or intersects one that has; None of any other mask.
+    """Return the contents of a mask that has a `_device_form`, or intersects one that has; None of any other mask.
 
     `layout_of` tells how arrays lie; masks that differ in nothing but the contents of their arrays have equal keys.
     """
@@ -48,8 +48,8 @@ def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> Mas
 
 
 def _own_form(mask: Mask) -> DeviceForm | None:
-    """Return the `device_form` that the class of a mask itself defines: a subclass may have other elements."""
-    return mask.device_form if "device_form" in vars(type(mask)) else None
+    """Return the `_device_form` that the class of a mask itself defines: a subclass may have other elements."""
+    return mask._device_form if "_device_form" in vars(type(mask)) else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -161,7 +161,7 @@ class Sequences(Mask):
         return (self.q_offsets,) if self.kv_offsets is None else (self.q_offsets, self.kv_offsets)
 
     @property
-    def device_form(self) -> DeviceForm | None:
+    def _device_form(self) -> DeviceForm | None:
         return DeviceForm(self.arrays, (self.causal, self.window))
 
     def resolve(self, shape: MaskShape) -> Mask:
@@ -186,10 +186,10 @@ class Sequences(Mask):
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
         if self.q_offsets.ndim != 1 or kv_offsets.ndim != 1:
             raise UnsupportedProblem(["Sequences with leading axes depends on the batch: call .resolve(shape) first"])
-        lo, hi = self.keys_of(i, as_int64(self.q_offsets), as_int64(kv_offsets))
+        lo, hi = self._keys_of(i, as_int64(self.q_offsets), as_int64(kv_offsets))
         return (lo <= j) & (j < hi)
 
-    def keys_of(self, i: Array, q: Array, kv: Array) -> Intervals:
+    def _keys_of(self, i: Array, q: Array, kv: Array) -> Intervals:
         """Return the intervals of keys that queries see, from the offsets of one batch entry.
 
         Every bound is clipped to the keys of the query's sequence, without which bounds would decrease from a sequence
@@ -217,7 +217,7 @@ class Sequences(Mask):
         >>> import numpy as np
         >>> from cuflash import masks
         >>> offsets = np.array([0, 2, 5])
-        >>> lo, hi = masks.Sequences(offsets).keys_of(np.arange(5), offsets, offsets)
+        >>> lo, hi = masks.Sequences(offsets)._keys_of(np.arange(5), offsets, offsets)
         >>> lo.tolist(), hi.tolist()
         ([0, 0, 2, 2, 2], [2, 2, 5, 5, 5])
         """
@@ -256,7 +256,7 @@ class Sequences(Mask):
         return []
 
     @property
-    def has_shifted_diagonals(self) -> bool:
+    def _has_shifted_diagonals(self) -> bool:
         """True if causal="bottom_right" may align the first query of a sequence with another key than its first.
 
         Offsets on a device are not read: for them it is True.
@@ -264,7 +264,7 @@ class Sequences(Mask):
         Examples
         --------
         >>> from cuflash import masks
-        >>> masks.Sequences.of([1, 2], [3, 2], causal="bottom_right").has_shifted_diagonals
+        >>> masks.Sequences.of([1, 2], [3, 2], causal="bottom_right")._has_shifted_diagonals
         True
         """
         if self.causal != "bottom_right" or self.kv_offsets is None:
@@ -296,11 +296,11 @@ class ResolvedSequences(KernelIntervals):
         rows = xp.arange(self.shape.seqlen_q)
         lo, hi = (xp.empty((*leading, self.shape.seqlen_q), dtype=np.int64) for _ in range(2))
         for entry in np.ndindex(leading):
-            lo[entry], hi[entry] = self.source.keys_of(rows, q[entry], kv[entry])
+            lo[entry], hi[entry] = self.source._keys_of(rows, q[entry], kv[entry])
         return LeadingArray.of(lo, batch, 1), LeadingArray.of(hi, batch, 1)
 
     @property
-    def has_intervals(self) -> bool:
+    def _has_intervals(self) -> bool:
         return True
 
     @property

@@ -291,7 +291,7 @@ def kept_and_closed(mask: Mask, is_kept: Callable[[Mask], bool]) -> tuple[Mask, 
     kept, closed = list[Mask](), list[Mask]()
     for factor in factors:
         (kept if is_kept(factor) else closed).append(factor)
-    if len(kept) != 1 or not all(each.has_intervals and next(held_arrays(each), None) is None for each in closed):
+    if len(kept) != 1 or not all(each._has_intervals and next(held_arrays(each), None) is None for each in closed):
         return None
     return kept[0], tuple(closed)
 

@@ -298,7 +298,7 @@ WorkAtCall = ListedAtCall | IntervalsAtCall  # whose arrays a call makes, and ha
 
 
 def _has_no_intervals(mask: Mask) -> bool:
-    return not mask.has_intervals
+    return not mask._has_intervals
 
 
 def work_of_kernels(

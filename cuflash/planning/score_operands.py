@@ -114,7 +114,7 @@ def alignment_reasons(score: Score | None, mask: Any, causal: Any, shape: MaskSh
         f"the mask's {type(part).__name__}"
         for part in parts
         if is_unequal and getattr(part, "align", None) == "bottom_right"
-        or isinstance(part, Sequences) and part.has_shifted_diagonals
+        or isinstance(part, Sequences) and part._has_shifted_diagonals
     ]
     return [
         f"score must have an alignment beside {what}, where the last query meets the last key; got {score.name}, which "

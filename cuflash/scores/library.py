@@ -34,7 +34,7 @@ def _remade_by_name(make: Callable[_Parameters, Score]) -> Callable[_Parameters,
 
     @wraps(make)
     def made(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Score:
-        return make(*arguments, **options).remade_by(made, *arguments, **options)
+        return make(*arguments, **options)._remade_by(made, *arguments, **options)
 
     return made
 
@@ -232,7 +232,7 @@ def bias(array: Array) -> Score:
         own = [0 if single else n for n, single in zip((h, i, j)[3 - len(is_single) :], is_single)]
         return s + (bias[..., *own] if num_leading else bias[*own] if own else bias)
 
-    return Score.of_reserved(bias, bias=array)
+    return Score._of_reserved(bias, bias=array)
 
 
 @_remade_by_name

@@ -130,10 +130,10 @@ def within(
 
     restarted.__name__ = f"within of {score.name}"
     setattr(restarted, "facts", (score.facts if align is None else score.facts - {UNALIGNED}) | {RESTARTED})
-    made = Score.of_reserved(restarted, **score.arrays, **starts)
+    made = Score._of_reserved(restarted, **score.arrays, **starts)
     own = [offsets.copy() for offsets in held.values()]  # a pickle is made of the offsets of today
     options = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "allow_gaps": allow_gaps, "align": align}
-    return made.remade_by(within, score, *own, **options)
+    return made._remade_by(within, score, *own, **options)
 
 
 def _taken_array(name: str, given: Array) -> Array:

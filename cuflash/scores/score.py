@@ -87,7 +87,7 @@ class Score:
     >>> def capped(s, b, h, i, j, slope):
     ...     return 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j)
     >>> score = Score(capped, slope=np.array([0.5, 0.25], np.float32))
-    >>> score.curvature
+    >>> score._curvature
     'curved'
     >>> float(score(0.0, 0, 1, 8, 4))                       # the function itself, on numbers or arrays
     -1.0
@@ -102,7 +102,7 @@ class Score:
         self._make(function, arrays, reasons)
 
     @classmethod
-    def of_reserved(cls, function: Callable[..., Array], /, **arrays: Array) -> Score:
+    def _of_reserved(cls, function: Callable[..., Array], /, **arrays: Array) -> Score:
         """Make a Score of the library's own, whose arrays may have names that users' may not have.
 
         Parameters
@@ -125,7 +125,7 @@ class Score:
         Examples
         --------
         >>> import numpy as np
-        >>> Score.of_reserved(lambda s, b, h, i, j, bias: s + bias[h], bias=np.ones(2)).name
+        >>> Score._of_reserved(lambda s, b, h, i, j, bias: s + bias[h], bias=np.ones(2)).name
         '<lambda>'
         """
         made = cls.__new__(cls)
@@ -176,7 +176,7 @@ class Score:
         return getattr(self.function, "facts", frozenset())
 
     @cached_property
-    def curvature(self) -> Curvature:
+    def _curvature(self) -> Curvature:
         return curvature(self.program)
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
@@ -252,7 +252,7 @@ class Score:
 
         composed.__name__ = f"{self.name} @ {other.name}"
         setattr(composed, "facts", self.facts | other.facts)
-        return Score.of_reserved(composed, **{**other.arrays, **self.arrays}).remade_by(operator.matmul, self, other)
+        return Score._of_reserved(composed, **{**other.arrays, **self.arrays})._remade_by(operator.matmul, self, other)
 
     def renamed(self, names: Mapping[str, str]) -> Score:
         """Give captured arrays other names, so that a score can be composed with one of its kind.
@@ -305,10 +305,10 @@ class Score:
 
         renamed.__name__ = self.name
         setattr(renamed, "facts", self.facts)
-        made = Score.of_reserved(renamed, **{new: self.arrays[old] for old, new in new_names.items()})
-        return made.remade_by(Score.renamed, self, dict(names))
+        made = Score._of_reserved(renamed, **{new: self.arrays[old] for old, new in new_names.items()})
+        return made._remade_by(Score.renamed, self, dict(names))
 
-    def with_arrays(self, arrays: Mapping[str, Array]) -> Score:
+    def _with_arrays(self, arrays: Mapping[str, Array]) -> Score:
         """Put other arrays of the same dtypes and numbers of axes in place of the captured ones, without tracing again.
 
         Parameters
@@ -332,7 +332,7 @@ class Score:
         --------
         >>> import numpy as np
         >>> score = Score(lambda s, b, h, i, j, slope: s - slope[h], slope=np.ones(2))
-        >>> float(score.with_arrays({"slope": np.full(2, 3.0)})(0.0, 0, 0, 0, 0))
+        >>> float(score._with_arrays({"slope": np.full(2, 3.0)})(0.0, 0, 0, 0, 0))
         -3.0
         """
         if not isinstance(arrays, Mapping):
@@ -357,7 +357,7 @@ class Score:
         made._remake, made.arrays = None, MappingProxyType(arrays)
         return made
 
-    def remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
+    def _remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
         """Return a copy whose pickle calls `make` again, for functions that are made inside of another.
 
         Parameters
@@ -375,7 +375,7 @@ class Score:
         Examples
         --------
         >>> from cuflash.scores import softcap
-        >>> Score(softcap(5.0).function).remade_by(softcap, 5.0).curvature
+        >>> Score(softcap(5.0).function)._remade_by(softcap, 5.0)._curvature
         'curved'
         """
         self._remake = make, arguments, options
@@ -387,7 +387,7 @@ class Score:
         A pickle needs a function that a module holds. Arrays are arguments of the call, never part of the callable:
         `copy.deepcopy` copies the arguments, with its memo, and takes the callable as it is.
         """
-        return _made_again, self._remake or (Score.of_reserved, (self.function,), dict(self.arrays))
+        return _made_again, self._remake or (Score._of_reserved, (self.function,), dict(self.arrays))
 
     def __str__(self) -> str:
         """The program, an instruction a line, and its numbers."""

@@ -242,7 +242,7 @@ class Case(NamedTuple):
         mask, frame = self.structure.mask, self.structure.mask_shape
         if mask is None or isinstance(mask, masks.Causal) or self.is_device_mask:
             return mask
-        return BlockIndex.from_mask(mask, block=mask.natural_block or 32, **frame._asdict())
+        return BlockIndex.from_mask(mask, block=mask._natural_block or 32, **frame._asdict())
 
     @as_of_large_calls
     def plan(self, device: DeviceSpec) -> KernelPlan:

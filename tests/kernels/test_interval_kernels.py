@@ -80,7 +80,7 @@ def found_by_kernel(mask, shape, convert, target, address, stream):
     source = IntervalSource.of(resolved, shape, BLOCK)
     source = replace(source, tile=TILE) if source.kind == "sequences" else source
     parts = getattr(sent(mask, convert), "operands", None) or (sent(mask, convert),)
-    arrays = next(part.device_form for part in parts if part.device_form is not None).arrays
+    arrays = next(part._device_form for part in parts if part._device_form is not None).arrays
     return source, source.views(ListMaker(source, target)(map(address, arrays), stream))
 
 

@@ -51,7 +51,7 @@ def sent(mask, to_device):
     return changed(mask, leaf)
 
 
-def with_arrays(shape_and_mask):
+def _with_arrays(shape_and_mask):
     return any(True for _ in held_arrays(shape_and_mask[1]))
 
 

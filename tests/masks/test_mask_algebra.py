@@ -96,7 +96,7 @@ def check_coarsening(library, drawn):
     lengths = first.shape[0] * block[0] - block[0] // 2, first.shape[1] * block[1] - block[1] // 2
     spread = np.kron(first, np.ones(block, bool))[: lengths[0], : lengths[1]]
     drawn_on_blocks = pattern.on_blocks(block)
-    assert np.array_equal(drawn_on_blocks.toarray(*lengths), spread) and drawn_on_blocks.natural_block == block
+    assert np.array_equal(drawn_on_blocks.toarray(*lengths), spread) and drawn_on_blocks._natural_block == block
     listed = library.BlockIndex.from_mask(drawn_on_blocks, *lengths, block)
     assert np.array_equal(listed.states()[0, 0], first.astype(np.uint8))
     square = first[: min(first.shape), : min(first.shape)]

@@ -1028,7 +1028,7 @@ def check_tree(library, made, allowed):
         resolved = made.resolve(shape)
         may, must = resolved.rectangle(0, 0, np.array([2]), np.array([3]), np.array([5]), np.array([6]))
         assert may[0] >= allowed[2, 5] >= np.all(must)
-        assert made.natural_block is None and made.has_intervals == (made.intervals(0, 0, 0) is not None)
+        assert made._natural_block is None and made._has_intervals == (made.intervals(0, 0, 0) is not None)
         assert list(part(library, "masks.content").held_arrays(made)) == []
         assert made == made.to(np.copy) and hash(made) == hash(made.to(np.copy)) and made != ~made
         assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made) == copy.copy(made)

@@ -156,7 +156,7 @@ FAULTS = {
         "large ids are negative": Edit(
             KERNEL, "Integers.exact", "{!is_signed && bits < 0, bits}", "{false, bits}"
         ),
-        "closed forms hide nothing": Edit(KERNEL, "Matrix.keys_of", "if (params.rows_lo == nullptr)", "if (true)"),
+        "closed forms hide nothing": Edit(KERNEL, "Matrix._keys_of", "if (params.rows_lo == nullptr)", "if (true)"),
         "a short last block reaches past the end": Edit(
             KERNEL, "row_length", "(end < params.seqlen_q ? end : params.seqlen_q) - 1", "params.seqlen_q - 1"
         ),
@@ -271,22 +271,22 @@ FAULTS = {
     },
     calls_read_offsets_anew: {
         "windows do not count": Edit(
-            "masks/sequences.py", "Sequences.device_form", "(self.causal, self.window)", "(self.causal,)"
+            "masks/sequences.py", "Sequences._device_form", "(self.causal, self.window)", "(self.causal,)"
         ),
         "keys have no offsets": Edit(
-            "masks/sequences.py", "Sequences.device_form", "DeviceForm(self.arrays,", "DeviceForm(self.arrays[:1],"
+            "masks/sequences.py", "Sequences._device_form", "DeviceForm(self.arrays,", "DeviceForm(self.arrays[:1],"
         ),
         "lengths that the host knows do not count": Edit(
-            "masks/lengths.py", "Lengths.device_form", "DeviceForm(arrays, facts)", "DeviceForm(arrays)"
+            "masks/lengths.py", "Lengths._device_form", "DeviceForm(arrays, facts)", "DeviceForm(arrays)"
         ),
         "lengths of queries and of keys are alike": Edit(
-            "masks/lengths.py", "Lengths.device_form", '"array" if is_array(length)', "None if is_array(length)"
+            "masks/lengths.py", "Lengths._device_form", '"array" if is_array(length)', "None if is_array(length)"
         ),
         "ids of keys are not handed over": Edit(
-            "masks/documents.py", "Documents.device_form", "if shares_ids else", "if True else"
+            "masks/documents.py", "Documents._device_form", "if shares_ids else", "if True else"
         ),
         "ids that queries and keys share are handed over twice": Edit(
-            "masks/documents.py", "Documents.device_form", "or self.kv_ids is self.q_ids", ""
+            "masks/documents.py", "Documents._device_form", "or self.kv_ids is self.q_ids", ""
         ),
     },
 }  # fmt: skip

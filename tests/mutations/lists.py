@@ -238,7 +238,7 @@ FAULTS = {
     },
     calls_read_masks_anew: {
         "blocks of any size are alike": Edit(
-            "masks/block_pattern.py", "BlockPattern.device_form", ", (self.block,))", ")"
+            "masks/block_pattern.py", "BlockPattern._device_form", ", (self.block,))", ")"
         ),
         "closed forms do not count": Edit(CONTENTS, "mask_contents", "keys.append(content(part))", "content(part)"),
         "layouts do not count": Edit(
@@ -248,7 +248,7 @@ FAULTS = {
             CONTENTS, "mask_contents", "if layout is None or found is not None:", "if layout is None:"
         ),
         "a subclass has the elements of its parent": Edit(
-            CONTENTS, "_own_form", 'if "device_form" in vars(type(mask)) else None', ""
+            CONTENTS, "_own_form", 'if "_device_form" in vars(type(mask)) else None', ""
         ),
     },
     indices_of_masks_are_bound: {

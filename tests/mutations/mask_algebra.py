@@ -93,7 +93,7 @@ FAULTS = {
             "masks/base.py", "OnBlocks.__call__", "[0], widened(j) // self.block[1]", "[1], widened(j) // self.block[0]"
         ),
         "patterns on blocks are listed in other blocks": Edit(
-            "masks/base.py", "OnBlocks.natural_block", "return block_q, block_kv", "return block_kv, block_q + 1"
+            "masks/base.py", "OnBlocks._natural_block", "return block_q, block_kv", "return block_kv, block_q + 1"
         ),
     },
     recall_is_right: {

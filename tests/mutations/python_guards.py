@@ -152,7 +152,7 @@ def lists_on_a_device_are_right(library):
         assert (index.toarray() == expected.toarray()).all() and (index.states() == expected.states()).all()
         bits = (index.kinds == 3) & (expected.kinds == 3)
         assert np.array_equal(index.bits[index.tiles[bits]], expected.bits[expected.tiles[bits]])
-        column = index.block_rows // index.num_q_blocks * index.num_kv_blocks + index.indices
+        column = index._block_rows // index.num_q_blocks * index.num_kv_blocks + index.indices
         assert np.array_equal(entries[: pointers[-1]], np.argsort(column, kind="stable"))
         assert np.array_equal(np.diff(pointers), np.bincount(column, minlength=len(pointers) - 1))
 

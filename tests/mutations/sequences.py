@@ -54,23 +54,23 @@ FILE, RULES = "masks/sequences.py", "scores/offsets.py"
 FAULTS = {
     sequences_are_right: {
         "the last key before the window's left side is seen": Edit(
-            FILE, "Sequences.keys_of", "diagonal - clipped(left)", "diagonal - clipped(left) - 1"
+            FILE, "Sequences._keys_of", "diagonal - clipped(left)", "diagonal - clipped(left) - 1"
         ),
         "bounds fall below their sequence": Edit(
-            FILE, "Sequences.keys_of",
+            FILE, "Sequences._keys_of",
             "hi = xp.clip(diagonal + min(right, UNBOUNDED) + 1, start, stop)",
             "hi = xp.minimum(diagonal + min(right, UNBOUNDED) + 1, stop)",
         ),
         "sides beyond int64 are taken as they are": Edit(
-            FILE, "Sequences.keys_of", "clipped(left), start", "left, start"
+            FILE, "Sequences._keys_of", "clipped(left), start", "left, start"
         ),
         "causal lets a window look ahead": Edit(
-            FILE, "Sequences.keys_of", "min(right, 0)", "right"
+            FILE, "Sequences._keys_of", "min(right, 0)", "right"
         ),
     },
     what_is_after_the_last_sequence_is_not_visited: {
         "queries after all sequences are visited": Edit(
-            FILE, "Sequences.keys_of", "xp.where(after > last, UNBOUNDED, lo)", "lo"
+            FILE, "Sequences._keys_of", "xp.where(after > last, UNBOUNDED, lo)", "lo"
         ),
     },
     offsets_of_any_size_are_right: {

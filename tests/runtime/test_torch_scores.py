@@ -271,7 +271,7 @@ def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkey
     def sent(options, send=on_device):
         score = options.get("score")
         if isinstance(score, Score):
-            return {"score": score.with_arrays({name: send(array) for name, array in score.arrays.items()})}
+            return {"score": score._with_arrays({name: send(array) for name, array in score.arrays.items()})}
         return {name: send(each) if isinstance(each, torch.Tensor) else each for name, each in options.items()}
 
     for options in calls:

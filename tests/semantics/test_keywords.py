@@ -21,10 +21,10 @@ from cuflash.keywords.elsewhere import ELSEWHERE, OF_ONE_CALL
 Q = np.ones((2, 4, 8), np.float32)
 # What masks answer to the library, and plans to its executors, by position.
 ASKED_BY_THE_LIBRARY = {
-    *("intervals", "rectangle", "resolve", "closed_form"),
+    *("intervals", "rectangle", "resolve"),
 }
 # Names of the caller's own, of arrays or of results, are keywords of these.
-OPEN = {"Plan.forward", "Plan.backward", "Score", "Score.of_reserved", "Score.remade_by", "Example.but"}
+OPEN = {"Plan.forward", "Plan.backward", "Score", "Score._of_reserved", "Score._remade_by", "Example.but"}
 OPEN |= {"assert_non_finite", "assert_not_finite_where_due"}
 OPEN |= {"transformers_attention"}  # models pass what they like: the function refuses by itself what it does not know
 

@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[To], Any]] = {
         Q, K, V, score=scores.relative_position(to(BIAS[:, 0, [0, 1, 2, 0]]), bidirectional=True)
     ),
     "within": lambda to: cuflash.attention(Q, K, V, score=scores.within(scores.alibi(SINK), to(ints(0, 1, 3)))),
-    "with_arrays": lambda to: scores.alibi(SINK).with_arrays({"slopes": to(2 * SINK)})(0.0, 0, 1, 2, 0),
+    "with_arrays": lambda to: scores.alibi(SINK)._with_arrays({"slopes": to(2 * SINK)})(0.0, 0, 1, 2, 0),
     "Lengths": lambda to: mask(masks.Lengths(kv=to(ints(2, 1)), q=to(ints(1, 3)))),
     "Documents": lambda to: mask(masks.Documents(to(ints(0, 0, 1)), to(ints([0, 1, 1], [0, 0, 1])))),
     "PrefixLM": lambda to: mask(masks.PrefixLM(to(ints(2, 1)))),

@@ -106,7 +106,7 @@ def used_mask(make: Callable[[], Mask]) -> Mask:
 
 def used_index() -> BlockIndex:
     made = index()
-    made.report(), made.picture(), made.transpose(), made.block_rows, made.on_host
+    made.report(), made.picture(), made.transpose(), made._block_rows, made.on_host
     cuflash.attention(Q, K, V, mask=made)
     return made
 
@@ -276,7 +276,7 @@ SCORES: dict[str, cuflash.scores.Score] = {
     "bias": cuflash.scores.bias(np.ones((40, 40), np.float32)),
     "composed": cuflash.scores.temperature(SLOPES) @ ALIBI,
     "composed with a cap": cuflash.scores.softcap(5.0) @ ALIBI,
-    "other arrays": ALIBI.with_arrays({"slopes": SLOPES + 1}),
+    "other arrays": ALIBI._with_arrays({"slopes": SLOPES + 1}),
     "relative_position": cuflash.scores.relative_position(np.ones((2, 8), np.float32), 16, bidirectional=True),
     "relative_position_2d": cuflash.scores.relative_position_2d(np.ones((2, 39, 3), np.float32), 2),
     "renamed": ALIBI.renamed({"slopes": "others"}),

@@ -57,7 +57,7 @@ def check_cache(library: Any) -> None:
 
 
 def put(run: Run, score: Any) -> Any:
-    return score.with_arrays({name: run.put(array) for name, array in score.arrays.items()})
+    return score._with_arrays({name: run.put(array) for name, array in score.arrays.items()})
 
 
 def attend(library: Any, run: Run, arrays: Any, score: Any, **options: Any) -> dict[str, np.ndarray]:
@@ -276,9 +276,9 @@ def test_an_equal_call_with_an_alignment_does_not_let_one_without_pass() -> None
 def test_offsets_on_a_device_are_taken_for_shifted(device: Any) -> None:
     with device.transfers_allowed():
         there = [device.to_device(np.array([0, 3])) for _ in range(2)]
-    assert masks.Sequences(*there, causal="bottom_right").has_shifted_diagonals
-    assert not masks.Sequences(there[0], causal="bottom_right").has_shifted_diagonals
-    assert not masks.Sequences(*there, causal="top_left").has_shifted_diagonals
+    assert masks.Sequences(*there, causal="bottom_right")._has_shifted_diagonals
+    assert not masks.Sequences(there[0], causal="bottom_right")._has_shifted_diagonals
+    assert not masks.Sequences(*there, causal="top_left")._has_shifted_diagonals
 
 
 WRONG = {

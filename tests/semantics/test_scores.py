@@ -33,7 +33,7 @@ def put_score(run: Run, score: Score | None) -> Score | None:
     """Return a score whose arrays are where the executor's are."""
     if score is None or not run.is_on_device:
         return score
-    return Score.of_reserved(score.function, **{name: run.put(array) for name, array in score.arrays.items()})
+    return Score._of_reserved(score.function, **{name: run.put(array) for name, array in score.arrays.items()})
 
 
 def everything(run: Run, example: Any, **options: Any) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def biased(example: Any, bias: np.ndarray, wrt: tuple[str, ...] = ()) -> Any:
 
 
 def with_score(example: Any, function: Any, wrt: tuple[str, ...] = (), **arrays: Any) -> Any:
-    return example.but(score=Score.of_reserved(function, **arrays), wrt=wrt)
+    return example.but(score=Score._of_reserved(function, **arrays), wrt=wrt)
 
 
 def same(first: dict[str, Any], second: dict[str, Any], *of: Any, names: tuple[str, ...] = ()) -> None:
@@ -580,7 +580,7 @@ OPERATORS: dict[str, tuple[Any, str]] = {
     "a bias of a call": (lambda: cuflash.attention(Q, Q, Q, bias=1.0), "bias must be"),
     "a word as a score": (lambda: cuflash.attention(Q, Q, Q, score="alibi"), "score must be a Score or a function"),
     "a word as names": (lambda: TWO_ARRAYS.renamed("x"), "names must be a mapping"),
-    "a number as arrays": (lambda: TWO_ARRAYS.with_arrays(3), "arrays must be a mapping of names to arrays; got 3"),
+    "a number as arrays": (lambda: TWO_ARRAYS._with_arrays(3), "arrays must be a mapping of names to arrays; got 3"),
     "a number of buckets": (
         lambda: scores.relative_position(32, bidirectional=True), "may start as np.zeros((num_heads, 32), np.float32)"
     ),

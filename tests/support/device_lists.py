@@ -64,7 +64,7 @@ def assert_lists_of(source: Any, got: dict[str, Any], mask: Any) -> None:
         bits=got["bits"], lo=lo, hi=hi,
     )  # fmt: skip
     assert_same_blocks(index, BlockIndex.from_mask(mask, block=source.block, **source.shape._asdict()))
-    cells = index.block_rows * index.num_kv_blocks + columns
+    cells = index._block_rows * index.num_kv_blocks + columns
     assert (tiles == np.where(kinds == BlockKind.BITS, cells, -1)).all()
     for name, expected in ListedWork(index=index).lists.items():
         if name in ("lo", "hi"):
