@@ -130,13 +130,13 @@ class BlockIndex:
         BlockIndex
         """
         made = object.__new__(cls)
-        vars(made).update(facts, carried=carried)
+        vars(made).update(facts, _carried=carried)
         return made
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            carried = vars(self).get("carried")
+            carried = vars(self).get("_carried")
             if carried is None or name not in _OF_LISTS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             vars(self).update(carried.fields)
@@ -429,14 +429,14 @@ class BlockIndex:
         return sum(array.nbytes for array in self._arrays.values())
 
     @cached_property
-    def on_host(self) -> BlockIndex:
+    def _on_host(self) -> BlockIndex:
         """A copy of the index in NumPy arrays, without the room behind the last entry; making it waits for a device.
 
         Examples
         --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
-        >>> index.on_host is index
+        >>> index._on_host is index
         True
         """
         if self.is_on_host:
@@ -446,26 +446,26 @@ class BlockIndex:
         return replace(here, indices=here.indices[listed], kinds=here.kinds[listed], tiles=here.tiles[listed])
 
     @cached_property
-    def kept(self) -> KeptIndex | None:
+    def _kept(self) -> KeptIndex | None:
         """Return the record that calls with an index on the host share, or None for an index on a device.
 
         Examples
         --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
-        >>> index.kept.mask.index == index
+        >>> index._kept.mask.index == index
         True
         """
         return KeptIndex(IndexMask(replace(self)), Owner()) if self.is_on_host else None
 
     @cached_property
-    def carried(self) -> CarriedLists | None:
+    def _carried(self) -> CarriedLists | None:
         """Lists that were made with an index on a device; None for an index that calls list anew.
 
         Examples
         --------
         >>> import numpy as np
-        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).carried is None
+        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)._carried is None
         True
         """
         return None
@@ -497,8 +497,8 @@ class BlockIndex:
         if self.is_on_host:
             column = self._block_rows // max(self.num_q_blocks, 1) * self.num_kv_blocks + self.indices
             return pointers(column, num_columns), np.argsort(column, kind="stable").astype(np.int32)
-        if self.carried is not None:
-            lists = self.carried.arrays
+        if self._carried is not None:
+            lists = self._carried.arrays
             return lists["column_pointers"], lists["column_entries"]
         if not len(self.indices):
             return namespace(self.indptr).zeros(num_columns + 1, dtype=np.int32), self.indices
@@ -577,7 +577,7 @@ class BlockIndex:
                [0, 1]], dtype=uint8)
         """
         if not self.is_on_host:
-            return self.on_host.to_scipy(b, h, elements=elements)
+            return self._on_host.to_scipy(b, h, elements=elements)
         from scipy.sparse import bsr_array, csr_array  # late: few calls need SciPy, which is slow to import
 
         row = self._row(b, h)
@@ -610,7 +610,7 @@ class BlockIndex:
         array([[[2, 2, 2, 2]]])
         """
         if not self.is_on_host:
-            return self.on_host.row_counts()
+            return self._on_host.row_counts()
         block_q, block_kv = self.block
         counts = np.zeros((len(self.indptr) - 1, block_q), np.int64)
         first_key = self.indices.astype(np.int64) * block_kv
@@ -671,7 +671,7 @@ class BlockIndex:
         >>> index.chosen().blocks.tolist()
         [[[0, 2], [1, -1]]]
         """
-        return ChosenBlocks(namespace(self.indptr).asarray(chosen_lists(self.on_host)), self.block[1])
+        return ChosenBlocks(namespace(self.indptr).asarray(chosen_lists(self._on_host)), self.block[1])
 
     def __and__(self, other: BlockIndex | Mask | Array) -> Any:
         return self._combined(other, and_)
@@ -708,7 +708,7 @@ class BlockIndex:
         if not isinstance(other, BlockIndex):
             return NotImplemented
         alike = (self.shape, self.block) == (other.shape, other.block)
-        return self is other or alike and (self ^ other).on_host.num_entries == 0
+        return self is other or alike and (self ^ other)._on_host.num_entries == 0
 
     def __hash__(self) -> int:
         return hash((self.shape, self.block))
@@ -816,7 +816,7 @@ class BlockIndex:
         0.5
         """
         if not self.is_on_host:
-            return self.on_host.report(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize, eligible=eligible)
+            return self._on_host.report(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize, eligible=eligible)
         head_dim, itemsize = whole_number("head_dim", head_dim, 0), whole_number("itemsize", itemsize, 0)
         value_dim = head_dim if value_dim is None else whole_number("value_dim", value_dim, 0)
         matrices = self.batch * self.num_heads
@@ -928,7 +928,7 @@ class BlockIndex:
 
     def _states_of(self, b: int, h: int) -> Array:
         self._row(b, h)
-        return self.on_host.states()[b, h]
+        return self._on_host.states()[b, h]
 
     def _row(self, b: int, h: int) -> int:
         refuse(place_reasons(b, h, self.batch, self.num_heads))

@@ -244,7 +244,7 @@ class ListedWork:
     @cached_property
     def on_host(self) -> ListedWork:
         """A copy of the work in NumPy arrays; making it waits for a device."""
-        return self if self.index.is_on_host else ListedWork(index=self.index.on_host)
+        return self if self.index.is_on_host else ListedWork(index=self.index._on_host)
 
     @cached_property
     def lists(self) -> dict[str, Array]:
@@ -259,8 +259,8 @@ class ListedWork:
         in `BlockIndex`.
         """
         index = self.index
-        if index.carried is not None:
-            return index.carried.arrays | ({} if index.lo is None else {"lo": index.lo, "hi": index.hi})
+        if index._carried is not None:
+            return index._carried.arrays | ({} if index.lo is None else {"lo": index.lo, "hi": index.hi})
         pointers, entries = index._columns
         rows = index._block_rows % max(index.num_q_blocks, 1)
         found = {

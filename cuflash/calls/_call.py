@@ -225,8 +225,8 @@ class _Arguments:
             composed = composed_score(options, q)
             _captured(options, q)
         mask = options.mask
-        if type(mask) is BlockIndex and mask.kept is not None:
-            mask = mask.kept.mask  # which has lists of earlier calls
+        if type(mask) is BlockIndex and mask._kept is not None:
+            mask = mask._kept.mask  # which has lists of earlier calls
         # A plan for elsewhere leaves a mask's arrays where they are.
         is_kept = device is not None and isinstance(mask, Mask)
         converted = mask if is_kept else partial(as_mask_of_arrays, mask, executor, q)

@@ -106,7 +106,7 @@ class Dropout:
     offset: int = 0
     _: KW_ONLY
     rng: InitVar[Rng | None] = None
-    _draws: Draws = field(init=False, repr=False)
+    _draws: Draws = field(init=False, repr=False)  # what a plan depends on
 
     def __post_init__(self, rng: Rng | None) -> None:
         reasons: list[str] = []
@@ -138,39 +138,16 @@ class Dropout:
     @property
     def _key(self) -> tuple[Any, ...]:
         """Equal of equal dropouts; an array equals itself alone."""
-        return self.draws, self.numbers, None if self.array is None else id(self.array)
+        return self._draws, self._numbers, None if self._array is None else id(self._array)
 
     @property
-    def array(self) -> Array:
-        """The array that holds the seed; None where the seed is a number.
-
-        Examples
-        --------
-        >>> Dropout(0.1, seed=3).array is None
-        True
-        """
+    def _array(self) -> Array:
+        """The array that holds the seed; None where the seed is a number."""
         return None if isinstance(self.seed, int) else self.seed
 
     @property
-    def draws(self) -> Draws:
-        """The part that a plan depends on, so that calls which differ in seed and offset alone share a plan.
-
-        Examples
-        --------
-        >>> Dropout(0.5, seed=3).draws
-        Draws(threshold=128, reads_seed=False)
-        """
-        return self._draws
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """The seed and the offset, which a call hands to kernels; 0 for a seed that an array holds.
-
-        Examples
-        --------
-        >>> Dropout(0.5, seed=3, offset=1).numbers
-        (3, 1)
-        """
+    def _numbers(self) -> tuple[int, int]:
+        """The seed and the offset, which a call hands to kernels; 0 for a seed that an array holds."""
         return self.seed if isinstance(self.seed, int) else 0, self.offset
 
     def keep(
@@ -218,7 +195,7 @@ class Dropout:
         refuse(reasons)
         i, j = (np.arange(length) if given is None else to_host(given) for given, length in lengths.values())
         seed = self.seed if isinstance(self.seed, int) else seed_of(self.seed)
-        found = kept(self.draws, (seed, self.offset), np.arange(math.prod(leading)), i, j)
+        found = kept(self._draws, (seed, self.offset), np.arange(math.prod(leading)), i, j)
         return found.reshape(*leading, len(i), len(j))
 
 

@@ -16,7 +16,7 @@ from .operands import Operand
 
 NAME = "dropout"  # the feature's name
 SEED = "dropout_seed"  # the operand's name
-NUMBERS = ("seed", "offset")  # fields that each call gives anew, as `Dropout.numbers` has them
+NUMBERS = ("seed", "offset")  # fields that each call gives anew, as `Dropout._numbers` has them
 DROPOUT = np.dtype(
     [
         ("seed", np.uint64),
@@ -42,26 +42,26 @@ def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
         return None, ()
     if not isinstance(dropout, Dropout):
         raise UnsupportedProblem([_no_dropout(dropout)])
-    if not dropout.draws.threshold:
+    if not dropout._draws.threshold:
         return None, ()
-    if dropout.array is None:
-        return dropout.draws, ()
-    dtype = np.dtype(dropout.array.dtype)
-    if tuple(dropout.array.shape) or dtype not in SEED_DTYPES:
+    if dropout._array is None:
+        return dropout._draws, ()
+    dtype = np.dtype(dropout._array.dtype)
+    if tuple(dropout._array.shape) or dtype not in SEED_DTYPES:
         wanted = "seed must be an array of no axes of int64 or uint64"
-        raise UnsupportedProblem([f"{wanted}; got {describe(dropout.array)}: np.array(3) is one"])
-    return dropout.draws, (Operand(SEED, (), dtype),)
+        raise UnsupportedProblem([f"{wanted}; got {describe(dropout._array)}: np.array(3) is one"])
+    return dropout._draws, (Operand(SEED, (), dtype),)
 
 
 def seed_array(dropout: Any) -> dict[str, Any]:
     """The array that holds the seed under the name of its operand, where the dropout of a call has one."""
-    is_read = isinstance(dropout, Dropout) and dropout.draws.threshold and dropout.array is not None
-    return {SEED: dropout.array} if is_read else {}
+    is_read = isinstance(dropout, Dropout) and dropout._draws.threshold and dropout._array is not None
+    return {SEED: dropout._array} if is_read else {}
 
 
 def numbers_of(dropout: Dropout | None) -> tuple[int, ...]:
     """The numbers that a call with a dropout hands to kernels, in the order of `NUMBERS`; none if it drops nothing."""
-    return dropout.numbers if dropout is not None and dropout.draws.threshold else ()
+    return dropout._numbers if dropout is not None and dropout._draws.threshold else ()
 
 
 def require_number(dropout: Any) -> None:
@@ -74,7 +74,7 @@ def require_number(dropout: Any) -> None:
     """
     if dropout is not None and not isinstance(dropout, Dropout):
         raise UnsupportedProblem([_no_dropout(dropout)])
-    if dropout is not None and dropout.array is not None:
+    if dropout is not None and dropout._array is not None:
         wanted = "dropout's seed must be an int here; got an array"
         raise UnsupportedProblem([f"{wanted}: another offset in each step draws other weights"])
 

@@ -110,7 +110,7 @@ def _described_launch(launch: Launch, num_batch: int, note: str) -> str:
 
 def _described_work(work: WorkList) -> str:
     if isinstance(work, ListedWork):
-        index = work.index.on_host
+        index = work.index._on_host
         full, partial = int((index.kinds == 1).sum()), int((index.kinds != 1).sum())
         told = f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
         is_chosen = isinstance(work, ChosenWork)

@@ -326,8 +326,8 @@ def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
     if parts is None:
         return None
     grid, closed = parts
-    if not isinstance(grid, IndexMask) or grid.index.carried is None:
+    if not isinstance(grid, IndexMask) or grid.index._carried is None:
         return None
-    carried, block = grid.index.carried.source, listed_block(mask, tile)
+    carried, block = grid.index._carried.source, listed_block(mask, tile)
     listed = carried if not closed and block == grid.index.block else carried.in_blocks(block, closed)
     return ListedAtCall.of(listed, carried=carried) if listed.can_be_numbered else None

@@ -78,10 +78,10 @@ def lookup(options: Options, layout_of: Callable[..., Hashable]) -> Lookup:
         return Lookup(options)
     if type(mask) is BlockIndex:
         without = options._replace(mask=None)
-        if mask.kept is not None:
-            return Lookup(without, owner=mask.kept.owner)
-        if mask.carried is not None:
-            return Lookup(without, MaskContents(mask.carried.source, (mask.carried.lists,)))
+        if mask._kept is not None:
+            return Lookup(without, owner=mask._kept.owner)
+        if mask._carried is not None:
+            return Lookup(without, MaskContents(mask._carried.source, (mask._carried.lists,)))
     if isinstance(mask, Mask) and has_content(mask):
         return Lookup(options)
     contents = mask_contents(mask, layout_of)

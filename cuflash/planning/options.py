@@ -124,7 +124,7 @@ class Options(NamedTuple):
             who = None if mask is None else content(mask)
         except TypeError:
             return None
-        draws = None if dropout is None else dropout.draws  # seed and offset are handed over by each call
+        draws = None if dropout is None else dropout._draws  # seed and offset are handed over by each call
         return layout, who, causal, window, scale, program, draws, wrt, words, more
 
 

@@ -64,8 +64,7 @@ class Score:
     numbers : tuple of float
         What the program reads beside the arrays.
     arrays : mapping of str to array
-    curvature : "shift", "scaled" or "curved"
-        Whether the derivative with respect to s is 1, does not depend on s, or does.
+        What the function captures.
 
     Raises
     ------
@@ -87,8 +86,8 @@ class Score:
     >>> def capped(s, b, h, i, j, slope):
     ...     return 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j)
     >>> score = Score(capped, slope=np.array([0.5, 0.25], np.float32))
-    >>> score._curvature
-    'curved'
+    >>> score.name
+    'capped'
     >>> float(score(0.0, 0, 1, 8, 4))                       # the function itself, on numbers or arrays
     -1.0
     >>> q = k = v = np.ones((2, 16, 8), np.float32)
@@ -177,6 +176,7 @@ class Score:
 
     @cached_property
     def _curvature(self) -> Curvature:
+        """Whether the derivative with respect to s is 1, does not depend on s, or does."""
         return curvature(self.program)
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:

@@ -193,7 +193,7 @@ class Example:
         if self.dropout is None:
             return None
         shape = self.problem.mask_shape
-        return self.dropout.keep((*shape.batch, *shape[1:])) * self.dropout.draws.factor
+        return self.dropout.keep((*shape.batch, *shape[1:])) * self.dropout._draws.factor
 
     @functools.cached_property
     def exact(self) -> Bounds:

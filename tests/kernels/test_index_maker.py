@@ -50,7 +50,7 @@ def made(xp, kept, mask, shape, block):
 
 def assert_same(got, expected):
     """Assert that an index on a device equals one on the host, and that zeros stand behind its last entry."""
-    assert_same_blocks(replace(got).on_host, expected)  # a new copy: a graph may have written since the last
+    assert_same_blocks(replace(got)._on_host, expected)  # a new copy: a graph may have written since the last
     for name in ("indices", "kinds", "tiles"):
         assert not getattr(got, name)[expected.num_entries :].get().any()
 

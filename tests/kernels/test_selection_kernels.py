@@ -361,7 +361,7 @@ def check_selections(machine: Any, num_budgets: int = 3) -> None:
                 q, k = np.array([q, 2 * q]), np.array([k, k])
                 more = budgets_of(name, budget) | {"forced": Forced(sink=1, local=1)} | options
                 index = select(machine.asarray(q), machine.asarray(k), **more)
-                np.testing.assert_array_equal(index.on_host.states(), select(q, k, **more).states())
+                np.testing.assert_array_equal(index._on_host.states(), select(q, k, **more).states())
 
 
 def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
@@ -385,7 +385,7 @@ def test_masked_selections_on_a_device_are_those_of_the_host(cupy: Any, name: st
     if where == "host":
         mask = masks.Lengths(q=33, kv=45) & masks.SlidingWindow((9, 7), "top_left")
     found = select(cupy.asarray(q), cupy.asarray(k), **options, mask=mask.to(cupy.asarray))
-    np.testing.assert_array_equal(found.on_host.states(), select(q, k, **options, mask=mask).states())
+    np.testing.assert_array_equal(found._on_host.states(), select(q, k, **options, mask=mask).states())
 
 
 @pytest.mark.parametrize("num_queries", [64, 100])
@@ -399,7 +399,7 @@ def test_keys_and_distances_of_long_rows_are_those_of_the_host(cupy: Any, budget
     options["num_queries"] = num_queries
     index = selectors.vertical_slash(cupy.asarray(q), cupy.asarray(k), **options)
     expected = selectors.vertical_slash(q, k, **options).states()
-    np.testing.assert_array_equal(index.on_host.states(), expected)
+    np.testing.assert_array_equal(index._on_host.states(), expected)
     assert 0.02 < (expected[0] > 0).mean() < 0.8
 
 
@@ -431,7 +431,7 @@ def test_kernels_select_what_formulas_do(cupy: Any, name: str) -> None:
         given_options = budgets_of(name, budget) | {"forced": forced, "causal": causal} | options
         found = select(cupy.asarray(q), cupy.asarray(k), **given_options)
         expected = select(q, k, **given_options)
-        np.testing.assert_array_equal(found.on_host.states(), expected.states())
+        np.testing.assert_array_equal(found._on_host.states(), expected.states())
 
     check()
 
@@ -490,7 +490,7 @@ def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any, name
     again = select(*on_device, **options)
     assert [entry for kind, *_, entry in cupy.log if kind == "launch"] == LAUNCHES[name]
     assert cupy.allocated == before + 1  # the index's lists
-    np.testing.assert_array_equal(again.on_host.states(), first.on_host.states())
+    np.testing.assert_array_equal(again._on_host.states(), first._on_host.states())
 
 
 def test_an_index_that_is_written_to_changes_no_later_one(cupy: Any) -> None:
@@ -499,7 +499,7 @@ def test_an_index_that_is_written_to_changes_no_later_one(cupy: Any) -> None:
     expected = selectors.local(q.get(), q.get(), **options).states()
     for _ in range(3):
         index = selectors.local(q, q, **options)
-        np.testing.assert_array_equal(index.on_host.states(), expected)
+        np.testing.assert_array_equal(index._on_host.states(), expected)
         index.indptr[...] = 0
         index.kinds[...] = 0
 
@@ -521,7 +521,7 @@ def test_streams_wait_for_blocks_that_another_stream_copied(cupy: Any) -> None:
         graph = stream.end_capture()
     assert selection in gpu._pinned
     graph.launch()
-    np.testing.assert_array_equal(index.on_host.states(), selectors.local(q.get(), q.get(), **options).states())
+    np.testing.assert_array_equal(index._on_host.states(), selectors.local(q.get(), q.get(), **options).states())
 
 
 def test_blocks_are_not_remembered_from_within_a_capture(cupy: Any) -> None:

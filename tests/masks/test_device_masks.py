@@ -51,7 +51,7 @@ def sent(mask, to_device):
     return changed(mask, leaf)
 
 
-def _with_arrays(shape_and_mask):
+def with_arrays(shape_and_mask):
     return any(True for _ in held_arrays(shape_and_mask[1]))
 
 
@@ -100,8 +100,8 @@ def test_an_index_and_its_lists_are_the_same_wherever_they_are_made(case, block)
     for each in (index, expected):
         assert_flat_arrays(each)
     with device.transfers_allowed():
-        assert_same_blocks(index.on_host, expected)
-        assert_same_blocks(turned.on_host, expected.transpose())
+        assert_same_blocks(index._on_host, expected)
+        assert_same_blocks(turned._on_host, expected.transpose())
     here = on_host(lists)
     assert_same_lists(here, ListedWork(index=expected).lists, expected.num_entries)
     # The room behind the last entry is safe to read.
@@ -134,7 +134,7 @@ def test_an_index_on_a_device_is_a_mask(case, block, other):
         for index in made_on_both(shape, mask, block)
     )
     with device.transfers_allowed():
-        assert_same_blocks(again.on_host, expected)
+        assert_same_blocks(again._on_host, expected)
 
 
 @given(CASES, BLOCKS, st.data())
@@ -145,8 +145,8 @@ def test_union_and_intersection_stay_on_the_device(case, block, data):
     (ours, first), (theirs, second) = (made_on_both(shape, each, block) for each in (mask, other))
     got = ours & theirs, ours | theirs
     with device.transfers_allowed():
-        assert_same_blocks(got[0].on_host, first & second)
-        assert_same_blocks(got[1].on_host, first | second)
+        assert_same_blocks(got[0]._on_host, first & second)
+        assert_same_blocks(got[1]._on_host, first | second)
 
 
 @given(CASES, TILES)
@@ -168,7 +168,7 @@ def test_sweeps_of_any_size_say_the_same(monkeypatch, case, at_once):
     monkeypatch.setattr(evaluation, "_MAX_ELEMENTS_AT_ONCE", at_once)
     index, expected = made_on_both(*case, (32, 20))
     with device.transfers_allowed():
-        assert_same_blocks(index.on_host, expected)
+        assert_same_blocks(index._on_host, expected)
 
 
 @given(CASES)
@@ -240,7 +240,7 @@ def test_an_index_is_sent_as_it_is():
     lists = ListedWork(index=there).lists
     assert_same_lists(on_host(lists), ListedWork(index=index).lists, index.num_entries)
     with device.transfers_allowed():
-        assert_same_blocks(there.on_host, index)
+        assert_same_blocks(there._on_host, index)
 
 
 # Number of operations

@@ -67,8 +67,8 @@ def test_an_index_and_its_lists_are_made_without_waiting(cupy, shape, mask, bloc
 
     index, lists, turned = captured(cupy, build)
     expected = BlockIndex.from_mask(mask, block=block, **shape._asdict())
-    assert_same_blocks(index.on_host, expected)
-    assert_same_blocks(turned.on_host, expected.transpose())
+    assert_same_blocks(index._on_host, expected)
+    assert_same_blocks(turned._on_host, expected.transpose())
     here = {name: cupy.asnumpy(array) for name, array in lists.items()}
     assert_same_lists(here, ListedWork(index=expected).lists, expected.num_entries)
 
@@ -99,7 +99,7 @@ def test_an_index_on_a_gpu_combines_without_waiting(cupy, block):
         return BlockIndex.from_mask(index.as_mask() & other, block=block, **shape._asdict())
 
     index = captured(cupy, build)
-    assert_same_blocks(index.on_host, BlockIndex.from_mask(pattern & other, block=block, **shape._asdict()))
+    assert_same_blocks(index._on_host, BlockIndex.from_mask(pattern & other, block=block, **shape._asdict()))
 
 
 def test_contents_out_of_order_read_no_other_memory(cupy):

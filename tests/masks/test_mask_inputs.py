@@ -390,7 +390,7 @@ def check_documents(library, drawn):
             there = made.to(device_double.to_device)
         index = part(library, "blocks.index").BlockIndex.from_mask(there, block=4, **shape._asdict())
         with device_double.transfers_allowed():
-            assert (index.on_host.toarray()[0, 0] == expected).all()
+            assert (index._on_host.toarray()[0, 0] == expected).all()
 
 
 @given(documents())

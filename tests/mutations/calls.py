@@ -80,7 +80,7 @@ def a_pullback(library, is_used):
 def an_index(library, is_used):
     index = library.BlockIndex.from_blocks(np.eye(100, dtype=bool), 200, 200, 2)
     if is_used:
-        index._block_rows, index.on_host
+        index._block_rows, index._on_host
     return index
 
 

@@ -41,7 +41,7 @@ def a_kept_index_goes_by_itself(library: ModuleType) -> None:
         for _ in range(2):
             library.attention(Q, Q, Q, mask=index)
         library.plan(Q, Q, Q, mask=index).forward(Q, Q, Q)
-        held = [weakref.ref(index), weakref.ref(index.kept.mask)]
+        held = [weakref.ref(index), weakref.ref(index._kept.mask)]
         del index
         assert [each() for each in held] == [None, None]
     finally:
@@ -195,7 +195,7 @@ SNAPSHOT = "masks/_snapshot.py"
 FAULTS = {
     a_kept_index_goes_by_itself: {
         "what an index remembers leads back to it": Edit(
-            "blocks/index.py", "BlockIndex.kept", "IndexMask(replace(self))", "IndexMask(self)"
+            "blocks/index.py", "BlockIndex._kept", "IndexMask(replace(self))", "IndexMask(self)"
         ),
         "a cached call holds its plan": Edit(
             "plans.py", "Plan._bind", "return BoundPlan(",
@@ -204,9 +204,9 @@ FAULTS = {
     },
     an_index_is_read_once_and_never_changes: {
         "indices share their calls": Edit(
-            "planning/lookup.py", "lookup", "Lookup(without, owner=mask.kept.owner)", "Lookup(without)"
+            "planning/lookup.py", "lookup", "Lookup(without, owner=mask._kept.owner)", "Lookup(without)"
         ),
-        "each call lists the index again": Edit("calls/_call.py", "_Arguments.of", "mask = mask.kept.mask", "pass"),
+        "each call lists the index again": Edit("calls/_call.py", "_Arguments.of", "mask = mask._kept.mask", "pass"),
         "arrays can be written to": Edit("blocks/index.py", "_read_only", "view.flags.writeable = False", ""),
     },
     edits_of_masks_are_seen: {

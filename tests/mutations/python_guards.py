@@ -146,7 +146,7 @@ def lists_on_a_device_are_right(library):
         pointers, entries = (lists[f"column_{name}"] for name in ("pointers", "entries"))
         assert_longest_first(lists, index.batch * index.num_heads)
         with device_double.transfers_allowed():
-            index = index.on_host
+            index = index._on_host
         for name in ("indptr", "indices"):
             assert np.array_equal(getattr(index, name), getattr(expected, name))
         assert (index.toarray() == expected.toarray()).all() and (index.states() == expected.states()).all()

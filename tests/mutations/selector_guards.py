@@ -220,7 +220,7 @@ def an_index_hands_its_lists_over(library: ModuleType) -> None:
         index = library.BlockIndex.from_blocks(kept, 64, 64, side)
         shape = room.MaskShape((), 1, 64, 64)
         source, _ = kernels.ListSource.of(room.BlockPattern(kept, side).resolve(shape), shape, (side, side))
-        vars(index)["carried"] = carried(kept, source)
+        vars(index)["_carried"] = carried(kept, source)
         found = looking_up.lookup(options(mask=index), lambda array: None)
         assert found.options.mask is None and found.contents.key == source and found.contents.arrays[0] is kept
         work = kernels.work_of_kernels(at_each_call(index).resolve(shape), shape, (64, 64))
@@ -228,7 +228,7 @@ def an_index_hands_its_lists_over(library: ModuleType) -> None:
         assert work.source.block == (16, 16) and work.source.element == (side, side)
         causal, window = room.Causal("top_left"), room.SlidingWindow((9, 40), "top_left")
         within = kernels.ListSource.of((room.BlockPattern(kept, side) & causal).resolve(shape), shape, (side, side))[0]
-        vars(index)["carried"] = carried(kept, within)
+        vars(index)["_carried"] = carried(kept, within)
         work = kernels.work_of_kernels((at_each_call(index) & window).resolve(shape), shape, (64, 64))
         lo, hi = (causal & window).resolve(shape).intervals(0, 0, np.arange(64))
         assert work.source is not within and (work.source.rows.lo == np.maximum(lo, 0)).all()

@@ -128,7 +128,7 @@ def test_a_captured_call_reads_the_lists_of_an_index_that_is_gone(cupy: Any) -> 
         stream.begin_capture()
         o = cuflash.attention(*arrays, mask=index)
         graph = stream.end_capture()
-    lists = weakref.ref(index.carried.lists)
+    lists = weakref.ref(index._carried.lists)
     del index
     arrays[0][...] = 2 * Q
     graph.launch()
@@ -162,9 +162,9 @@ def test_a_plan_has_lists_of_its_own_in_blocks_that_kernels_walk(cupy: Any, opti
 
 def test_copies_of_an_index_carry_nothing(cupy: Any) -> None:
     index = index_on(cupy, blocks(0), False)
-    assert index.carried is not None
-    assert index.on_host.carried is None and pickle.loads(pickle.dumps(index.on_host)).carried is None
-    assert index.to(lambda array: array).carried is None
+    assert index._carried is not None
+    assert index._on_host._carried is None and pickle.loads(pickle.dumps(index._on_host))._carried is None
+    assert index.to(lambda array: array)._carried is None
 
 
 @pytest.mark.gpu

@@ -152,13 +152,13 @@ def test_copies_and_pickles_have_calls_of_their_own():
     index = an_index()
     cuflash.attention(Q, K, V, mask=index)
     for twin in (copy.copy(index), pickle.loads(pickle.dumps(index))):
-        assert twin.kept.owner is not index.kept.owner and twin == index
+        assert twin._kept.owner is not index._kept.owner and twin == index
 
 
 def test_calls_leave_the_cache_with_their_index():
     index = an_index()
     cuflash.attention(Q, K, V, mask=index)
-    owner, number = weakref.ref(index.kept.owner), id(index.kept.owner)
+    owner, number = weakref.ref(index._kept.owner), id(index._kept.owner)
 
     def keys():
         return [key for key in cached("attention") if key[1] == number]

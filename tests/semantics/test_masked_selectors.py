@@ -36,7 +36,7 @@ def selected(name: str, q: Any, k: Any, budget: Any = {"top_k": 2}, library: Any
     function = "pooled" if name in ("alike", "moba", "alike moba") else name
     index = getattr(of, function)(q, k, budget=of.Budget(**budget), **given_options)
     shape = BATCH, HEADS, index.num_q_blocks, index.num_kv_blocks
-    return np.broadcast_to(index.on_host.states() > 0, shape)
+    return np.broadcast_to(index._on_host.states() > 0, shape)
 
 
 KINDS = ("lengths", "lengths of entries", "elements", "elements of heads", "elements of all", "keys", "documents",

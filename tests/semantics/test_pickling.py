@@ -106,7 +106,7 @@ def used_mask(make: Callable[[], Mask]) -> Mask:
 
 def used_index() -> BlockIndex:
     made = index()
-    made.report(), made.picture(), made.transpose(), made._block_rows, made.on_host
+    made.report(), made.picture(), made.transpose(), made._block_rows, made._on_host
     cuflash.attention(Q, K, V, mask=made)
     return made
 

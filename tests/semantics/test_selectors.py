@@ -166,7 +166,7 @@ def check_exactness(run: Run, name: str, causal: Any, lengths: tuple[int, int], 
                                             seqlen_kv, block).states()[0, 0] > 0  # fmt: skip
     offset = seqlen_kv - seqlen_q if causal == "bottom_right" else 0
     must = budgets.Diagonal.of(np, (seqlen_q, seqlen_kv), block, offset).forced(FORCED) & eligible
-    elements = index.on_host.toarray()
+    elements = index._on_host.toarray()
     assert not (elements & ~np.broadcast_to(allowed, elements.shape)).any()
     assert not (must & ~listed).any() and not (listed & ~eligible).any()
     if name in ("moba", "vertical_slash"):  # unions over queries, keys and diagonals
@@ -318,7 +318,7 @@ def test_an_index_serves_both_passes(run: Run) -> None:
     index = select("pooled", run, q, k, causal=True)
     o, vjp = cuflash.attention_vjp(*map(run.put, (q, k, v)), mask=index, executor=run.executor)
     dq, dk, dv = (run.get(x) for x in vjp(run.put(np.ones_like(v))))
-    example = Example(q=q, k=k, v=v, do=np.ones_like(v), mask=index.on_host.toarray()[0])
+    example = Example(q=q, k=k, v=v, do=np.ones_like(v), mask=index._on_host.toarray()[0])
     assert_within_bounds(example, o=run.get(o), dq=dq, dk=dk, dv=dv)
 
 
