@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cache_calls import NEW, Drawn, assert_is_attention, cache_of, drawn, same_bits
-from cuflash import Score
+from cuflash.scores import Score
 from cuflash.cache import one_by_one
 from executors import CPU, GPU, RUNS, SIM, Run
 from scored_caches import arrays_of, assert_is_scored_attention, chunked, mixed, of_sequences

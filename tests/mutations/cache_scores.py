@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from cache_calls import NEW, cache_of, drawn, same_bits
-from cuflash import Score
+from cuflash.scores import Score
 from cuflash.cache import one_by_one
 from executors import SIM
 from mutations.calls import refuses
@@ -60,7 +60,7 @@ def host_scores_are_right(library: ModuleType) -> None:
     rows = rng.standard_normal((2, 3, 2, 50, 8), np.float32)
     q = rng.standard_normal((3, 4, 5, 8), np.float32)
     arrays = arrays_of(3, 4, capacity)
-    score = library.Score(mixed, **arrays)
+    score = library.scores.Score(mixed, **arrays)
     made = []
     for part_keys in (None, 64):
         sizes = {"batch": 3, "num_kv_heads": 2, "head_dim": 8, "capacity": capacity, "dtype": np.float32}
@@ -76,7 +76,7 @@ def host_scores_are_right(library: ModuleType) -> None:
 
         held = arrays | {"slope": arrays["slope"][b]}
         operands, window = (q[b, :, 5 - new :], *rows[:, b, :, :length]), {"causal": "bottom_right", "window": (20, 0)}
-        own = library.Score(lambda s, _, h, i, j, slope, of_query, of_key, near, alone=alone: alone(
+        own = library.scores.Score(lambda s, _, h, i, j, slope, of_query, of_key, near, alone=alone: alone(
             s, 0, h, i, j, slope=slope, of_query=of_query, of_key=of_key, near=near), **held)  # fmt: skip
         one = library.attention(*operands, **window, score=own)
         bound = library.error_bound(*operands, **window, score=own).o
@@ -194,7 +194,7 @@ FAULTS = {
     },
     refuses(
         lambda library: _cache(library).attention(
-            QUERY, score=library.Score(lambda s, b, h, i, j, t: s + t[i], t=np.ones(1))
+            QUERY, score=library.scores.Score(lambda s, b, h, i, j, t: s + t[i], t=np.ones(1))
         ),
         "index 0 of t may be 0..39 and the axis has 1",
     ): {
