@@ -67,11 +67,13 @@ class BoundPlan:
         self._spans = [reach(array) for array in (*arrays.values(), *outs.values())] if outs and self._machine else []
 
     def run(
-        self, arrays: Mapping[str, Array], outs: Mapping[str, Array] = MappingProxyType({}), numbers: Sequence[int] = ()
-    ) -> Sequence[Array]:
+        self, arrays: Mapping[str, Array], outs: Mapping[str, Array] = MappingProxyType({}),
+        numbers: Sequence[int] = (), plan: KernelPlan | None = None,
+    ) -> Sequence[Array]:  # fmt: skip
         """Return the results of the pass on arrays of the layouts that it was bound to, in the order of the plan's.
 
-        An lse that is not wanted is left out. `numbers` are the seed and offset of dropout.
+        An lse that is not wanted is left out. `numbers` are the seed and offset of dropout. On the host a call may have
+        a plan for other numbers of rows, which the arrays and `outs` have.
         """
         if self._is_plain:
             results: Sequence[Array] = self._call(*arrays.values(), numbers=numbers)
@@ -84,7 +86,8 @@ class BoundPlan:
             is_read = [not self._is_backward or name not in ("o", "lse") for name in self._names]
             inputs = {name: array for name, array, is_input in zip(self._names, read, is_read) if is_input}
             check = checks.Check(namespace(read[0]), inputs)
-        new = iter(self._call(*read, *outs.values(), numbers=numbers, check=check))
+        own = {} if plan is None else {"plan": plan}
+        new = iter(self._call(*read, *outs.values(), numbers=numbers, check=check, **own))
         return [self._finished(name, outs[name] if name in outs else next(new)) for name in self._results]
 
     def may_overlap(self, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> bool:

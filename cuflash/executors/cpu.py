@@ -45,9 +45,12 @@ def bind(
 
     Of `given` the names alone are read, and of the options of `gpu.bind` none but `unwanted`.
     """
-    names, run_pass, tiles = tuple(given), _PASSES[name], KeptTiles(plan)
+    names, run_pass, bound, kept = tuple(given), _PASSES[name], plan, KeptTiles(plan)
 
-    def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
+    def call(
+        *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, plan: KernelPlan = bound
+    ) -> list[Array]:
+        tiles = kept if plan is bound else KeptTiles(plan)
         empty = _empty if check is None else check.empty
         new = {name: empty(name, each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
         run_pass(_HostCall.of(plan, tiles, numbers, **dict(zip(names, arrays)), **new), new)

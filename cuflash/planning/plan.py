@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -171,6 +171,18 @@ class KernelPlan:
         before = sum(map(prod, summed.values()))
         narrow = [prod(wanted[name].shape) for name in summed if wanted[name].dtype != problem.accumulator]
         return (before + max(narrow, default=0)) * problem.accumulator.itemsize
+
+    def with_band(self, band: Band, seqlen_q: int, seqlen_kv: int) -> KernelPlan:
+        """Return the host's plan for other numbers of queries and keys under a band."""
+        assert self.tiling is not None
+        problem, block_q, block_kv = (
+            replace(self.problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), self.tiling.block_q, self.tiling.block_kv
+        )  # fmt: skip
+        work = in_flat_tiles(
+            IntervalWork(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, band=band)
+        )
+        tiling = replace(self.tiling, problem=problem, work=work)
+        return replace(self, problem=problem, mask=band, work=work, tiling=tiling)
 
     @property
     def forward_flops(self) -> int:

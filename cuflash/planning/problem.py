@@ -150,7 +150,7 @@ class Problem:
     @cached_property
     def num_batch_heads(self) -> int:
         """Pairs of batch entry and query head."""
-        return self.mask_shape.num_batch * self.num_heads
+        return math.prod(self.batch) * self.num_heads
 
     @cached_property
     def mask_shape(self) -> MaskShape:
