@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # where each public name comes from; at run time `__getattr__` imports its module at the first use
     from . import masks as masks, patterns as patterns, reference as reference, scores as scores, selectors as selectors
-    from .api import attention, attention_vjp, plan, precompile
+    from .api import attention, attention_hvp, attention_jvp, attention_vjp, plan, precompile
     from .arrays import ShapeDtype
     from .blocks.index import BlockIndex
     from .bounds import Bounds, error_bound
@@ -56,6 +56,8 @@ __all__ = [
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
+    "attention_hvp",
+    "attention_jvp",
     "attention_vjp",
     "block_mass",
     "cache_clear",
@@ -85,7 +87,7 @@ __all__ = [
 
 # The import statements above as a table. A BlockIndex comes with the executors, whose kernels make indices on a GPU.
 _MODULES = {
-    "api": ("attention", "attention_vjp", "plan", "precompile"),
+    "api": ("attention", "attention_hvp", "attention_jvp", "attention_vjp", "plan", "precompile"),
     "arrays": ("ShapeDtype",),
     "bounds": ("Bounds", "error_bound"),
     "cache": ("KVCache",),
