@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # where each public name comes from; at run time `__getattr__` imports its module at the first use
     from . import masks as masks, patterns as patterns, reference as reference, scores as scores
     from . import selectors as selectors, study as study
-    from .api import attention, attention_vjp, plan, precompile
+    from .api import attention, attention_hvp, attention_jvp, attention_vjp, plan, precompile
     from .arrays import ShapeDtype
     from .blocks.index import BlockIndex
     from .bounds import error_bound
@@ -43,6 +43,8 @@ __all__ = [
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
+    "attention_hvp",
+    "attention_jvp",
     "attention_vjp",
     "cache_clear",
     "cache_info",
@@ -64,7 +66,7 @@ __all__ = [
 
 # The import statements above as a table. A BlockIndex comes with the executors, whose kernels make indices on a GPU.
 _MODULES = {
-    "api": ("attention", "attention_vjp", "plan", "precompile"),
+    "api": ("attention", "attention_hvp", "attention_jvp", "attention_vjp", "plan", "precompile"),
     "arrays": ("ShapeDtype",),
     "bounds": ("error_bound",),
     "cache": ("KVCache",),

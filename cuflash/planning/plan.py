@@ -22,6 +22,7 @@ from .families.family import Family
 from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
+from .options import DOT
 from .problem import Problem
 from .routing import named, rerouted, routed
 from .score_launches import stored_gradient, with_score
@@ -118,23 +119,26 @@ class KernelPlan:
 
     def results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the results of a pass by name, as callers get them."""
-        return self._forward_results if name == "forward" else self.gradients
+        return self._results_of_rows(name) if name in ("forward", "jvp") else self.gradients
 
     def kernel_results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the results of a pass by name, as the executor writes them."""
-        return self._forward_results if name == "forward" else self.gradients_made
+        return self._results_of_rows(name) if name in ("forward", "jvp") else self.gradients_made
 
-    @property
-    def _forward_results(self) -> dict[str, ShapeDtype]:
-        problem = self.problem
+    def _results_of_rows(self, name: str) -> dict[str, ShapeDtype]:
+        """o and lse, or their tangents."""
+        problem, dot = self.problem, DOT if name == "jvp" else ""
         return {
-            "o": ShapeDtype(problem.o_shape(), problem.dtype),
-            "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
+            f"o{dot}": ShapeDtype(problem.o_shape(), problem.dtype),
+            f"lse{dot}": ShapeDtype(problem.lse_shape(), problem.accumulator),
         }
 
     @property
     def gradients(self) -> dict[str, ShapeDtype]:
-        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and those that the problem asks for."""
+        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and those that the problem asks for.
+
+        Their tangents, the results of "backward_jvp", have the same names.
+        """
         problem = self.problem
         arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
         others = [operand for operand in problem.operands if operand.name in problem.wrt]
