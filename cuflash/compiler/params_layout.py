@@ -14,6 +14,7 @@ from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
 from ..planning.decoding import CACHE_PAGES, CACHE_SCALES, DECODE
 from ..planning.dropout_launches import DROPOUT
+from ..planning.families._passes import QUERY_STATE
 from ..planning.families.fa1 import RUNNING
 from ..planning.families.naive import SCORE_MATRICES
 from ..planning.families.sm80 import PARTS
@@ -53,6 +54,7 @@ _RECORDS = {
     "fa1/running.cuh": {"Running": RUNNING},
     "naive/score_matrices.cuh": {"ScoreMatrices": SCORE_MATRICES},
     "sm80/parts.cuh": {"Parts": PARTS},
+    "sm90/query_state.cuh": {"QueryState": QUERY_STATE},
     "sm90/tensor_maps.cuh": {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS},
 }  # fmt: skip
 
