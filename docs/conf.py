@@ -74,6 +74,7 @@ sphinx_gallery_conf = {
     "filename_pattern": r"plot_.*\.py",
     "only_warn_on_example_error": False,
     "abort_on_example_error": True,
+    "within_subsection_order": "FileNameSortKey",
     "show_memory": False,
     "min_reported_time": 1e9,
     "show_signature": False,
