@@ -51,6 +51,7 @@ types: $(call stamp,test)
 lint: $(call stamp,test)
 	$(RUN) -m flake8 cuflash tests experiments
 	$(VENV)/bin/lint-imports --no-logo --no-cache
+	$(RUN) tests/repository/plain_english.py
 
 cover: $(call stamp,test)
 	$(RUN) -m coverage run -m pytest

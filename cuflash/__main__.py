@@ -18,7 +18,7 @@ from . import __version__
 from .diagnosis import doctor
 from .study.calculators import memory_report
 from .study.command import study_report
-from .study.roofline import roofline_report
+from .study._roofline import roofline_report
 
 
 def _refused(told: str) -> NoReturn:

@@ -78,18 +78,6 @@ def doctor() -> Report:
     return Report(findings=tuple(_run_check(subject, check) for subject, check in _CHECKS.items()))
 
 
-@explains_keywords
-def show_config() -> None:
-    """Print what `doctor` reports, under the name that NumPy, SciPy and CuPy have for it.
-
-    Examples
-    --------
-    >>> show_config()                                          # doctest: +ELLIPSIS
-    ok       cuflash: ...
-    """
-    print(doctor())
-
-
 def _run_check(subject: str, check: Callable[[str], Finding]) -> Finding:
     try:
         return check(subject)

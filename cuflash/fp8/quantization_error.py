@@ -44,7 +44,7 @@ class QuantizationBound(NamedTuple):
     >>> import numpy as np, cuflash
     >>> x = np.full((16, 64), 7.0, np.float32)                       # 448 times 2^-6, which is the scale
     >>> x8 = cuflash.quantize(x)
-    >>> float(cuflash.quantization_bound(x, x, x, x8, x8, x8).lse.max())
+    >>> float(cuflash.study.quantization_bound(x, x, x, x8, x8, x8).lse.max())
     0.0
     """
 
@@ -98,7 +98,7 @@ def quantization_bound(
     >>> q, k, v = rng.standard_normal((3, 100, 64), dtype=np.float32)
     >>> q8, k8, v8 = map(cuflash.quantize, (q, k, v))
     >>> o, o8 = cuflash.attention(q, k, v), cuflash.attention(q8, k8, v8)
-    >>> bound = cuflash.quantization_bound(q, k, v, q8, k8, v8)
+    >>> bound = cuflash.study.quantization_bound(q, k, v, q8, k8, v8)
     >>> bool((abs(o8 - o) < bound.o + 1e-5).all()), bool(bound.o.max() < 0.2)
     (True, True)
     """

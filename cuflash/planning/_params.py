@@ -44,17 +44,11 @@ WORK = np.dtype(
     align=True,
 )
 ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum", "tile_counter")
-NAIVE_ARRAYS = ("scores", "score_gradients")  # arrays of the naive kernels
-NAIVE_MATRICES = np.dtype([(name, MATRICES) for name in NAIVE_ARRAYS], align=True)
-PART_ARRAYS = ("o_parts", "lse_parts")  # results of blocks that share a tile's keys
-PARTS = np.dtype([(name, MATRICES) for name in PART_ARRAYS], align=True)
 PARAMS = np.dtype(
     [
         *((name, MATRICES) for name in ARRAYS),
         ("shape", SHAPE),
         ("work", WORK),
-        ("naive", NAIVE_MATRICES),
-        ("parts", PARTS),
     ],
     align=True,
 )

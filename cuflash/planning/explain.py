@@ -46,6 +46,8 @@ def explain(plan: KernelPlan, notes: Mapping[str, str], numbers: Sequence[int] =
         lines.append(f"score      {_described_score(problem.score)}")
     if problem.dropout is not None:
         lines.append(f"dropout    {_described_dropout(problem.dropout, *numbers)}")
+    if problem.tangents:
+        lines.append(f"tangents   of {', '.join(problem.tangents)}: the passes jvp and backward_jvp")
     if plan.tiling is not None:
         lines.append(f"tile       {min(plan.tiling.block_q, plan.work.block_q)} queries x {plan.tiling.block_kv} keys")
     if kernels is not None:

@@ -91,7 +91,7 @@ class Peaks:
         if named:
             return _PEAKS[max(named, key=len)]
         raise UnsupportedProblem(
-            [f"device must be one of {', '.join(_PEAKS)}; got {device.name}: give peaks=cuflash.Peaks(...)"]
+            [f"device must be one of {', '.join(_PEAKS)}; got {device.name}: give peaks=cuflash.study.Peaks(...)"]
         )
 
 

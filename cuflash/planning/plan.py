@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from .families.family import Family
 from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
+from .options import DOT
 from .problem import Problem
 from .routing import named, rerouted, routed
 from .score_launches import stored_gradient, with_score
@@ -118,23 +119,26 @@ class KernelPlan:
 
     def results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the results of a pass by name, as callers get them."""
-        return self._forward_results if name == "forward" else self.gradients
+        return self._results_of_rows(name) if name in ("forward", "jvp") else self.gradients
 
     def kernel_results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the results of a pass by name, as the executor writes them."""
-        return self._forward_results if name == "forward" else self.gradients_made
+        return self._results_of_rows(name) if name in ("forward", "jvp") else self.gradients_made
 
-    @property
-    def _forward_results(self) -> dict[str, ShapeDtype]:
-        problem = self.problem
+    def _results_of_rows(self, name: str) -> dict[str, ShapeDtype]:
+        """o and lse, or their tangents."""
+        problem, dot = self.problem, DOT if name == "jvp" else ""
         return {
-            "o": ShapeDtype(problem.o_shape(), problem.dtype),
-            "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
+            f"o{dot}": ShapeDtype(problem.o_shape(), problem.dtype),
+            f"lse{dot}": ShapeDtype(problem.lse_shape(), problem.accumulator),
         }
 
     @property
     def gradients(self) -> dict[str, ShapeDtype]:
-        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and those that the problem asks for."""
+        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and those that the problem asks for.
+
+        Their tangents, the results of "backward_jvp", have the same names.
+        """
         problem = self.problem
         arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
         others = [operand for operand in problem.operands if operand.name in problem.wrt]
@@ -171,6 +175,18 @@ class KernelPlan:
         before = sum(map(prod, summed.values()))
         narrow = [prod(wanted[name].shape) for name in summed if wanted[name].dtype != problem.accumulator]
         return (before + max(narrow, default=0)) * problem.accumulator.itemsize
+
+    def with_band(self, band: Band, seqlen_q: int, seqlen_kv: int) -> KernelPlan:
+        """Return the host's plan for other numbers of queries and keys under a band."""
+        assert self.tiling is not None
+        problem, block_q, block_kv = (
+            replace(self.problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), self.tiling.block_q, self.tiling.block_kv
+        )  # fmt: skip
+        work = in_flat_tiles(
+            IntervalWork(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, band=band)
+        )
+        tiling = replace(self.tiling, problem=problem, work=work)
+        return replace(self, problem=problem, mask=band, work=work, tiling=tiling)
 
     @property
     def forward_flops(self) -> int:

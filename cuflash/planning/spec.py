@@ -118,7 +118,7 @@ class KernelSpec:
     adds_dq_in_order : bool
         Tiles of keys add to dQ in their order, so that it repeats bit for bit; the count is of those that are done.
     is_split : bool
-        Blocks share a tile's keys, and leave their parts to be merged.
+        Blocks share a tile's keys, and leave their parts to be merged by another kernel.
     pack_gqa : bool
         A tile holds the queries of all heads that share a key/value head.
     mma_rows : 0, 8 or 16

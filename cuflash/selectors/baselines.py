@@ -14,7 +14,7 @@ from ..dropout.philox import philox4x32
 from ..errors import collecting
 from ..executors.selecting import FixedSelection, drawn
 from ..keywords import explains_keywords
-from ..study.block_mass import block_mass
+from ..study._masses import block_mass
 from . import bound
 from .budget import Budget, Forced
 from .grid import Grid
@@ -71,7 +71,7 @@ def oracle(
     >>> from cuflash.selectors import Budget, local, oracle
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 64, 16))
     >>> few = {"block": 8, "budget": Budget(top_k=3), "causal": True}
-    >>> best, near = (cuflash.recall(q, k, v, select(q, k, **few)) for select in (oracle, local))
+    >>> best, near = (cuflash.study.recall(q, k, v, mask=select(q, k, **few)) for select in (oracle, local))
     >>> bool(best.mass.mean() >= near.mass.mean())
     True
     """

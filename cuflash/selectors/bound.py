@@ -20,7 +20,7 @@ from ..planning.selection_kernels import (
     ChoiceRule, crossing, drawing, key_scoring, means_shape, num_distances, num_key_runs, num_words, page_bounding,
     pooling, runs_of_rows, slash_summing, spreading, wide_choosing,
 )  # fmt: skip
-from ..study.block_mass import MAX_DIM, BoundMass, bound_block_mass
+from ..study._masses import MAX_DIM, BoundMass, bound_block_mass
 from .budget import Budget, Forced
 from .grid import Grid, of_strides
 

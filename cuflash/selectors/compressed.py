@@ -8,7 +8,7 @@ from ..arrays import Array, describe, is_int
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
-from ..study.block_mass import block_mass, require_served
+from ..study._masses import block_mass, require_served
 from . import bound, masked
 from .budget import Budget, Forced
 from .grid import Grid, block_means

@@ -11,7 +11,7 @@ from ..arrays import Array, accumulator_dtype, describe, is_number, whole_number
 from ..blocks.index import BlockIndex
 from ..errors import collecting, refuse
 from ..keywords import explains_keywords
-from ..study.block_mass import block_mass, require_served
+from ..study._masses import block_mass, require_served
 from . import bound, masked
 from .budget import Budget, Forced
 from .grid import Grid, block_means, of_strides, padded

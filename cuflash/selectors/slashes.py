@@ -11,7 +11,7 @@ from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..masks.arrays import Dense
-from ..study.block_mass import block_mass
+from ..study._masses import block_mass
 from . import bound, masked
 from .budget import Budget, Forced, choose
 from .grid import Grid

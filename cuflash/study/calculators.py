@@ -22,9 +22,10 @@ from ..plans import Plan
 _ROOM_BITS = 100  # a cache has fewer than 2^100 bytes
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a call: what `cuflash.memory` returns.
+    """Bytes of a call: what `cuflash.study.memory` returns.
 
     Attributes
     ----------
@@ -92,7 +93,7 @@ def memory(plan: Plan | KernelPlan) -> Memory:
     >>> import numpy as np, cuflash
     >>> shape = cuflash.ShapeDtype((8, 65536, 128), np.float16)                      # 8 heads, 64k tokens
     >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
-    >>> print(cuflash.memory(ready))
+    >>> print(cuflash.study.memory(ready))
     inputs      384.0 MiB  q, k and v
     results     130.0 MiB  o and lse
     gradients   384.0 MiB  dq, dk and dv

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..arrays import BFLOAT16, HALVES, Array
 from ..errors import UnsupportedProblem, collecting, refuse
+from ..keywords import explains_keywords
 from .families import FAMILIES, ORACLE
 from .own_patterns import OwnPattern, is_own, loaded
 from .survey import Case, Measurement, Survey
@@ -33,6 +34,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+@explains_keywords
 def study_report(arguments: Sequence[str]) -> str:
     """Run ``python -m cuflash study``; measurements go to a CSV file as they are made, progress to stderr.
 

@@ -17,7 +17,7 @@ from ..errors import UnsupportedProblem
 from ..masks import BlockPattern
 from .families import FAMILIES, ORACLE, densest, density_of, heaviest, smallest_density
 from .own_patterns import OwnPattern
-from .recall import compared
+from ._recall import compared
 
 
 class Case(NamedTuple):

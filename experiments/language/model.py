@@ -305,7 +305,7 @@ def main() -> None:
         print(f"{way:<7} {given.count / run.seconds:7.0f} characters/s, {run.cache_bytes} bytes of cache")
     shown = "".join(alphabet[token] for token in runs["cached"].tokens)
     print(f"equal texts: {runs['anew'].tokens == runs['cached'].tokens}\n{shown!r}")
-    formula = cuflash.kv_cache_bytes(
+    formula = cuflash.study.kv_cache_bytes(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         tokens=config.context, dtype=np.float32,
     )  # fmt: skip

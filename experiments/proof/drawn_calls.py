@@ -279,14 +279,14 @@ def masses(seed: int) -> Callable[[str], Arrays]:
     mask = masks.Causal() & masks.SlidingWindow(20, 0)
 
     def call(executor: str) -> Arrays:
-        found = {"mass": cuflash.block_mass(q, k, block=(16, 32), causal=bool(seed % 2), executor=executor)}
+        found = {"mass": cuflash.study.block_mass(q, k, block=(16, 32), causal=bool(seed % 2), executor=executor)}
         halves = [
             cuflash.attention(q, k[..., part, :], v[..., part, :], return_lse=True, executor=executor)
             for part in (slice(half), slice(half, None))
         ]
         found |= dict(zip(("o", "lse"), cuflash.merge(*map(list, zip(*halves)))))
         if executor == "cpu":
-            found |= {"kept": cuflash.recall(q, k, v, mask, causal=True).mass}
+            found |= {"kept": cuflash.study.recall(q, k, v, mask=mask, causal=True).mass}
             bounds = cuflash.error_bound(q, k, v, do, mask=mask)
             found |= {f"bound of {name}": getattr(bounds, name) for name in ("o", "lse", "dq", "dk", "dv")}
             found |= {"exact": reference.attention(q, k, v, mask=mask.toarray(tokens, tokens))[0]}

@@ -90,7 +90,7 @@ def share_of_bound(x: tuple[Any, ...], per: str, rotation: Any, send: Any, exact
     few = x[0][:1, : config.bounded], x[1][:1], x[2][:1]
     few8 = quantized(few, per, rotation)
     product_dtype = None if config.executor == "cpu" else ml_dtypes.float8_e4m3fn
-    bound = cuflash.quantization_bound(*few, *few8).o + cuflash.error_bound(*few8, product_dtype=product_dtype).o
+    bound = cuflash.study.quantization_bound(*few, *few8).o + cuflash.error_bound(*few8, product_dtype=product_dtype).o
     there = quantized(tuple(map(send, few)), per, rotation)
     found = on_host(cuflash.attention(*there, executor=config.executor))
     return float((np.abs(found - exact[:1, : config.bounded]) / bound).max())

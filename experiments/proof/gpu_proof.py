@@ -423,7 +423,7 @@ def run_masses() -> int:
 
     for dtype in MASS_DTYPES:
         x = cupy.full((2, 90, 64), 1, as_dtype("dtype", dtype))
-        cuflash.block_mass(x, x, block=(16, 24), causal=True)
+        cuflash.study.block_mass(x, x, block=(16, 24), causal=True)
     return len(MASS_DTYPES)
 
 
@@ -462,7 +462,7 @@ def run_results() -> int:
         x = cupy.full((2, 200, 60), 1, as_dtype("dtype", dtype))
         o, lse = cuflash.attention(x, x, x, return_lse=True)
         cuflash.merge([o] * 3, [lse] * 3)
-        cuflash.recall(x, x, x, masks.SlidingWindow(9, 0))
+        cuflash.study.recall(x, x, x, mask=masks.SlidingWindow(9, 0))
     return 2 * len(MASS_DTYPES)
 
 

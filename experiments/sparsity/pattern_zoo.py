@@ -5,7 +5,7 @@
 
 Every function of `cuflash.patterns`, and the closed masks beside them, on 512 tokens of English (MiniLM, layer 2, 12
 heads). `kept` is the share of elements that the pattern allows, `mass` the mean softmax mass on them, exact by
-`cuflash.recall`, and `output error` the relative change of the output. A pattern keeps its share of elements as mass
+`study.recall`, and `output error` the relative change of the output. A pattern keeps its share of elements as mass
 where attention is uniform: below 1, `mass / kept` tells that it looks where the encoder does not.
 
 Found:  a sink of 32 tokens and a window of 64 on either side keep 71 % of the mass with 29 % of the elements, where
@@ -63,7 +63,7 @@ def run(config: Config) -> Iterator[Record]:
     q, k, v = (x[LAYER] for x in activations())
     for name, mask in track(list(zoo(config.block).items()), "patterns"):
         allowed = mask.toarray(SEQLEN, num_heads=NUM_HEADS)
-        found = cuflash.recall(q, k, v, mask)
+        found = cuflash.study.recall(q, k, v, mask=mask)
         kept = float(np.mean(allowed))
         yield {
             "pattern": name, "block": config.block, "kept": kept, "mass": float(found.mass.mean()),

@@ -70,8 +70,8 @@ def calls_of(q: Any, k: Any, v: Any, causal: bool, share: int) -> tuple[dict[str
     _, lse = cuflash.attention(q, k, v, causal=causal, return_lse=True)
     calls: dict[str, Callable[[], Any]] = {
         "dense attention": lambda: cuflash.attention(q, k, v, causal=causal),
-        "block_mass with lse": lambda: cuflash.block_mass(q, k, block=BLOCK, causal=causal, lse=lse),
-        "block_mass": lambda: cuflash.block_mass(q, k, block=BLOCK, causal=causal),
+        "block_mass with lse": lambda: cuflash.study.block_mass(q, k, block=BLOCK, causal=causal, lse=lse),
+        "block_mass": lambda: cuflash.study.block_mass(q, k, block=BLOCK, causal=causal),
     }
     densities = {}
     for name, (selector, options) in SELECTIONS.items():

@@ -247,7 +247,7 @@ def rows(
     for name, top_k in itertools.product((name for name in names if name in config.names), top_ks):
         select = selection(name, heads, block, top_k)
         index = select()
-        kept = cuflash.recall(q, k, v, index, causal=causal)
+        kept = cuflash.study.recall(q, k, v, mask=index, causal=causal)
         grid = index.num_q_blocks * index.num_kv_blocks * index.num_heads
         yield {
             "data": data, "selector": name, "top_k": top_k, "block": f"1 x {PAGE}" if names == OF_PAGES else block,

@@ -212,7 +212,7 @@ def passes_moved(ready: Any) -> dict[str, int]:
 def tensor_core_rate() -> float:
     """FLOP/s of the device's tensor cores, of 16-bit elements."""
     device = gpu.current_device()
-    peaks = cuflash.Peaks.of(device)
+    peaks = cuflash.study.Peaks.of(device)
     return peaks.tensor_16 * peaks.clock * device.num_processors
 
 

@@ -164,7 +164,7 @@ def planned_mib(method: str, ready: Any) -> float | None:
     """All arrays of a call with gradients; None of NumPy's and PyTorch's standard attention, which have no plan."""
     if method == "pytorch" or isinstance(ready, Plain):
         return None
-    planned = cuflash.memory(ready)
+    planned = cuflash.study.memory(ready)
     return (planned.inputs + planned.results + planned.gradients + planned.workspace) / 2**20
 
 

@@ -172,8 +172,9 @@ def cases_beside_attention(inputs: Inputs, planned: Callable[[int, Any], tuple[A
     )  # fmt: skip
     yield Case("cupy", "merge", lambda turn, mask: tuple(parts[turn % 2]), cuflash.merge, takes_mask=False)
     yield Case(
-        "cupy", "recall", lambda turn, mask: (*inputs.places[turn][:3], window), cuflash.recall, takes_mask=False
-    )
+        "cupy", "recall", lambda turn, mask: (*inputs.places[turn][:3], window),
+        lambda q, k, v, mask: cuflash.study.recall(q, k, v, mask=mask), takes_mask=False,
+    )  # fmt: skip
     yield Case(
         "cupy", "BlockIndex.from_mask", lambda turn, mask: (pattern,),
         lambda mask: BlockIndex.from_mask(mask, tokens, tokens, BLOCK), takes_mask=False,

@@ -16,5 +16,5 @@ def modelled(ready: Any) -> dict[tuple[str, str], int]:
         return {(way, f"fa1_{way}"): moved for way, moved in zip(WAYS, both)}
     return {
         (way, kernel.name): kernel.hbm_bytes
-        for way in WAYS for kernel in cuflash.roofline(ready, which=way).kernels
+        for way in WAYS for kernel in cuflash.study.roofline(ready, which=way).kernels
     }  # fmt: skip

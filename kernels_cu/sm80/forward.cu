@@ -10,6 +10,7 @@
 #include <attention/sink.cuh>
 #include <ptx/cp_async.cuh>
 #include <sm80/block_state.cuh>
+#include <sm80/parts.cuh>
 
 namespace cuflash::sm80 {
 
@@ -165,11 +166,12 @@ CUFLASH_DEVICE tile::StackedRows<float> rows_of_part(const attention::Shape& sha
 }
 
 // Write the partial results of a block that shares its tile: lse of its keys, and O of rows that see one of them.
-CUFLASH_DEVICE void write_part(const attention::Params& params, const BlockState& state, const Softmax& softmax,
-                               Output& o, attention::DropoutArgument<Config> dropout) {
+template <class SplitParts>
+CUFLASH_DEVICE void write_part(const attention::Params& params, const SplitParts& parts, const BlockState& state,
+                               const Softmax& softmax, Output& o, attention::DropoutArgument<Config> dropout) {
   const attention::WorkTile& work = state.work;
-  const auto lse_rows = rows_of_part(params.shape, params.parts.lse_parts, work.batch_head, 1);
-  const auto o_rows = rows_of_part(params.shape, params.parts.o_parts, work.batch_head, kValueDim);
+  const auto lse_rows = rows_of_part(params.shape, parts.lse_parts, work.batch_head, 1);
+  const auto o_rows = rows_of_part(params.shape, parts.o_parts, work.batch_head, kValueDim);
   float row_lse[Output::kRows];
   softmax.finalize(o, state.softmax_scale_log2, row_lse);
   if constexpr (Config::kHasDropout) o.scale(dropout.factor);
@@ -261,6 +263,6 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     tile::gemm_add_nn(o, s, v_smem);
   }
 
-  if (kIsSplit) write_part(params, state, softmax, o, dropout);
+  if constexpr (kIsSplit) write_part(params, parts, state, softmax, o, dropout);
   else write_results(params, state, softmax, o, sink, dropout);
 }

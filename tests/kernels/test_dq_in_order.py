@@ -21,7 +21,8 @@ from test_scores import everything
 from test_sm90 import FewBlocks
 
 import cuflash
-from cuflash import DeviceSpec, Dropout, Score, masks, scores
+from cuflash import DeviceSpec, Dropout, masks, scores
+from cuflash.scores import Score
 
 REPEATS = {"kernel": "sm90", "deterministic": True}
 HOPPER, ON_GPU = replace(SIM, **REPEATS), replace(GPU, **REPEATS)

@@ -420,7 +420,8 @@ def every_operation(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 )
 def test_every_operation_of_score_functions_compiles(kernel: Any, entry: str, dtype: str) -> None:
     x, device = ShapeDtype((2, 50, 8), np.dtype(dtype)), DeviceSpec.gpu("H100")
-    plan = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device, score=cuflash.Score(every_operation))
+    score = cuflash.scores.Score(every_operation)
+    plan = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device, score=score)
     assert room.cubin(plan.plan.specs[entry], "sm_90").code.startswith(b"\x7fELF")
 
 

@@ -13,7 +13,7 @@ from cuflash.executors.launch import BoundPass
 from cuflash.executors.sim import Simulator
 from cuflash.planning import _result_kernels
 from cuflash.sim import Schedule
-from cuflash.study.recall import compared
+from cuflash.study._recall import compared
 from executors import hostile_schedules, needs_compiler, to_device
 from library_parts import part
 from test_non_finite import MERGED, assert_merges
@@ -274,7 +274,7 @@ def check_recalls(send: Any, library: Any = cuflash) -> None:
         for mask in (library.masks.SlidingWindow(7, 0), library.masks.Band(), ~library.masks.Band()):
             for _ in range(2):
                 sent = list(map(send, (q, k, v)))
-                kept = library.recall(*sent, mask, causal=True)
+                kept = library.study.recall(*sent, mask=mask, causal=True)
                 whole, with_mask = (
                     [each.get() for each in library.attention(*sent, mask=some, causal=True, return_lse=True)]
                     for some in (None, mask)
@@ -288,16 +288,16 @@ def check_bound_recalls(machine: Any, library: Any = cuflash) -> None:
     check_recalls(machine.asarray, library)
     assert len(cached("compare", part(library, "planning._call_cache").CALLS)) == 2  # of two dtypes
     q = machine.asarray(np.ones((2, 40, 16), np.float16))
-    library.recall(q, q, q, library.masks.SlidingWindow(7, 0))
+    library.study.recall(q, q, q, mask=library.masks.SlidingWindow(7, 0))
     machine.log.clear()
     allocated = machine.allocated
-    library.recall(q, q, q, library.masks.SlidingWindow(7, 0))
+    library.study.recall(q, q, q, mask=library.masks.SlidingWindow(7, 0))
     assert machine.allocated - allocated == 6  # o and lse of two calls, the masses and the error
     assert {kind for kind, *_ in machine.log} == {"launch"} and machine.launched[-1] == "compare"
     stream = machine.cuda.Stream()
     with stream:
         stream.begin_capture()
-        kept = library.recall(q, q, q, library.masks.SlidingWindow(7, 0))
+        kept = library.study.recall(q, q, q, mask=library.masks.SlidingWindow(7, 0))
         graph = stream.end_capture()
     assert_held(library, kept)
     kept.mass[...], kept.output_error[...] = np.nan, np.nan

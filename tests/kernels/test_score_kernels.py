@@ -19,7 +19,8 @@ from cuflash.testing import Example, assert_within_bounds
 from executors import GPU, SIM, Run, in_turn, needs_compiler
 
 import cuflash
-from cuflash import DeviceSpec, Score, masks, scores, sim
+from cuflash import DeviceSpec, masks, scores, sim
+from cuflash.scores import Score
 from cuflash.executors import sim as executor
 
 pytestmark = needs_compiler
@@ -112,7 +113,7 @@ class Probe:
     ) -> dict[str, Any]:
         """Return the results of a run of the library."""
         q, k, v, do = map(run.put, (self.q, self.k, self.v, self.do))
-        score = library.Score(probe, **{name: run.put(array) for name, array in self.arrays.items()})
+        score = library.scores.Score(probe, **{name: run.put(array) for name, array in self.arrays.items()})
         mask = run.put_mask(self.mask, self.q, self.k, self.v)
         options = {"mask": mask, "scale": self.scale, "score": score, "return_lse": True, **run.options}
         if not is_backward:
@@ -254,7 +255,7 @@ def test_any_number_of_leading_axes_has_its_batch_entries(batch: tuple[int, ...]
 def check_shown_text(kernel: str, library: ModuleType = cuflash) -> None:
     """`Score.cuda` is what the kernels of a plan are compiled with, and a backward pass has the slope."""
     q = np.ones((2, 16, 8), np.float16 if kernel == "sm80" else np.float32)
-    made = library.Score(
+    made = library.scores.Score(
         lambda s, b, h, i, j, slope: 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j), slope=np.ones(2, np.float32)
     )
     ready = library.plan(q, q, q, score=made, kernel=kernel, executor="sim", device=library.DeviceSpec.gpu("A100"))
@@ -350,7 +351,7 @@ def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **given: A
     arrays = {name: run.put(x) for name, x in example.score.arrays.items()}
     options = {**run.options, "kernel": kernel, **given}
     _, vjp = library.attention_vjp(
-        q, k, v, score=library.Score(example.score.function, **arrays), wrt=example.wrt, **options
+        q, k, v, score=library.scores.Score(example.score.function, **arrays), wrt=example.wrt, **options
     )
     gradients = vjp(do)
     return {name: run.get(gradients[name]) for name in arrays}

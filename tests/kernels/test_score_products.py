@@ -17,7 +17,8 @@ from test_scores import everything
 from test_sm90 import on_sm90
 
 import cuflash
-from cuflash import Score, masks, scores
+from cuflash import masks, scores
+from cuflash.scores import Score
 
 SLOPES = np.array([0.5, -0.03], np.float32)
 FUNCTIONS = {
@@ -55,7 +56,7 @@ def check_plans(library: Any) -> None:
     assert not takes(softcap(1e30))
     assert not takes(softcap(1e-30))
     assert not takes(library.scores.bias(table))
-    assert not takes(library.Score(lambda s, b, h, i, j, x: s + x[h, i, 0], x=table))
+    assert not takes(library.scores.Score(lambda s, b, h, i, j, x: s + x[h, i, 0], x=table))
     assert not takes(None)
     assert _takes_in_cache(library, 50.0)
     assert not _takes_in_cache(library, 1e30)

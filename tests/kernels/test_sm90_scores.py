@@ -13,7 +13,8 @@ from test_score_kernels import Probe, check_shared_bias
 from test_scores import TEN, everything
 
 import cuflash
-from cuflash import Dropout, Score, masks, scores
+from cuflash import Dropout, masks, scores
+from cuflash.scores import Score
 
 pytestmark = needs_compiler
 DROPOUT = Dropout(0.3, 0x9ABCDEF012345678, 7)

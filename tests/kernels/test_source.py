@@ -13,7 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash import CompileError, DeviceSpec, ShapeDtype, sim
+from cuflash import DeviceSpec, ShapeDtype, sim
+from cuflash.errors import CompileError
 from cuflash.compiler import params_layout as records
 from cuflash.compiler import nvrtc as compiling
 from cuflash.compiler import source as room

@@ -23,7 +23,8 @@ from test_scores import everything
 from test_sm90 import on_sm90
 
 import cuflash
-from cuflash import Score, masks, scores
+from cuflash import masks, scores
+from cuflash.scores import Score
 
 HALF, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -59,9 +60,9 @@ def check_plans(library: Any) -> None:
     table, turned = library.ShapeDtype((4, 300, 512), HALF), library.ShapeDtype((4, 512, 300), HALF)
     for score in (
         bias(4, 300, 512, dtype=np.float32), bias(4, 1, 512), bias(4, 300, 1),
-        library.Score(lambda s, b, h, i, j, x: s + x[h, j, i], x=turned),
-        library.Score(lambda s, b, h, i, j, x, y: s + x[h, i, j] * y[h, i, j], x=table, y=table),
-        library.Score(lambda s, b, h, i, j, x: s + x[h, i, np.maximum(j - 1, 0)], x=table),
+        library.scores.Score(lambda s, b, h, i, j, x: s + x[h, j, i], x=turned),
+        library.scores.Score(lambda s, b, h, i, j, x, y: s + x[h, i, j] * y[h, i, j], x=table, y=table),
+        library.scores.Score(lambda s, b, h, i, j, x: s + x[h, i, np.maximum(j - 1, 0)], x=table),
     ):  # fmt: skip
         assert staged(score) == (False, False)
     assert staged(bias(4, 300, 509), seqlen_kv=509) == (False, False)  # rows are no whole packets

@@ -20,7 +20,8 @@ from test_scores import everything
 from test_sm90 import on_sm90
 
 import cuflash
-from cuflash import Score, masks, scores
+from cuflash import masks, scores
+from cuflash.scores import Score
 
 TABLE = np.random.default_rng(2).standard_normal((2, 9)).astype(np.float32)
 NEAR = Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -4, 4) + 4], near=TABLE)
@@ -31,7 +32,8 @@ def check_directions(library: Any) -> None:
     found = importlib.import_module(f"{library.__name__}.scores.uniform").uniform
 
     def directions(index: Any) -> list[tuple[int, int]]:
-        made = library.Score(lambda s, b, h, i, j, table: s + table[index(h, i, j)], table=np.zeros(100, np.float32))
+        table = np.zeros(100, np.float32)
+        made = library.scores.Score(lambda s, b, h, i, j, table: s + table[index(h, i, j)], table=table)
         return sorted(map(tuple, found(made.program).roots.values()))
 
     assert directions(lambda h, i, j: np.clip(j - i, 0, 9)) == [(-1, 1)]
@@ -83,7 +85,8 @@ def check_bins(library: Any) -> None:
     device, x = library.DeviceSpec.gpu("H100"), library.ShapeDtype((2, 4, 300, 128), np.dtype(np.float16))
 
     def bins(function: Any, wrt: Any, deterministic: bool = False, **shapes: tuple[int, ...]) -> tuple[int, int]:
-        score = library.Score(function, **{n: library.ShapeDtype(s, np.dtype(np.float32)) for n, s in shapes.items()})
+        arrays = {n: library.ShapeDtype(s, np.dtype(np.float32)) for n, s in shapes.items()}
+        score = library.scores.Score(function, **arrays)
         options = {"executor": "gpu", "device": device, "kernel": "sm90", "deterministic": deterministic}
         spec = library.plan(x, x, x, score=score, wrt=wrt, **options).plan.specs["backward"]
         return spec.score_bins, spec.num_stages

@@ -568,8 +568,8 @@ USES_OF_MASKS = {
     "plan": lambda mask: cuflash.plan(Q, Q, Q, mask=mask),
     "plan for a GPU": lambda mask: cuflash.plan(Q, Q, Q, mask=mask, device=cuflash.DeviceSpec.gpu("H100")),
     "index": lambda mask: cuflash.BlockIndex.from_mask(mask, 24, 24, block=8),
-    "recall": lambda mask: cuflash.recall(Q, Q, Q, mask),
-    "block_mass": lambda mask: cuflash.block_mass(Q, Q, block=8, mask=mask),
+    "recall": lambda mask: cuflash.study.recall(Q, Q, Q, mask=mask),
+    "block_mass": lambda mask: cuflash.study.block_mass(Q, Q, block=8, mask=mask),
     "error_bound": lambda mask: cuflash.error_bound(Q, Q, Q, mask=mask),
     "selector": lambda mask: cuflash.selectors.oracle(
         Q, Q, block=8, budget=cuflash.selectors.Budget(top_k=1), mask=mask

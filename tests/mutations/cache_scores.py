@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from cache_calls import NEW, cache_of, drawn, same_bits
-from cuflash import Score
+from cuflash.scores import Score
 from cuflash.cache import one_by_one
 from executors import SIM
 from mutations.calls import refuses
@@ -24,14 +24,14 @@ _CALLS = {"auto": drawn(NEW | {"rows": 3, "heads": 4}, (193, 2)).fitting()} | {
 
 def _is_scored(kernel: str) -> None:
     """Results of a kernel of caches are those of the function at positions of the cache."""
-    call, kept = _CALLS[kernel], one_by_one.attention
-    one_by_one.attention = None  # type: ignore[assignment]
+    call, kept = _CALLS[kernel], one_by_one.Call
+    one_by_one.Call = None  # type: ignore[assignment, misc]
     try:
         cache = cache_of(SIM, call, {"page_size": 16, "num_pages": 20})
         results = cache.attention(call.q, score=Score(mixed, **_ARRAYS), scale=0.2, kernel=kernel, executor="sim",
                                   return_lse=True, counts=call.counts)  # fmt: skip
     finally:
-        one_by_one.attention = kept
+        one_by_one.Call = kept  # type: ignore[misc]
     assert_is_scored_attention(SIM, call, _ARRAYS, *results, scale=0.2)
 
 
@@ -60,7 +60,7 @@ def host_scores_are_right(library: ModuleType) -> None:
     rows = rng.standard_normal((2, 3, 2, 50, 8), np.float32)
     q = rng.standard_normal((3, 4, 5, 8), np.float32)
     arrays = arrays_of(3, 4, capacity)
-    score = library.Score(mixed, **arrays)
+    score = library.scores.Score(mixed, **arrays)
     made = []
     for part_keys in (None, 64):
         sizes = {"batch": 3, "num_kv_heads": 2, "head_dim": 8, "capacity": capacity, "dtype": np.float32}
@@ -76,7 +76,7 @@ def host_scores_are_right(library: ModuleType) -> None:
 
         held = arrays | {"slope": arrays["slope"][b]}
         operands, window = (q[b, :, 5 - new :], *rows[:, b, :, :length]), {"causal": "bottom_right", "window": (20, 0)}
-        own = library.Score(lambda s, _, h, i, j, slope, of_query, of_key, near, alone=alone: alone(
+        own = library.scores.Score(lambda s, _, h, i, j, slope, of_query, of_key, near, alone=alone: alone(
             s, 0, h, i, j, slope=slope, of_query=of_query, of_key=of_key, near=near), **held)  # fmt: skip
         one = library.attention(*operands, **window, score=own)
         bound = library.error_bound(*operands, **window, score=own).o
@@ -162,16 +162,16 @@ FAULTS = {
     },
     host_scores_are_right: {
         "keys stand at the start": Edit(
-            ONE, "attend_one_by_one", "[sequence, position, part.first]", "[sequence, position, 0]"
+            ONE, "OwnRowsStep.attend", "[sequence, position, part.first]", "[sequence, position, 0]"
         ),
         "all sequences are the first": Edit(
-            ONE, "attend_one_by_one", "[sequence, position, part.first]", "[0, position, part.first]"
+            ONE, "OwnRowsStep.attend", "[sequence, position, part.first]", "[0, position, part.first]"
         ),
         "the batch's axis is read at its start": Edit(
             PLACES, "_OfSequence.__getitem__", "0 if extent == 1 else self._sequence", "0"
         ),
         "a query alone sees one key less": Edit(
-            ONE, "_parts", "min(length, position + right + 1)", "min(length, position + right)"
+            ONE, "OwnRowsStep._parts", "min(length, position + right + 1)", "min(length, position + right)"
         ),
     },
     steps_are_of_their_score: {
@@ -189,12 +189,12 @@ FAULTS = {
         lambda library: _cache(library).attention(QUERY, bias=np.ones((1, 1), np.float32)[:, :0]), "bias must broadcast"
     ): {
         "arrays are checked where keys are": Edit(
-            "cache/kv_cache.py", "KVCache._query_reasons", "if score is not None:", "if False:"
+            "cache/_doors.py", "_score_reasons", "call.unfit or call.score is None", "True"
         ),
     },
     refuses(
         lambda library: _cache(library).attention(
-            QUERY, score=library.Score(lambda s, b, h, i, j, t: s + t[i], t=np.ones(1))
+            QUERY, score=library.scores.Score(lambda s, b, h, i, j, t: s + t[i], t=np.ones(1))
         ),
         "index 0 of t may be 0..39 and the axis has 1",
     ): {

@@ -257,8 +257,8 @@ FAULTS = {
             "masks/shape.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
         ),
     },
-    refuses(lambda library: library.recall(Q, Q, Q, None), "mask must be a Mask"): {
-        "recall keeps all without a mask": Edit("study/recall.py", "recall", "if mask is None:", "if False:"),
+    refuses(lambda library: library.study.recall(Q, Q, Q, mask=None), "mask must be a Mask"): {
+        "recall keeps all without a mask": Edit("study/_recall.py", "recall", "if mask is None:", "if False:"),
     },
     refuses(
         lambda library: library.error_bound(Q, Q, Q, plan=library.plan(Q, Q, Q), causal=True), "causal must be left out"

@@ -93,11 +93,11 @@ def results_are_within_bounds(library: ModuleType) -> None:
     assert (np.abs(o - exact[0]) <= bound.o).all() and (np.abs(lse - exact[1]) <= bound.lse).all()
     assert bound.o.max() < 1e-3
     plain = reference.attention(*(x.astype(np.float64) for x in (q, k, v)))
-    change = library.quantization_bound(q, k, v, *x8)
+    change = library.study.quantization_bound(q, k, v, *x8)
     assert (np.abs(exact[0] - plain[0]) <= change.o).all() and (np.abs(exact[1] - plain[1]) <= change.lse).all()
     assert change.o.max() < 0.5
-    one = library.quantization_bound(q, k[:, :1], v[:, :1], x8[0], library.quantize(k[:, :1], rotate=rotation),
-                                     library.quantize(v[:, :1]))
+    k8, v8 = library.quantize(k[:, :1], rotate=rotation), library.quantize(v[:, :1])
+    one = library.study.quantization_bound(q, k[:, :1], v[:, :1], x8[0], k8, v8)
     alone = np.abs(library.quantize(v[:, :1]).scaled(np.float64) - v[:, :1])
     np.testing.assert_allclose(one.o, np.broadcast_to(alone, one.o.shape), rtol=1e-12)
 

@@ -87,14 +87,14 @@ def scores_of_jax_are_right(library: ModuleType) -> None:
     def gathered(s, b, h, i, j, table, places):
         return s + table[h, np.clip(places[j], 0, 3)]
 
-    score = library.Score(gathered, table=TABLE, places=np.arange(6) % 4)
+    score = library.scores.Score(gathered, table=TABLE, places=np.arange(6) % 4)
     o, vjp = library.attention_vjp(Q, K, V, score=score, bias=BIAS, sink=SINK, wrt=("bias", "table"))
     made = vjp(DO)
     with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
         q, k, v, bias, sink, table, places = map(jax.numpy.asarray, (Q, K, V, BIAS, SINK, TABLE, np.arange(6) % 4))
 
         def call(table, places, bias):
-            score = library.Score(gathered, table=table, places=places)
+            score = library.scores.Score(gathered, table=table, places=places)
             return module.attention(q, k, v, score=score, bias=bias, sink=sink)
 
         def pulled(table, places, bias):

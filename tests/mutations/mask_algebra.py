@@ -98,21 +98,26 @@ FAULTS = {
     },
     recall_is_right: {
         "the mask's causal part is not all keys'": Edit(
-            "study/recall.py", "recall", "attention(q, k, v, mask=mask, causal=causal,", "attention(q, k, v, mask=mask,"
+            "study/_recall.py", "recall", "mask=mask, **options", "mask=mask, **options | {'causal': False}"
         ),
         "queries without a key lose all": Edit(
-            "study/recall.py", "compared", "np.where(is_empty, 1,", "np.where(is_empty, 0,"
+            "study/_recall.py", "compared", "np.where(is_empty, 1,", "np.where(is_empty, 0,"
         ),
         "the mass is the inverse": Edit(
-            "study/recall.py", "compared", "kept_lse - lse, 0", "lse - kept_lse, 0"
+            "study/_recall.py", "compared", "kept_lse - lse, 0", "lse - kept_lse, 0"
         ),
         "the error is of the masked output": Edit(
-            "study/recall.py", "compared", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
+            "study/_recall.py", "compared", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
         ),
     },
     recall_has_scores: {
         "all keys have plain scores": Edit(
-            "study/recall.py", "recall", "score=score, return_lse=True), masked", "score=None, return_lse=True), masked"
+            "study/_recall.py", "recall", "(q, k, v, **options", "(q, k, v, **options | {'bias': None}"
+        ),
+        "a score function is left out": Edit("study/_recall.py", "recall", '"score": score', '"score": None'),
+        "a softcap is left out": Edit("study/_recall.py", "recall", '"softcap": softcap', '"softcap": None'),
+        "a window holds for the kept keys alone": Edit(
+            "study/_recall.py", "recall", "(q, k, v, **options", "(q, k, v, **options | {'window': None}"
         ),
     },
     scipy_is_read: {

@@ -25,7 +25,8 @@ def changes_are_seen(library):
     """A vjp, its copies and pickles refuse every array that they read and that has changed, and no other."""
     arrays, _ = everything()
     table, kept, seed = arrays["table"], arrays["kept"], arrays["dropout_seed"]
-    score = library.Score(lambda s, b, h, i, j, table, kept: np.where(kept[j], s + table[i], s), table=table, kept=kept)
+    function = lambda s, b, h, i, j, table, kept: np.where(kept[j], s + table[i], s)  # noqa: E731
+    score = library.scores.Score(function, table=table, kept=kept)
     (arrays["o"], arrays["lse"]), vjp = library.attention_vjp(
         arrays["q"], arrays["k"], arrays["v"], score=score, dropout=library.Dropout(0.1, seed), return_lse=True
     )

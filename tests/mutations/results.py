@@ -52,7 +52,7 @@ def recall_on_a_device_is_bound(library: ModuleType) -> None:
 
 
 MERGE, COMPARE, LAUNCHES = "results/merge.cu", "results/compare.cu", "planning/_result_kernels.py"
-BOUND, MERGING, RECALL = "executors/_results.py", "merging.py", "study/recall.py"
+BOUND, MERGING, RECALL = "executors/_results.py", "merging.py", "study/_recall.py"
 FAULTS = {
     parts_are_merged: {
         "an empty part brings what it holds": Edit(

@@ -26,7 +26,7 @@ def shape_of(library):
 def made(library, formula, seed):
     shape = shape_of(library)
     arrays = formula.arrays(shape, seed)
-    score = library.Score(formula, **arrays)
+    score = library.scores.Score(formula, **arrays)
     s = 4 * np.random.default_rng(seed).standard_normal((*shape.batch, *shape[1:]))
     return score, part(library, "scores.values").Operands(score.numbers, tuple(arrays.values()), shape.batch), s
 
@@ -38,7 +38,7 @@ def formulas_of(library):
 def values_are_right(library):
     """A program gives what its function gives, in float64."""
     for function in SMALL:
-        score, s, i = library.Score(function), np.linspace(-3, 3, 7), np.arange(7)
+        score, s, i = library.scores.Score(function), np.linspace(-3, 3, 7), np.arange(7)
         operands = part(library, "scores.values").Operands(score.numbers, ())
         (found,) = part(library, "scores.values").values(score.program, operands, s, 0, 0, i, 2)
         assert (found == function(s, 0, 0, i, 2)).all(), score
@@ -71,7 +71,7 @@ def batches_are_read_in_place(library):
     s, b = np.zeros((2, 3, 1, 2, 1)), np.arange(6).reshape(2, 3, 1, 1, 1)
     for leading in ((2, 3), (3,), (2, 1), (1, 3), (1,)):
         array = np.random.default_rng(0).standard_normal((*leading, 2))
-        score = library.Score(lambda s, b, h, i, j, a: s + a[..., i], a=array)
+        score = library.scores.Score(lambda s, b, h, i, j, a: s + a[..., i], a=array)
         operands = part(library, "scores.values").Operands((), (array,), (2, 3))
         i = np.arange(2)[:, None]
         (found,) = part(library, "scores.values").values(score.program, operands, s, b, 0, i, 0)
@@ -80,12 +80,12 @@ def batches_are_read_in_place(library):
 
 def wide_integers_are_subtracted_exactly(library):
     time = np.array([2**30, 2**30 + 1, 2**40], np.int64)
-    score = library.Score(lambda s, b, h, i, j, time: s - (time[i] - time[j]) + time[2] * 0.0, time=time)
+    score = library.scores.Score(lambda s, b, h, i, j, time: s - (time[i] - time[j]) + time[2] * 0.0, time=time)
     i, j = np.ogrid[:2, :2]
     operands = part(library, "scores.values").Operands(score.numbers, (time,))
     (found,) = part(library, "scores.values").values(score.program, operands, np.zeros((2, 2), np.float32), 0, 0, i, j)
     assert np.array_equal(found, [[0, 1], [-1, 0]])
-    least = library.Score(lambda s, b, h, i, j, time: time[2] + i * 0, time=time)
+    least = library.scores.Score(lambda s, b, h, i, j, time: time[2] + i * 0, time=time)
     (found,) = part(library, "scores.values").values(least.program, operands, np.zeros(1), 0, 0, 0, 0)
     assert float(np.max(found)) == 2**31 - 1
 
@@ -122,7 +122,7 @@ def derivatives_are_right(library):
 
 
 def slope_of(library, function, x):
-    score = library.Score(function)
+    score = library.scores.Score(function)
     operands = part(library, "scores.values").Operands(score.numbers, ())
     program = part(library, "scores.program").derived(score.program)
     found = part(library, "scores.values").values(program, operands, np.array(x, float), 0, 0, 0, 0)[1]
@@ -206,7 +206,7 @@ def functions_err_by_as_much_as_their_argument_lets_them(library, model):
 def programs_are_simple(library):
     """Programs have their own numbers, and depend on what they read."""
     finished_programs_have_their_own_numbers(library)
-    batched = library.Score(lambda s, b, h, i, j, a: s + a[..., j], a=np.zeros((3, 4)))
+    batched = library.scores.Score(lambda s, b, h, i, j, a: s + a[..., j], a=np.zeros((3, 4)))
     assert {"b", "j"} in part(library, "scores.program").depends(batched.program)
 
 
@@ -217,12 +217,13 @@ def finished_programs_have_their_own_numbers(library):
         *(lambda s, b, h, i, j, by=by: s * by + np.tanh(s / 5) + 3 * j for by in (3.0, 2.5, 4.0)),
         *(lambda s, b, h, i, j, by=by: s / (by * np.where(i < j, 0.0, 0.0)) for by in (1.0, -1.0)),
     ):
-        score = library.Score(function)
+        score = library.scores.Score(function)
         with np.errstate(divide="ignore"):
             (found,) = evaluated(score.program, operands(score.numbers, ()), 4.0, 0, 0, 0, 2)
             wanted = function(4.0, 0, 0, 0, 2)
         assert found == wanted, score
-    loads = [library.Score(lambda s, b, h, i, j, a: s + a[i], a=np.ones(3, dtype)) for dtype in (np.float32, float)]
+    score_of = library.scores.Score
+    loads = [score_of(lambda s, b, h, i, j, a: s + a[i], a=np.ones(3, dtype)) for dtype in (np.float32, float)]
     assert [score.program.arrays[0].dtype for score in loads] == ["float32", "float64"]
 
 
@@ -234,8 +235,8 @@ def compositions_are_right(library):
     """
     relative = 2 * (2 + 2 + 3) * np.finfo(float).eps / 2
     composition = part(library, "scores.composition").composition
-    given = library.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([2.0, 3.0]))
-    others = library.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([4.0, 5.0]))
+    given = library.scores.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([2.0, 3.0]))
+    others = library.scores.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([4.0, 5.0]))
     biases = [np.full((3, 4), 0.5), np.full((3, 4), 1.5), np.full((3, 1), 2.5), np.full((3, 4), 3.5, np.float32)]
     for score in (None, given, others):
         for cap in (2.0, 5.0, np.float32(3.0), None):
@@ -278,10 +279,10 @@ def indices_are_proven(library):
         def f(s, b, h, i, j, near, x):
             return s + near[index(i, j, x)]
 
-        score = library.Score(f, near=np.zeros(extent), x=np.zeros(20, np.int32))
+        score = library.scores.Score(f, near=np.zeros(extent), x=np.zeros(20, np.int32))
         found = ranges.range_reasons(score.program, [(extent,), (20,)], (2,), EXTENTS, "float32")
         assert (reason in found[0]) if reason else (found == []), reason
-    far = library.Score(lambda s, b, h, i, j: s - np.abs(i - j))
+    far = library.scores.Score(lambda s, b, h, i, j: s - np.abs(i - j))
     assert ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24 + 1}, "float32")
     assert not ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24}, "float32")
     assert not ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24 + 1}, "float64")
@@ -291,7 +292,7 @@ def refusals_are_told(library):
     """Each function that no kernel can run is refused, with its line and the fix."""
     for function, arrays, wanted in REFUSED.values():
         try:
-            library.Score(function, **arrays)
+            library.scores.Score(function, **arrays)
         except library.UnsupportedProblem as error:
             assert wanted.format(line=branches.__code__.co_firstlineno + 1) in told(error)
         else:
@@ -302,9 +303,9 @@ def refusals_are_told(library):
         kept.append(s)
         return kept[0]
 
-    library.Score(keeps)
+    library.scores.Score(keeps)
     try:
-        library.Score(keeps)
+        library.scores.Score(keeps)
     except library.UnsupportedProblem:
         return
     raise AssertionError("a symbol of an earlier call is taken")
@@ -341,14 +342,14 @@ def results_are_right(library):
         full = np.where(allowed, rng.standard_normal(allowed.shape), np.nan).astype(np.float32)
         within_bounds(library, plain.but(score=library.scores.bias(full), wrt=("bias",), mask=allowed), is_finite=True)
         a = (np.arange(shape.seqlen_kv) != 3).astype(np.float32)
-        logs = library.Score(lambda s, b, h, i, j, a: s + np.log(a[j]), a=a)
+        logs = library.scores.Score(lambda s, b, h, i, j, a: s + np.log(a[j]), a=a)
         logs = plain.but(score=logs, wrt=("a",), mask=allowed)
         within_bounds(library, logs, is_finite=True)
 
         def hides(s, b, h, i, j):
             return np.where(i % 3 == 0, -np.inf, s) + np.log(np.where(j < 2, 0 * s, 1))
 
-        found = within_bounds(library, plain.but(score=library.Score(hides)))
+        found = within_bounds(library, plain.but(score=library.scores.Score(hides)))
         assert all(np.isfinite(found[name]).all() for name in ("dq", "dk", "dv"))
 
 
@@ -388,7 +389,7 @@ def calls_are_right(library):
         assert (np.abs(lse - expected) <= library.error_bound(q, q, q, **options).lse).all()
 
     for cap, added, slope in ((0.6, bias, 2.0), (0.75, bias, 2.0), (0.75, bias + 1, 2.0), (0.75, bias + 1, 3.0)):
-        steep = library.Score(lambda s, b, h, i, j: slope * s)
+        steep = library.scores.Score(lambda s, b, h, i, j: slope * s)
         options = {"softcap": cap, "bias": added, "score": steep}
         lse = library.attention(q, q, q, **options, return_lse=True)[1]
         require_bounds(lse, lse_by_hand(cap, added, slope), **options)
@@ -419,7 +420,7 @@ def sums_have_one_order(library):
     host = part(library, "planning.host")
     before, host._SHARED_SCORES = host._SHARED_SCORES, 0
     try:
-        score = library.Score(lambda s, b, h, i, j, t: s * t, t=np.ones((), np.float32))
+        score = library.scores.Score(lambda s, b, h, i, j, t: s * t, t=np.ones((), np.float32))
         device = replace(library.DeviceSpec.host(), num_processors=3)
         ready = library.plan(example.q, example.k, example.v, score=score, wrt="t", device=device)
         o, lse = ready.forward(example.q, example.k, example.v)
@@ -445,7 +446,7 @@ def arrays_are_widened(library):
         check_arrays(library, "difference", dtype)
         check_arrays(library, "product", dtype)
     table = np.array([2**63], np.uint64)
-    assert library.Score(lambda s, b, h, i, j, t: s + t[j], t=table)(0.0, 0, 0, 0, 0) == 2**31 - 1
+    assert library.scores.Score(lambda s, b, h, i, j, t: s + t[j], t=table)(0.0, 0, 0, 0, 0) == 2**31 - 1
 
 
 def powers_by_0_are_constant(library):

@@ -34,7 +34,7 @@ def looked_up_after_an_aligned_one(library: ModuleType) -> None:
 
 def reads_at_the_last_key(library: ModuleType) -> None:
     key_shift = part(library, "scores.trace").key_shift
-    score = library.Score(lambda s, b, h, i, j, table: s + table[i + key_shift(i)], table=np.zeros(43))
+    score = library.scores.Score(lambda s, b, h, i, j, table: s + table[i + key_shift(i)], table=np.zeros(43))
     library.attention(np.ones((3, 8)), np.ones((40, 8)), np.ones((40, 8)), score=score)
 
 
@@ -110,7 +110,7 @@ FAULTS = {
             PRIMITIVES, "_slope_by_base", "d.zero if b == d.zero else slope", "slope"
         ),
     },
-    refuses(lambda library: library.Score(lambda s, b, h, i, j: s - np.reciprocal(j + 1)), "write 1 / x"): {
+    refuses(lambda library: library.scores.Score(lambda s, b, h, i, j: s - np.reciprocal(j + 1)), "write 1 / x"): {
         "integers have real reciprocals": Edit(
             TRACE, "Symbol.__array_ufunc__", 'if self._builder.kind(self._n) == "int":', "if False:"
         ),

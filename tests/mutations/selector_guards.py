@@ -41,7 +41,7 @@ def the_host_sums_masses(library: ModuleType) -> None:
     """Some tiles share a block, and keys take several steps."""
     check_masses(library, CPU)
     q, k = (np.random.default_rng(1).standard_normal((1, length, 4)) * 3 for length in (600, 1500))
-    mass = library.block_mass(q, k, block=(300, 64))
+    mass = library.study.block_mass(q, k, block=(300, 64))
     expected = summed(weights(q, k, np.ones((600, 1500), bool)), (300, 64))
     np.testing.assert_allclose(mass, expected, rtol=tolerance(q, k, EXACT, (300, 64)))
 
@@ -63,11 +63,11 @@ def check_masses(library: Any, run: Run) -> None:
         ):
             p = weights(q, k.repeat(2, axis=0), allowed)
             options = {"block": block, "mask": mask, "executor": run.executor}
-            mass, relative = library.block_mass(q, k, **options), tolerance(q, k, EXACT, block)
+            mass, relative = library.study.block_mass(q, k, **options), tolerance(q, k, EXACT, block)
             np.testing.assert_allclose(mass, summed(p, block), rtol=relative)
             v = np.broadcast_to(k[..., :1], (2, 2, 90, 1))
             _, lse = cuflash.attention(q, k, v, mask=allowed, return_lse=True)
-            np.testing.assert_allclose(library.block_mass(q, k, lse=lse, **options), mass, rtol=2 * relative)
+            np.testing.assert_allclose(library.study.block_mass(q, k, lse=lse, **options), mass, rtol=2 * relative)
 
 
 def the_kernel_chooses() -> None:

@@ -40,8 +40,8 @@ FAULTS = {
         "masses overwrite each other": Edit(MASS, "_add_to_grid", "+= sums.T", "= sums.T"),
         "sums are not rescaled": Edit(MASS, "_from_scores", "row_sum * np.exp2(row_max - shift)", "row_sum"),
         "lse is in base 2 already": Edit(MASS, "_from_lse", "lse * lse.dtype.type(LOG2_E)", "lse"),
-        "means are over all queries": Edit("study/block_mass.py", "_mean", "lse != -np.inf", "lse == lse"),
-        "a row without a key divides by 0": Edit("study/block_mass.py", "_mean", "xp.maximum(counts, 1)", "counts"),
+        "means are over all queries": Edit("study/_masses.py", "_mean", "lse != -np.inf", "lse == lse"),
+        "a row without a key divides by 0": Edit("study/_masses.py", "_mean", "xp.maximum(counts, 1)", "counts"),
     },
     selector_guards.the_kernel_sums_masses: {
         "a tile of queries is as tall as the grid's block": Edit(

@@ -35,7 +35,7 @@ cuflash.attention(q, q, q, wrt="sink")  # type: ignore[call-overload]
 cuflash.attention_vjp(q, q, q, wrt=3)  # type: ignore[call-overload]
 cuflash.plan(shape, shape, shape, executor="cuda")  # type: ignore[arg-type]
 cuflash.precompile(shape, shape, shape, kernel="sm70")  # type: ignore[arg-type]
-cuflash.recall(q, q, q, "window")  # type: ignore[arg-type]
+cuflash.study.recall(q, q, q, mask="window")  # type: ignore[arg-type]
 masks.Lengths(3)  # type: ignore[call-arg]
 assert_type(cuflash.attention(q, q, q, return_lse=True), tuple[Any, Any])
 assert_type(cuflash.attention(q, q, q), Any)

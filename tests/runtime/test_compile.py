@@ -17,7 +17,9 @@ from typing import Any
 
 import cuflash
 import pytest
-from cuflash import CompileError, UnsupportedProblem
+from cuflash import UnsupportedProblem
+from cuflash.diagnosis import doctor
+from cuflash.errors import CompileError
 from cuflash.compiler import nvrtc as room
 from cuflash.planning.spec import KernelSpec
 from cuflash.compiler.source import source
@@ -394,7 +396,7 @@ def test_a_folder_that_changes_or_cannot_be_read_is_told(
         return
     with pytest.raises(RuntimeError, match="cache folder .* cannot be read .*denied.*: set CUPY_CACHE_DIR to a folder"):
         room.cache_info()
-    assert "set CUPY_CACHE_DIR" in cuflash.doctor()["kernel cache"].advice
+    assert "set CUPY_CACHE_DIR" in doctor()["kernel cache"].advice
 
 
 @pytest.mark.parametrize("place", ["file", "file/inside"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cuflash import diagnosis as room, show_config
+from cuflash import diagnosis as room
 
 
 def test_every_subject_is_reported_and_printed() -> None:
@@ -28,12 +28,6 @@ def test_every_subject_is_reported_and_printed() -> None:
 def test_a_subject_that_is_not_there_is_told_those_that_are() -> None:
     with pytest.raises(KeyError, match="no finding is called 'numpy': there are cuflash, Python, NumPy, "):
         room.doctor()["numpy"]
-
-
-def test_show_config_prints_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_CHECKS", {"Python": room._CHECKS["Python"]})
-    show_config()
-    assert capsys.readouterr().out == f"{room.doctor()}\n"
 
 
 def test_what_is_missing_for_good_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

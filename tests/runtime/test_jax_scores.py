@@ -11,7 +11,8 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 from jax import test_util  # noqa: E402
 
 import cuflash.jax  # noqa: E402
-from cuflash import Score, scores  # noqa: E402
+from cuflash import scores  # noqa: E402
+from cuflash.scores import Score  # noqa: E402
 from cuflash.testing import Example, assert_within_bounds  # noqa: E402
 from warped_score import warped  # noqa: E402
 

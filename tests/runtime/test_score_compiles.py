@@ -8,7 +8,8 @@ import pytest
 from executors import needs_compiler
 
 import cuflash
-from cuflash import Score, scores
+from cuflash import scores
+from cuflash.scores import Score
 from cuflash.executors import sim as simulated
 
 RNG = np.random.default_rng(5)

@@ -16,7 +16,8 @@ from torch_machine import on_device  # noqa: E402
 
 import cuflash.torch  # noqa: E402
 from cuflash.calls._call import Call  # noqa: E402
-from cuflash import Score, masks, scores  # noqa: E402
+from cuflash import masks, scores  # noqa: E402
+from cuflash.scores import Score  # noqa: E402
 from cuflash.testing import Example, assert_within_bounds  # noqa: E402
 from refusals import reasons_of  # noqa: E402
 from warped_score import warped  # noqa: E402

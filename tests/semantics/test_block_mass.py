@@ -32,7 +32,7 @@ def masses(run: Run, q: Any, k: Any, *, mask: Any = None, lse: Any = None, **opt
     lse = None if lse is None else run.put(lse)
     made_mask = run.put_mask(mask, q, k, k)
     options |= {"mask": made_mask, "lse": lse, "executor": run.executor}
-    return run.get(cuflash.block_mass(run.put(q), run.put(k), **options))
+    return run.get(cuflash.study.block_mass(run.put(q), run.put(k), **options))
 
 
 def check_masses(library: Any, run: Run, problem: Any, block: tuple[int, int]) -> None:
@@ -161,7 +161,7 @@ def test_head_dims_wider_than_a_tile_are_summed_in_chunks(run: Run) -> None:
 def test_scores_change_masses_as_they_change_weights(run: Run) -> None:
     q, k = np.random.default_rng(3).standard_normal((2, 3, 50, 8))
     slope = run.put(np.array([0.5, 0.25, 0.125]))
-    alibi = cuflash.Score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j), slope=slope)
+    alibi = cuflash.scores.Score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j), slope=slope)
     mass = masses(run, q, k, block=(10, 20), causal=True, score=alibi)
     i, j = np.ogrid[:50, :50]
     s = q @ k.swapaxes(-1, -2) * 8**-0.5 - run.get(slope)[:, None, None] * (i - j)
@@ -177,7 +177,7 @@ def test_calls_that_lie_alike_read_their_own_arrays() -> None:
     for _ in range(3):
         q, k = rng.standard_normal((2, 2, 40, 8))
         expected = summed(weights(q, k, np.tri(40, dtype=bool)), (8, 8))
-        mass = cuflash.block_mass(to_device(q), to_device(k), block=8, causal=True).get()
+        mass = cuflash.study.block_mass(to_device(q), to_device(k), block=8, causal=True).get()
         np.testing.assert_allclose(mass, expected, rtol=tolerance(q, k, EXACT, (8, 8)))
 
 
@@ -190,8 +190,8 @@ def test_rows_that_are_cut_in_two_by_a_tile_add_up() -> None:
 
 def test_nothing_to_attend_has_no_mass() -> None:
     q = np.ones((2, 4, 3))
-    assert cuflash.block_mass(q, q[:, :0], block=2).shape == (2, 2, 0)
-    assert (cuflash.block_mass(q, q, block=2, mask=~masks.Band()) == 0).all()
+    assert cuflash.study.block_mass(q, q[:, :0], block=2).shape == (2, 2, 0)
+    assert (cuflash.study.block_mass(q, q, block=2, mask=~masks.Band()) == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -215,14 +215,14 @@ def test_nothing_to_attend_has_no_mass() -> None:
 def test_wrong_inputs_are_refused(changes: dict[str, Any], message: str) -> None:
     q = np.ones((2, 4, 3))
     with pytest.raises(cuflash.UnsupportedProblem, match=message):
-        cuflash.block_mass(**{"q": q, "k": q, "block": 2} | changes)
+        cuflash.study.block_mass(**{"q": q, "k": q, "block": 2} | changes)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "lse"])
 def test_what_is_no_array_is_refused(name: str) -> None:
     q = np.ones((2, 4, 3))
     with pytest.raises(TypeError, match=rf"{name} must be an array; got \['a'\]"):
-        cuflash.block_mass(**{"q": q, "k": q, "block": 2} | {name: ["a"]})
+        cuflash.study.block_mass(**{"q": q, "k": q, "block": 2} | {name: ["a"]})
 
 
 OPERANDS_THAT_DIFFER = {
@@ -234,10 +234,10 @@ OPERANDS_THAT_DIFFER = {
 
 
 @pytest.mark.parametrize("name", OPERANDS_THAT_DIFFER)
-@pytest.mark.parametrize("call", [cuflash.block_mass, cuflash.selectors.pooled])
+@pytest.mark.parametrize("call", [cuflash.study.block_mass, cuflash.selectors.pooled])
 def test_errors_tell_of_q_and_k_alone_as_they_were_given(call: Any, name: str) -> None:
     of_q, of_k, dtype, reason = OPERANDS_THAT_DIFFER[name]
-    options = {} if call is cuflash.block_mass else {"budget": cuflash.selectors.Budget(top_k=1)}
+    options = {} if call is cuflash.study.block_mass else {"budget": cuflash.selectors.Budget(top_k=1)}
     with pytest.raises(cuflash.UnsupportedProblem) as caught:
         call(np.ones(of_q), np.ones(of_k, dtype), block=2, scale=np.inf, **options)
     told = [each for each in caught.value.reasons if not each.startswith("scale must be")]
@@ -246,5 +246,5 @@ def test_errors_tell_of_q_and_k_alone_as_they_were_given(call: Any, name: str) -
 
 def test_all_reasons_are_given_at_once() -> None:
     with pytest.raises(cuflash.UnsupportedProblem) as caught:
-        cuflash.block_mass(np.ones((2, 4, 3)), np.ones((2, 4, 2)), block=0, scale=np.inf)
+        cuflash.study.block_mass(np.ones((2, 4, 3)), np.ones((2, 4, 2)), block=0, scale=np.inf)
     assert len(caught.value.reasons) == 3

@@ -119,7 +119,7 @@ def test_a_cache_of_8_bits_says_what_it_is_and_takes() -> None:
     assert "dtype=float8_e4m3fn" in repr(cache) and cache.k.dtype == E4M3
     assert cache.k_scale.shape == cache.v_scale.shape == (24, HEADS, PAGE)
     tokens = {"tokens": 24 * PAGE, "dtype": E4M3}
-    assert cache.nbytes == cuflash.kv_cache_bytes(num_layers=1, num_kv_heads=HEADS, head_dim=16, **tokens)
+    assert cache.nbytes == cuflash.study.kv_cache_bytes(num_layers=1, num_kv_heads=HEADS, head_dim=16, **tokens)
     plain = KVCache(**SMALL | {"dtype": np.float32})
     assert plain.k_scale is None and plain.v_scale is None
 

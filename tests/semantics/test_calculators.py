@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import KVCache, UnsupportedProblem, kv_cache_bytes, largest_length
+from cuflash import KVCache, UnsupportedProblem
+from cuflash.study import kv_cache_bytes, largest_length
 from cuflash.study.calculators import memory_report
 from cuflash.testing import Structure
 
@@ -66,7 +67,7 @@ def test_memory_of_a_call_is_that_of_its_arrays(dtype: str) -> None:
     arrays = example.q, example.k, example.v
     (o, lse), vjp = cuflash.attention_vjp(*arrays, return_lse=True)
     for plan in (cuflash.plan(*arrays), cuflash.plan(*arrays).plan, cuflash.plan(*arrays, executor="sim")):
-        told = cuflash.memory(plan)
+        told = cuflash.study.memory(plan)
         assert told.inputs == sum(array.nbytes for array in arrays) and told.results == o.nbytes + lse.nbytes
         assert told.gradients == sum(gradient.nbytes for gradient in vjp(o))
         assert told.workspace == plan.workspace_bytes and told.forward == told.inputs + told.results + told.workspace

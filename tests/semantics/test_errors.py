@@ -92,7 +92,7 @@ def test_an_array_of_another_dtype_alone_is_told_how_to_cast_it():
 
 
 def test_a_module_that_is_not_imported_is_named_with_its_import():
-    names = ("jax", "testing", "torch")
+    names = ("diagnosis", "jax", "testing", "torch")
     code = f"""import cuflash
 for name in {names}:
     try:

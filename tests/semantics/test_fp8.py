@@ -198,7 +198,7 @@ def test_attention_is_within_both_bounds(example: Any, per: str) -> None:
         *(x.scaled(np.float64) for x in x8), mask=example.allowed, scale=example.scale
     )
     assert within(o, exact_o, bound.o) and within(lse, exact_lse, bound.lse)
-    change = cuflash.quantization_bound(*plain, *x8, **named)
+    change = cuflash.study.quantization_bound(*plain, *x8, **named)
     wide_o, wide_lse = reference.attention(
         *(x.astype(np.float64) for x in plain), mask=example.allowed, scale=example.scale
     )
@@ -221,7 +221,7 @@ def test_a_rotation_leaves_results_within_the_bound_and_errs_less_with_outliers(
     for rotate in (None, rotation):
         x8 = cuflash.quantize(q, rotate=rotate), cuflash.quantize(k, rotate=rotate), cuflash.quantize(v)
         o = cuflash.attention(*x8)
-        bound = cuflash.quantization_bound(q, k, v, *x8).o + cuflash.error_bound(*x8).o
+        bound = cuflash.study.quantization_bound(q, k, v, *x8).o + cuflash.error_bound(*x8).o
         assert (np.abs(o - exact) <= bound).all()
         errors.append(np.sqrt(np.mean((o - exact) ** 2)))
     assert errors[1] < errors[0]
@@ -235,7 +235,7 @@ def test_everything_else_of_a_call_applies() -> None:
         np.testing.assert_array_equal(found, right)
     one_head = cuflash.quantize(x[1, :, :1]), cuflash.quantize(x[2, :, :1])
     assert cuflash.attention(q8, *one_head).shape == q8.shape
-    assert "rotation=None" in repr(q8) and cuflash.quantization_bound(*x, *x8).o.shape == q8.shape
+    assert "rotation=None" in repr(q8) and cuflash.study.quantization_bound(*x, *x8).o.shape == q8.shape
 
 
 def test_torch_tensors_are_quantised() -> None:
@@ -322,7 +322,7 @@ REFUSED = {
         lambda: X8.scaled(np.float16), ["dtype must be float32 or float64; got float16"]
     ),
     "bounds of other shapes": (
-        lambda: cuflash.quantization_bound(X, X[:, :9], X, X8, X8, X),
+        lambda: cuflash.study.quantization_bound(X, X[:, :9], X, X8, X8, X),
         ["v8 must be Quantized", "k8 must have k's shape", "v must have k's"]
     ),
     "seeds": (lambda: Rotation(96, seed=-1), ["head_dim must be a power of two", "seed must be an int"]),
@@ -346,7 +346,7 @@ def test_all_that_is_wrong_is_said_at_once(name: str) -> None:
         lambda: cuflash.quantize([["1.0"]]),
         lambda: Rotation(2).apply([1.0, None]),
         lambda: replace(X8, scale=1.0),
-        lambda: cuflash.quantization_bound(None, X, X, X8, X8, X8),
+        lambda: cuflash.study.quantization_bound(None, X, X, X8, X8, X8),
     ],
 )
 def test_what_is_no_array_is_a_type_error(call: Any) -> None:

@@ -173,7 +173,7 @@ def test_all_unknown_keywords_are_answered_at_once() -> None:
 def test_calls_without_such_an_argument_say_what_they_take_and_where_it_is_taken() -> None:
     said = answer(cuflash.merge, "softmax_scale")
     assert said == "merge() has no softmax_scale: it takes outs, lses; in cuflash.attention, use scale="
-    assert answer(cuflash.show_config, "verbose") == "show_config() has no verbose: it takes no arguments"
+    assert answer(cuflash.cache_info, "verbose") == "cache_info() has no verbose: it takes no arguments"
 
 
 def test_plans_answer_names_of_options() -> None:

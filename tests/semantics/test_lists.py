@@ -13,7 +13,8 @@ import pytest
 from cupy_machine import installed
 
 import cuflash
-from cuflash import BlockIndex, Score, masks, reference, scores, selectors
+from cuflash import BlockIndex, masks, reference, scores, selectors
+from cuflash.scores import Score
 from cuflash.arrays import of_list
 from cuflash.plans import as_arrays, as_mask_of_arrays
 
@@ -82,13 +83,13 @@ CALLS: dict[str, Callable[[To], Any]] = {
     "KVCache": cache,
     "pages": pages,
     "error_bound": bounds,
-    "recall": lambda to: cuflash.recall(to(Q), to(K), to(V), to(MASK)).mass,
-    "block_mass": lambda to: cuflash.block_mass(to(Q), to(K), block=2, mask=to(MASK), lse=to(LSE)),
+    "recall": lambda to: cuflash.study.recall(to(Q), to(K), to(V), mask=to(MASK)).mass,
+    "block_mass": lambda to: cuflash.study.block_mass(to(Q), to(K), block=2, mask=to(MASK), lse=to(LSE)),
     "merge": lambda to: cuflash.merge([to(Q), to(K)], [to(LSE), to(2 * LSE)]),
     "merge of one list": lambda to: cuflash.merge(to(np.stack([Q, K])), to(np.stack([LSE, LSE]))),
     "pack": lambda to: cuflash.pack([to(Q), to(K[:, :1])]),
     "unpack": lambda to: cuflash.unpack(to(Q), to(ints(0, 1, 3))),
-    "quantization_bound": lambda to: cuflash.quantization_bound(
+    "quantization_bound": lambda to: cuflash.study.quantization_bound(
         to(Q), to(K), to(V), *(cuflash.quantize(x.astype(np.float32)) for x in (Q, K, V))
     ).o,
     "Rotation": lambda to: cuflash.Rotation(4).undo(cuflash.Rotation(4).apply(to(Q))),

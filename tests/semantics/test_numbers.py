@@ -66,8 +66,8 @@ PLACES: dict[str, Place] = {
     "precompile softcap": taking(
         precompile, {"q": GOOD["q"], "k": GOOD["k"], "v": GOOD["v"], "device": H100, "softcap": 3.0}, "softcap"
     ),
-    **with_one(cuflash.block_mass, {"q": Q, "k": Q, "block": 4, "scale": 0.5}, "block", "scale"),
-    **with_one(cuflash.quantization_bound, {**QKV, "scale": 0.5, "q8": EIGHT, "k8": EIGHT, "v8": EIGHT}, "scale"),
+    **with_one(cuflash.study.block_mass, {"q": Q, "k": Q, "block": 4, "scale": 0.5}, "block", "scale"),
+    **with_one(cuflash.study.quantization_bound, {**QKV, "scale": 0.5, "q8": EIGHT, "k8": EIGHT, "v8": EIGHT}, "scale"),
     **with_one(reference.attention, {**QKV, "scale": 0.5}, "scale"),
     **with_one(reference.attention_vjp, {**QKV, "scale": 0.5, "do": Q}, "scale"),
     "Quantized scale": (lambda value: cuflash.attention(EIGHT, EIGHT, EIGHT, scale=value), 0.5),
@@ -160,9 +160,9 @@ PLACES: dict[str, Place] = {
     "within offsets": (lambda value: scores.within(scores.softcap(2.0), [0, value]), 1),
     "DeviceSpec capability": (lambda value: DeviceSpec(name="x", compute_capability=(9, value), **CHIP), 0),
     "ShapeDtype": (lambda value: ShapeDtype((2, value), np.float32), 1),
-    **with_one(cuflash.Peaks, {**PEAKS, "tensor_16": 1.0, "l2_bytes": 64}, *PEAKS, "tensor_16", "l2_bytes"),
-    "Roofline.measured": (cuflash.roofline(cuflash.plan(SHAPE, SHAPE, SHAPE, device=H100)).measured, 1.0),
-    "kv_cache_bytes of some": (lambda value: cuflash.kv_cache_bytes(**KV_BYTES, tokens=[5, value]), 5),
+    **with_one(cuflash.study.Peaks, {**PEAKS, "tensor_16": 1.0, "l2_bytes": 64}, *PEAKS, "tensor_16", "l2_bytes"),
+    "Roofline.measured": (cuflash.study.roofline(cuflash.plan(SHAPE, SHAPE, SHAPE, device=H100)).measured, 1.0),
+    "kv_cache_bytes of some": (lambda value: cuflash.study.kv_cache_bytes(**KV_BYTES, tokens=[5, value]), 5),
     "unpack offsets": (lambda value: cuflash.unpack(Q, [0, value]), 16),
     **with_one(
         strategies.structures,

@@ -20,9 +20,10 @@ from executors import needs_compiler
 from hypothesis import find
 
 import cuflash
-from cuflash import BlockIndex, DeviceSpec, masks, patterns, testing
+from cuflash import BlockIndex, DeviceSpec, masks, patterns, study, testing
 from cuflash.compiler import nvrtc as compiling
 from cuflash.diagnosis import doctor
+from cuflash.errors import CompileError
 from cuflash.masks.base import And, Mask, Not, Or
 from cuflash.blocks.work_list import requested_mask, work_list
 from cuflash.testing import strategies
@@ -169,18 +170,18 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "masks.MaskShape": lambda: SHAPE,
     "BlockIndex": used_index,
     "Bounds": lambda: cuflash.error_bound(Q, K, V, DO),
-    "CompileError": lambda: cuflash.CompileError("simt_forward", "sm_90", "error: expected a ;", "text.cu"),
+    "CompileError": lambda: CompileError("simt_forward", "sm_90", "error: expected a ;", "text.cu"),
     "DeviceSpec": lambda: H100,
     "Dropout": lambda: cuflash.Dropout(0.1, np.array(3), 4),
-    "Peaks": lambda: cuflash.Peaks.of(H100),
-    "QuantizationBound": lambda: cuflash.quantization_bound(Q, K, V, *map(cuflash.quantize, (Q, K, V))),
+    "Peaks": lambda: cuflash.study.Peaks.of(H100),
+    "QuantizationBound": lambda: cuflash.study.quantization_bound(Q, K, V, *map(cuflash.quantize, (Q, K, V))),
     "Quantized": lambda: cuflash.quantize(Q, rotate=cuflash.Rotation(16, seed=3)),
-    "Recall": lambda: cuflash.recall(Q, K, V, masks.Band(0, 9)),
-    "Roofline": lambda: cuflash.roofline(cuflash.plan(*[cuflash.ShapeDtype((2, 40, 16), np.float16)] * 3, device=H100)),
+    "Recall": lambda: cuflash.study.recall(Q, K, V, mask=masks.Band(0, 9)),
+    "Roofline": lambda: study.roofline(cuflash.plan(*[cuflash.ShapeDtype((2, 40, 16), np.float16)] * 3, device=H100)),
     "Rotation": lambda: cuflash.Rotation(16, seed=3),
     "KVCache": used_cache,
     "Gradients": lambda: cuflash.attention_vjp(Q, K, V)[1](DO),
-    "Score": lambda: cuflash.Score(decayed, slope=np.arange(2.0)),
+    "Score": lambda: cuflash.scores.Score(decayed, slope=np.arange(2.0)),
     "a composed score of the library": lambda: (
         cuflash.scores.relative_position(np.ones((2, 8)), 16, bidirectional=True) @ cuflash.scores.softcap(5.0)
     ),
@@ -223,7 +224,7 @@ def told(value: Any) -> Any:
         return type(value), told(value.toarray(**SHAPE._asdict())) if _fits(value) else repr(value)
     if isinstance(value, Exception):
         return type(value), value.args, str(value), getattr(value, "reasons", None)
-    if isinstance(value, cuflash.Score):
+    if isinstance(value, cuflash.scores.Score):
         return str(value), value.program, value.numbers, told(dict(value.arrays))
     if isinstance(value, cuflash.KVCache):
         return type(value), repr(value), list(map(told, (value.k, value.v, value.lengths, value.block_table)))
@@ -264,12 +265,12 @@ SLOPES, OFFSETS = np.arange(2, dtype=np.float32), np.array([0, 17, 40])
 ALIBI = cuflash.scores.alibi(SLOPES)
 
 
-def times(factor: float) -> cuflash.Score:
-    return cuflash.Score(lambda s, b, h, i, j, t: factor * t[h] * s, t=SLOPES)
+def times(factor: float) -> cuflash.scores.Score:
+    return cuflash.scores.Score(lambda s, b, h, i, j, t: factor * t[h] * s, t=SLOPES)
 
 
-SCORES: dict[str, cuflash.Score] = {
-    "a function": cuflash.Score(decayed, slope=SLOPES),
+SCORES: dict[str, cuflash.scores.Score] = {
+    "a function": cuflash.scores.Score(decayed, slope=SLOPES),
     "a function inside of another": times(2.0),
     "alibi": ALIBI,
     "bias": cuflash.scores.bias(np.ones((40, 40), np.float32)),

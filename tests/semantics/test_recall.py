@@ -25,7 +25,7 @@ def problems(draw, library=cuflash):
 
 
 def test_all_that_is_wrong_is_told_before_anything_is_computed(monkeypatch):
-    module = importlib.import_module("cuflash.study.recall")
+    module = importlib.import_module("cuflash.study._recall")
     computed, attention = [], module.attention
 
     def counted(*arrays, **options):
@@ -35,17 +35,20 @@ def test_all_that_is_wrong_is_told_before_anything_is_computed(monkeypatch):
     monkeypatch.setattr(module, "attention", counted)
     q = np.ones((2, 5, 8), np.float32)
     with pytest.raises(cuflash.UnsupportedProblem) as caught:
-        cuflash.recall(q, q, q, np.ones((5, 5)), causal=3, scale=np.nan)
+        cuflash.study.recall(q, q, q, mask=np.ones((5, 5)), causal=3, scale=np.nan)
     assert sorted(reason.split()[0] for reason in caught.value.reasons) == ["causal", "mask", "scale"]
     with pytest.raises(cuflash.UnsupportedProblem, match="mask must broadcast"):
-        cuflash.recall(q, q, q, np.ones((4, 4), bool))
+        cuflash.study.recall(q, q, q, mask=np.ones((4, 4), bool))
     assert not computed
 
 
-def weights(q, k, allowed, bias=0.0):
+def weights(q, k, allowed, bias=0.0, softcap=None):
     """Return softmax weights over the keys that are allowed; all are 0 in a row without one."""
     k = np.repeat(k, q.shape[-3] // k.shape[-3], axis=-3)
-    e = np.exp(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5 + bias) * allowed
+    scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    e = np.exp(scores + bias) * allowed
     total = e.sum(-1, keepdims=True)
     return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
 
@@ -71,10 +74,11 @@ def check_recall(library, problem):
     lengths = q.shape[-2], k.shape[-2]
     allowed = mask.toarray(*lengths, batch=q.shape[:-3], num_heads=q.shape[-3])
     eligible = library.masks.Causal(causal).toarray(*lengths) if causal else np.ones(lengths, bool)
-    kept = library.recall(q, k, v, mask, causal=causal)
+    kept = library.study.recall(q, k, v, mask=mask, causal=causal)
     p, sparse = weights(q, k, eligible), weights(q, k, eligible & allowed)
     has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
-    assert isinstance(kept, library.Recall) and kept.mass.shape == q.shape[:-1] and type(kept.output_error) is float
+    assert isinstance(kept, library.study.Recall)
+    assert kept.mass.shape == q.shape[:-1] and type(kept.output_error) is float
     relative = tolerance(q, k, EXACT, (1, 1))
     np.testing.assert_allclose(kept.mass, np.where(has_key, (p * allowed).sum(-1), 1), rtol=relative)
 
@@ -88,16 +92,25 @@ def check_recall(library, problem):
 
 
 def check_scored(library, problem):
-    """A score function changes the weights of both calls; a bias errs as scores do, but for their products."""
+    """Score functions, a softcap, a bias and a window hold for both calls.
+
+    A bias and a capped score err as scores do, but for their products.
+    """
     q, k, v, mask, causal = problem
     lengths = q.shape[-2], k.shape[-2]
-    bias = np.random.default_rng(lengths).standard_normal((q.shape[-3], *lengths))
+    bias, offset = np.random.default_rng(lengths).standard_normal((2, q.shape[-3], *lengths))
     allowed = mask.toarray(*lengths, batch=q.shape[:-3], num_heads=q.shape[-3])
     eligible = library.masks.Causal(causal).toarray(*lengths) if causal else np.ones(lengths, bool)
-    kept = library.recall(q, k, v, mask, causal=causal, score=library.scores.bias(bias))
+    window = None
+    if causal or lengths[0] == lengths[1]:
+        window = (5, 3)
+        eligible = eligible & library.masks.SlidingWindow(*window, causal or None).toarray(*lengths)
+    options = {"window": window, "softcap": 2.0, "bias": bias, "score": library.scores.bias(offset)}
+    kept = library.study.recall(q, k, v, mask=mask, causal=causal, **options)
     has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
-    exact = np.where(has_key, (weights(q, k, eligible, bias) * allowed).sum(-1), 1)
-    np.testing.assert_allclose(kept.mass, exact, rtol=tolerance(q, k, EXACT, (1, 1), np.abs(bias).max()))
+    exact = np.where(has_key, (weights(q, k, eligible, bias + offset, 2.0) * allowed).sum(-1), 1)
+    largest = np.abs(bias).max(initial=0) + np.abs(offset).max(initial=0) + 2.0
+    np.testing.assert_allclose(kept.mass, exact, rtol=tolerance(q, k, EXACT, (1, 1), largest))
 
 
 @settings(max_examples=60)
@@ -115,25 +128,25 @@ def test_the_mass_is_that_of_the_changed_scores(problem):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_everything_is_kept_by_a_mask_of_everything(dtype):
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 40, 8)).astype(dtype)
-    kept = cuflash.recall(q, k, v, masks.Band(), causal=True, scale=3.0)
+    kept = cuflash.study.recall(q, k, v, mask=masks.Band(), causal=True, scale=3.0)
     assert (kept.mass == 1).all() and kept.output_error == 0 and kept.mass.dtype == max(dtype, np.float32, key=np.dtype)
-    nothing = cuflash.recall(q, k, v, ~masks.Band(), scale=3.0)
+    nothing = cuflash.study.recall(q, k, v, mask=~masks.Band(), scale=3.0)
     assert (nothing.mass == 0).all() and nothing.output_error == 1
 
 
 def test_an_output_of_zeros_has_no_error_unless_it_changes():
     q, k, v = np.zeros((3, 1, 2, 4))
-    assert cuflash.recall(q, k, v, masks.Band(0, 0)).output_error == 0
+    assert cuflash.study.recall(q, k, v, mask=masks.Band(0, 0)).output_error == 0
     v = np.stack([np.ones((2, 4)), -np.ones((2, 4))])[:, 0][None]
-    assert cuflash.recall(q, k, v, masks.Band(0, 0)).output_error == np.inf
+    assert cuflash.study.recall(q, k, v, mask=masks.Band(0, 0)).output_error == np.inf
 
 
 def test_wrong_inputs_are_refused_as_attention_refuses_them():
     q = np.ones((2, 4, 3))
     with pytest.raises(cuflash.UnsupportedProblem, match="scale must be"):
-        cuflash.recall(q, q, q, masks.Causal(), scale=np.nan)
+        cuflash.study.recall(q, q, q, mask=masks.Causal(), scale=np.nan)
     with pytest.raises(TypeError, match="mask must be a Mask"):
-        cuflash.recall(q, q, q, "causal")
+        cuflash.study.recall(q, q, q, mask="causal")
     with pytest.raises(TypeError, match=r"mask must be .* of the keys to keep; got None: masks.Band\(\) keeps all"):
-        cuflash.recall(q, q, q, None)
-    np.testing.assert_array_equal(cuflash.recall(q, q, q, masks.Band()).mass, np.ones((2, 4)))
+        cuflash.study.recall(q, q, q, mask=None)
+    np.testing.assert_array_equal(cuflash.study.recall(q, q, q, mask=masks.Band()).mass, np.ones((2, 4)))

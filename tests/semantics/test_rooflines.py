@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.study.roofline import KernelRoofline, roofline_report
+from cuflash.study._roofline import KernelRoofline, roofline_report
 from cuflash.testing import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import DeviceSpec, Peaks, ShapeDtype, UnsupportedProblem, masks
+from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
+from cuflash.study import Peaks, roofline
 
 ROOT = Path(__file__).parents[2]
 H100 = DeviceSpec.gpu("H100")
@@ -37,7 +38,7 @@ def check_counts(library: Any, data: Any, kernel: str) -> None:
     mask = data.draw(strategies.masks(shape))
     kept = int(mask.toarray(60, 60, batch=(2,), num_heads=4).sum())
     plan = planned(length=60, mask=mask, kernel=kernel)
-    forward, backward = (library.roofline(plan, which=which).kernels for which in ("forward", "backward"))
+    forward, backward = (library.study.roofline(plan, which=which).kernels for which in ("forward", "backward"))
     (made,) = [kernel for kernel in forward if kernel.name.endswith("forward")]
     assert (made.flops, made.exponentials) == (2 * kept * (64 + 32), kept)
     products = sum(kernel.flops for kernel in backward)
@@ -47,7 +48,7 @@ def check_counts(library: Any, data: Any, kernel: str) -> None:
 
 
 def test_memory_is_that_of_the_arrays() -> None:
-    (kernel,) = cuflash.roofline(planned(kernel="simt")).kernels
+    (kernel,) = roofline(planned(kernel="simt")).kernels
     inputs = 2 * 200 * (4 * 64 + 2 * 64 + 2 * 32)
     assert kernel.hbm_bytes == 2 * (inputs + 2 * 200 * 4 * 32) + 4 * 2 * 200 * 4
     assert kernel.l2_bytes > kernel.hbm_bytes
@@ -63,18 +64,18 @@ def test_each_resource_binds_where_it_is_the_slowest() -> None:
         ample = dict.fromkeys(("hbm_bytes", "tensor_16", "exponentials", "l2_bytes", "flops_32"), 1e12)
         ample["hbm_bytes"] = 1e24
         slow = Peaks(clock=1e9, **ample | {rate: 1e-3})
-        assert cuflash.roofline(plan, peaks=slow).bound_by == resource
-    wave = cuflash.Score(lambda s, b, h, i, j: s * s * s - s)
+        assert roofline(plan, peaks=slow).bound_by == resource
+    wave = cuflash.scores.Score(lambda s, b, h, i, j: s * s * s - s)
     slow = Peaks(clock=1e9, hbm_bytes=1e24, tensor_16=1e12, exponentials=1e12, l2_bytes=1e12, flops_32=1e-3)
-    assert cuflash.roofline(planned(score=wave, kernel="sm80"), peaks=slow).bound_by == "multiply-adds"
+    assert roofline(planned(score=wave, kernel="sm80"), peaks=slow).bound_by == "multiply-adds"
 
 
 def test_units_are_those_that_multiply() -> None:
     peaks = {"ieee": 256, "tf32": 2048, "tf32x3": 2048 / 3}
     for precision, rate in peaks.items():
-        kernel, *_ = cuflash.roofline(planned(np.float32, precision=precision)).kernels
+        kernel, *_ = roofline(planned(np.float32, precision=precision)).kernels
         assert kernel.seconds["products"] == pytest.approx(kernel.flops / (rate * 132 * 1.98e9), rel=1e-12)
-    (kernel,) = cuflash.roofline(planned(np.float64)).kernels
+    (kernel,) = roofline(planned(np.float64)).kernels
     assert kernel.seconds["exponentials"] == 0 and kernel.seconds["products"] > 0
 
 
@@ -96,7 +97,7 @@ def test_no_time_of_the_results_is_below_its_bound() -> None:
             plans[key] = cuflash.plan(
                 shape, shape, shape, causal=mask == "causal", kernel=family, precision=precision or "ieee", device=H100
             )
-        made = cuflash.roofline(plans[key], which=which).measured(float(milliseconds) / 1e3)
+        made = roofline(plans[key], which=which).measured(float(milliseconds) / 1e3)
         shares.append(made.share)
     assert len(shares) > 50 and max(shares) <= 1 and max(shares) > 0.5
 
@@ -120,34 +121,34 @@ def test_no_time_of_other_results_is_below_its_bound(name: str) -> None:
                 shape, shape, shape, causal=mask == "causal", kernel=kernel, device=H100
             )
         ways = ["forward", "backward"] if ways == ["both"] else ways
-        least = sum(cuflash.roofline(plans[kernel, mask, numbers], which=way).least_seconds for way in ways)
+        least = sum(roofline(plans[kernel, mask, numbers], which=way).least_seconds for way in ways)
         shares.append(least / (float(row["ms"]) / 1e3))
     assert len(shares) >= 40 and max(shares) <= 1
 
 
 def test_a_plan_without_work_takes_no_time() -> None:
-    empty = cuflash.roofline(planned(length=0))
+    empty = roofline(planned(length=0))
     assert empty.least_seconds == 0 and empty.bound_by == "nothing" and empty.kernels == ()
 
 
 @pytest.mark.parametrize("junk", [None, 3, "plan", np.ones(3), KernelRoofline])
 def test_what_is_no_plan_is_refused(junk: Any) -> None:
     with pytest.raises(TypeError, match="plan must be what cuflash.plan returns"):
-        cuflash.roofline(junk)
+        roofline(junk)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cuflash.roofline(cuflash.plan(*[np.ones((3, 4))] * 3)), "plan must be one for a GPU; got one of the"),
-        (lambda: cuflash.roofline(planned(), which="both"), "which must be 'forward' or 'backward'; got 'both'"),
-        (lambda: cuflash.roofline(planned(), peaks=989), "peaks must be a Peaks or None; got 989"),
-        (lambda: cuflash.roofline(planned()).measured(0), "seconds must be a positive number; got 0"),
-        (lambda: cuflash.roofline(planned()).measured(np.nan), "seconds must be a positive number"),
-        (lambda: cuflash.roofline(planned()).share, "measured_seconds must be known for a share"),
+        (lambda: roofline(cuflash.plan(*[np.ones((3, 4))] * 3)), "plan must be one for a GPU; got one of the"),
+        (lambda: roofline(planned(), which="both"), "which must be 'forward' or 'backward'; got 'both'"),
+        (lambda: roofline(planned(), peaks=989), "peaks must be a Peaks or None; got 989"),
+        (lambda: roofline(planned()).measured(0), "seconds must be a positive number; got 0"),
+        (lambda: roofline(planned()).measured(np.nan), "seconds must be a positive number"),
+        (lambda: roofline(planned()).share, "measured_seconds must be known for a share"),
         (lambda: Peaks(clock=0, hbm_bytes=-1), "2 reasons"),
         (lambda: Peaks(clock=1, hbm_bytes=1, l2_bytes="64"), "l2_bytes must be a finite rate"),
-        (lambda: cuflash.roofline(planned(device=DeviceSpec(
+        (lambda: roofline(planned(device=DeviceSpec(
             name="X1", compute_capability=(9, 0), num_processors=9, tile_memory_bytes=232448
         ))), r"device must be one of T4, .* got X1: give peaks="),
     ],
@@ -160,7 +161,7 @@ def test_wrong_inputs_are_refused(call: Any, message: str) -> None:
 def test_the_command_prints_what_the_function_returns() -> None:
     line = "--heads 4 --kv-heads 2 --length 200 --head-dim 64 --dtype float16 --batch 2 --causal --backward"
     ready = planned(dims=(64, 64), causal=True)
-    assert roofline_report(line.split()) == str(cuflash.roofline(ready, which="backward"))
+    assert roofline_report(line.split()) == str(roofline(ready, which="backward"))
 
 
 @pytest.mark.parametrize(
@@ -185,5 +186,5 @@ def test_the_command_refuses_in_one_line(wrong: str, told: str, capsys: pytest.C
 
 def test_masks_that_hide_within_blocks_do_not_count() -> None:
     comb = masks.FromFunction(lambda b, h, i, j: (i + j) % 2 == 0)
-    dense, half = (cuflash.roofline(planned(mask=mask, kernel="sm80")).kernels[0] for mask in (None, comb))
+    dense, half = (roofline(planned(mask=mask, kernel="sm80")).kernels[0] for mask in (None, comb))
     assert half.flops * 2 == dense.flops

@@ -133,7 +133,7 @@ def test_an_index_that_is_shifted_is_proven() -> None:
     def unproven(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
         return s + table[i + key_shift(i)]
 
-    words = refused(lambda: cuflash.attention(q, k, v, score=cuflash.Score(unproven, table=table)))
+    words = refused(lambda: cuflash.attention(q, k, v, score=cuflash.scores.Score(unproven, table=table)))
     assert "index 0 of table may be -3..42" in words and "clip it, np.clip(i + (seqlen_kv - seqlen_q), 0, 42)" in words
 
 

@@ -154,7 +154,7 @@ def check_arrays(library: ModuleType, name: str, dtype: Any) -> None:
     evaluation = importlib.import_module(f"{library.__name__}.scores.values")
     most = 200 if np.dtype(dtype).kind != "i" or np.dtype(dtype).itemsize > 1 else 100
     table = np.linspace(0, most, 9).astype(dtype)
-    score = library.Score(OF_ARRAYS[name], t=table)
+    score = library.scores.Score(OF_ARRAYS[name], t=table)
     (i, j), s = np.ogrid[:9, :9], np.ones((9, 9))
     operands = evaluation.Operands(score.numbers, (table,))
     (expected,) = evaluation.values(score.program, operands, s, 0, 0, i, j)
@@ -171,8 +171,8 @@ def test_a_score_on_arrays_has_the_values_of_its_program(name: str, dtype: Any) 
 
 def test_integers_beyond_int32_count_as_the_nearest_of_it() -> None:
     table = np.array([2**63, 5], np.uint64)
-    assert cuflash.Score(lambda s, b, h, i, j, t: s + t[j], t=table)(0.0, 0, 0, 0, 0) == 2**31 - 1
-    assert cuflash.Score(lambda s, b, h, i, j, t: s + t[j], t=-table.astype(np.int64))(0.0, 0, 0, 0, 0) == -(2**31)
+    assert Score(lambda s, b, h, i, j, t: s + t[j], t=table)(0.0, 0, 0, 0, 0) == 2**31 - 1
+    assert Score(lambda s, b, h, i, j, t: s + t[j], t=-table.astype(np.int64))(0.0, 0, 0, 0, 0) == -(2**31)
 
 
 # Derivatives at 0
@@ -199,13 +199,13 @@ def check_powers(library: ModuleType, name: str, executor: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = np.zeros((2, 3, 4), np.float32), *rng.standard_normal((2, 2, 5, 4)).astype(np.float32)
     wrt = tuple(name for name, array in arrays.items() if array.dtype == np.float32)
-    score = library.Score(function, **arrays)
+    score = library.scores.Score(function, **arrays)
     (o, lse), vjp = library.attention_vjp(q, k, v, score=score, executor=executor, wrt=wrt, return_lse=True)
     gradients = vjp(do := np.ones_like(o))
     dq, dk, dv = gradients
     others = {name: gradients[name] for name in wrt}
     assert all(np.isfinite(x).all() for x in (dq, dk, dv, *others.values()))
-    example = Example(q=q, k=k, v=v, do=do, score=cuflash.Score(function, **arrays), wrt=wrt)
+    example = Example(q=q, k=k, v=v, do=do, score=Score(function, **arrays), wrt=wrt)
     assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv, others=others)
 
 
@@ -238,7 +238,7 @@ def check_exact_zeros(library: ModuleType = cuflash) -> None:
     """A power of the distance has no error where the distance is 0, and a finite one elsewhere."""
     roundoff, evaluation = (importlib.import_module(f"{library.__name__}.scores.{x}") for x in ("roundoff", "values"))
     power = np.array(0.5, np.float32)
-    score = library.Score(lambda s, b, h, i, j, power: s - np.abs(i - j) ** power, power=power)
+    score = library.scores.Score(lambda s, b, h, i, j, power: s - np.abs(i - j) ** power, power=power)
     (i, j), s = np.ogrid[:3, :3], np.zeros((3, 3))
     operands, model = evaluation.Operands(score.numbers, (power,)), roundoff.Arithmetic(2.0**-24, 1e-38, 1e38)
     ((_, error),) = roundoff.values_and_errors(score.program, operands, s, 0.0, 0, 0, i, j, model)

@@ -13,7 +13,8 @@ from refusals import refused
 from scored_caches import arrays_of, assert_is_scored_attention, mixed, of_sequences
 
 import cuflash
-from cuflash import KVCache, Score, ShapeDtype, scores
+from cuflash import KVCache, ShapeDtype, scores
+from cuflash.scores import Score
 from cuflash.scores.score import MAX_ARRAYS
 
 RNG = np.random.default_rng(0)

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import Score, masks, scores
+from cuflash import masks, scores
+from cuflash.scores import Score
 from cuflash.testing import Structure, assert_within, assert_within_bounds
 from cuflash.testing.strategies import examples
 
@@ -536,7 +537,7 @@ USES_OF_SCORES: dict[str, Any] = {
     "vjp": lambda f: cuflash.attention_vjp(Q, Q, Q, score=f),
     "plan": lambda f: cuflash.plan(Q, Q, Q, score=f),
     "Score": Score,
-    "recall": lambda f: cuflash.recall(Q, Q, Q, cuflash.masks.Causal(), score=f),
+    "recall": lambda f: cuflash.study.recall(Q, Q, Q, mask=cuflash.masks.Causal(), score=f),
     "error_bound": lambda f: cuflash.error_bound(Q, Q, Q, score=f),
 }
 

@@ -12,7 +12,8 @@ from executors import RUNS, Run
 from refusals import refused
 
 import cuflash
-from cuflash import Score, masks, scores
+from cuflash import masks, scores
+from cuflash.scores import Score
 
 RNG = np.random.default_rng(0)
 Q_OFFSETS, KV_OFFSETS = np.array([1, 4, 4, 40, 41]), np.array([0, 70, 75, 100, 103])

@@ -82,7 +82,7 @@ def test_a_measurement_is_what_recall_says_of_the_blocks(name: str, monkeypatch:
         assert used.pop(0) is None  # dense attention
         assert len(used) == len(measured) > 1  # a size that is the densest for several limits is measured once
         for row, mask in zip(reversed(measured.values()), used, strict=True):
-            expected = cuflash.recall(Q, K, V, mask, causal=causal, scale=scale)
+            expected = cuflash.study.recall(Q, K, V, mask=mask, causal=causal, scale=scale)
             of_heads = expected.mass.mean(-1)
             # Sums of n positive numbers in two orders differ by at most n roundoffs each.
             summed = pytest.approx((of_heads.mean(), of_heads.min()), rel=expected.mass.size * EXACT, abs=0)
@@ -130,7 +130,7 @@ def test_an_interrupted_study_goes_on_where_it_was(archive: Path, monkeypatch: p
     calls: list[int] = []
     compared = survey.compared
 
-    def interrupted(*given: object) -> cuflash.Recall:
+    def interrupted(*given: object) -> cuflash.study.Recall:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -243,7 +243,8 @@ def test_patterns_of_ones_own_are_measured(archive: Path) -> None:
     expected = {names[0]: module.window, names[1]: module.index, "one.npz": masks.BlockPattern(kept, 16)}
     for name, mask in {**expected, "two.npz:kept": expected["one.npz"]}.items():
         row = rows[name, "0.9"]
-        assert float(row["recall"]) == pytest.approx(cuflash.recall(Q, K, V, mask).mass.mean(), rel=100 * EXACT)
+        kept_mass = cuflash.study.recall(Q, K, V, mask=mask).mass.mean()
+        assert float(row["recall"]) == pytest.approx(kept_mass, rel=100 * EXACT)
         states = cuflash.BlockIndex.from_mask(mask, 50, 50, 16).states() > 0
         assert float(row["density"]) == states.mean() and (name, "0.5") not in rows or states.mean() <= 0.5
     assert [float(rows[names[2], limit]["density"]) for limit in ("0.5", "0.9")] == [0.5, 0.75]

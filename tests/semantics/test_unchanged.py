@@ -46,7 +46,7 @@ def everything(dtype: Any = np.float32) -> tuple[dict[str, Any], dict[str, Any]]
         return np.where(kept[j], s * slope[h] + table[i], s)
 
     options = {
-        "bias": arrays["bias"], "sink": arrays["sink"], "score": cuflash.Score(function, **captured),
+        "bias": arrays["bias"], "sink": arrays["sink"], "score": cuflash.scores.Score(function, **captured),
         "dropout": cuflash.Dropout(0.1, arrays["dropout_seed"]), "wrt": ("sink", "bias", "slope"),
     }  # fmt: skip
     return arrays, options

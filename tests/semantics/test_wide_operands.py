@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import masks, scores
+from cuflash import masks, scores, study
 
 EVERYWHERE = (CPU, pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu))
 RNG = np.random.default_rng(0)
@@ -103,8 +103,8 @@ def test_every_call_that_takes_a_bias_or_a_sink_takes_float64() -> None:
     bias, sink = BIAS.astype(np.float32), SINK.astype(np.float32)
     keep, of_wide, of_narrow = masks.Causal(), scores.bias(BIAS), scores.bias(bias)
     pairs = [
-        (cuflash.recall(q, k, v, keep, score=of_wide).mass, cuflash.recall(q, k, v, keep, score=of_narrow).mass),
-        *((cuflash.block_mass(q, k, block=8, score=score) for score in (of_wide, of_narrow)),),
+        (study.recall(q, k, v, mask=keep, score=of_wide).mass, study.recall(q, k, v, mask=keep, score=of_narrow).mass),
+        *((study.block_mass(q, k, block=8, score=score) for score in (of_wide, of_narrow)),),
     ]
     cache = cuflash.KVCache(batch=2, num_kv_heads=4, head_dim=16, capacity=40, dtype=np.float32)
     cache.append(k, v)

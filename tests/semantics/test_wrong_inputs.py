@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import cuflash
-from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, masks, patterns, scores
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, masks, patterns, scores, study
 from cuflash.compiler import nvrtc as compiling
 
 SHAPE = (2, 10, 8)
@@ -241,7 +241,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         precompile,
         given_to(precompile, "q", "k", "v", *OPTIONS[:5], "precision", "deterministic")[1] | {"device": H100},
     ),
-    "recall": (cuflash.recall, {**given_to(cuflash.recall, "q", "k", "v", "causal", "scale")[1], "mask": masks.Band()}),
+    "recall": (study.recall, {**given_to(study.recall, "q", "k", "v", "causal", "scale")[1], "mask": masks.Band()}),
     "merge": (cuflash.merge, {"outs": [O, O], "lses": [LSE, LSE]}),
     "error_bound": given_to(
         cuflash.error_bound, "q", "k", "v", "do", "dlse", *OPTIONS[:4], "sink", "precision", "product_dtype", "probable"
@@ -288,9 +288,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "pack": (cuflash.pack, {"arrays": [O], "axis": -2}),
     "unpack": (cuflash.unpack, {"packed": O, "offsets": OFFSETS, "axis": -2, "allow_gaps": True}),
-    "kv_cache_bytes": (cuflash.kv_cache_bytes, OF_MODELS | {"tokens": 3}),
-    "largest_length": (cuflash.largest_length, OF_MODELS | {"available_bytes": 1e9, "batch": 2}),
-    "memory": (cuflash.memory, {"plan": cuflash.plan(*[ShapeDtype((4, 2), "f4")] * 3, device=H100)}),
+    "kv_cache_bytes": (cuflash.study.kv_cache_bytes, OF_MODELS | {"tokens": 3}),
+    "largest_length": (cuflash.study.largest_length, OF_MODELS | {"available_bytes": 1e9, "batch": 2}),
+    "memory": (cuflash.study.memory, {"plan": cuflash.plan(*[ShapeDtype((4, 2), "f4")] * 3, device=H100)}),
     "KVCache": (cuflash.KVCache, SIZES | PAGES | {"value_dim": 8, "xp": np}),
     "KVCache.append": (partial(of_a_cache, "append"), {"k": ROWS, "v": ROWS, "counts": [1, 2, 0]}),
     "KVCache.attention": (

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cache_calls import CAPACITY, Drawn, assert_is_attention
-from cuflash import KVCache, Score, masks
+from cuflash import KVCache, masks
+from cuflash.scores import Score
 from cuflash.testing import Example, assert_within_bounds
 from executors import Run
 

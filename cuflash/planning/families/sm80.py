@@ -15,7 +15,7 @@ import numpy as np
 from ...arrays import HALVES
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
 from ..device import DeviceSpec
-from ..launches import Kernels, Pass, TileOrder, Workspace
+from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_forward
 from ..spec import SM80, Entry, KernelSpec
@@ -88,6 +88,7 @@ _TF32_BACKWARD: _Tiles = {
     256: (_Tile(32, 64, 8), _Tile(32, 32, 8), _Tile(32, 16, 4), _Tile(16, 16, 4)),
 }
 _MMA_SIDE = 16  # rows and columns of a product
+PARTS = np.dtype([("o_parts", MATRICES), ("lse_parts", MATRICES)], align=True)
 MOST_PARTS = 128  # of the keys of a sequence in decode kernels, kMostParts
 MASS_CHUNK = 64  # columns of a chunk, where rows of the kernel of block masses come in chunks
 _MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and keys of the narrowest block of masses
@@ -273,16 +274,18 @@ class Sm80(Family):
         parts = (*leading, chosen * seqlen_q)
         combine = combine_spec(spec)
         launches = {
-            "forward": launch_of(spec, device, chosen * tiles, FORWARD_INPUTS, ("o_parts", "lse_parts")),
+            "forward": launch_of(
+                spec, device, chosen * tiles, FORWARD_INPUTS, ("o_parts", "lse_parts"), ("parts",)
+            ),
             "combine": launch_of(
-                combine, device, num_tiles(combine, problem, work), ("o_parts", "lse_parts"), ("o", "lse")
+                combine, device, num_tiles(combine, problem, work), ("o_parts", "lse_parts"), ("o", "lse"), ("parts",)
             ),
         }
         workspaces = {
             "o_parts": Workspace((*parts, spec.value_dim), problem.accumulator),
             "lse_parts": Workspace(parts, problem.accumulator),
         }
-        return sink_forward(Pass(launches, workspaces), problem, "combine"), chosen
+        return sink_forward(Pass(launches, workspaces, (Feature("parts", PARTS),)), problem, "combine"), chosen
 
     def order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec

@@ -90,7 +90,7 @@ class KernelRoofline:
 @explains_keywords
 @dataclass(frozen=True)
 class Roofline:
-    """The kernels of a pass with their bounds; what `cuflash.roofline` returns.
+    """The kernels of a pass with their bounds; what `cuflash.study.roofline` returns.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class Roofline:
     >>> import numpy as np, cuflash
     >>> shape = cuflash.ShapeDtype((32, 8192, 128), np.float16)
     >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
-    >>> roofline = cuflash.roofline(ready)
+    >>> roofline = cuflash.study.roofline(ready)
     >>> roofline.bound_by, round(roofline.measured(1e-3).share, 2)
     ('products', 0.51)
     """
@@ -227,7 +227,7 @@ def roofline(plan: Plan | KernelPlan, *, which: str = "forward", peaks: Peaks | 
     >>> import numpy as np, cuflash
     >>> shape = cuflash.ShapeDtype((32, 8192, 128), np.float16)
     >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
-    >>> print(cuflash.roofline(ready).measured(0.9e-3))
+    >>> print(cuflash.study.roofline(ready).measured(0.9e-3))
     sm90_forward                  0.5136 ms  by products: 549822 MFLOP, 1073 M exponentials, 269 MB, 3177 MB of L2
     at least                      0.5136 ms  on H100
     measured                      0.9000 ms  57.1% of it is the bound

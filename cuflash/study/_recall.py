@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,7 +10,9 @@ from ..api import attention
 from ..arrays import Array
 from ..executors._results import compared as compared_on_device
 from ..keywords import explains_keywords
-from ..planning.options import AnyArray, Causality, MaskLike, ScoreLike
+from ..planning.options import (
+    AnyArray, Causality, ExecutorName, KernelFamily, MaskLike, Precision, ScoreLike, Window,
+)  # fmt: skip
 
 
 @explains_keywords
@@ -40,11 +42,17 @@ def recall(
     q: AnyArray,
     k: AnyArray,
     v: AnyArray,
-    mask: MaskLike,
     *,
+    mask: MaskLike,
     causal: Causality = False,
+    window: Window | None = None,
     scale: float | None = None,
     score: ScoreLike | None = None,
+    softcap: float | None = None,
+    bias: AnyArray | None = None,
+    kernel: KernelFamily = "auto",
+    executor: ExecutorName = "auto",
+    precision: Precision = "ieee",
 ) -> Recall:
     """Measure the softmax mass that a mask keeps for each query, and how much the output changes.
 
@@ -56,13 +64,9 @@ def recall(
     q, k, v : arrays
         As `attention` takes them.
     mask : Mask, BlockIndex, bool array, scipy.sparse array, or function of (b, h, i, j)
-        The keys to keep. Combined with `causal`, which holds for both calls.
-    causal : bool, "bottom_right" or "top_left"
-        As in `attention`.
-    scale : float, optional
-        1 / sqrt(head_dim) unless given.
-    score : Score, optional
-        As in `attention`, for both calls; `scores.bias` makes one of a bias.
+        The keys to keep.
+    causal, window, scale, score, softcap, bias, kernel, executor, precision : optional
+        As in `attention`, for both calls: the mass is a share of what `causal` and `window` allow.
 
     Returns
     -------
@@ -87,7 +91,7 @@ def recall(
     --------
     >>> import numpy as np, cuflash
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 4, 64, 16))
-    >>> kept = cuflash.recall(q, k, v, cuflash.masks.SlidingWindow(7, 0), causal=True)
+    >>> kept = cuflash.study.recall(q, k, v, mask=cuflash.masks.SlidingWindow(7, 0), causal=True)
     >>> kept.mass.shape, bool((kept.mass[:, :8] > 0.999999).all())
     ((4, 64), True)
     """
@@ -96,9 +100,13 @@ def recall(
             "mask must be a Mask, a BlockIndex, a boolean or scipy.sparse array, or a function of (b, h, i, j), of the "
             "keys to keep; got None: masks.Band() keeps all"
         )
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "scale": scale, "score": score, "softcap": softcap, "bias": bias,
+        "kernel": kernel, "executor": executor, "precision": precision,
+    }  # fmt: skip
     # The call with the mask is first: it finds whatever is wrong before anything is computed.
-    masked = attention(q, k, v, mask=mask, causal=causal, scale=scale, score=score, return_lse=True)
-    return compared(attention(q, k, v, causal=causal, scale=scale, score=score, return_lse=True), masked)
+    masked = attention(q, k, v, mask=mask, **options, return_lse=True)
+    return compared(attention(q, k, v, **options, return_lse=True), masked)
 
 
 def compared(dense: tuple[Array, Array], masked: tuple[Array, Array]) -> Recall:

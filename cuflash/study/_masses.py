@@ -74,7 +74,7 @@ def block_mass(
     --------
     >>> import numpy as np, cuflash
     >>> q, k = np.random.default_rng(0).standard_normal((2, 4, 64, 16))
-    >>> mass = cuflash.block_mass(q, k, block=16, causal=True)
+    >>> mass = cuflash.study.block_mass(q, k, block=16, causal=True)
     >>> mass.shape, bool(np.allclose(mass.sum(-1), 1)), float(mass[0, 0, 1])
     ((4, 4, 4), True, 0.0)
     """
