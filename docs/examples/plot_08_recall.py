@@ -24,7 +24,7 @@ named = {
 }
 figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
 for title, mask in named.items():
-    mass = cuflash.recall(q, k, v, mask).mass.mean(axis=-1)  # of each head
+    mass = cuflash.study.recall(q, k, v, mask=mask).mass.mean(axis=-1)  # of each head
     density = cuflash.BlockIndex.from_mask(mask, 512, 512, 32).density
     axes.plot(mass, "o-", label=f"{title}, {density:.0%} of the blocks")
 axes.set(xlabel="head", ylabel="share of the softmax kept", ylim=(0, 1))

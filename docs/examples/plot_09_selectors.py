@@ -16,7 +16,7 @@ data = np.load("../../experiments/data/minilm_activations.npz")
 q, k, v = (data[name][2].astype(np.float32) for name in "qkv")
 names = ("oracle", "pooled", "antidiagonal", "local", "random")
 figure, panels = plt.subplots(1, 4, figsize=(12, 3.2), layout="constrained")
-mass = cuflash.block_mass(q, k, block=32)
+mass = cuflash.study.block_mass(q, k, block=32)
 panels[0].imshow(mass[0] ** 0.5, cmap="Blues")
 panels[0].set(title="exact mass of blocks, head 0", xticks=[], yticks=[])
 for axes, name in zip(panels[1:], ("oracle", "pooled", "local")):
@@ -33,15 +33,10 @@ for axes, name in zip(panels[1:], ("oracle", "pooled", "local")):
 _, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
 budgets = (1, 2, 4, 8, 12)
 for name in names:
-    kept = [
-        cuflash.recall(
-            q,
-            k,
-            v,
-            getattr(selectors, name)(q, k, block=32, budget=Budget(top_k=top_k)),
-        ).mass.mean()
-        for top_k in budgets
-    ]
+    select, kept = getattr(selectors, name), []
+    for top_k in budgets:
+        index = select(q, k, block=32, budget=Budget(top_k=top_k))
+        kept.append(cuflash.study.recall(q, k, v, mask=index).mass.mean())
     axes.plot(budgets, kept, "o-", label=name)
 axes.set(xlabel="key blocks per query block, of 16", ylabel="share of the softmax kept")
 axes.legend()

@@ -61,7 +61,7 @@ _, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 context = np.array([1024, 4096, 16384, 65536])
 for heads, name in ((64, "64 heads"), (8, "8 heads (GQA)"), (1, "1 head (MQA)")):
     size = [
-        cuflash.kv_cache_bytes(
+        cuflash.study.kv_cache_bytes(
             num_kv_heads=heads,
             head_dim=128,
             num_layers=80,

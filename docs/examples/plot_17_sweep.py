@@ -20,7 +20,9 @@ mass = np.zeros((4, len(first), len(windows)))
 for (a, sinks), (b, window) in product(enumerate(first), enumerate(windows)):
     kept = masks.SlidingWindow(window - 1, 0)
     mask = masks.Causal() & (kept | masks.Lengths(kv=sinks) if sinks else kept)
-    mass[:, a, b] = cuflash.recall(q, k, v, mask, causal=True).mass.mean(axis=-1)
+    mass[:, a, b] = cuflash.study.recall(q, k, v, mask=mask, causal=True).mass.mean(
+        axis=-1
+    )
 
 # %%
 # One panel per head: the share of the causal softmax that is kept.
