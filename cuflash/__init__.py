@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # where each public name comes from; at run time `__getattr__
     from .planning.device import DeviceSpec
     from .plans import Plan, Gradients
 
-__version__ = "0.1.0"
+    __version__: str
 
 __all__ = [
     "BlockIndex",
@@ -95,6 +95,13 @@ _one_import = RLock()  # threads that import modules of one package side by side
 if not TYPE_CHECKING:  # a type checker would take every name for one that is there
 
     def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from importlib import metadata
+
+            try:
+                return metadata.version("cuflash")
+            except metadata.PackageNotFoundError:  # a copy of the sources that is not installed
+                return "0+unknown"
         if name in ("diagnosis", "errors", "jax", "testing", "torch"):  # public too, but few programs need them
             raise AttributeError(f"cuflash.{name} must be imported before it is used: write import cuflash.{name}")
         if name in _MODULE_OF:

@@ -79,7 +79,7 @@ _NAMESPACES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan:  # numpydoc ignore=PR01
     """A plan ready to run: what `cuflash.plan` returns.
 
     Parameters
