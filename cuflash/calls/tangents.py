@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ..arrays import Array
 from ..planning.options import DOT, Directions, Options
-from ..planning.tangents import gathered
 from ..plans import Gradients, Plan, named_gradients
 from ._forward import Forward, run
 
@@ -38,8 +37,11 @@ class Pulled(NamedTuple):
     gradients_dot: Gradients
 
 
-def push(q: Any, k: Any, v: Any, directions: Directions, options: Options, out: Any = None, return_lse: Any = True) -> Pushed:
-    """Run "forward" and "jvp" of a call. Its arguments are as a user passed them; the first call like it checks them."""
+def push(
+    q: Any, k: Any, v: Any, directions: Directions, options: Options, out: Any = None, return_lse: Any = True
+) -> Pushed:
+    """Run "forward" and "jvp" of a call, whose arguments are as a user passed them; the first call like it checks them.
+    """
     forward = run(q, k, v, options._replace(tangents=directions), out, return_lse)
     plan, dots = forward.plan, directions.arrays()
     tangents = {name: array for name, array in dots.items() if name.endswith(DOT)}
