@@ -16,6 +16,7 @@ from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import refuse
 from ..masks.base import Band, Mask
 from ..masks.content import without_memos
+from .chosen_lists import UnionsAtCall
 from .device import DeviceSpec
 from .dropout_launches import with_dropout
 from .families.family import Family
@@ -23,9 +24,9 @@ from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
 from .problem import Problem
-from .routing import named, rerouted, routed
+from .routing import FAMILIES, named, rerouted, routed, unions
 from .score_launches import stored_gradient, with_score
-from .spec import KernelSpec
+from .spec import SM80, KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
 _AXES_OF_A_LAUNCH = 2  # axes of a batch that one launch surely holds, tensor maps too
@@ -94,6 +95,8 @@ class KernelPlan:
     @property
     def list_bytes(self) -> int:
         """Memory of the work list where the kernels read it."""
+        if isinstance(self.work, UnionsAtCall):
+            return self.work.nbytes + self.work.source.nbytes
         if self.kernels is None or isinstance(self.work, IntervalWork):
             return self.work.nbytes
         index = self.work.index
@@ -216,12 +219,7 @@ def gpu_plan(
     UnsupportedProblem
         No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
     """
-    family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
-    work = _work(problem, mask, device, family)
-    other = rerouted(family, work) if kernel == "auto" else None
-    if other is not None:
-        family, why = other
-        work = _work(problem, mask, device, family)
+    family, why, work = _routed_work(problem, mask, device, kernel)
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
@@ -234,6 +232,19 @@ def gpu_plan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
     )  # fmt: skip
+
+
+def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, str, WorkList]:
+    """The family that `kernel` stands for, why it is taken, and its work."""
+    found = unions(problem, mask, device, kernel)
+    if found is not None:
+        return FAMILIES[SM80], "neighbouring queries, each with blocks of its own, walk the union of these", found
+    family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
+    work = _work(problem, mask, device, family)
+    other = rerouted(family, work) if kernel == "auto" else None
+    if other is None:
+        return family, why, work
+    return *other, _work(problem, mask, device, other[0])
 
 
 def _work(problem: Problem, mask: Mask, device: DeviceSpec, family: Family) -> WorkList:
