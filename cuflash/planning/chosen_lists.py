@@ -38,6 +38,11 @@ _POINTER = np.uint64
 _RESULTS = ("ranges", "kv_blocks", "words")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
 NAME = "chosen"  # the feature's name
+NOT_JOINED = (
+    "; lists of blocks, one for each query, are listed block by block: the kernels that join those of neighbours are "
+    "sm80's, for 16-bit elements and blocks of 16, 32 or a multiple of 64 keys beside row intervals, without score "
+    "function and dropout"
+)
 # Mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(
     [
@@ -330,7 +335,7 @@ class UnionSource(SourceOfResults):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnionsAtCall(UnionWork):
-    """Work whose unions are made at each call, in one array of bytes that the call hands to its kernels as `AT_CALL`."""
+    """Work whose unions are made at each call, in one array of bytes that it hands to its kernels as `AT_CALL`."""
 
     source: UnionSource
     made: Array | None = None

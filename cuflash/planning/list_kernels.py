@@ -295,7 +295,8 @@ class ListedAtCall(ListedWork):
         return {name: start for name, start in self.source.offsets.items() if name not in _OF_LISTS_ALONE}
 
 
-WorkAtCall = ListedAtCall | IntervalsAtCall | UnionsAtCall  # whose arrays a call makes, and hands to its kernels as `AT_CALL`
+# Work whose arrays a call makes, and hands to its kernels as `AT_CALL`.
+WorkAtCall = ListedAtCall | IntervalsAtCall | UnionsAtCall
 
 
 def _has_no_intervals(mask: Mask) -> bool:

@@ -14,9 +14,10 @@ from ..arrays import ShapeDtype
 from ..blocks._chosen_work import chosen_work
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import refuse
+from ..masks._chosen import chosen_masks
 from ..masks.base import Band, Mask
 from ..masks.content import without_memos
-from .chosen_lists import UnionsAtCall
+from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
 from .dropout_launches import with_dropout
 from .families.family import Family
@@ -228,6 +229,8 @@ def gpu_plan(
         kernels = with_dropout(kernels, problem.dropout)
     refuse(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
+    if not isinstance(work, UnionWork) and next(chosen_masks(mask), None) is not None:
+        rule += NOT_JOINED
     return KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
