@@ -12,6 +12,7 @@ from ..planning._result_kernels import COMPARISON, MERGE
 from ..planning.appending import APPEND
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
+from ..planning.chosen_lists import CHOSEN_LISTS, CHOSEN_PARAMS
 from ..planning.decoding import CACHE_PAGES, CACHE_SCALES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.families._passes import QUERY_STATE
@@ -32,6 +33,7 @@ from ..planning.sinks import SINK
 _RECORDS = {
     "lists/params.cuh": {"Params": LIST_PARAMS},
     "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
+    "lists/chosen.cuh": {"ChosenParams": CHOSEN_PARAMS},
     "lists/selection.cuh": {
         "Choice": CHOICE, "Choices": CHOICES, "PooledRows": POOLED_ROWS, "Pooling": POOLING, "Draw": DRAW,
         "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
@@ -41,6 +43,7 @@ _RECORDS = {
     "attention/params.cuh": {
         "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "Params": PARAMS,
     },
+    "attention/chosen_lists.cuh": {"ChosenLists": CHOSEN_LISTS},
     "attention/sink.cuh": {"Sink": SINK},
     "attention/dropout.cuh": {"Dropout": DROPOUT},
     "attention/scales.cuh": {"Scales": SCALES},

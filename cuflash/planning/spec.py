@@ -121,6 +121,8 @@ class KernelSpec:
         Blocks share a tile's keys, and leave their parts to be merged by another kernel.
     pack_gqa : bool
         A tile holds the queries of all heads that share a key/value head.
+    packs_queries : bool
+        A tile holds neighbouring queries with all heads that share their lists of blocks, and walks the union of these.
     mma_rows : 0, 8 or 16
         Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
     has_watchdog : bool
@@ -175,6 +177,7 @@ class KernelSpec:
     adds_dq_in_order: bool = False
     is_split: bool = False
     pack_gqa: bool = False
+    packs_queries: bool = False
     mma_rows: int = 0
     has_watchdog: bool = False
     precision: str = "ieee"

@@ -356,7 +356,8 @@ def written(text: str, results: Path = RESULTS) -> str:
         if name in CHOOSING:
             return f"{begin}\n{folded(name, make(committed(rows) if name not in OF_PEERS else rows))}\n\n{end}"
         chosen = committed(rows)
-        parts = [folded(name, make(chosen)), signature(chosen)] if chosen else ["*There is no row of a committed tree.*"]
+        absent = ["*There is no row of a committed tree.*"]
+        parts = [folded(name, make(chosen)), signature(chosen)] if chosen else absent
         return f"{begin}\n" + "\n\n".join([*parts, *filter(None, [left_out(rows)])]) + f"\n\n{end}"
 
     return MARKED.sub(table, text)
