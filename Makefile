@@ -2,7 +2,9 @@
 # make test    installs, then runs every test that this machine can run
 # make gallery installs, then runs the quick form of the experiments of docs/experiments.md, into build/results
 # make interop installs JAX for the CPU into .venv-interop, then runs the tests of JAX's arrays
-# make docs    installs into .venv-docs, then builds docs/_build/html; a warning is an error
+# make docs    installs into .venv-docs, then builds docs/_build/html; a warning, a broken link or a lost search word is an error
+# make site-check  looks at the built pages in Chromium, which apt installs, and writes screenshots to build/site
+# make release builds dist/ for the tag at HEAD, checks it and writes its notes; uploads nothing
 # make types lint cover clean
 # Needs make, python3 (3.11 or newer, with venv) and g++. PYTHON=python3.13 picks another Python;
 # CUDA=cuda13, CUDA=cuda12 or CUDA= (none) overrides what the NVIDIA driver says. Tests run on all cores at once, but one
@@ -25,7 +27,7 @@ extra  = $(if $(CUDA),$(comma)$(CUDA))
 # The name of the stamp holds the choice of CUDA: another driver, another install.
 stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 
-.PHONY: demo gallery test interop docs types lint cover clean
+.PHONY: demo gallery test interop docs site-check release types lint cover clean
 demo: $(call stamp,experiments)
 	$(RUN) -m experiments block_sparsity --speed-seqlens 4096 --repeats 3
 
@@ -43,7 +45,17 @@ interop: $(INTEROP)/.installed
 
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	$(DOCS)/bin/python docs/check_site.py docs/_build/html
 	@echo "open docs/_build/html/index.html"
+
+site-check: docs
+	$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet '.[site-check]'
+	$(DOCS)/bin/python docs/check_site.py docs/_build/html --browser
+
+release: | $(RUN)
+	$(RUN) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --disable-pip-version-check --quiet build twine
+	$(VENV)-release/bin/python .ci/release.py
 
 types: $(call stamp,test)
 	$(RUN) -m mypy
@@ -87,4 +99,4 @@ $(RUN):
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(INTEROP) docs/_build docs/generated docs/gallery docs/sg_execution_times.rst build dist *.egg-info .mypy_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) $(INTEROP) $(VENV)-release docs/_build docs/generated docs/gallery docs/sg_execution_times.rst build dist *.egg-info .mypy_cache .pytest_cache .hypothesis

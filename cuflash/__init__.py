@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # where each public name comes from; at run time `__getattr__` imports its module at the first use
     from . import masks as masks, patterns as patterns, reference as reference, scores as scores
     from . import selectors as selectors, study as study
-    from .api import attention, attention_vjp, plan, precompile
+    from .api import attention, attention_hvp, attention_jvp, attention_vjp, plan, precompile
     from .arrays import ShapeDtype
     from .blocks.index import BlockIndex
     from .bounds import error_bound
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # where each public name comes from; at run time `__getattr__
     from .planning.device import DeviceSpec
     from .plans import Plan, Gradients
 
-__version__ = "0.1.0"
+    __version__: str
 
 __all__ = [
     "BlockIndex",
@@ -43,6 +43,8 @@ __all__ = [
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
+    "attention_hvp",
+    "attention_jvp",
     "attention_vjp",
     "cache_clear",
     "cache_info",
@@ -64,7 +66,7 @@ __all__ = [
 
 # The import statements above as a table. A BlockIndex comes with the executors, whose kernels make indices on a GPU.
 _MODULES = {
-    "api": ("attention", "attention_vjp", "plan", "precompile"),
+    "api": ("attention", "attention_hvp", "attention_jvp", "attention_vjp", "plan", "precompile"),
     "arrays": ("ShapeDtype",),
     "bounds": ("error_bound",),
     "cache": ("KVCache",),
@@ -93,6 +95,13 @@ _one_import = RLock()  # threads that import modules of one package side by side
 if not TYPE_CHECKING:  # a type checker would take every name for one that is there
 
     def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from importlib import metadata
+
+            try:
+                return metadata.version("cuflash")
+            except metadata.PackageNotFoundError:  # a copy of the sources that is not installed
+                return "0+unknown"
         if name in ("diagnosis", "errors", "jax", "testing", "torch"):  # public too, but few programs need them
             raise AttributeError(f"cuflash.{name} must be imported before it is used: write import cuflash.{name}")
         if name in _MODULE_OF:

@@ -12,6 +12,7 @@ from .calls._forward import run
 from .calls._call import planned
 from .calls.listed_plan import listed_plan
 from .calls.pullback import Pullback
+from .calls.tangents import pull, push
 from .calls.unchanged import writeable
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
@@ -21,9 +22,10 @@ from .fp8 import Quantized
 from .keywords import explains_keywords
 from .planning.device import DeviceSpec
 from .planning.options import (
-    AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
-    Window,
+    AnyArray, CallOptions, Causality, Directions, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike,
+    Tangents, VjpOptions, Window,
 )  # fmt: skip
+from .planning.tangents import gathered
 from .plans import Gradients, Plan, as_arrays
 
 _Operand: TypeAlias = AnyArray | Quantized
@@ -292,6 +294,198 @@ def attention_vjp(
     return ((o, lse) if return_lse else o), Pullback(plan, arrays["q"], arrays["k"], arrays["v"], o, lse, operands)
 
 
+@overload
+def attention_jvp(
+    q: AnyArray, k: AnyArray, v: AnyArray, q_dot: AnyArray | None = None, k_dot: AnyArray | None = None,
+    v_dot: AnyArray | None = None, *, tangents: Tangents | None = None, out: Any = None,
+    return_lse: Literal[False] = False, **options: Unpack[CallOptions],
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention_jvp(
+    q: AnyArray, k: AnyArray, v: AnyArray, q_dot: AnyArray | None = None, k_dot: AnyArray | None = None,
+    v_dot: AnyArray | None = None, *, tangents: Tangents | None = None, out: Any = None, return_lse: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]: ...
+
+
+@explains_keywords
+def attention_jvp(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    q_dot: AnyArray | None = None,
+    k_dot: AnyArray | None = None,
+    v_dot: AnyArray | None = None,
+    *,
+    tangents: Tangents | None = None,
+    mask: MaskLike | None = None,
+    causal: Causality = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    score: ScoreLike | None = None,
+    softcap: float | None = None,
+    bias: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
+    kernel: KernelFamily = "auto",
+    executor: ExecutorName = "auto",
+    precision: Precision = "ieee",
+    deterministic: bool = False,
+    out: Any = None,
+    return_lse: bool = False,
+) -> tuple[Any, Any]:
+    """Compute attention and its tangent: the derivative along tangents of its arrays, by forward-mode differentiation.
+
+    Parameters
+    ----------
+    q, k, v : arrays
+        As in `attention`; NumPy arrays, or arrays of other libraries on the host.
+    q_dot, k_dot, v_dot : array, optional
+        Tangents of q, k and v, of their shapes and dtype. An absent one is 0 and costs nothing; one must be there.
+    tangents : dict of arrays by name, optional
+        Tangents of further arrays of the call, of their shapes and dtypes: "bias", "sink", and real arrays of the
+        score function.
+    mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
+        As in `attention`.
+    kernel, executor, precision, deterministic : optional
+        As in `attention`. Tangents need executor="cpu", which "auto" takes for arrays on the host.
+    out : array, or pair (o, lse), optional
+        As in `attention`, for o and lse; tangents are new arrays.
+    return_lse : bool
+        Return (o, lse) and (o_dot, lse_dot) instead of o and o_dot.
+
+    Returns
+    -------
+    o : array, or pair (o, lse)
+        What `attention` returns, bit for bit.
+    o_dot : array, or pair (o_dot, lse_dot)
+        The tangents, of the shapes and dtypes of o and lse; 0 in rows without a key, where lse_dot is the tangent of
+        the sink if there is one.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem, MemoryError
+        As `attention`.
+
+    Notes
+    -----
+    P_dot = P (S_dot - rowsum(P S_dot)) and o_dot = P_dot v + P v_dot, in memory linear in the length: P is recomputed
+    from lse. Scores' tangents are taken relative to a number of each row, so that a drift that all keys share costs no
+    digits.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, q_dot = rng.standard_normal((4, 2, 50, 16))
+    >>> o, o_dot = cuflash.attention_jvp(q, k, v, q_dot, causal=True)
+    >>> step = 1e-6
+    >>> moved = cuflash.attention(q + step * q_dot, k, v, causal=True)
+    >>> bool(abs((moved - o) / step - o_dot).max() < 1e-5)
+    True
+    """
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
+    directions = Directions("attention_jvp", gathered(tangents, q=q_dot, k=k_dot, v=v_dot))
+    with writeable(out):
+        (_, _, o, lse), _, o_dot, lse_dot = push(q, k, v, directions, options, out, return_lse)
+    return ((o, lse), (o_dot, lse_dot)) if return_lse else (o, o_dot)
+
+
+@explains_keywords
+def attention_hvp(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    do: AnyArray,
+    q_dot: AnyArray | None = None,
+    k_dot: AnyArray | None = None,
+    v_dot: AnyArray | None = None,
+    *,
+    dlse: AnyArray | None = None,
+    do_dot: AnyArray | None = None,
+    dlse_dot: AnyArray | None = None,
+    tangents: Tangents | None = None,
+    mask: MaskLike | None = None,
+    causal: Causality = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    score: ScoreLike | None = None,
+    softcap: float | None = None,
+    bias: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
+    wrt: str | tuple[str, ...] = (),
+    kernel: KernelFamily = "auto",
+    executor: ExecutorName = "auto",
+    precision: Precision = "ieee",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> tuple[Any, Gradients, Gradients]:
+    """Compute attention, its gradients, and the tangents of these: Hessian-vector products by forward over reverse.
+
+    With `do_dot` and `dlse_dot` left out, the tangents are the Hessian of sum(do * o) + sum(dlse * lse) times the
+    vector that the tangents make.
+
+    Parameters
+    ----------
+    q, k, v : arrays
+        As in `attention_jvp`.
+    do : array
+        The gradient of o, of o's shape and dtype.
+    q_dot, k_dot, v_dot, tangents : optional
+        As in `attention_jvp`.
+    dlse : array, optional
+        The gradient of lse, of lse's shape and dtype; zero by default.
+    do_dot, dlse_dot : array, optional
+        Tangents of do and dlse; of a loss behind attention, its Hessian times the tangents of o and lse.
+    mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
+        As in `attention`.
+    wrt : str or tuple of str
+        As in `attention_vjp`.
+    kernel, executor, precision, deterministic : optional
+        As in `attention_jvp`.
+    return_lse : bool
+        Return (o, lse) instead of o.
+
+    Returns
+    -------
+    o : array, or pair (o, lse)
+        What `attention` returns.
+    gradients : Gradients
+        What the vjp of `attention_vjp` returns for do and dlse.
+    gradients_dot : Gradients
+        Their tangents, under the same names.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem, MemoryError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, do, q_dot = rng.standard_normal((5, 2, 50, 16))
+    >>> o, gradients, gradients_dot = cuflash.attention_hvp(q, k, v, do, q_dot, causal=True)
+    >>> step = 1e-6
+    >>> _, vjp = cuflash.attention_vjp(q + step * q_dot, k, v, causal=True)
+    >>> bool(abs((vjp(do).dk - gradients.dk) / step - gradients_dot.dk).max() < 1e-4)
+    True
+    """
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
+    dots = gathered(tangents, q=q_dot, k=k_dot, v=v_dot, do=do_dot, dlse=dlse_dot)
+    o, lse, gradients, gradients_dot = pull(q, k, v, do, dlse, dots, options, return_lse)
+    return ((o, lse) if return_lse else o), gradients, gradients_dot
+
+
 @explains_keywords
 def plan(
     q: AnyArray,
@@ -313,6 +507,7 @@ def plan(
     precision: Precision = "ieee",
     deterministic: bool = False,
     device: DeviceSpec | None = None,
+    tangents: str | tuple[str, ...] = (),
 ) -> Plan:
     """Decide everything about a call once, to run it many times.
 
@@ -336,12 +531,15 @@ def plan(
         As in `attention`.
     device : DeviceSpec, optional
         Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
+    tangents : str or tuple of str
+        Names of arrays, "q", "k" and "v" among them, that ``jvp`` and ``backward_jvp`` will have tangents of: these
+        passes are planned too. They also run without having been named here. Only the cpu executor has them.
 
     Returns
     -------
     Plan
         The plan, with ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, both also with ``sink=``,
-        ``explain()``, ``workspace_bytes`` and ``compile()``.
+        ``jvp``, ``backward_jvp``, ``explain()``, ``workspace_bytes`` and ``compile()``.
 
     Raises
     ------
@@ -368,7 +566,7 @@ def plan(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
-        deterministic,
+        deterministic, tangents,
     )  # fmt: skip
     listed = listed_plan(q, k, v, options) if options.mask is not None and device is None else None
     return listed or planned(q, k, v, options, device)

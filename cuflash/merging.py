@@ -120,7 +120,7 @@ def merge_vjp(
     Returns
     -------
     merged : (array, array)
-        o and lse, as `merge` returns them.
+        The result and its log-sum-exp, as `merge` returns them.
     vjp : MergePullback
         ``vjp(do, dlse=None)`` returns ``(douts, dlses)``, two tuples with an array for each part: the gradients of
         sum(do * o) + sum(dlse * lse), in the shapes and dtypes of `outs` and `lses`. Rows that are empty in a part have

@@ -31,8 +31,10 @@ from .planning._call_cache import CALLS
 from .planning.device import other_device_reasons
 from .planning.explain import explain
 from .planning.list_kernels import AT_CALL, WorkAtCall
+from .planning.options import DOT, Directions
 from .planning.plan import KernelPlan
 from .planning.problem import Problem
+from .planning.tangents import arrays_with_tangents, gathered, tangent_reasons, tangents_among, with_dots
 
 
 @explains_keywords
@@ -77,7 +79,7 @@ _NAMESPACES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan:  # numpydoc ignore=PR01
     """A plan ready to run: what `cuflash.plan` returns.
 
     Parameters
@@ -204,6 +206,133 @@ class Plan:
         arrays = self._arrays_of_backward({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}, dlse, operands)
         return named_gradients(self.plan.problem, self._run("backward", arrays, {}))
 
+    def jvp(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        q_dot: Array | None = None,
+        k_dot: Array | None = None,
+        v_dot: Array | None = None,
+        tangents: Mapping[str, Array] | None = None,
+        **operands: Array,
+    ) -> tuple[Array, Array]:
+        """Compute the tangents of o and lse along tangents of the arrays that made them.
+
+        Parameters
+        ----------
+        q, k, v, o, lse : arrays
+            What `forward` took and returned.
+        q_dot, k_dot, v_dot, tangents : optional
+            As in `attention_jvp`. They need not be those that `tangents=` named when the plan was made.
+        **operands : arrays
+            Arrays that `forward` took by name.
+
+        Returns
+        -------
+        o_dot, lse_dot : array
+            The tangents of o and lse, of their shapes and dtypes.
+
+        Raises
+        ------
+        TypeError
+            An argument is not an array.
+        UnsupportedProblem
+            An array is not what was planned, or the plan's executor has no tangents. It lists every reason.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True, tangents="v")
+        >>> o, lse = ready.forward(q, k, v)
+        >>> o_dot, lse_dot = ready.jvp(q, k, v, o, lse, v_dot=2 * v)
+        >>> bool(abs(o_dot - 2 * o).max() < 1e-5), bool(lse_dot.any())
+        (True, False)
+        """
+        arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+        arrays |= with_dots(gathered(tangents, q=q_dot, k=k_dot, v=v_dot))
+        o_dot, lse_dot = self._run("jvp", arrays | self._operands_of("jvp", operands), {})
+        return o_dot, lse_dot
+
+    def backward_jvp(
+        self,
+        do: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        o_dot: Array,
+        lse_dot: Array,
+        q_dot: Array | None = None,
+        k_dot: Array | None = None,
+        v_dot: Array | None = None,
+        do_dot: Array | None = None,
+        dlse: Array | None = None,
+        dlse_dot: Array | None = None,
+        tangents: Mapping[str, Array] | None = None,
+        **operands: Array,
+    ) -> Gradients:
+        """Compute the tangents of the gradients that `backward` returns.
+
+        With `do_dot` and `dlse_dot` left out these are products of the Hessian of sum(do * o) + sum(dlse * lse).
+
+        Parameters
+        ----------
+        do, q, k, v, o, lse : arrays
+            As in `backward`.
+        o_dot, lse_dot : arrays
+            What `jvp` returned for the same tangents.
+        q_dot, k_dot, v_dot, tangents : optional
+            As in `jvp`.
+        do_dot, dlse_dot : array, optional
+            Tangents of do and dlse.
+        dlse : array, optional
+            As in `backward`.
+        **operands : arrays
+            Arrays that `forward` took by name.
+
+        Returns
+        -------
+        Gradients
+            The tangents of dq, dk and dv, and of the gradients of arrays that `wrt` names.
+
+        Raises
+        ------
+        TypeError, UnsupportedProblem
+            As `jvp`.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 8))
+        >>> ready = cuflash.plan(q, k, v)
+        >>> o, lse = ready.forward(q, k, v)
+        >>> o_dot, lse_dot = ready.jvp(q, k, v, o, lse, q_dot=q)
+        >>> dots = ready.backward_jvp(np.ones_like(o), q, k, v, o, lse, o_dot, lse_dot, q_dot=q)
+        >>> dots.dk.shape
+        (2, 16, 8)
+        """
+        arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, f"o{DOT}": o_dot, f"lse{DOT}": lse_dot}
+        if dlse is not None:
+            arrays["dlse"] = dlse
+        arrays |= with_dots(gathered(tangents, q=q_dot, k=k_dot, v=v_dot, do=do_dot, dlse=dlse_dot))
+        results = self._run("backward_jvp", arrays | self._operands_of("backward_jvp", operands), {})
+        return named_gradients(self.plan.problem, results)
+
+    def _operands_of(self, name: str, operands: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the arrays that a pass other than "forward" reads beside q, k, v and what passes made, by name."""
+        problem = self.plan.problem
+        if operands:
+            require_own_names(f"Plan.{name}", operands, (each.name for each in problem.operands))
+        given = {**self.captured, **operands}
+        if name == "jvp":
+            return given
+        return {each: array for each, array in given.items() if not problem.is_of_forward(each)}
+
     def _arrays_of_backward(
         self, arrays: dict[str, Array], dlse: Array | None, operands: Mapping[str, Array]
     ) -> dict[str, Array]:
@@ -261,7 +390,7 @@ class Plan:
         Parameters
         ----------
         name : str
-            The pass, "forward" or "backward".
+            The pass.
         arrays : dict by name
             The arrays that the pass reads, in the order of later calls; layouts are enough on a GPU.
         outs : dict of arrays by name
@@ -365,7 +494,7 @@ class Plan:
         Parameters
         ----------
         name : str
-            The pass, "forward" or "backward".
+            The pass.
         arrays, outs : dict of arrays by name
             Arrays that the pass reads, and that it writes to.
         machine : optional
@@ -381,8 +510,14 @@ class Plan:
             The stream is captured and something is not ready: `compile` makes it so.
         """
         problem = self.plan.problem
-        needed = problem.wrt if name == "backward" else [operand.name for operand in problem.operands]
-        reasons = self._input_reasons(arrays, needed)
+        needed = problem.wrt if name.startswith("backward") else [operand.name for operand in problem.operands]
+        reasons = list[str]()
+        if name.endswith("jvp"):
+            cotangents = {each: arrays[each] for each in ("do", "dlse") if each in arrays}
+            directions = Directions(f"Plan.{name}", tangents_among(arrays), cotangents)
+            reasons = tangent_reasons(directions, problem, self.executor)
+            arrays = {each: array for each, array in arrays.items() if each[: -len(DOT)] not in directions.tangents}
+        reasons += self._input_reasons(arrays, needed)
         for result, array in outs.items():
             shape, dtype = self._wanted[result]
             reasons += self._output_reasons(_name_of_out(result, outs), array, shape, dtype, arrays)
@@ -420,20 +555,23 @@ class Plan:
     def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Shape and dtype of each array that a pass may be given."""
         problem = self.plan.problem
+        like_o = problem.o_shape(), problem.dtype
+        like_lse = problem.lse_shape(), problem.accumulator
         return {
             **{name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()},
             **{operand.name: (operand.shape, operand.dtype) for operand in problem.operands},
-            "o": (problem.o_shape(), problem.dtype),
-            "do": (problem.o_shape(), problem.dtype),
-            "lse": (problem.lse_shape(), problem.accumulator),
-            "dlse": (problem.lse_shape(), problem.accumulator),
+            **{"o": like_o, "do": like_o, f"o{DOT}": like_o},
+            **{"lse": like_lse, "dlse": like_lse, f"lse{DOT}": like_lse},
         }
 
     def _as_planned(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return arrays of other libraries as `as_arrays` takes them, and lists in the planned dtypes.
         """
         has_lists = any(map(is_list, given.values()))
-        return as_arrays(given, {name: dtype for name, (_, dtype) in self._wanted.items()} if has_lists else None)
+        dtypes = {name: dtype for name, (_, dtype) in self._wanted.items()} if has_lists else None
+        if dtypes is not None:
+            dtypes |= {f"{name}{DOT}": dtype for name, (_, dtype) in arrays_with_tangents(self.plan.problem).items()}
+        return as_arrays(given, dtypes)
 
     def _input_reasons(self, given: Mapping[str, Array], needed: Sequence[str]) -> list[str]:
         """Why arrays are not what was planned; operands that are needed must be among them."""

@@ -51,7 +51,7 @@ numpydoc_xref_ignore = "all"
 # Types of parameters that are public classes are links; numpydoc's own links lead to other sites.
 numpydoc_xref_aliases = {name: name for name in DEFAULT_LINKS} | {
     name: f"{module.__name__}.{name}"
-    for module in (cuflash, cuflash.masks, cuflash.scores, cuflash.selectors, cuflash.testing)
+    for module in (cuflash, cuflash.masks, cuflash.scores, cuflash.selectors, cuflash.study, cuflash.testing)
     for name in module.__all__
     if isinstance(getattr(module, name), type)
 }
@@ -74,6 +74,7 @@ sphinx_gallery_conf = {
     "filename_pattern": r"plot_.*\.py",
     "only_warn_on_example_error": False,
     "abort_on_example_error": True,
+    "within_subsection_order": "FileNameSortKey",
     "show_memory": False,
     "min_reported_time": 1e9,
     "show_signature": False,

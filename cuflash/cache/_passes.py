@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
 from ..executors import gpu
 from ..executors._records import View
+from ..executors.launch import run_alone
+from ..executors.sim import Simulator
 from ..layouts import address, device_number, layout_reasons
 from ..planning.decoding import MOST_ROWS, CacheLayout, chunk_reasons, decode_pass, decode_reasons
 from ..planning.device import DeviceSpec
@@ -20,7 +23,12 @@ from ..planning.launches import Pass
 from ..planning.prefill import prefill_pass, prefill_reasons
 from ..planning.problem import Problem, with_operands
 from ..planning.routing import PREFILL_FAMILIES
-from .scoring import ScoreKind
+from ..scores import Score
+from .scoring import ScoreKind, arrays_of
+from .steps import AttendStep
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
 
 # What may be asked for, and of the decode kernel.
 _KERNELS, _OF_DECODE = ("auto", *PREFILL_FAMILIES), ("auto", DECODING.family)
@@ -50,6 +58,36 @@ class DecodeOptions(NamedTuple):
     precision: Any
     part_keys: int | None = None
     score: ScoreKind | None = None
+
+
+class SimulatedStep(AttendStep):
+    """The decode kernel, or those of many new tokens, on the simulator.
+
+    Parameters
+    ----------
+    kernels : Pass
+    arrays : dict by name
+        As `pass_of` takes them.
+    captured : sequence of str
+        The names of the score function's arrays.
+    """
+
+    def __init__(self, kernels: Pass, arrays: Mapping[str, Any], captured: Sequence[str]) -> None:
+        super().__init__(arrays, captured)
+        self._kernels = kernels
+
+    def attend(
+        self, cache: KVCache, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None, sink: Array | None,
+        score: Score | None,
+    ) -> None:  # fmt: skip
+        """Write o and lse; of q's rows the first `counts` belong to each sequence, and None stands for all."""
+        arrays = {
+            "q": q, "k": cache.k, "v": cache.v, "o": o, "lse": self.make_lse() if lse is None else lse, "sink": sink,
+            "table": None if cache.page_size is None else cache.block_table, "lengths": cache.lengths,
+            "counts": None if counts is None else np.array(counts, np.int32), "num_faults": np.zeros(1, np.int32),
+        }  # fmt: skip
+        captured = {} if score is None else arrays_of(score)
+        run_alone(self._kernels, arrays | cache._arrays.scales | captured, Simulator())
 
 
 def pass_of(arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions) -> Pass | None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..api import plan
 from ..arrays import (
-    DTYPES, SCALED_DTYPES, Array, ShapeDtype, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace,
+    DTYPES, SCALED_DTYPES, Array, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace,
     require_arrays, to_host,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
@@ -202,14 +201,6 @@ def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
         operands_of({"sink": sink}, (int(q.shape[0]), int(q.shape[1])))
     require_arrays({"sink": sink})  # which may be a shape and a dtype alone
     return reasons + place_reasons("sink", sink, like)
-
-
-def option_reasons(like: ShapeDtype, scale: Any, kernel: Any, executor: Any, precision: Any) -> list[str]:
-    """Why options of attention are refused whatever the rows are, for rows like some."""
-    reasons: list[str] = []
-    with collecting(reasons):
-        plan(like, like, like, scale=scale, kernel=kernel, executor=executor, precision=precision)
-    return reasons
 
 
 def checked_window(window: Any) -> tuple[int | None, int | None] | None:

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
-from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace, to_host
+from ..arrays import Array, describe, flag_reasons, namespace, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..executors import checks
-from ..executors.launch import run_alone
-from ..executors.sim import Simulator
 from ..keywords import explains_keywords
-from ..layouts import is_foreign
 from ..planning.decoding import CacheLayout
-from ..planning.launches import Pass
 from ..planning.options import ScoreLike
 from ..plans import as_arrays
-from ..scores import Score
+from ._doors import checked_queries, checked_rows
 from .arguments import (
-    PAGE_SIZE, capacity_reason, checked_window, dtype_of, excess_reasons, growth_reasons, listed_ints, not_served,
-    numbers, option_reasons, out_reasons, overlap_reasons, page_reasons, part_reasons, require_appended, row_reasons,
-    sequence_reasons, shortage_reason, shown_numbers, sink_reasons, size_reasons,
+    PAGE_SIZE, capacity_reason, dtype_of, excess_reasons, growth_reasons, listed_ints, numbers, page_reasons,
+    part_reasons, require_appended, sequence_reasons, shortage_reason, shown_numbers, size_reasons,
 )  # fmt: skip
-from ._passes import DecodeOptions, pass_of
 from .given_pages import checked_pages
 from .on_device import OnDevice, capture_reasons, device_reasons, is_capturing, is_on_device
-from .one_by_one import OwnRows, attend_one_by_one
 from .paged_rows import PagedRows
 from .pages import Growth, OwnPages, PagePool, growths, length_faults
-from .scoring import ScoreKind, arrays_of, fit_reasons, score_of
+from .scoring import score_of
+from .steps import AskedOptions, DecodeStep, Steps
 
 
 @explains_keywords
@@ -163,8 +156,9 @@ class KVCache:
         self._arrays, self._k, self._v = arrays, arrays.k, arrays.v
         self._pages, self._lengths, self._capacity = pages, lengths, capacity
         self._is_counted_on_device, self._device, self._part_keys = False, None, part_keys
+        self._steps = Steps(arrays.k, arrays.v)
         if not isinstance(arrays.k, np.ndarray):
-            self._device = OnDevice(arrays, self._layout, len(lengths), isinstance(pages, PagePool))
+            self._device = OnDevice(arrays, self._layout, len(lengths), isinstance(pages, PagePool), self._steps)
 
     def __copy__(self) -> KVCache:
         """A cache with arrays of its own: two that share arrays would write over each other's rows."""
@@ -453,12 +447,9 @@ class KVCache:
             ...
         cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, ...
         """
-        found = None if self._device is None else self._device.steps.append(k, v)
-        if found is None and self._device is not None and (is_foreign(k) or is_foreign(v)):
-            given, (k, v) = (k, v), as_arrays({"k": k, "v": v}).values()
-            found = self._device.steps.append(k, v, given)
+        found, k, v = self._steps.append(k, v)
         if found is None:
-            k, v = self._checked_rows(k, v, counts)
+            k, v = checked_rows(self, k, v, counts)
         news = self._counted(counts, int(k.shape[2]))
         if self._is_counted_on_device:
             self._put().append(k, v, news if counts is not None else None, None, found)
@@ -471,26 +462,6 @@ class KVCache:
         elif lengths != self._lengths:
             self._put().append(k, v, news if counts is not None else None, lengths, found)
         self._lengths = lengths
-
-    def _checked_rows(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
-        """New rows as arrays of the cache's kind, which they fit, and the counts too."""
-        given = as_arrays({"k": k, "v": v}, dict.fromkeys("kv", self._row_dtypes[-1]), like=self._k)
-        batch, heads = len(self._lengths), self._k.shape[1]
-        wanted = {"k": (batch, heads, "n", self._k.shape[3]), "v": (batch, heads, "n", self._v.shape[3])}
-        reasons = row_reasons(given, self._k, wanted, self._row_dtypes)
-        k, v = given.values()
-        if not reasons:
-            if k.dtype != v.dtype:
-                reasons.append(f"v must have k's dtype, {k.dtype}; got {v.dtype}")
-            if k.shape[2] != v.shape[2]:
-                reasons.append(f"v must have k's {k.shape[2]} rows; got {v.shape[2]}")
-            own = {"the cache's keys": self._k, "the cache's values": self._v}
-            reasons += [reason for name, rows in given.items() for reason in overlap_reasons(name, rows, own)]
-        if any(isinstance(array, np.ndarray) and not array.flags.writeable for array in self._arrays.arrays):
-            reasons.append("the cache must have writeable pages to append to; got read-only arrays: give copies")
-        reasons += self._count_reasons(counts, k, self._counted)
-        refuse(reasons)
-        return k, v
 
     def count_on_device(self) -> None:
         """Count rows on the GPU from now on, so that calls can be captured into CUDA graphs and read nothing back.
@@ -790,106 +761,29 @@ class KVCache:
         >>> cache.attention(q).shape
         (2, 3, 1, 4)
         """
-        asked = causal, window, scale, kernel, executor, precision
-        scored, reasons = None, list[str]()
-        with collecting(reasons):
-            scored = score_of(score, softcap, bias, self._k)
-        found = None if self._device is None else self._device.steps.decode(q, out, sink, asked, scored)
-        if found is None and self._device is not None and (is_foreign(q) or is_foreign(sink)):
-            given, (q, sink) = (q, sink), as_arrays({"q": q, "sink": sink}).values()
-            found = self._device.steps.decode(q, out, sink, asked, scored, given)
-        if found is not None and type(return_lse) is bool and not reasons:
-            news = self._queried(counts, q.shape[2])
-            o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
-            self._put().decode(found, q, o, lse, None if counts is None else news, sink, scored)
-            return (o, lse) if return_lse else o
-        xp, limits = namespace(self._k), None
-        q, sink = as_arrays({"q": q, "sink": sink}, {"q": self._row_dtypes[-1]}, like=self._k).values()
-        with collecting(reasons):
-            limits = checked_window(window)
-        reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
-        reasons = self._query_reasons(q, counts, out, sink, scored, reasons)
-        if reasons:
-            like = ShapeDtype((1, 1, int(self._k.shape[3])), self._row_dtypes[0])
-            raise UnsupportedProblem(reasons + option_reasons(like, scale, kernel, executor, precision))
-        news = self._queried(counts, int(q.shape[2]))
-        o = xp.empty((*q.shape[:3], self._v.shape[3]), q.dtype) if out is None else out
-        lse = xp.empty(q.shape[:3], accumulator_dtype(q.dtype))
-        left, right = limits or (None, None)
-        kind = None if scored is None else ScoreKind.of_score(scored)
-        options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision, self._part_keys, kind)
-        arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink, **self._arrays.scales}
-        arrays |= {} if scored is None else arrays_of(scored)
-        kernels = pass_of(arrays, self._layout, options)
-        if kernels is not None:
-            self._decode(kernels, arrays, None if counts is None else news, out, asked, scored)
-        elif self._is_counted_on_device:
-            raise UnsupportedProblem([not_served(q, kernel, sink)])
+        options = AskedOptions(causal, window, scale, kernel, executor, precision)
+        scored, reasons, found = None, list[str](), None
+        if score is not None or softcap is not None or bias is not None:
+            with collecting(reasons):
+                scored = score_of(score, softcap, bias, self._k)
+        if not reasons and type(return_lse) is bool:
+            found, q, sink = self._steps.decode(q, out, sink, options, scored)
+        if found is None:
+            reasons += flag_reasons("return_lse", return_lse)
+            found, q, sink = checked_queries(self, q, counts, out, sink, options, scored, reasons)
+        news = self._queried(counts, q.shape[2])
+        news = None if counts is None else news
+        o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
+        if isinstance(found.step, DecodeStep):
+            self._put().decode(found, q, o, lse, news, sink, scored)
         else:
-            own_rows = [OwnRows(*each) for each in zip(self._pages.tables, self._lengths, news)]
-            attend_one_by_one(self._arrays, own_rows, arrays, limits, causal, options, scored, self._capacity)
+            found.step.attend(self, q, o, lse, news, sink, scored)
         return (o, lse) if return_lse else o
-
-    def _query_reasons(
-        self, q: Array, counts: Any, out: Any, sink: Any, score: Score | None, others: list[str]
-    ) -> list[str]:
-        """Why a call of `attention` is refused, with other reasons, without which results, sink and score are checked.
-
-        Raises
-        ------
-        TypeError
-            q or the sink is no array.
-        """
-        wanted = {"q": (len(self._lengths), "num_heads", "n", self._k.shape[3])}
-        reasons = row_reasons({"q": q}, self._k, wanted, self._row_dtypes) + others
-        if not reasons:
-            own = {"q": q, "the cache's keys": self._k, "the cache's values": self._v}
-            reasons += out_reasons(out, (*q.shape[:3], self._v.shape[3]), q, own)
-            if q.shape[2] > self._capacity:
-                reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
-            reasons += sink_reasons(sink, q, self._k)
-            if score is not None:
-                reasons += fit_reasons(score, q, self._k, self._v, self._capacity)
-        is_fitting = q.ndim == 4 and q.shape[2] <= self._capacity
-        return reasons + self._count_reasons(counts, q, self._queried if is_fitting else self._counted)
-
-    @property
-    def _row_dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """Dtypes that new rows and queries may have."""
-        return UP_TO_FLOAT32 if self._arrays.is_quantized else (self._arrays.dtype,)
 
     @property
     def _layout(self) -> CacheLayout:
         page_size = self._pages.page_size
         return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
-
-    def _decode(
-        self, kernels: Pass, arrays: dict[str, Array | None], counts: Any, out: Any, asked: tuple[Any, ...],
-        score: Score | None,
-    ) -> None:  # fmt: skip
-        """Write o and lse by the cache's kernels; `out` and `asked` are what the caller of `attention` gave."""
-        if self._device is not None:
-            device = self._put()
-            step = device.bound_decode(kernels, arrays, out, asked, score)
-            device.decode(step, arrays["q"], arrays["o"], arrays["lse"], counts, arrays["sink"], score)
-            return
-        tables = {
-            "table": self.block_table if isinstance(self._pages, PagePool) else None,
-            "lengths": self.lengths,
-            "counts": None if counts is None else np.array(counts, np.int32),
-            "num_faults": np.zeros(1, np.int32),
-        }
-        run_alone(kernels, arrays | tables, Simulator())
-
-    def _count_reasons(self, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
-        """Why counts cannot say how many of the given rows are each sequence's; a wrong shape allows any count."""
-        reasons: list[str] = []
-        with collecting(reasons):
-            counts = as_arrays({"counts": counts})["counts"]
-            if self._device is not None and is_on_device(counts):
-                return device_reasons("counts", counts, len(self._lengths), self._k)
-            counted(counts, int(rows.shape[2]) if rows.ndim == 4 else 2**31)
-        return reasons
 
     def _counted(self, counts: Any, num_rows: int) -> Any:
         """Return the number of rows that belong to each sequence: a list, or an array on the device."""

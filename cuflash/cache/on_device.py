@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..planning.launches import Pass
 from ..scores import Score
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
-from .steps import StepCall, Step, Steps
+from .steps import AppendStep, DecodeStep, StepCall, Steps
 
 
 class OnDevice:
@@ -29,9 +30,12 @@ class OnDevice:
     layout : CacheLayout
     batch : int
     is_paged : bool
+    steps : Steps
     """
 
-    def __init__(self, arrays: PagedRows, layout: CacheLayout, batch: int, is_paged: bool) -> None:
+    def __init__(
+        self, arrays: PagedRows, layout: CacheLayout, batch: int, is_paged: bool, steps: Steps
+    ) -> None:  # fmt: skip
         xp = namespace(arrays.k)
         self.k, self.v, self.scales, self.layout = arrays.k, arrays.v, arrays.scales, layout
         self.lengths = xp.zeros((batch,), np.int32)
@@ -42,15 +46,7 @@ class OnDevice:
         self._arrived_blocks = xp.zeros((batch,), np.int32)
         self._arrived_parts = xp.zeros((batch, int(self.k.shape[1])), np.int32)
         self._captured: list[Any] = []
-        self.steps = Steps(self.k, self.v)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All but the steps, which hold addresses of these very arrays: a copy binds its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "steps"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.steps = Steps(self.k, self.v)
+        self.steps = steps
 
     def put(self, lengths: list[int] | None, pages: OwnPages | PagePool) -> None:
         """Send lengths and the table where they are not what the device has; lengths of None are known there alone.
@@ -109,12 +105,12 @@ class OnDevice:
         kernels = append_pass(shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales))
         self._require_ready(kernels)
         arrays = {**self.tables(counts), **self.scales, "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
-        return self.steps.bound_append(kernels, arrays | {"arrivals": self._arrived_blocks}, gpu.current_target())
+        arrays |= {"arrivals": self._arrived_blocks}
+        return self.steps.keep_append(k, v, AppendStep(kernels, arrays, gpu.current_target()))
 
-    def bound_decode(
-        self, kernels: Pass, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...],
-        score: Score | None,
-    ) -> StepCall:  # fmt: skip
+    def decode_step(
+        self, kernels: Pass, arrays: Mapping[str, Array | None], captured: Sequence[str]
+    ) -> DecodeStep:  # fmt: skip
         """The step of a call of `attention`; counts of arrived parts, which the kernel leaves at 0, are the cache's.
 
         Parameters
@@ -122,16 +118,12 @@ class OnDevice:
         kernels : Pass
         arrays : dict by name
             q, k, v, o, lse and sink, scales of 8-bit numbers, and arrays of the score function.
-        out : array, optional
-            As the caller gave it.
-        options : tuple
-            causal, window, scale, kernel, executor and precision, as the caller gave them.
-        score : Score, optional
+        captured : sequence of str
+            The names of the score function's arrays.
         """
         self._require_ready(kernels)
         arrived = {name: self._arrived_parts for name, each in kernels.workspaces.items() if each.is_zeroed}
-        given = arrays | self.tables(None) | arrived
-        return self.steps.bound_decode(kernels, given, out, options, gpu.current_target(), score)
+        return DecodeStep(kernels, {**arrays, **self.tables(None), **arrived}, gpu.current_target(), captured)
 
     def decode(
         self, found: StepCall, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
@@ -145,7 +137,7 @@ class OnDevice:
         step.launch((*addresses, o.data.ptr, of_counts, *step.places(memory.data.ptr, of_lse)), stream)
         self._after(step, stream, q, o, lse, counts, sink, memory, *(() if score is None else score.arrays.values()))
 
-    def _after(self, step: Step, stream: Any, *arrays: Any) -> None:
+    def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
         """Keep what a captured call uses as long as the cache, as replays write there; wait if the step is checked."""
         if stream.is_capturing():
             self._captured.extend(arrays)

@@ -1,36 +1,30 @@
-"""Attention to a cache by one call of `cuflash.attention` for each sequence, on its own rows alone."""
+"""Attention to a cache by one call for each sequence, on its own rows alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..api import attention
-from ..arrays import Array, namespace
-from ..masks import SlidingWindow
+from ..arrays import Array, ShapeDtype, namespace
+from ..calls._call import Call
+from ..executors._bound_plan import BoundPlan
+from ..executors._layout_key import layout_key
+from ..masks.base import Band
+from ..planning._call_cache import CALLS
 from ..planning.decoding import MOST_ROWS
+from ..planning.options import Options
 from ..scores.places import in_cache, names_in_cache
 from ..scores.score import Score
 from ._passes import DecodeOptions
-from .paged_rows import PagedRows
+from .steps import AttendStep
 
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
 
-class OwnRows(NamedTuple):
-    """The rows of a sequence, and which of a call's queries belong to it.
-
-    Attributes
-    ----------
-    table : sequence of int
-        Its pages.
-    length, new : int
-        Its positions, and the queries that are the last of them.
-    """
-
-    table: Sequence[int]
-    length: int
-    new: int
+_EVERY = Band()
 
 
 class _Part(NamedTuple):
@@ -39,61 +33,122 @@ class _Part(NamedTuple):
     queries: slice
     first: int
     stop: int
-    options: dict[str, Any]
+    band: Band
 
 
-def attend_one_by_one(
-    rows: PagedRows,
-    sequences: Sequence[OwnRows],
-    arrays: dict[str, Array | None],
-    window: tuple[int | None, int | None] | None,
-    causal: bool,
-    options: DecodeOptions,
-    score: Score | None,
-    capacity: int,
-) -> None:
-    """Write o and lse of all sequences.
+class OwnRowsStep(AttendStep):
+    """A call of `attention` that is one for each sequence.
+
+    It is checked once, as a call of the most rows that a sequence may have. On the host it is bound once too, and each
+    sequence has the same plan for its own number of rows; elsewhere each number of rows has a plan.
 
     Parameters
     ----------
-    rows : PagedRows
-    sequences : sequence of OwnRows
+    cache : KVCache
     arrays : dict by name
-        q, o, lse and sink, of which the last may be None.
-    window, causal
-        As `KVCache.attention` takes them.
+        q, o, lse and sink, of which the last may be None, and arrays of the score function.
     options : DecodeOptions
         Where it has `part_keys`, each query has a call of its own, up to the rows that the decode kernel takes: its
         result then depends on no other query.
     score : Score, optional
-    capacity : int
-        The most positions of a sequence.
+    captured : sequence of str
+        The names of the score function's arrays.
     """
-    q, o, lse, sink = (arrays[name] for name in ("q", "o", "lse", "sink"))
-    assert q is not None and o is not None and lse is not None
-    xp, placed = namespace(q), None if score is None else in_cache(score, len(sequences), capacity)
-    is_by_query = options.part_keys is not None and q.shape[2] * (q.shape[1] // rows.k.shape[1]) <= MOST_ROWS
-    for sequence, own in enumerate(sequences):
-        results, own_sink = [], sink
-        if sink is not None and sink.ndim == 2:
-            own_sink = sink[sequence if sink.shape[0] > 1 else 0]
-        for part in _parts(own, window, causal, is_by_query):
-            given = part.options
-            if score is not None and placed is not None:
-                position = own.length - own.new + part.queries.start
-                place = xp.asarray(np.array([sequence, position, part.first], np.int32))
-                held = {name: score.arrays[of_call] for of_call, name in names_in_cache(score).items()}
-                given = given | {"score": placed._with_arrays({**held, "place": place})}
-            k, v = rows.gather(own.table, part.first, part.stop, q.dtype)
-            made: tuple[Array, Array] = attention(
-                xp.ascontiguousarray(q[sequence, :, part.queries], k.dtype), k, v, return_lse=True, sink=own_sink,
-                scale=options.scale, kernel=options.kernel, executor=options.executor, precision=options.precision,
-                **given,
-            )  # fmt: skip
-            results.append((part.queries, *made))
-        o[sequence], lse[sequence] = _without_keys(own_sink, lse)
-        for queries, own_o, own_lse in results:
-            o[sequence, :, queries], lse[sequence, :, queries] = own_o, own_lse
+
+    def __init__(
+        self, cache: KVCache, arrays: Mapping[str, Any], options: DecodeOptions, score: Score | None,
+        captured: Sequence[str],
+    ) -> None:  # fmt: skip
+        super().__init__(arrays, captured)
+        q, sink, rows = arrays["q"], arrays["sink"], cache._arrays
+        self._placed = None if score is None else in_cache(score, len(cache._lengths), cache.capacity)
+        self._left, self._right = options.left, options.right
+        self._is_by_query = options.part_keys is not None and q.shape[2] * (q.shape[1] // rows.k.shape[1]) <= MOST_ROWS
+        self._dtype = rows.gathered_dtype(q.dtype)
+        k, v = (ShapeDtype((x.shape[1], cache.capacity, x.shape[3]), self._dtype) for x in (rows.k, rows.v))
+        asked = Options(
+            sink=_own_sink(sink, 0), score=self._placed, scale=options.scale, kernel=options.kernel,
+            executor=options.executor, precision=options.precision,
+        )  # fmt: skip
+        self._call = Call.of(q[0].astype(self._dtype, copy=False), k, v, asked)
+        self._plan = self._call.plan()
+        self._on_host: BoundPlan | None = None
+        if self._call.executor == "cpu":
+            of_names = np.empty(0, self._dtype)  # binding reads no more of an array here
+            operands = (*(() if sink is None else ("sink",)), *({} if self._placed is None else self._placed.arrays))
+            names = "q", "k", "v", *operands
+            outs = {"o": of_names, "lse": of_names}
+            self._on_host = self._plan._bind("forward", dict.fromkeys(names, of_names), outs)
+
+    def attend(
+        self, cache: KVCache, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None, sink: Array | None,
+        score: Score | None,
+    ) -> None:  # fmt: skip
+        """Write o and lse of all sequences. Of q's rows the first `counts` belong to each; None stands for all."""
+        lse = self.make_lse() if lse is None else lse
+        for sequence, (table, length) in enumerate(zip(cache._pages.tables, cache._lengths)):
+            own_sink, new = _own_sink(sink, sequence), q.shape[2] if counts is None else counts[sequence]
+            if new < q.shape[2]:
+                o[sequence], lse[sequence] = _without_keys(own_sink, lse)
+            for part in self._parts(length, new):
+                k, v = cache._arrays.gather(table, part.first, part.stop, q.dtype)
+                arrays = {"q": self._own_queries(q[sequence, :, part.queries]), "k": k, "v": v}
+                if own_sink is not None:
+                    arrays["sink"] = own_sink
+                if score is not None:
+                    position = length - new + part.queries.start
+                    arrays |= self._placed_arrays(score, [sequence, position, part.first])
+                self._run(arrays, part, o[sequence, :, part.queries], lse[sequence, :, part.queries])
+
+    def _own_queries(self, q: Array) -> Array:
+        return namespace(q).ascontiguousarray(q, self._dtype)
+
+    def _placed_arrays(self, score: Score, place: list[int]) -> Mapping[str, Array]:
+        """Return the arrays of `in_cache` at a sequence and the positions of its first query and key."""
+        assert self._placed is not None
+        xp = namespace(*self._placed.arrays.values())
+        held = {name: score.arrays[of_call] for of_call, name in names_in_cache(score).items()}
+        return self._placed._with_arrays({**held, "place": xp.asarray(np.array(place, np.int32))}).arrays
+
+    def _run(self, arrays: dict[str, Array], part: _Part, o: Array, lse: Array) -> None:
+        """Write o and lse of one call."""
+        seqlen_q, seqlen_kv = part.queries.stop - part.queries.start, part.stop - part.first
+        if self._on_host is not None:
+            own = self._plan.plan.with_band(part.band, seqlen_q, seqlen_kv)
+            self._on_host.run(arrays, {"o": o, "lse": lse}, plan=own)
+            return
+        key = None if self.is_checked else ("own rows", id(self), part.band, layout_key(*arrays.values()))
+        bound = CALLS.get(key)
+        if bound is None:
+            problem = replace(self._call.problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+            plan = replace(self._call, problem=problem, mask=part.band).plan()
+            plan._require("forward", arrays, {})
+            bound = plan._bind("forward", arrays, pins=True)
+            if key is not None:
+                CALLS.put(key, bound, self)
+        o[...], lse[...] = bound.run(arrays)
+
+    def _parts(self, length: int, new: int) -> Iterator[_Part]:
+        """Yield the calls of a sequence, which has at least as many keys as queries."""
+        left, right = self._left, self._right
+        if self._is_by_query or new == 1:  # a query sees one run of keys
+            for query in range(new):
+                position = length - new + query
+                first = 0 if left is None else max(0, position - left)
+                stop = length if right is None else min(length, position + right + 1)
+                yield _Part(slice(query, query + 1), first, stop, _EVERY)
+        elif new:
+            first = 0 if left is None else max(0, length - new - left)
+            offset = length - new - first
+            band = Band(None if left is None else offset - left, None if right is None else offset + right)
+            yield _Part(slice(0, new), first, length, band)
+
+
+def _own_sink(sink: Array | None, sequence: int) -> Array | None:
+    """Return the sink of a sequence, of one axis."""
+    if sink is None or sink.ndim < 2:
+        return sink
+    return sink[sequence if sink.shape[0] > 1 else 0]
 
 
 def _without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
@@ -103,22 +158,3 @@ def _without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
     xp, logit = namespace(lse), sink.astype(lse.dtype)[..., None]
     own_lse = xp.where(xp.isposinf(logit), np.nan, logit)
     return xp.where(xp.isnan(own_lse), np.nan, 0)[..., None], own_lse
-
-
-def _parts(
-    own: OwnRows, window: tuple[int | None, int | None] | None, causal: bool, is_by_query: bool
-) -> Iterator[_Part]:
-    """The calls of a sequence, which has at least as many keys as queries; one call at least, which checks options."""
-    length, new = own.length, own.new
-    left, right = window or (None, None)
-    right = 0 if causal else right
-    if is_by_query and new:  # a query sees one run of keys
-        for query in range(new):
-            position = length - new + query
-            first = 0 if left is None else max(0, position - left)
-            stop = length if right is None else min(length, position + right + 1)
-            yield _Part(slice(query, query + 1), first, stop, {})
-        return
-    first = 0 if left is None else max(0, length - new - left)
-    mask = None if window is None else SlidingWindow(window, "bottom_right")
-    yield _Part(slice(0, new), first, length, {"causal": "bottom_right" if causal else False, "mask": mask})

@@ -45,6 +45,12 @@ class PagedRows:
         kept: np.dtype[Any] = E4M3 if self.is_quantized else np.dtype(self.k.dtype)
         return kept
 
+    def gathered_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Return the dtype of gathered rows for queries of a dtype."""
+        if not self.is_quantized:
+            return self.dtype
+        return BFLOAT16 if dtype == BFLOAT16 else np.dtype(np.float32)
+
     @property
     def arrays(self) -> list[Array]:
         """Return what the rows take memory for."""
@@ -87,7 +93,7 @@ class PagedRows:
         k, v = (self._gathered(array, table, start, stop) for array in (self.k, self.v))
         if not self.is_quantized:
             return k, v
-        made = BFLOAT16 if dtype == BFLOAT16 else np.dtype(np.float32)
+        made = self.gathered_dtype(dtype)
         k_scale, v_scale = (
             self._gathered(scale[..., None], table, start, stop)[..., 0] for scale in self.scales.values()
         )

@@ -1,4 +1,4 @@
-"""Launches on a cache's arrays that are bound once for each layout of what calls give: later ones write addresses."""
+"""Calls on a cache that are checked and bound once for each layout of what they give: later ones write addresses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..compiler import nvrtc
 from ..executors._layout_key import layout_key
 from ..executors import checks
 from ..executors.launch import BoundPass, LaunchTarget
-from ..layouts import reach, tensors_layout
+from ..layouts import address, is_foreign, reach, tensors_layout
 from ..planning._call_cache import CALLS
 from ..planning.launches import Pass
-from ..planning.score_launches import array_name
+from ..plans import as_arrays
 from ..scores import Score
 
 _ALIGNMENT = 256  # bytes, of arrays that share memory
@@ -27,36 +27,37 @@ _NOT_GIVEN: Hashable = ()  # in place of a layout
 Extent = tuple[int, int]  # the first address of an array's memory, and the one after its last
 
 
+class AskedOptions(NamedTuple):
+    """Arguments of `KVCache.attention` beside arrays and the score function, as a caller passed them."""
+
+    causal: object
+    window: object
+    scale: object
+    kernel: object
+    executor: object
+    precision: object
+
+
 class Step:
-    """Kernels bound for arrays of one layout, which calls give.
+    """A call on arrays of one layout that has been checked.
 
     Attributes
     ----------
     is_checked : bool
         CUFLASH_CHECK was on, so that the kernels are waited for; such a step serves one call alone.
-    launch, wait : callable
-        Launches the kernels on arrays at addresses in the order of the names, on a stream; waits for them.
 
     Parameters
     ----------
-    kernels : Pass
     arrays : dict by name
-        As `BoundPass.of` takes them.
-    names : sequence of str
-        The arrays whose addresses each call gives.
-    target : LaunchTarget
+        Those of the call.
     looked_at : sequence of str
         Arrays whose addresses decide whether a call needs checks.
     apart : sequence of str
         Those of them that must lie apart from the cache, and from the others that need not.
     """
 
-    def __init__(
-        self, kernels: Pass, arrays: Mapping[str, Any], names: Sequence[str], target: LaunchTarget,
-        looked_at: Sequence[str], apart: Sequence[str],
-    ) -> None:  # fmt: skip
-        bound = BoundPass.of(kernels, arrays, names, target)
-        self.is_checked, self.launch, self.wait = checks.is_on(), bound.launch, bound.wait
+    def __init__(self, arrays: Mapping[str, Any], looked_at: Sequence[str], apart: Sequence[str]) -> None:
+        self.is_checked = checks.is_on()
         self._spans = [(*reach(arrays[name]), arrays[name].dtype.itemsize - 1, name in apart) for name in looked_at]
 
     def takes(self, addresses: Sequence[int], own: Sequence[Extent]) -> bool:
@@ -65,27 +66,59 @@ class Step:
         The last arrays may be left out.
         """
         others = own
-        for address, (low, high, odd_bits, is_apart) in zip(addresses, self._spans):
-            if address & odd_bits:
+        for start, (low, high, odd_bits, is_apart) in zip(addresses, self._spans):
+            if start & odd_bits:
                 return False
-            start, stop = address + low, address + high
+            first, stop = start + low, start + high
             if not is_apart:
-                others = [*others, (start, stop)]
+                others = [*others, (first, stop)]
                 continue
-            for first, end in others:
-                if start < end and first < stop:
+            for other, end in others:
+                if first < end and other < stop:
                     return False
         return True
 
 
 class AppendStep(Step):
-    """The append kernel, for the addresses of k, v and counts."""
+    """The append kernel, for the addresses of k, v and counts.
+
+    Attributes
+    ----------
+    launch, wait : callable
+        Launches the kernels on arrays at addresses in the order of the names, on a stream; waits for them.
+    """
 
     def __init__(self, kernels: Pass, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
-        super().__init__(kernels, arrays, ("k", "v", "counts"), target, ("k", "v"), ("k", "v"))
+        super().__init__(arrays, ("k", "v"), ("k", "v"))
+        bound = BoundPass.of(kernels, arrays, ("k", "v", "counts"), target)
+        self.launch, self.wait = bound.launch, bound.wait
 
 
-class DecodeStep(Step):
+class AttendStep(Step):
+    """A call of `attention`.
+
+    Attributes
+    ----------
+    make_o, make_lse : callable
+        Allocate results.
+
+    Parameters
+    ----------
+    arrays : dict by name
+        q, o, lse and sink, and arrays of the score function by the names of kernels.
+    captured : sequence of str
+        The names of the score function's arrays.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], captured: Sequence[str] = ()) -> None:
+        o, lse = arrays["o"], arrays["lse"]
+        xp = namespace(o)
+        self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
+        self.given = ("q", *(() if arrays["sink"] is None else ("sink",)), *captured)
+        super().__init__(arrays, (*self.given, "o"), ("o",))
+
+
+class DecodeStep(AttendStep):
     """The decode kernel, or those of many new tokens.
 
     It takes the addresses of q, the sink and the score function's arrays, as far as there are some, and of o, lse,
@@ -93,30 +126,26 @@ class DecodeStep(Step):
 
     Attributes
     ----------
+    launch, wait : callable
+        As of `AppendStep`.
     nbytes : int
         Memory of the kernel's workspaces, and of lse where the caller does not want it.
-    make_o, make_lse : callable
-        Allocate results.
 
     Parameters
     ----------
     arrays : dict by name
         As `BoundPass.of` takes them, with the workspaces that hold something between calls.
-    captured : sequence of str
-        The names of the score function's arrays.
     """
 
     def __init__(
         self, kernels: Pass, arrays: Mapping[str, Any], target: LaunchTarget, captured: Sequence[str] = ()
     ) -> None:
-        o, lse = arrays["o"], arrays["lse"]
+        super().__init__(arrays, captured)
         shared = {name: each for name, each in kernels.workspaces.items() if name not in arrays}
-        sizes = [*(each.nbytes for each in shared.values()), lse.nbytes]
+        sizes = [*(each.nbytes for each in shared.values()), arrays["lse"].nbytes]
         *self._offsets, self.nbytes = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
-        xp = namespace(o)
-        self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
-        given = ("q", *(() if arrays["sink"] is None else ("sink",)), *captured)
-        super().__init__(kernels, arrays, (*given, "o", "counts", *shared, "lse"), target, (*given, "o"), ("o",))
+        bound = BoundPass.of(kernels, arrays, (*self.given, "o", "counts", *shared, "lse"), target)
+        self.launch, self.wait = bound.launch, bound.wait
 
     def places(self, memory: int, lse: int | None) -> list[int]:
         """The addresses of workspaces in memory, and of lse, which lies there too if it has none."""
@@ -136,6 +165,8 @@ class StepCall(NamedTuple):
 class Steps:
     """The steps of a cache, and what they share: extents of its memory, and memory that they use one after another.
 
+    A copy of it holds no step: these hold addresses of arrays.
+
     Parameters
     ----------
     k, v : arrays
@@ -143,33 +174,43 @@ class Steps:
     """
 
     def __init__(self, k: Array, v: Array) -> None:
-        xp = namespace(k)
-        self.current_stream, self._empty = xp.cuda.get_current_stream, xp.empty
-        self._own = [(_address(x) + low, _address(x) + high) for x, (low, high) in ((x, reach(x)) for x in (k, v))]
+        self.k, self.v, xp = k, v, namespace(k)
+        self._empty = xp.empty
+        if xp is not np:
+            self.current_stream = xp.cuda.get_current_stream
+        self._own = [(address(x) + low, address(x) + high) for x, (low, high) in ((x, reach(x)) for x in (k, v))]
         self._memory: list[Array] = []  # the last one is in use; a stream may still read the others
 
-    def append(self, k: Any, v: Any, given: tuple[Any, Any] | None = None) -> StepCall | None:
-        """The append of rows like which some have been checked and bound; None where they have to be checked.
+    def __reduce__(self) -> tuple[type[Steps], tuple[Array, Array]]:
+        return Steps, (self.k, self.v)
 
-        Where k and v are views of tensors that are `given`, later tensors of their layout are rows like these.
+    def append(self, k: Any, v: Any) -> tuple[StepCall | None, Any, Any]:
+        """Return the append of rows like which some have been checked, or None, and k and v as arrays.
+
+        Where these are tensors, later ones of their layout are rows like these.
         """
-        return self._found(append_key(self, k, v), [k, v], None if given is None else append_key(self, *given))
+        found = self._found(append_key(self, k, v), [k, v])
+        if found is None and (is_foreign(k) or is_foreign(v)):
+            given, (k, v) = append_key(self, k, v), as_arrays({"k": k, "v": v}).values()
+            found = self._found(append_key(self, k, v), [k, v], given)
+        return found, k, v
 
     def decode(
-        self, q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None,
-        given: tuple[Any, Any] | None = None,
-    ) -> StepCall | None:  # fmt: skip
-        """The call like which one has been checked and bound; None where it has to be checked.
+        self, q: Any, out: Any, sink: Any, options: AskedOptions, score: Score | None = None
+    ) -> tuple[StepCall | None, Any, Any]:
+        """Return the call like which one has been checked and bound, or None, and q and the sink as arrays."""
+        found = self._found(decode_key(self, q, out, sink, options, score), _inputs(q, sink, score), None, out)
+        if found is None and (is_foreign(q) or is_foreign(sink)):
+            given = decode_key(self, q, out, sink, options, score)
+            q, sink = as_arrays({"q": q, "sink": sink}).values()
+            key = decode_key(self, q, out, sink, options, score)
+            found = self._found(key, _inputs(q, sink, score), given, out)
+        return found, q, sink
 
-        Where q and the sink are views of tensors that are `given`, later tensors of their layout are like these.
-        """
-        other = None if given is None else decode_key(self, given[0], out, given[1], options, score)
-        return self._found(decode_key(self, q, out, sink, options, score), _inputs(q, sink, score), other, out)
-
-    def _found(self, key: Hashable, arrays: list[Any], other: Hashable, out: Any = None) -> StepCall | None:
+    def _found(self, key: Hashable, arrays: list[Any], other: Hashable = None, out: Any = None) -> StepCall | None:
         """The step of a key, which is that of another key too, if it takes the arrays without a check."""
         step = CALLS.get(key)
-        if step is None:
+        if step is None or type(out) is np.ndarray and not out.flags.writeable:
             return None
         if other is not None:
             CALLS.put(other, step, self)
@@ -177,26 +218,23 @@ class Steps:
         looked_at = addresses if out is None else [*addresses, _address(out)]
         return StepCall(step, addresses) if step.takes(looked_at, self._own) else None
 
-    def bound_append(self, kernels: Pass, arrays: Mapping[str, Any], target: LaunchTarget) -> StepCall:
-        """The step for rows that have been checked."""
-        k, v = arrays["k"], arrays["v"]
-        return self._bound(append_key(self, k, v), [k, v], lambda: AppendStep(kernels, arrays, target))
+    def keep_append(self, k: Array, v: Array, step: Step) -> StepCall:
+        """Keep the step for rows that have been checked, unless later ones at such addresses would need checks."""
+        return self._kept(append_key(self, k, v), [k, v], step)
 
-    def bound_decode(
-        self, kernels: Pass, arrays: Mapping[str, Any], out: Any, options: tuple[Any, ...], target: LaunchTarget,
-        score: Score | None = None,
-    ) -> StepCall:  # fmt: skip
-        """The step for a call that has been checked; `out` is None where each call has an array made."""
+    def keep_decode(
+        self, arrays: Mapping[str, Any], out: Any, options: AskedOptions, score: Score | None, step: AttendStep
+    ) -> StepCall:
+        """Keep the step for a call that has been checked; `out` is None where each call has an array made."""
         q, sink = arrays["q"], arrays["sink"]
-        names = [] if score is None else list(map(array_name, score.arrays))
         key = decode_key(self, q, out, sink, options, score)
-        return self._bound(key, _inputs(q, sink, score), lambda: DecodeStep(kernels, arrays, target, names))
+        return self._kept(key, _inputs(q, sink, score), step, out)
 
-    def _bound(self, key: Hashable, arrays: list[Any], make: Callable[[], Step]) -> StepCall:
-        step = CALLS.get(key) or make()
-        if key is not None:  # the layout of the call is known
+    def _kept(self, key: Hashable, arrays: list[Any], step: Step, out: Any = None) -> StepCall:
+        addresses = list(map(_address, arrays))
+        if key is not None and step.takes(addresses if out is None else [*addresses, _address(out)], self._own):
             CALLS.put(key, step, self)
-        return StepCall(step, list(map(_address, arrays)))
+        return StepCall(step, addresses)
 
     def memory(self, nbytes: int) -> Array:
         """Return memory of at least `nbytes` bytes, which calls that follow each other share."""
@@ -207,10 +245,9 @@ class Steps:
 
 
 def _address(array: Any) -> int:
-    """The address of an array of CuPy's or of a tensor."""
-    of_tensor = getattr(array, "data_ptr", None)
-    address: int = array.data.ptr if of_tensor is None else of_tensor()
-    return address
+    """The address of an array or of a tensor."""
+    of_tensor: Callable[[], int] | None = getattr(array, "data_ptr", None)
+    return address(array) if of_tensor is None else of_tensor()
 
 
 def _layout(*arrays: Any) -> Hashable:
@@ -232,11 +269,11 @@ def _inputs(q: Any, sink: Any, score: Score | None) -> list[Any]:
 
 
 def decode_key(
-    steps: Steps, q: Any, out: Any, sink: Any, options: tuple[Any, ...], score: Score | None = None
+    steps: Steps, q: Any, out: Any, sink: Any, options: AskedOptions, score: Score | None = None
 ) -> Hashable:
     """Key of a call of `KVCache.attention`, without its data and counts; None for arguments that may not be plain.
 
-    `options` are causal, window, scale, kernel, executor and precision. Equal ones have one type here: 1 is not True.
+    Equal options have one type here: 1 is not True.
     """
     causal, window, scale, kernel, executor, precision = options
     if type(causal) is not bool or type(scale) not in _SCALES or checks.is_on():

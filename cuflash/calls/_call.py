@@ -27,6 +27,7 @@ from ..planning.problem import FP8, Problem, precision_reasons, problem_of, with
 from ..planning.routing import EIGHT_BITS, FAMILIES, named, routed
 from ..planning.scales import RowsPerScale
 from ..planning.score_operands import alignment_reasons
+from ..planning.tangents import names_of_tangents, tangent_reasons
 from ..plans import Plan, as_arrays, as_mask_of_arrays
 from ..scores import Score
 from ..scores.composition import composition
@@ -96,6 +97,8 @@ class Call:
         refuse([*reasons, *(reason for rule in _RULES for reason in rule(arguments))])
         problem, mask = arguments.problem, arguments.mask
         assert problem is not None and mask is not None
+        if options.tangents != ():
+            problem = replace(problem, tangents=names_of_tangents(options.tangents, problem))
         kernel = "auto" if arguments.executor == "cpu" else options.kernel
         return cls(
             problem=problem, mask=mask, executor=arguments.executor, kernel=kernel,
@@ -366,6 +369,11 @@ def _family_reasons(call: _Arguments) -> list[str]:
     return named(kernel, call.problem).reasons(call.problem, None) if is_named else []
 
 
+def _tangent_reasons(call: _Arguments) -> list[str]:
+    tangents = call.options.tangents
+    return [] if tangents == () else tangent_reasons(tangents, call.problem, call.executor)
+
+
 def _mask_device_reasons(call: _Arguments) -> list[str]:
     """Return why kernels on the current device cannot read what the mask holds."""
     if call.mask is None or call.executor != "gpu" or call.device is not None:
@@ -379,5 +387,5 @@ def _mask_device_reasons(call: _Arguments) -> list[str]:
 
 _RULES: tuple[Callable[[_Arguments], list[str]], ...] = (
     _executor_reasons, _kind_reasons, _kernel_reasons, _precision_reasons, _deterministic_reasons, _problem_reasons,
-    _device_reasons, _family_reasons, _mask_device_reasons,
+    _device_reasons, _family_reasons, _mask_device_reasons, _tangent_reasons,
 )  # fmt: skip

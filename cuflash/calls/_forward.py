@@ -19,10 +19,11 @@ from ..masks.one_array import at_each_call
 from ..planning.dropout_launches import numbers_of, seed_array
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.lookup import lookup
-from ..planning.options import Options
+from ..planning.options import Directions, Options
 from ..planning.scales import RowsPerScale
 from ..plans import Plan, as_arrays, as_mask_of_arrays, named_outputs, outputs_as_arrays, with_numbers
 from ..scores import Score
+from .directions import known_directions
 from ._call import Call, composed_score, planned
 
 
@@ -87,10 +88,12 @@ def run(
         facts = (v.source_dtype, q.shape, k.shape, v.shape, rows)
     arrays |= operands
     outs = {} if out is None else named_outputs(out)
-    layout = layout_key(*arrays.values(), *outs.values())
+    dots = options.tangents.arrays().values() if options.tangents else ()
+    layout = layout_key(*arrays.values(), *outs.values(), *dots)
     if layout is None or options.mask is not None and is_foreign(options.mask):
         arrays, outs, options = with_known_arrays(arrays, outs, options)
-        layout = layout_key(*arrays.values(), *outs.values())
+        dots = options.tangents.arrays().values() if options.tangents else ()
+        layout = layout_key(*arrays.values(), *outs.values(), *dots)
     looked_up = lookup(options, layout_key)
     contents, key = looked_up.contents, None
     wants_lse = has_gradient or return_lse
@@ -166,6 +169,8 @@ def with_known_arrays(
     arrays: dict[str, Any], outs: dict[str, Any], options: Options
 ) -> tuple[dict[str, Any], dict[str, Any], Options]:
     """Return a call with arrays of other libraries as `as_arrays` takes them; the plan refuses what cannot be taken."""
+    if type(options.tangents) is Directions:
+        options = options._replace(tangents=known_directions(options.tangents, arrays))
     arrays = as_arrays(arrays)
     if outs:
         with suppress(UnsupportedProblem):

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..planning._params import NAIVE_MATRICES, PARAMS, PARTS, SHAPE, TENSOR_MAPS, WORK
+from ..planning._params import PARAMS, SHAPE, TENSOR_MAPS, WORK
 from ..planning._result_kernels import COMPARISON, MERGE
 from ..planning.appending import APPEND
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
+from ..planning.chosen_lists import CHOSEN_LISTS, CHOSEN_PARAMS
 from ..planning.decoding import CACHE_PAGES, CACHE_SCALES, DECODE
 from ..planning.dropout_launches import DROPOUT
+from ..planning.families._passes import QUERY_STATE
 from ..planning.families.fa1 import RUNNING
+from ..planning.families.naive import SCORE_MATRICES
+from ..planning.families.sm80 import PARTS
 from ..planning.launches import MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
@@ -29,6 +33,7 @@ from ..planning.sinks import SINK
 _RECORDS = {
     "lists/params.cuh": {"Params": LIST_PARAMS},
     "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
+    "lists/chosen.cuh": {"ChosenParams": CHOSEN_PARAMS},
     "lists/selection.cuh": {
         "Choice": CHOICE, "Choices": CHOICES, "PooledRows": POOLED_ROWS, "Pooling": POOLING, "Draw": DRAW,
         "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
@@ -36,9 +41,9 @@ _RECORDS = {
     },
     "results/params.cuh": {"Merge": MERGE, "Comparison": COMPARISON},
     "attention/params.cuh": {
-        "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "NaiveMatrices": NAIVE_MATRICES, "Parts": PARTS,
-        "Params": PARAMS,
+        "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "Params": PARAMS,
     },
+    "attention/chosen_lists.cuh": {"ChosenLists": CHOSEN_LISTS},
     "attention/sink.cuh": {"Sink": SINK},
     "attention/dropout.cuh": {"Dropout": DROPOUT},
     "attention/scales.cuh": {"Scales": SCALES},
@@ -50,6 +55,9 @@ _RECORDS = {
     "attention/page_table.cuh": {"Pages": PAGES},
     "attention/query_intervals.cuh": {"QueryIntervals": QUERY_INTERVALS},
     "fa1/running.cuh": {"Running": RUNNING},
+    "naive/score_matrices.cuh": {"ScoreMatrices": SCORE_MATRICES},
+    "sm80/parts.cuh": {"Parts": PARTS},
+    "sm90/query_state.cuh": {"QueryState": QUERY_STATE},
     "sm90/tensor_maps.cuh": {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS},
 }  # fmt: skip
 

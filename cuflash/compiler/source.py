@@ -22,6 +22,7 @@ HOST = Path(__file__).parents[1] / "sim"  # its ptx/ stands in for that of kerne
 _ELEMENTS = {each.numpy: each.element for each in KNOWN_DTYPES}
 # The argument of a kernel that has the feature of a field, in the order of `Launch.features`.
 _FEATURES = {
+    "is_split": "cuflash::sm80::Parts parts", "packs_queries": "cuflash::attention::ChosenLists chosen",
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
     "score_is_staged": "cuflash::sm90::StagedMap staged_map",
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",

@@ -8,12 +8,15 @@ from typing import Any
 
 from ..arrays import Array, ShapeDtype, namespace, summed_to, times_power_of_two
 from ..layouts import reach
+from ..planning.options import DOT
 from ..planning.plan import KernelPlan
-from . import checks, cpu, gpu, sim, without_keys
+from . import _host_tangents, checks, cpu, gpu, sim, without_keys
 
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
+_OF_TANGENTS: dict[str, Any] = {"cpu": _host_tangents}  # executors of the passes "jvp" and "backward_jvp"
 
+_OF_EARLIER = ("o", "lse", f"o{DOT}", f"lse{DOT}")  # what an earlier pass made
 _SCALED = "for a scale so far from 1 q and k are copied to memory that a graph would outlive"
 _SUMMED = "gradients over broadcast axes are summed in memory that a graph would outlive"
 
@@ -27,7 +30,7 @@ class BoundPlan:
     executor : str
         "cpu", "gpu" or "sim".
     name : str
-        The pass, "forward" or "backward".
+        The pass.
     arrays, outs : dict of arrays by name
         What the pass reads, and results that the caller allocates; layouts are enough on a GPU.
     wants_lse, pins, axes, machine
@@ -50,16 +53,19 @@ class BoundPlan:
         new = {result: each for result, each in results.items() if result not in outs}
         unwanted = {"lse": new.pop("lse")} if name == "forward" and not wants_lse and "lse" in new else {}
         self._names, self._results = tuple(arrays), tuple(each for each in results if each not in unwanted)
-        self._is_checked, self._is_backward = checks.is_on(), name == "backward"
+        self._is_checked, self._name = checks.is_on(), name
         self._machine = (machine or gpu.current_target()) if executor == "gpu" else None
         of_scale = ("q", "k") if problem.rows_per_scale is None else ("q_scale", "k_scale")
-        exponents = dict(zip(of_scale, problem.scaling[1:])) if any(problem.scaling[1:]) else {}
-        self._exponents = {name: exponent for name, exponent in exponents.items() if exponent}
+        self._exponents: dict[str, int] = {}
+        for each, exponent in zip(of_scale, problem.scaling[1:]):
+            if exponent:
+                self._exponents[each] = self._exponents[each + DOT] = exponent
         self._sums = {} if wanted == results else wanted
         self._copies = _SCALED if self._exponents else _SUMMED if self._sums else ""
         read = {each: self._scaled(each, array) for each, array in arrays.items()}
         options = {"machine": self._machine} if machine is not None else {}
-        executes = without_keys if plan.is_empty else EXECUTORS[executor]
+        executors = _OF_TANGENTS if name.endswith("jvp") else EXECUTORS
+        executes = without_keys if plan.is_empty else executors[executor]
         self._call = executes.bind(
             plan, name, {**problem.keyed(read), **outs}, new, unwanted=unwanted, axes=axes, pins=pins, **options
         )
@@ -67,11 +73,13 @@ class BoundPlan:
         self._spans = [reach(array) for array in (*arrays.values(), *outs.values())] if outs and self._machine else []
 
     def run(
-        self, arrays: Mapping[str, Array], outs: Mapping[str, Array] = MappingProxyType({}), numbers: Sequence[int] = ()
-    ) -> Sequence[Array]:
+        self, arrays: Mapping[str, Array], outs: Mapping[str, Array] = MappingProxyType({}),
+        numbers: Sequence[int] = (), plan: KernelPlan | None = None,
+    ) -> Sequence[Array]:  # fmt: skip
         """Return the results of the pass on arrays of the layouts that it was bound to, in the order of the plan's.
 
-        An lse that is not wanted is left out. `numbers` are the seed and offset of dropout.
+        An lse that is not wanted is left out. `numbers` are the seed and offset of dropout. On the host a call may have
+        a plan for other numbers of rows, which the arrays and `outs` have.
         """
         if self._is_plain:
             results: Sequence[Array] = self._call(*arrays.values(), numbers=numbers)
@@ -81,10 +89,10 @@ class BoundPlan:
         read = [self._scaled(name, array) for name, array in arrays.items()]
         check = None
         if self._is_checked:
-            is_read = [not self._is_backward or name not in ("o", "lse") for name in self._names]
-            inputs = {name: array for name, array, is_input in zip(self._names, read, is_read) if is_input}
+            inputs = {name: array for name, array in zip(self._names, read) if name not in _OF_EARLIER}
             check = checks.Check(namespace(read[0]), inputs)
-        new = iter(self._call(*read, *outs.values(), numbers=numbers, check=check))
+        own = {} if plan is None else {"plan": plan}
+        new = iter(self._call(*read, *outs.values(), numbers=numbers, check=check, **own))
         return [self._finished(name, outs[name] if name in outs else next(new)) for name in self._results]
 
     def may_overlap(self, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> bool:
@@ -110,7 +118,7 @@ class BoundPlan:
 
     def _finished(self, name: str, result: Array) -> Array:
         """Return a gradient times its power of two, and summed over broadcast axes."""
-        if self._is_backward and name[1:] in self._exponents:
+        if self._name.startswith("backward") and name[1:] in self._exponents:
             result = times_power_of_two(result, self._exponents[name[1:]])
         if not self._sums:
             return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -101,7 +102,7 @@ class KeptTiles:
         problem, work = self._plan.problem, self._plan.work
         for rows in _reversed_tiles(problem.seqlen_q, work.block_q):
             visits_of: dict[BatchHead, VisitedRows] = {}
-            for b, h in product(range(problem.mask_shape.num_batch), range(problem.num_heads)):
+            for b, h in product(range(prod(problem.batch)), range(problem.num_heads)):
                 yield Tile(b, h, rows, (self._visit(visits_of, work.row, (b, h), rows),))
 
     def _column_tiles(self) -> Iterator[Tile]:
@@ -109,7 +110,7 @@ class KeptTiles:
         block, group_size = work.block_kv if isinstance(work, ListedWork) else work.block_q, problem.group_size
         for rows in _reversed_tiles(problem.seqlen_kv, block):
             visits_of: dict[BatchHead, VisitedRows] = {}
-            for b, kv_head in product(range(problem.mask_shape.num_batch), range(problem.num_kv_heads)):
+            for b, kv_head in product(range(prod(problem.batch)), range(problem.num_kv_heads)):
                 heads = range(kv_head * group_size, (kv_head + 1) * group_size)
                 yield Tile(b, kv_head, rows, tuple(self._visit(visits_of, work.column, (b, h), rows) for h in heads))
 

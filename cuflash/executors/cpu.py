@@ -28,6 +28,9 @@ from .launch import BoundCall
 from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
 
+# A pass of a call; it gets the results by name, and the arrays that it reads.
+_Pass: TypeAlias = Callable[["_HostCall", Mapping[str, Array], Mapping[str, Array]], None]
+
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
@@ -39,18 +42,34 @@ def bind(
     results: Mapping[str, ShapeDtype],
     *,
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
+    passes: Mapping[str, _Pass] | None = None,
     **options: Any,
 ) -> BoundCall:
-    """Return the function that runs the pass "forward" or "backward" on arrays named as in `given`.
+    """Return the function that runs a pass on arrays named as in `given`.
 
-    Of `given` the names alone are read, and of the options of `gpu.bind` none but `unwanted`.
+    Of `given` the names alone are read, and of the options of `gpu.bind` none but `unwanted`. `passes` has the passes
+    by name: those without tangents by default.
     """
-    names, run_pass, tiles = tuple(given), _PASSES[name], KeptTiles(plan)
+    names, run_pass, bound, kept = tuple(given), (passes or _PASSES)[name], plan, KeptTiles(plan)
 
-    def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
+    def call(
+        *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, plan: KernelPlan = bound
+    ) -> list[Array]:
+        tiles = kept if plan is bound else KeptTiles(plan)
         empty = _empty if check is None else check.empty
         new = {name: empty(name, each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
-        run_pass(_HostCall.of(plan, tiles, numbers, **dict(zip(names, arrays)), **new), new)
+        read = dict(zip(names, arrays))
+        host_call = _HostCall.of(plan, tiles, numbers, **read, **new)
+        if name != "forward":
+            lse, accumulator = host_call.arrays["lse"], plan.problem.accumulator
+            empty = lse == -np.inf
+            # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
+            with np.errstate(all="ignore"):
+                in_unit = lse * LOG2_E if host_call.score is None else lse
+                host_call.arrays["shift"] = np.where(empty, np.inf, in_unit).astype(accumulator, copy=False)
+            if empty.any():
+                host_call.arrays["empty"] = empty
+        run_pass(host_call, new, read)
         if check is not None:
             check.after("the cpu executor", new)
         return [new[name] for name in results]
@@ -62,23 +81,15 @@ def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.empty(shape, dtype)
 
 
-def _forward(call: _HostCall, results: Mapping[str, Array]) -> None:
+def _forward(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
     run(call.tiling, (call.forward_rows, call.tiles.of_rows()))
 
 
-def _backward(call: _HostCall, results: Mapping[str, Array]) -> None:
+def _backward(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and dsink
     [*batch, heads] and gradients of a score function's arrays if they are among the arrays."""
-    lse, accumulator = call.arrays["lse"], call.plan.problem.accumulator
-    empty = lse == -np.inf
-    # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
-    with np.errstate(all="ignore"):
-        in_unit = lse * LOG2_E if call.score is None else lse
-        call.arrays["shift"] = np.where(empty, np.inf, in_unit).astype(accumulator, copy=False)
     call.arrays["delta"] = np.empty_like(call.arrays["shift"])
-    if empty.any():
-        call.arrays["empty"] = empty
     rows, columns = (call.backward_rows, call.tiles.of_rows()), (call.backward_columns, call.tiles.of_columns())
     if call.score is not None and call.score.adds_gradients:
         run(call.tiling, rows, in_order=True)  # sums of many tiles in one array must not depend on which is done first
@@ -92,8 +103,9 @@ def _backward(call: _HostCall, results: Mapping[str, Array]) -> None:
 _PASSES = {"forward": _forward, "backward": _backward}
 
 
-_OF_HEADS = ("sink", "dsink")  # arrays of one number a head
-_OF_SCORE = ("score.", "dscore.")  # names of a score function's arrays and of their gradients start so
+_OF_HEADS = ("sink", "dsink", "sink.dot")  # arrays of one number a head
+_OF_ROWS = ("lse", "shift", "dlse", "delta", "empty", "lse.dot", "dlse.dot", "delta.dot")  # of one number a query
+_OF_SCORE = ("score.", "dscore.")  # names of a score function's arrays, tangents and gradients start so
 _RowIndex: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices
 
 
@@ -131,7 +143,7 @@ class _HostCall:
             if array is not None and name in _OF_HEADS:
                 broadcast[name] = np.broadcast_to(array, problem.heads_shape())
             elif array is not None:
-                rank = 1 + problem.has_heads + (name not in ("lse", "shift", "dlse", "delta", "empty"))
+                rank = 1 + problem.has_heads + (name not in _OF_ROWS)
                 full = (*batch, *array.shape[array.ndim - rank :])
                 view = array if array.shape == full else np.broadcast_to(array, full)
                 broadcast[name] = view if problem.has_heads else view[None]
@@ -187,9 +199,9 @@ class _HostCall:
         s = _product(k, q, scratch)
         return s if self.score_factor == 1 else np.multiply(s, self.wide(self.score_factor), out=s)
 
-    def read_gradients(self, row_index: _RowIndex) -> Array:
-        """dO; 0 for rows without a key, whose gradients are 0 whatever came."""
-        do = self.read("do", row_index)
+    def read_gradients(self, row_index: _RowIndex, name: str = "do") -> Array:
+        """dO, or its tangent; 0 for rows without a key, whose gradients are 0 whatever came."""
+        do = self.read(name, row_index)
         return np.where(self.arrays["empty"][row_index][..., None], self.wide(0), do) if "empty" in self.arrays else do
 
     def forward_rows(self, tiles: list[Tile], scratch: Array) -> None:

@@ -21,46 +21,47 @@ _free_scratch: list[Array] = []  # bytes that earlier calls worked in, at most o
 
 
 @contextmanager
-def _scratch(tiling: HostTiling) -> Iterator[Array]:
-    """Memory for two tiles of scores, kept for later calls."""
+def _scratch(tiling: HostTiling, num_tiles: int) -> Iterator[Array]:
+    """Memory for some tiles of scores, kept for later calls."""
     dtype = tiling.problem.accumulator
-    size = 2 * tiling.scratch_scores * dtype.itemsize
+    size = num_tiles * tiling.scratch_scores * dtype.itemsize
     try:
         memory = _free_scratch.pop()
     except IndexError:
         memory = np.empty(0, np.uint8)
     if memory.size < size:
         memory = np.empty(size, np.uint8)
-    yield memory[:size].view(dtype).reshape(2, -1)
+    yield memory[:size].view(dtype).reshape(num_tiles, -1)
     if len(_free_scratch) < tiling.device.num_processors:
         _free_scratch.append(memory)
 
 
-def run(tiling: HostTiling, *passes: _Pass, in_order: bool = False) -> None:
+def run(tiling: HostTiling, *passes: _Pass, in_order: bool = False, num_tiles: int = 2) -> None:
     """Compute every batch of each pass once, one pass after the other, on the plan's number of threads.
 
-    The batches of a pass write to places of their own, or are done in order on one thread, beside BLAS's own.
+    The batches of a pass write to places of their own, or are done in order on one thread, beside BLAS's own. A step
+    has memory for `num_tiles` tiles of scores.
     """
     if tiling.num_workers == 1 or in_order:
         for step, batches in passes:
-            _work_off(tiling, step, batches, threading.Lock(), threading.Event())
+            _work_off(tiling, num_tiles, step, batches, threading.Lock(), threading.Event())
         return
 
     def share_all() -> None:
         for step, batches in passes:
-            _share(tiling, step, batches)
+            _share(tiling, num_tiles, step, batches)
 
     on_one_thread(share_all)
 
 
-def _share(tiling: HostTiling, step: _Step, batches: Iterator[Any]) -> None:
+def _share(tiling: HostTiling, num_tiles: int, step: _Step, batches: Iterator[Any]) -> None:
     """Do batches on the calling thread and on others, all of which have ended when this returns or raises.
 
     If a thread cannot be started, as while the interpreter exits, fewer threads do the same work, with the same bits.
     """
     lock, stop, errors = threading.Lock(), threading.Event(), list[BaseException]()
 
-    drain = partial(_work_off, tiling, step, batches, lock, stop)
+    drain = partial(_work_off, tiling, num_tiles, step, batches, lock, stop)
 
     def work() -> None:
         try:
@@ -92,13 +93,14 @@ def _share(tiling: HostTiling, step: _Step, batches: Iterator[Any]) -> None:
 
 def _work_off(
     tiling: HostTiling,
+    num_tiles: int,
     step: _Step,
     batches: Iterator[Any],
     lock: threading.Lock,
     stop: threading.Event,
 ) -> None:
     """Compute batches until none is left; each thread runs this."""
-    with np.errstate(all="ignore"), _scratch(tiling) as scratch:
+    with np.errstate(all="ignore"), _scratch(tiling, num_tiles) as scratch:
         while not stop.is_set():
             with lock:
                 batch = next(batches, None)

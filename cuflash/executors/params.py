@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..blocks.work_list import IntervalWork, WorkList
-from ..planning._params import HEAD_VECTORS, LISTS, OF_RECORDS_WITHIN, PARAMS, ROW_VECTORS, TENSOR_MAPS, UNLIMITED
+from ..planning._params import HEAD_VECTORS, OF_RECORDS_WITHIN, PARAMS, ROW_VECTORS, TABLES, TENSOR_MAPS, UNLIMITED
 from ..planning.interval_kernels import leading_strides
 from ..planning.launches import BATCH_AXES, MATRICES, DqSemaphoreOrder, Feature, Pass, Workspace
 from ..planning.list_kernels import AT_CALL, WorkAtCall
@@ -105,10 +105,10 @@ def _params(plan: KernelPlan) -> Feature:
     }  # fmt: skip
     values = {"shape": shape, "work": _work(plan.work)}
     if not isinstance(plan.work, WorkAtCall):
-        return Feature("params", PARAMS, values, ("lo", "hi", *LISTS), names=OF_RECORDS_WITHIN)
+        return Feature("params", PARAMS, values, TABLES, names=OF_RECORDS_WITHIN)
     starts = {f"work.{name}": start for name, start in plan.work.offsets.items()}
     names = OF_RECORDS_WITHIN | dict.fromkeys(starts, AT_CALL)
-    return Feature("params", PARAMS, values, ("lo", "hi", *LISTS, AT_CALL), names=names, starts=starts)
+    return Feature("params", PARAMS, values, (*TABLES, AT_CALL), names=names, starts=starts)
 
 
 def _put_dq_numbers(shape: Any, plan: KernelPlan, num_kv_heads: int) -> None:

@@ -76,7 +76,7 @@ def _schedule(program: Program, kept: frozenset[int]) -> _Schedule:
         before, after = ([], ended) if instruction.op == "where" else (ended, [])  # `where` writes before it has read
         for a in before:
             free[memories[memory_of[a]]].append(memory_of[a])
-        if instruction.op not in ("s", "load"):
+        if instruction.op not in ("s", "s_dot", "load"):
             own = free[instruction.kind]
             if not own:
                 own.append(len(memories))
@@ -90,7 +90,8 @@ def _schedule(program: Program, kept: frozenset[int]) -> _Schedule:
 
 
 def blocks(
-    program: Program, operands: Operands, s: Array, at: tuple[Array, ...], kept: frozenset[int]
+    program: Program, operands: Operands, s: Array, at: tuple[Array, ...], kept: frozenset[int],
+    s_dot: Array | None = None,
 ) -> Iterator[Block]:
     """Evaluate a program on tiles of scores, block by block.
 
@@ -104,6 +105,8 @@ def blocks(
         b, h, i and j as `tile_scores.coordinates` has them.
     kept : frozenset of int
         The instructions whose values are asked for.
+    s_dot : array [tiles, keys, queries], optional
+        Tangents of the scores, for a program that reads them; they may be overwritten as the scores may.
     """
     schedule, real = _schedule(program, kept), s.dtype.type
     b = at[0]
@@ -127,6 +130,9 @@ def blocks(
             args = [found[a] for a in instruction.args]
             if instruction.op == "s":
                 found[n] = part
+            elif instruction.op == "s_dot":
+                assert s_dot is not None
+                found[n] = s_dot[tiles, keys]
             elif instruction.op == "load":
                 found[n] = result(program, operands, instruction, args, block.of(b), real)
             else:

@@ -23,7 +23,7 @@ def bind(
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
     **options: Any,
 ) -> BoundCall:
-    """Return the function that runs the pass "forward" or "backward" on arrays named as in `given`."""
+    """Return the function that runs a pass on arrays named as in `given`."""
     names, run_pass = tuple(given), _PASSES[name]
 
     def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
@@ -48,17 +48,35 @@ def _forward(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
 
 def _backward(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
     """Write gradients of 0, but for the sink's: lse is the sink, so that it is the sum of dlse."""
-    for name in plan.kernel_results("backward"):
-        arrays[name][...] = 0
+    _write_gradients(plan, arrays, "backward", arrays.get("dlse"))
+
+
+def _jvp(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
+    """Write o_dot = 0, and lse_dot = 0 or the sink's tangent; NaN in both where lse is NaN."""
+    xp, lse = namespace(arrays["lse"]), arrays["lse"]
+    lse_dot = _sink_of_rows(plan, arrays["sink.dot"]) if "sink.dot" in arrays else 0
+    arrays["lse.dot"][...] = xp.where(xp.isnan(lse), lse, xp.where(xp.isneginf(lse), 0, lse_dot))
+    arrays["o.dot"][...] = xp.where(xp.isnan(lse), lse, 0)[..., None]
+
+
+def _backward_jvp(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
+    """Write tangents of the gradients: 0, but for the sink's, which is the sum of dlse_dot."""
+    _write_gradients(plan, arrays, "backward_jvp", arrays.get("dlse.dot"))
+
+
+def _write_gradients(plan: KernelPlan, arrays: Mapping[str, Array], name: str, of_lse: Array | None) -> None:
+    """Write zeros to the results of a pass, and the sum of what belongs to lse to the sink's."""
+    for result in plan.kernel_results(name):
+        arrays[result][...] = 0
     if "dsink" not in arrays:
         return
     xp, lse = namespace(arrays["lse"]), arrays["lse"]
-    terms = xp.zeros_like(lse) if arrays.get("dlse") is None else arrays["dlse"]
+    terms = xp.zeros_like(lse) if of_lse is None else of_lse
     terms = xp.where(xp.isneginf(lse), 0, xp.where(xp.isnan(lse), lse, terms))
     arrays["dsink"][...] = terms.sum(axis=-1)
 
 
-_PASSES = {"forward": _forward, "backward": _backward}
+_PASSES = {"forward": _forward, "backward": _backward, "jvp": _jvp, "backward_jvp": _backward_jvp}
 
 
 def _sink_of_rows(plan: KernelPlan, sink: Array) -> Array:

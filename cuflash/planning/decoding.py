@@ -227,7 +227,7 @@ def decode_spec(
             entry=DECODING_E4M3 if is_quantized else DECODING, dtype=problem.dtype, head_dim=head_dim,
             value_dim=value_dim, block_q=block_q, block_kv=tile.block_kv, num_warps=num_warps,
             min_blocks=_min_blocks(widest, num_warps, tile.num_stages),
-            num_stages=tile.num_stages * (_E4M3_STAGES if is_quantized else 1), is_split=True, pack_gqa=True,
+            num_stages=tile.num_stages * (_E4M3_STAGES if is_quantized else 1), pack_gqa=True,
             has_sink=problem.operand("sink") is not None, part_keys=part_keys or 0,
         )  # fmt: skip
         largest = spec if part_keys is None else replace(spec, block_q=MOST_ROWS)

@@ -18,6 +18,7 @@ _LEAST_BLOCK_KV, _MOST_BLOCK_KV = 512, 4096  # the backward pass holds block_kv^
 # Under a short window, or in short sequences, the keys of a tile grow with its queries, and most scores are masked.
 # Each pair is the height of a flatter tile, and the factor of keys by which a tall tile must exceed it.
 _FLAT_TILES = ((64, 4), (128, 2))
+JVP_TILES, BACKWARD_JVP_TILES = 3, 5  # tiles of scores that these passes hold; others hold two
 _SHARED_SCORES = 1 << 23  # fewer scores than that are too little work to share among threads
 
 
@@ -99,13 +100,15 @@ class HostTiling:
     def workspace_bytes(self) -> int:
         """Memory of a call beside inputs and results.
 
-        Each worker holds two tiles of scores, gathered and widened rows, and accumulators; beside them lie one number a
-        query, and the work list.
+        Each worker holds two tiles of scores, or five with tangents, gathered and widened rows, and accumulators;
+        beside them lie one number a query, or two, and the work list.
         """
         problem = self.problem
         rows = max(self.block_q, self.work.block_q, self.work.block_kv)
         columns = self.step_width(min(self.work.block_q, self.work.block_kv))
-        gathered = 2 * (rows + columns) * (problem.head_dim + problem.value_dim)
-        delta = self.problem.num_batch_heads * problem.seqlen_q
-        elements = self.num_workers * (2 * self.scratch_scores + gathered) + delta
+        has_tangents = bool(problem.tangents)
+        num_tiles, num_sides = (BACKWARD_JVP_TILES, 2) if has_tangents else (2, 1)
+        gathered = 2 * num_sides * (rows + columns) * (problem.head_dim + problem.value_dim)
+        delta = num_sides * self.problem.num_batch_heads * problem.seqlen_q
+        elements = self.num_workers * (num_tiles * self.scratch_scores + gathered) + delta
         return elements * problem.accumulator.itemsize + self.work.nbytes

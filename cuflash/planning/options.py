@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import numpy as np
@@ -32,6 +32,9 @@ class AnyArray(Protocol):
 
 MaskLike: TypeAlias = Mask | BlockIndex | AnyArray | Callable[[Any, Any, Any, Any], Any]
 ScoreLike: TypeAlias = Score | Callable[[Any, Any, Any, Any, Any], Any]
+
+
+Tangents: TypeAlias = Mapping[str, AnyArray]
 
 
 class CallOptions(TypedDict, total=False):
@@ -64,6 +67,31 @@ _FLAGS = {bool, np.bool}
 _DROPOUTS = {type(None), Dropout}
 
 
+DOT = ".dot"  # the tangent of an array is named like the array, with this behind
+
+
+class Directions(NamedTuple):
+    """What a call is differentiated along.
+
+    Attributes
+    ----------
+    caller : str
+        The public function, for messages.
+    tangents : dict of arrays
+        By the names of the arrays whose tangents they are.
+    cotangents : dict of arrays
+        "do" and "dlse" of a call whose gradients are differentiated.
+    """
+
+    caller: str
+    tangents: dict[str, Any]
+    cotangents: dict[str, Any] = {}
+
+    def arrays(self) -> dict[str, Any]:
+        """Return all arrays by the names that passes have for them."""
+        return self.cotangents | {f"{name}{DOT}": tangent for name, tangent in self.tangents.items()}
+
+
 class Options(NamedTuple):
     """Every argument of a call beside q, k, v and what it writes to, as it was given and unchecked.
 
@@ -85,6 +113,7 @@ class Options(NamedTuple):
     executor: Any = "auto"
     precision: Any = "ieee"
     deterministic: Any = False
+    tangents: Any = ()  # names, or a `Directions`
 
     def key(self, layout: Hashable, *more: Hashable) -> Hashable:
         """Key of a call, without its data.
@@ -103,7 +132,7 @@ class Options(NamedTuple):
             one Score yet, or where a mask's contents may change.
         """
         mask, causal, window, scale, score, softcap, bias, _, dropout, wrt = self[:_FIRST_WORD]
-        kernel, executor, precision, deterministic = words = self[_FIRST_WORD:]
+        kernel, executor, precision, deterministic, tangents = words = self[_FIRST_WORD:]
         if layout is None or not (softcap is bias is None and (mask is None or isinstance(mask, Mask))):
             return None
         if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or type(causal) not in (bool, str):
@@ -115,6 +144,11 @@ class Options(NamedTuple):
             return None
         if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
             return None
+        if tangents != ():  # the layouts of these arrays are part of `layout`
+            names = tuple(tangents.arrays()) if type(tangents) is Directions else tangents
+            if type(names) is not tuple or set(map(type, names)) != {str}:
+                return None
+            words = *words[:-1], names
         program = None
         if score is not None:
             if not isinstance(score, Score):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -14,18 +14,21 @@ from ..arrays import ShapeDtype
 from ..blocks._chosen_work import chosen_work
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import refuse
+from ..masks._chosen import chosen_masks
 from ..masks.base import Band, Mask
 from ..masks.content import without_memos
+from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
 from .dropout_launches import with_dropout
 from .families.family import Family
 from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
+from .options import DOT
 from .problem import Problem
-from .routing import named, rerouted, routed
+from .routing import FAMILIES, named, rerouted, routed, unions
 from .score_launches import stored_gradient, with_score
-from .spec import KernelSpec
+from .spec import SM80, KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
 _AXES_OF_A_LAUNCH = 2  # axes of a batch that one launch surely holds, tensor maps too
@@ -94,6 +97,8 @@ class KernelPlan:
     @property
     def list_bytes(self) -> int:
         """Memory of the work list where the kernels read it."""
+        if isinstance(self.work, UnionsAtCall):
+            return self.work.nbytes + self.work.source.nbytes
         if self.kernels is None or isinstance(self.work, IntervalWork):
             return self.work.nbytes
         index = self.work.index
@@ -118,23 +123,26 @@ class KernelPlan:
 
     def results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the results of a pass by name, as callers get them."""
-        return self._forward_results if name == "forward" else self.gradients
+        return self._results_of_rows(name) if name in ("forward", "jvp") else self.gradients
 
     def kernel_results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the results of a pass by name, as the executor writes them."""
-        return self._forward_results if name == "forward" else self.gradients_made
+        return self._results_of_rows(name) if name in ("forward", "jvp") else self.gradients_made
 
-    @property
-    def _forward_results(self) -> dict[str, ShapeDtype]:
-        problem = self.problem
+    def _results_of_rows(self, name: str) -> dict[str, ShapeDtype]:
+        """o and lse, or their tangents."""
+        problem, dot = self.problem, DOT if name == "jvp" else ""
         return {
-            "o": ShapeDtype(problem.o_shape(), problem.dtype),
-            "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
+            f"o{dot}": ShapeDtype(problem.o_shape(), problem.dtype),
+            f"lse{dot}": ShapeDtype(problem.lse_shape(), problem.accumulator),
         }
 
     @property
     def gradients(self) -> dict[str, ShapeDtype]:
-        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and those that the problem asks for."""
+        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and those that the problem asks for.
+
+        Their tangents, the results of "backward_jvp", have the same names.
+        """
         problem = self.problem
         arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
         others = [operand for operand in problem.operands if operand.name in problem.wrt]
@@ -171,6 +179,18 @@ class KernelPlan:
         before = sum(map(prod, summed.values()))
         narrow = [prod(wanted[name].shape) for name in summed if wanted[name].dtype != problem.accumulator]
         return (before + max(narrow, default=0)) * problem.accumulator.itemsize
+
+    def with_band(self, band: Band, seqlen_q: int, seqlen_kv: int) -> KernelPlan:
+        """Return the host's plan for other numbers of queries and keys under a band."""
+        assert self.tiling is not None
+        problem, block_q, block_kv = (
+            replace(self.problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), self.tiling.block_q, self.tiling.block_kv
+        )  # fmt: skip
+        work = in_flat_tiles(
+            IntervalWork(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, band=band)
+        )
+        tiling = replace(self.tiling, problem=problem, work=work)
+        return replace(self, problem=problem, mask=band, work=work, tiling=tiling)
 
     @property
     def forward_flops(self) -> int:
@@ -216,12 +236,7 @@ def gpu_plan(
     UnsupportedProblem
         No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
     """
-    family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
-    work = _work(problem, mask, device, family)
-    other = rerouted(family, work) if kernel == "auto" else None
-    if other is not None:
-        family, why = other
-        work = _work(problem, mask, device, family)
+    family, why, work = _routed_work(problem, mask, device, kernel)
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
@@ -230,10 +245,25 @@ def gpu_plan(
         kernels = with_dropout(kernels, problem.dropout)
     refuse(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
+    if not isinstance(work, UnionWork) and next(chosen_masks(mask), None) is not None:
+        rule += NOT_JOINED
     return KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
     )  # fmt: skip
+
+
+def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, str, WorkList]:
+    """The family that `kernel` stands for, why it is taken, and its work."""
+    found = unions(problem, mask, device, kernel)
+    if found is not None:
+        return FAMILIES[SM80], "neighbouring queries, each with blocks of its own, walk the union of these", found
+    family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
+    work = _work(problem, mask, device, family)
+    other = rerouted(family, work) if kernel == "auto" else None
+    if other is None:
+        return family, why, work
+    return *other, _work(problem, mask, device, other[0])
 
 
 def _work(problem: Problem, mask: Mask, device: DeviceSpec, family: Family) -> WorkList:

@@ -23,6 +23,7 @@ from ..scores.program import Program
 from ..scores.score import Score
 from .dropout_launches import SEED, dropout_of
 from .operands import Operand, operands_of, wrt_of
+from .options import DOT
 from .scales import RowsPerScale
 from .score_operands import captured_operands, numbers_of
 
@@ -76,6 +77,8 @@ class Problem:
         Which weights are dropped.
     rows_per_scale : RowsPerScale, optional
         Rows that share a scale, where q, k and v are numbers of 8 bits; dtype is o's then.
+    tangents : tuple of str
+        Names of arrays that have tangents.
     """
 
     q_batch: tuple[int, ...]
@@ -98,6 +101,7 @@ class Problem:
     numbers: tuple[float, ...] = ()
     dropout: Draws | None = None
     rows_per_scale: RowsPerScale | None = None
+    tangents: tuple[str, ...] = ()
 
     def __getstate__(self) -> Any:
         return without_memos(self)
@@ -150,7 +154,7 @@ class Problem:
     @cached_property
     def num_batch_heads(self) -> int:
         """Pairs of batch entry and query head."""
-        return self.mask_shape.num_batch * self.num_heads
+        return math.prod(self.batch) * self.num_heads
 
     @cached_property
     def mask_shape(self) -> MaskShape:
@@ -195,8 +199,10 @@ class Problem:
         return next((operand for operand in self.operands if operand.name == name), None)
 
     def keyed(self, given: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays of a call under the names that executors have for them."""
-        keys = {operand.name: operand.key for operand in self.operands}
+        """Arrays of a call, and their tangents, under the names that executors have for them."""
+        keys = {}
+        for operand in self.operands:
+            keys[operand.name], keys[operand.name + DOT] = operand.key, operand.key + DOT
         return {keys.get(name, name): array for name, array in given.items()}
 
     def is_of_forward(self, name: str) -> bool:

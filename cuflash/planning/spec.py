@@ -49,8 +49,8 @@ class Entry:
         The kernel makes weights, or gradients of scores from them, and drops weights under dropout.
     can_finish_dq : bool
         Thread blocks that add to dQ can count what has arrived at a tile of queries, and write its dQ.
-    delta_words : callable, optional
-        Counts the words that the kernel writes for a tile of queries; otherwise it writes delta, one for each query.
+    query_stats_words : callable, optional
+        Counts the words of the statistics that the kernel writes for a tile of queries; other kernels write delta.
     has_exponentials : bool
         The kernel computes a power of two for each score.
     products : (int, int)
@@ -70,7 +70,7 @@ class Entry:
     adds_gradients: bool = False
     draws_dropout: bool = False
     can_finish_dq: bool = False
-    delta_words: Callable[[KernelSpec], int] | None = None
+    query_stats_words: Callable[[KernelSpec], int] | None = None
     has_exponentials: bool = False
     products: tuple[int, int] = (0, 0)
 
@@ -118,9 +118,11 @@ class KernelSpec:
     adds_dq_in_order : bool
         Tiles of keys add to dQ in their order, so that it repeats bit for bit; the count is of those that are done.
     is_split : bool
-        Blocks share a tile's keys, and leave their parts to be merged.
+        Blocks share a tile's keys, and leave their parts to be merged by another kernel.
     pack_gqa : bool
         A tile holds the queries of all heads that share a key/value head.
+    packs_queries : bool
+        A tile holds neighbouring queries with all heads that share their lists of blocks, and walks the union of these.
     mma_rows : 0, 8 or 16
         Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
     has_watchdog : bool
@@ -175,6 +177,7 @@ class KernelSpec:
     adds_dq_in_order: bool = False
     is_split: bool = False
     pack_gqa: bool = False
+    packs_queries: bool = False
     mma_rows: int = 0
     has_watchdog: bool = False
     precision: str = "ieee"

@@ -36,7 +36,8 @@ class Instruction(NamedTuple):
     Attributes
     ----------
     op : str
-        "s"; "b", "h", "i", "j"; "const", "number"; "real" (int to real); "load"; or the name of one of `PRIMITIVES`.
+        "s"; "s_dot", its tangent; "b", "h", "i", "j"; "const", "number"; "real" (int to real); "load"; or the name of
+        one of `PRIMITIVES`.
     kind : "real", "int" or "bool"
         Of the result.
     args : tuple of int
@@ -99,7 +100,8 @@ class Program(_Hashed):
     num_numbers : int
         Numbers that a run of the program is given.
     results : tuple of int
-        The instruction of f; of a derived program those of f, df/ds, and df/d(load) of each load asked for.
+        The instruction of f; of a derived program those of f, df/ds, and df/d(load) of each load asked for; of a pushed
+        program those of another program, and then the tangent of each.
     """
 
     instructions: tuple[Instruction, ...]
@@ -385,13 +387,15 @@ def _only_reals(instructions: list[Instruction], kept: list[int], arrays: list[A
 
 
 def depends(program: Program) -> tuple[frozenset[str], ...]:
-    """Return which of "s", "b", "h", "i", "j" each instruction's value depends on.
+    """Return which of "s", "b", "h", "i", "j" each instruction's value depends on; the tangent of s counts as s.
 
     A number and a captured array without axes depend on none.
     """
     found: list[frozenset[str]] = []
     for instruction in program.instructions:
         own = {instruction.op} if instruction.op in ("s", *COORDINATES) else set()
+        if instruction.op == "s_dot":
+            own = {"s"}
         if instruction.op == "load":
             leading = program.arrays[instruction.value].is_single[: program.num_leading_axes(instruction)]
             own = {"b"} if not all(leading) else set()
@@ -431,38 +435,28 @@ def derived(program: Program, wrt: Iterable[str] = ()) -> Program:
     return sweep.builder.finish(f, slope, *(sweep.adjoint(n) for n in loads))
 
 
-class _ReverseSweep(Derivation):
-    """Adjoints df/dx of a program's real instructions, as further instructions after those of the program.
+def pushed(program: Program, tangents: Iterable[str] = (), *, moves_score: bool = True) -> Program:
+    """The program of all results of a program, and of their tangents, in this order.
 
-    An adjoint that is 0 because a branch was not chosen stays 0 whatever it is multiplied by, so that a derivative
-    which is inf or NaN there does not reach the result: it stays `where(condition, product, 0)`.
+    The tangent of the score is the instruction "s_dot", and 0 unless `moves_score`. That of a real array named in
+    `tangents` is an array of its kind, called ``name.dot``; these arrays come after the program's own, in their order.
+    """
+    sweep = _ForwardSweep(program, frozenset(tangents), moves_score)
+    return sweep.builder.finish(*program.results, *(sweep.tangents[n] for n in program.results))
+
+
+class _Sweep(Derivation):
+    """Further instructions after those of a program, which make derivatives.
+
+    A derivative that is 0 because a branch was not chosen stays 0 whatever it is multiplied by, so that a factor which
+    is inf or NaN there does not reach the result: it stays `where(condition, product, 0)`.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.builder = builder = Builder(program.arrays, program.num_numbers)
+    def __init__(self, program: Program, arrays: Sequence[ArrayType]) -> None:
+        self.builder = builder = Builder(arrays, program.num_numbers)
         for instruction in program.instructions:
             builder.put(instruction.op, instruction.kind, *instruction.args, value=instruction.value)
         self.zero, self.one = builder.const(0.0), builder.const(1.0)
-        self._adjoints = {program.results[0]: self.one}
-        for n in reversed(range(len(program.instructions))):
-            instruction = program.instructions[n]
-            if n in self._adjoints and instruction.kind == "real" and instruction.args:
-                for argument, term in self._terms(n, instruction):
-                    self._add(argument, term)
-
-    def adjoint(self, n: int) -> int:
-        return self._adjoints.get(n, self.zero)
-
-    def _add(self, n: int, term: int) -> None:
-        if self.builder.instructions[n].op in ("const", "number") or term == self.zero:
-            return
-        self._adjoints[n] = self.apply("add", self._adjoints[n], term) if n in self._adjoints else term
-
-    def _terms(self, n: int, instruction: Instruction) -> list[tuple[int, int]]:
-        """Return what instruction n adds to the adjoints of its arguments; an integer as a real adds nothing."""
-        args, g = instruction.args, self._adjoints[n]
-        rules = PRIMITIVES[instruction.op].derivative if instruction.op in PRIMITIVES else ()
-        return [(a, rule(self, g, n, *args)) for a, rule in zip(args, rules) if rule is not None]
 
     # What the rules of derivatives are written with.
 
@@ -501,3 +495,66 @@ class _ReverseSweep(Derivation):
         if op == "add":
             return all(self._is_guarded(a) for a in args)
         return op == "where" and self.zero in args[1:]
+
+
+class _ReverseSweep(_Sweep):
+    """Adjoints df/dx of a program's real instructions."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program, program.arrays)
+        self._adjoints = {program.results[0]: self.one}
+        for n in reversed(range(len(program.instructions))):
+            instruction = program.instructions[n]
+            if n in self._adjoints and instruction.kind == "real" and instruction.args:
+                for argument, term in self._terms(n, instruction):
+                    self._add(argument, term)
+
+    def adjoint(self, n: int) -> int:
+        return self._adjoints.get(n, self.zero)
+
+    def _add(self, n: int, term: int) -> None:
+        if self.builder.instructions[n].op in ("const", "number") or term == self.zero:
+            return
+        self._adjoints[n] = self.apply("add", self._adjoints[n], term) if n in self._adjoints else term
+
+    def _terms(self, n: int, instruction: Instruction) -> list[tuple[int, int]]:
+        """Return what instruction n adds to the adjoints of its arguments; an integer as a real adds nothing."""
+        args, g = instruction.args, self._adjoints[n]
+        rules = PRIMITIVES[instruction.op].derivative if instruction.op in PRIMITIVES else ()
+        return [(a, rule(self, g, n, *args)) for a, rule in zip(args, rules) if rule is not None]
+
+
+class _ForwardSweep(_Sweep):
+    """Tangents of a program's instructions; those of integers and bools are 0.
+
+    Attributes
+    ----------
+    tangents : list of int
+        The instruction that is the tangent of each.
+    """
+
+    def __init__(self, program: Program, names: frozenset[str], moves_score: bool) -> None:
+        moved = [n for n, each in enumerate(program.arrays) if each.name in names]
+        arrays = [program.arrays[n] for n in moved]
+        super().__init__(program, (*program.arrays, *(each._replace(name=f"{each.name}.dot") for each in arrays)))
+        self._dots = {n: len(program.arrays) + place for place, n in enumerate(moved)}
+        self._score = self.builder.put("s_dot", "real") if moves_score else self.zero
+        self.tangents: list[int] = []
+        for n, instruction in enumerate(program.instructions):
+            self.tangents.append(self._tangent(n, instruction))
+
+    def _tangent(self, n: int, instruction: Instruction) -> int:
+        op, kind, args, value = instruction
+        if op == "s":
+            return self._score
+        if op == "load" and value in self._dots:
+            return self.builder.load(self._dots[value], args)
+        if kind == "real" and op == "where":
+            return self.apply(op, args[0], *(self.tangents[a] for a in args[1:]))
+        rules = PRIMITIVES[op].derivative if kind == "real" and op in PRIMITIVES else ()
+        total = self.zero
+        for a, rule in zip(args, rules):
+            if rule is not None and self.tangents[a] != self.zero:
+                term = rule(self, self.tangents[a], n, *args)
+                total = term if total == self.zero else self.apply("add", total, term)
+        return total

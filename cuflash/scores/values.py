@@ -50,7 +50,9 @@ class Operands(NamedTuple):
         return np.clip(x, *integer_range(x.dtype)).astype(np.int64)
 
 
-def values(program: Program, operands: Operands, s: Array, b: Array, h: Array, i: Array, j: Array) -> list[Array]:
+def values(
+    program: Program, operands: Operands, s: Array, b: Array, h: Array, i: Array, j: Array, s_dot: Array = None
+) -> list[Array]:
     """The results of a program, which broadcast against s.
 
     Parameters
@@ -59,15 +61,19 @@ def values(program: Program, operands: Operands, s: Array, b: Array, h: Array, i
         Scores; everything is computed in their dtype.
     b, h, i, j : int arrays
         Batch entries, heads, and positions of queries and of keys; they broadcast against s.
+    s_dot : array, optional
+        The tangent of s, for a program that reads it.
     """
-    found = run(program, operands, s, b, h, i, j)
+    found = run(program, operands, s, b, h, i, j, s_dot)
     return [found[n] for n in program.results]
 
 
-def run(program: Program, operands: Operands, s: Array, b: Array, h: Array, i: Array, j: Array) -> list[Array]:
+def run(
+    program: Program, operands: Operands, s: Array, b: Array, h: Array, i: Array, j: Array, s_dot: Array = None
+) -> list[Array]:
     """The value of each instruction."""
     real = np.asarray(s).dtype.type
-    given = {"s": s, "b": b, "h": h, "i": i, "j": j}
+    given = {"s": s, "s_dot": s_dot, "b": b, "h": h, "i": i, "j": j}
     found: list[Array] = []
     with np.errstate(all="ignore"):
         for instruction in program.instructions:
@@ -82,7 +88,7 @@ def run(program: Program, operands: Operands, s: Array, b: Array, h: Array, i: A
 def result(
     program: Program, operands: Operands, instruction: Instruction, args: list[Array], b: Array, real: type[np.floating]
 ) -> Array:
-    """The value of an instruction that is neither the score nor a coordinate.
+    """The value of an instruction that is neither the score, nor its tangent, nor a coordinate.
 
     Parameters
     ----------

@@ -63,29 +63,12 @@ struct WorkList {
   int32_t num_q_blocks, num_kv_blocks;  // blocks of a list, or tiles that end with their sequences
 };
 
-// Workspaces of the naive kernels alone: whole matrices [seqlen_q, seqlen_kv], float32.
-struct NaiveMatrices {
-  Matrices scores;  // S in base 2, then P in its place
-  Matrices score_gradients;
-};
-
-// Partial results of blocks that share the keys of a tile, in float32: O and lse of each part. The rows of a part
-// follow those of the part before it.
-struct Parts {
-  Matrices o_parts;  // [splits * seqlen_q, room for value_dim]
-  Matrices lse_parts;  // [splits * seqlen_q]
-};
-
 struct Params {
-  Matrices q, k, v, o, lse;  // lse and delta have one column; on Hopper, delta points to the QueryStats of each tile
+  Matrices q, k, v, o, lse;  // lse and delta have one column
   Matrices do_, dq, dk, dv, dlse, delta, dq_sum;  // dq_sum is float32, before it is scaled and rounded
-  // an int, if blocks are persistent: the number of the next tile; followed, for each head whose dQ is finished, by the
-  // state of its tiles
-  Matrices tile_counter;
+  int32_t* tile_counter;  // the number of the next tile, if blocks are persistent
   Shape shape;
   WorkList work;
-  NaiveMatrices naive;
-  Parts parts;
 };
 
 }  // namespace cuflash::attention

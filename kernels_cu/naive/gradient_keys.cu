@@ -3,6 +3,7 @@
 #include <attention/config_simt.cuh>
 #include <attention/naive_matrix.cuh>
 #include <attention/score_gradient.cuh>
+#include <naive/score_matrices.cuh>
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
@@ -16,7 +17,8 @@ constexpr int kSharedBytes = kBytesOf<WeightTile, RowTile> + kBlockQ * static_ca
 }  // namespace cuflash::naive
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
-naive_gradient_keys(const __grid_constant__ cuflash::attention::Params params) {
+naive_gradient_keys(const __grid_constant__ cuflash::attention::Params params,
+                    const __grid_constant__ cuflash::naive::ScoreMatrices matrices) {
   using namespace cuflash;
   using namespace cuflash::naive;
   using namespace cuflash::attention;
@@ -26,7 +28,7 @@ naive_gradient_keys(const __grid_constant__ cuflash::attention::Params params) {
   WorkTile work = key_tile(params, kBlockKv, num_parts);
   if (work.is_empty()) return;
   const bool is_of_keys = part < num_of_keys;
-  const Matrices& weights = is_of_keys ? params.naive.score_gradients : params.naive.scores;
+  const Matrices& weights = is_of_keys ? matrices.score_gradients : matrices.scores;
   const Matrices& other = is_of_keys ? params.q : params.do_;
   const int num_columns = is_of_keys ? shape.head_dim : shape.value_dim;
   const Range columns = column_tile(num_columns, kHeadDim, is_of_keys ? part : part - num_of_keys);

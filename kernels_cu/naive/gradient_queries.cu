@@ -9,7 +9,8 @@ constexpr int kSharedBytes = kBytesOf<PTile, KTile> + kBlockKv * static_cast<int
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
-naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params) {
+naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params,
+                       const __grid_constant__ cuflash::naive::ScoreMatrices matrices) {
   using namespace cuflash;
   using namespace cuflash::naive;
   using namespace cuflash::attention;
@@ -19,7 +20,7 @@ naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params
   if (work.is_empty()) return;
   const BatchHead& batch_head = work.batch_head;
   const Range columns = column_tile(shape.head_dim, kHeadDim, split_index(num_parts));
-  const auto ds = matrix<Accumulator>(params.naive.score_gradients, batch_head, batch_head.head, shape.seqlen_q,
+  const auto ds = matrix<Accumulator>(matrices.score_gradients, batch_head, batch_head.head, shape.seqlen_q,
                                       shape.seqlen_kv)
                       .rows(work.first, work.last);
   const auto k = matrix<Element>(params.k, batch_head, batch_head.head / shape.group_size, shape.seqlen_kv,

@@ -14,7 +14,8 @@ constexpr int kSharedBytes = kBytesOf<DoTile, VTile>;
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
-naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
+naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params,
+                      const __grid_constant__ cuflash::naive::ScoreMatrices matrices CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::naive;
   using namespace cuflash::attention;
@@ -37,10 +38,10 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
   dp.fill(0);
   add_product_of_rows<kValueDim>(dp, d_o, v);
 
-  const auto p = rows(matrix<Accumulator>(params.naive.scores, batch_head, batch_head.head, shape.seqlen_q,
+  const auto p = rows(matrix<Accumulator>(matrices.scores, batch_head, batch_head.head, shape.seqlen_q,
                                           shape.seqlen_kv))
                      .columns(keys.first, keys.last);
-  const auto ds = rows(matrix<Accumulator>(params.naive.score_gradients, batch_head, batch_head.head, shape.seqlen_q,
+  const auto ds = rows(matrix<Accumulator>(matrices.score_gradients, batch_head, batch_head.head, shape.seqlen_q,
                                            shape.seqlen_kv)).columns(keys.first, keys.last);
   KeptWeights<decltype(s)> kept;
   if constexpr (Config::kHasDropout) {

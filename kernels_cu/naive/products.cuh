@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/config_simt.cuh>
 #include <attention/naive_matrix.cuh>
+#include <naive/score_matrices.cuh>
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 

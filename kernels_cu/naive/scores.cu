@@ -14,7 +14,8 @@ constexpr int kSharedBytes = kBytesOf<QTile, KTile>;
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
-naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
+naive_scores(const __grid_constant__ cuflash::attention::Params params,
+             const __grid_constant__ cuflash::naive::ScoreMatrices matrices CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::naive;
   using namespace cuflash::attention;
@@ -44,6 +45,6 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   } else {
     s.fill(ptx::negative_infinity<Accumulator>());
   }
-  tile::store(matrix<Accumulator>(params.naive.scores, batch_head, batch_head.head, shape.seqlen_q, shape.seqlen_kv)
+  tile::store(matrix<Accumulator>(matrices.scores, batch_head, batch_head.head, shape.seqlen_q, shape.seqlen_kv)
                   .rows(work.first, work.last).columns(keys.first, keys.last), s);
 }

@@ -5,17 +5,19 @@
 #include <attention/sink.cuh>
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
+#include <naive/score_matrices.cuh>
 
 // Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
-naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
+naive_softmax(const __grid_constant__ cuflash::attention::Params params,
+              const __grid_constant__ cuflash::naive::ScoreMatrices matrices CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const WorkTile work = query_tile(params, kBlockQ);
   if (work.is_empty()) return;
   const BatchHead& batch_head = work.batch_head;
-  const auto s = matrix<Accumulator>(params.naive.scores, batch_head, batch_head.head, shape.seqlen_q, shape.seqlen_kv);
+  const auto s = matrix<Accumulator>(matrices.scores, batch_head, batch_head.head, shape.seqlen_q, shape.seqlen_kv);
   const auto lse = matrix<Accumulator>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1);
 
   const Accumulator logit = sink_logit<Accumulator>(sink, batch_head, batch_head.head);

@@ -6,6 +6,7 @@
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
 #include <ptx/shared.cuh>
+#include <sm80/parts.cuh>
 
 namespace cuflash::sm80 {
 
@@ -29,7 +30,8 @@ constexpr int kSharedBytes = kGroups * kValueDim * static_cast<int>(sizeof(float
 }  // namespace cuflash::sm80
 
 extern "C" __global__ void __launch_bounds__(cuflash::sm80::kThreads)
-sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
+sm80_combine(const __grid_constant__ cuflash::attention::Params params,
+             const __grid_constant__ cuflash::sm80::Parts parts CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::sm80;
   using namespace cuflash::attention;
@@ -39,8 +41,8 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   const BatchHead& batch_head = work.batch_head;
   const int query = work.first, seqlen_q = shape.seqlen_q;
   const int num_rows = shape.num_splits * seqlen_q;  // the rows of a part follow those of the part before it
-  const auto lse_parts = matrix<float>(params.parts.lse_parts, batch_head, batch_head.head, num_rows, 1);
-  const auto o_parts = matrix<float>(params.parts.o_parts, batch_head, batch_head.head, num_rows, kValueDim);
+  const auto lse_parts = matrix<float>(parts.lse_parts, batch_head, batch_head.head, num_rows, 1);
+  const auto o_parts = matrix<float>(parts.o_parts, batch_head, batch_head.head, num_rows, kValueDim);
 
   float max_lse = ptx::negative_infinity<float>(), total = 0;
   const int first = threadIdx.x % 32 * seqlen_q + query;

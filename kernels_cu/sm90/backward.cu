@@ -265,10 +265,11 @@ struct Backward : BackwardEpilogue<Config> {
   }
 
   // Run a thread block.
-  static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, DropoutArgument dropout,
+  static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps,
+                                 const QueryState& query_state, DropoutArgument dropout,
                                  const score::Function& score_function, StagedMapArgument staged_map) {
-    run_roles(
-        params, maps, [&](int part) { consume(params, part, score_function, dropout); }, score_function, staged_map);
+    const auto consume_part = [&](int part) { consume(params, part, score_function, dropout); };
+    run_roles(params, maps, query_state, consume_part, score_function, staged_map);
   }
 };
 
@@ -285,8 +286,9 @@ CUFLASH_DEVICE score::Function::Number* bins_of_warp() { return sm90::Backward::
 
 extern "C" __global__ void __launch_bounds__(cuflash::sm90::Backward::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward(const __grid_constant__ cuflash::attention::Params params,
-              const __grid_constant__ cuflash::sm90::TensorMaps maps CUFLASH_FEATURES) {
+              const __grid_constant__ cuflash::sm90::TensorMaps maps,
+              const __grid_constant__ cuflash::sm90::QueryState query_state CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  Backward::run(params, maps, dropout, score_function, staged_map);
+  Backward::run(params, maps, query_state, dropout, score_function, staged_map);
 }

@@ -53,8 +53,9 @@ struct QPipeline : DqWriter<Config> {
   // Run the role of each warp of a thread block. `consume` is called by the consumer warpgroups, with the number of the
   // warpgroup among them.
   template <class Consume>
-  static CUFLASH_DEVICE void run_roles(const attention::Params& params, const TensorMaps& maps, Consume consume,
-                                       const score::Function& score, StagedMapArgument staged_map) {
+  static CUFLASH_DEVICE void run_roles(const attention::Params& params, const TensorMaps& maps,
+                                       const QueryState& query_state, Consume consume, const score::Function& score,
+                                       StagedMapArgument staged_map) {
     // uniform in the warp, so that branches do not diverge
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
     if (threadIdx.x == 0) {
@@ -76,7 +77,7 @@ struct QPipeline : DqWriter<Config> {
     if (group == 0) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-      if (warp == 0) produce(params, maps, score, staged_map);
+      if (warp == 0) produce(params, maps, query_state, score, staged_map);
       else if (32 * warp < kProducerThreads) prepare_steps(params, maps, score);
       else if constexpr (kLastArrivalFinishesDq) dq_writer_fused();
       else if constexpr (kHasDqWriter) dq_writer();

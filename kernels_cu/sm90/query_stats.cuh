@@ -2,6 +2,7 @@
 #include <attention/score_gradient.cuh>
 #include <sm90/dq_arrivals.cuh>
 #include <sm90/epilogue_gradient.cuh>
+#include <sm90/query_state.cuh>
 
 // Statistics of a tile of queries that backward kernels on Hopper read. One bulk copy loads them, in the layout that
 // they have in global memory.
@@ -47,10 +48,10 @@ struct QueryTileStats : GradientEpilogue<Config> {
   }
 
   // Return the statistics of the first tile of a matrix; those of further tiles follow.
-  static CUFLASH_DEVICE QueryStats* query_stats(const attention::Params& params,
+  static CUFLASH_DEVICE QueryStats* query_stats(const QueryState& query_state,
                                                 const attention::BatchHead& batch_head) {
     return reinterpret_cast<QueryStats*>(
-        attention::matrix<float>(params.delta, batch_head, batch_head.head, 0, 0).data);
+        attention::matrix<float>(query_state.query_stats, batch_head, batch_head.head, 0, 0).data);
   }
 };
 

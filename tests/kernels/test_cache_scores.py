@@ -38,7 +38,7 @@ def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(
     run: Run, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results are within bounds of a call of the sequence, with equal bits alone, in another order and in pages."""
-    monkeypatch.setattr(one_by_one, "attention", None)  # what else would serve
+    monkeypatch.setattr(one_by_one, "Call", None)  # what else would serve
     call = drawn(KERNELS[kernel], LENGTHS).fitting()
     arrays = arrays_of(len(LENGTHS), 4)
     results = attended(run, kernel, call, arrays, "contiguous")

@@ -24,14 +24,14 @@ _CALLS = {"auto": drawn(NEW | {"rows": 3, "heads": 4}, (193, 2)).fitting()} | {
 
 def _is_scored(kernel: str) -> None:
     """Results of a kernel of caches are those of the function at positions of the cache."""
-    call, kept = _CALLS[kernel], one_by_one.attention
-    one_by_one.attention = None  # type: ignore[assignment]
+    call, kept = _CALLS[kernel], one_by_one.Call
+    one_by_one.Call = None  # type: ignore[assignment, misc]
     try:
         cache = cache_of(SIM, call, {"page_size": 16, "num_pages": 20})
         results = cache.attention(call.q, score=Score(mixed, **_ARRAYS), scale=0.2, kernel=kernel, executor="sim",
                                   return_lse=True, counts=call.counts)  # fmt: skip
     finally:
-        one_by_one.attention = kept
+        one_by_one.Call = kept  # type: ignore[misc]
     assert_is_scored_attention(SIM, call, _ARRAYS, *results, scale=0.2)
 
 
@@ -162,16 +162,16 @@ FAULTS = {
     },
     host_scores_are_right: {
         "keys stand at the start": Edit(
-            ONE, "attend_one_by_one", "[sequence, position, part.first]", "[sequence, position, 0]"
+            ONE, "OwnRowsStep.attend", "[sequence, position, part.first]", "[sequence, position, 0]"
         ),
         "all sequences are the first": Edit(
-            ONE, "attend_one_by_one", "[sequence, position, part.first]", "[0, position, part.first]"
+            ONE, "OwnRowsStep.attend", "[sequence, position, part.first]", "[0, position, part.first]"
         ),
         "the batch's axis is read at its start": Edit(
             PLACES, "_OfSequence.__getitem__", "0 if extent == 1 else self._sequence", "0"
         ),
         "a query alone sees one key less": Edit(
-            ONE, "_parts", "min(length, position + right + 1)", "min(length, position + right)"
+            ONE, "OwnRowsStep._parts", "min(length, position + right + 1)", "min(length, position + right)"
         ),
     },
     steps_are_of_their_score: {
@@ -189,7 +189,7 @@ FAULTS = {
         lambda library: _cache(library).attention(QUERY, bias=np.ones((1, 1), np.float32)[:, :0]), "bias must broadcast"
     ): {
         "arrays are checked where keys are": Edit(
-            "cache/kv_cache.py", "KVCache._query_reasons", "if score is not None:", "if False:"
+            "cache/_doors.py", "_score_reasons", "call.unfit or call.score is None", "True"
         ),
     },
     refuses(

@@ -192,11 +192,11 @@ FAULTS = {
     },
     what_must_be_checked_is_not_taken: {
         "an output over the end of the cache is taken": Edit(
-            FILE, "Step.takes", "first < stop", "first < start"
+            FILE, "Step.takes", "other < stop", "other < first"
         ),
-        "an output over q is taken": Edit(FILE, "Step.takes", "others = [*others, (start, stop)]", "pass"),
+        "an output over q is taken": Edit(FILE, "Step.takes", "others = [*others, (first, stop)]", "pass"),
         "an odd address is taken": Edit(
-            FILE, "Step.takes", "if address & odd_bits:", "if False:"
+            FILE, "Step.takes", "if start & odd_bits:", "if False:"
         ),
     },
     tensors_that_must_be_taken_have_no_layout: {

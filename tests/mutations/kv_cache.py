@@ -128,6 +128,7 @@ def forked_without_room(library: ModuleType) -> None:
 
 FILE, PAGES, ROWS = "cache/kv_cache.py", "cache/pages.py", "cache/paged_rows.py"
 GIVEN, ONE, ARGUMENTS = "cache/given_pages.py", "cache/one_by_one.py", "cache/arguments.py"
+DOORS = "cache/_doors.py"
 ODD_SINK = np.zeros((3, 1), np.float32)
 FAULTS = {
     operations_are_right: {
@@ -140,16 +141,16 @@ FAULTS = {
         "a window reads the first pages": Edit(
             ROWS, "PagedRows._gathered", "[first : -(-stop // size)]", "[0 : -(-stop // size) - first]"
         ),
-        "the first query has no result": Edit(ONE, "_parts", "slice(0, new)", "slice(1, new)"),
+        "the first query has no result": Edit(ONE, "OwnRowsStep._parts", "slice(0, new)", "slice(1, new)"),
         "rows that are not counted keep what they had": Edit(
-            ONE, "attend_one_by_one", "o[sequence], lse[sequence] = _without_keys(own_sink, lse)", "pass"
+            ONE, "OwnRowsStep.attend", "o[sequence], lse[sequence] = _without_keys(own_sink, lse)", "pass"
         ),
         "a sink of inf without keys is a number": Edit(ONE, "_without_keys", "xp.isposinf(logit)", "False"),
         "all sequences have the first one's sink": Edit(
-            ONE, "attend_one_by_one", "sink[sequence if sink.shape[0] > 1 else 0]", "sink[0]"
+            ONE, "_own_sink", "sink[sequence if sink.shape[0] > 1 else 0]", "sink[0]"
         ),
         "queries see later keys": Edit(
-            ONE, "_parts", '"bottom_right" if causal else False', "False"
+            ONE, "OwnRowsStep._parts", "offset + right", "offset + right + 1"
         ),
         "rows on the next page are taken for rows on this one": Edit(
             PAGES, "PagePool._has_page", "(stop - 1) // self.page_size", "length // self.page_size"
@@ -171,11 +172,13 @@ FAULTS = {
         "kernel must be 'auto'",
     ): {
         "options are not looked at where there are no queries": Edit(
-            ONE, "_parts", "is_by_query and new", "is_by_query"
+            ONE, "OwnRowsStep.__init__", "kernel=options.kernel,", ""
         ),
     },
     refuses(lambda library: filled(library).attention(K, sink=ODD_SINK), "(*batch, num_heads) = (2, 1)"): {
-        "sinks are taken as they are": Edit(FILE, "KVCache._query_reasons", "sink_reasons(sink, q, self._k)", "[]"),
+        "sinks are taken as they are": Edit(
+            DOORS, "_sink_reasons", "sink_reasons(call.sink, call.q, call.cache.k)", "[]"
+        ),
     },
     pages_are_used_sparingly: {
         "resetting keeps pages": Edit(FILE, "KVCache.reset", "self._pages.shrink(row, 0)", "pass"),
@@ -254,7 +257,7 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {
         "keys and values need not be as many": Edit(
-            FILE, "KVCache._checked_rows", "if k.shape[2] != v.shape[2]:", "if False:"
+            DOORS, "_pair_reasons", "if k.shape[2] == v.shape[2]", "if True"
         ),
     },
     refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {

@@ -13,15 +13,17 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
-import cuflash
 import numpy as np
 import pytest
 from executors import is_long
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("setuptools", "77", reason="building needs setuptools 77: pip install '.[test]'")
+pytest.importorskip("setuptools_scm", reason="building needs setuptools-scm: pip install '.[test]'")
 pytestmark = pytest.mark.slow
 in_the_long_profile = pytest.mark.skipif(not is_long(), reason="part of the long profile: CUFLASH_PROFILE=long")
 
@@ -246,8 +248,47 @@ def test_pytest_collects_a_clone_of_any_name(clone: Path, name: str, is_inside: 
     assert re.search(r"^\d+ passed", output, re.MULTILINE)
 
 
-def test_the_version_is_the_same_everywhere(wheel: Path) -> None:
-    assert wheel.name.split("-")[1] == cuflash.__version__
-    assert f"version: {cuflash.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
-    changes = re.findall(r"^## \[(\d.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
-    assert changes[0] == cuflash.__version__
+def test_the_version_is_the_tag_and_without_one_the_fallback(
+    project: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wheel.name.split("-")[1] == "0.1.dev0"
+    clone = shutil.copytree(project, tmp_path / "clone")
+    shutil.copy(ROOT / ".gitignore", clone)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for command in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "all"), ("tag", "v7.8.9")):
+        subprocess.run(["git", *command], cwd=clone, check=True, timeout=120)
+    tagged = _build(clone, "build_wheel", tmp_path / "tagged")
+    assert tagged.name.split("-")[1] == "7.8.9"
+    run = "import cuflash, sys; sys.stdout.write(cuflash.__version__)"
+    site = _unpacked(tagged, tmp_path / "site")
+    assert _run_in(tmp_path, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {run}") == "7.8.9"
+    archive = _build(clone, "build_sdist", tmp_path)
+    assert archive.name == "cuflash-7.8.9.tar.gz"
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    built = _build(tmp_path / "cuflash-7.8.9", "build_wheel", tmp_path / "of_archive")
+    assert built.name.split("-")[1] == "7.8.9"
+
+
+def _release() -> ModuleType:
+    spec = spec_from_file_location("release", ROOT / ".ci" / "release.py")
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_release_is_refused_whose_versions_disagree() -> None:
+    release = _release()
+    citation, changes = (ROOT / "CITATION.cff").read_text("utf-8"), (ROOT / "CHANGELOG.md").read_text("utf-8")
+    version, notes = release.newest_changes(changes)
+    assert release.mismatches(None, citation, changes) == release.mismatches(version, citation, changes) == []
+    assert release.mismatches("9.9.9", citation, changes) == [
+        f"the tag is v9.9.9, and CHANGELOG.md's newest section {version}"
+    ]
+    assert len(release.mismatches(version, citation.replace(version, "9.9.9"), changes)) == 1
+    assert 0 < notes.count("\n") <= 60 and "## [" not in notes
+
+
+def test_the_public_workflow_runs_what_a_change_must_pass() -> None:
+    assert "run: .ci/run\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8")

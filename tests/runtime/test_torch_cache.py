@@ -16,7 +16,7 @@ import torch_machine  # noqa: E402
 from torch_machine import on_device  # noqa: E402
 
 from cuflash import KVCache, UnsupportedProblem, layouts  # noqa: E402
-from cuflash.cache import kv_cache  # noqa: E402
+from cuflash.cache import _doors, steps as cache_steps  # noqa: E402
 from cuflash.compiler import nvrtc as compiling  # noqa: E402
 from executors import needs_compiler  # noqa: E402
 
@@ -54,7 +54,8 @@ def test_tensors_of_a_layout_seen_twice_are_read_in_place(cupy: Any, monkeypatch
 
     def after(step: int) -> None:
         if step == 1:
-            monkeypatch.setattr(kv_cache, "as_arrays", lambda *args: pytest.fail("taken again"))
+            for module in (_doors, cache_steps):
+                monkeypatch.setattr(module, "as_arrays", lambda *args: pytest.fail("taken again"))
 
     made = walked(cupy, on_device, after)
     assert len(made) == 18 and all(np.array_equal(*pair) for pair in zip(made, wanted))

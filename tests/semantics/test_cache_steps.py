@@ -11,7 +11,7 @@ import cupy_machine
 import numpy as np
 import pytest
 from cuflash import KVCache
-from cuflash.cache import kv_cache, on_device, steps
+from cuflash.cache import _doors, on_device, steps
 from cuflash.cache.steps import Steps
 from executors import needs_compiler
 from refusals import refused
@@ -48,7 +48,7 @@ def rows_of(xp: Any, step: int, count: int = 1) -> tuple[Any, Any, Any]:
 
 def forgotten(cache: KVCache) -> None:
     assert cache._device is not None
-    cache._device.steps = Steps(cache.k, cache.v)
+    cache._steps = cache._device.steps = Steps(cache.k, cache.v)
 
 
 def walked(xp: Any, cache: KVCache, before: Callable[[KVCache], None]) -> list[Any]:
@@ -97,8 +97,8 @@ def test_a_later_step_plans_nothing_and_allocates_its_result_alone(
     cache.append(k, v)
     cache.attention(q)
     for place, name in (
-        (on_device, "append_pass"), (kv_cache, "pass_of"), (kv_cache, "as_arrays"), (kv_cache, "row_reasons"),
-        (steps, "BoundPass"),
+        (on_device, "append_pass"), (_doors, "pass_of"), (_doors, "as_arrays"), (_doors, "row_reasons"),
+        (steps, "as_arrays"), (steps, "BoundPass"),
     ):  # fmt: skip
         monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
     q, k, v = rows_of(xp, 2)
@@ -128,7 +128,7 @@ def test_a_later_step_reads_its_own_score_function(
 
     made = [attended(kinds[0])]
     with monkeypatch.context() as checks:
-        checks.setattr(kv_cache, "fit_reasons", lambda *args: pytest.fail("checked again"))
+        checks.setattr(_doors, "fit_reasons", lambda *args: pytest.fail("checked again"))
         made.append(attended(kinds[1]))
     made += map(attended, kinds[2:])
     for kind, bound in zip(kinds, made):
@@ -162,7 +162,7 @@ def test_a_later_step_of_another_librarys_arrays_plans_nothing(
         cache.append(k, v)
         made.append(cache.attention(q).get())
         if step == 0:
-            for place, name in ((on_device, "append_pass"), (kv_cache, "pass_of"), (kv_cache, "row_reasons")):
+            for place, name in ((on_device, "append_pass"), (_doors, "pass_of"), (_doors, "row_reasons")):
                 monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("planned again"))
     assert all(np.array_equal(*pair) for pair in zip(made, wanted))
 

@@ -6,12 +6,13 @@ import numpy as np
 
 from ...blocks.work_list import ListedWork, WorkList
 from ..device import DeviceSpec
-from ..launches import Kernels, Pass, TileOrder, Workspace
+from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import NAIVE, Entry, KernelSpec
 from .family import Family, key_tiles, launch_of, list_block_of, num_tiles
 
+SCORE_MATRICES = np.dtype([("scores", MATRICES), ("score_gradients", MATRICES)], align=True)
 _SIDE = 32  # rows and columns of a tile, which multiplies as many columns at a time
 
 
@@ -100,15 +101,19 @@ class Naive(Family):
             ),
         }  # fmt: skip
         launches = {
-            role: launch_of(chosen[role], device, num_tiles(chosen[role], problem, work) * tiles, reads, writes)
+            role: launch_of(
+                chosen[role], device, num_tiles(chosen[role], problem, work) * tiles, reads, writes, ("matrices",)
+            )
             for role, (tiles, reads, writes) in uses.items()
         }
+        features = (Feature("matrices", SCORE_MATRICES),)
         matrix = Workspace((*problem.lse_shape(), problem.seqlen_kv), problem.accumulator)
         num_heads = problem.num_batch_heads if isinstance(work, ListedWork) else 1
-        forward = Pass({entry.name: launches[entry.name] for entry in _FORWARD}, {"scores": matrix})
+        forward = Pass({entry.name: launches[entry.name] for entry in _FORWARD}, {"scores": matrix}, features)
         backward = Pass(
             {entry.name: launches[entry.name] for entry in (_FORWARD[0], *_BACKWARD)},
             {"scores": matrix, "score_gradients": matrix},
+            features,
         )
         return Kernels(
             forward=sink_forward(forward, problem, "softmax"),

@@ -14,8 +14,10 @@ SEQLEN, BLOCK = 1024, 32
 
 
 def show(**named: masks.Mask) -> None:
-    """One panel a pattern, with the share of the blocks that it keeps."""
-    figure, panels = plt.subplots(1, len(named), figsize=(3 * len(named), 3.4), layout="constrained")
+    """Draw one panel per pattern, with the share of the blocks that it keeps."""
+    figure, panels = plt.subplots(
+        1, len(named), figsize=(3 * len(named), 3.4), layout="constrained"
+    )
     for axes, (title, mask) in zip(panels, named.items()):
         index = BlockIndex.from_mask(mask, SEQLEN, SEQLEN, BLOCK)
         index.plot(ax=axes)
@@ -52,6 +54,12 @@ show(
 
 comb = patterns.strided(4).on_blocks(BLOCK)
 filled = BlockIndex.from_mask(patterns.fixed(128, 16), SEQLEN, SEQLEN, BLOCK).filled()
-chosen = np.tri(SEQLEN // BLOCK, dtype=bool) & (np.random.default_rng(0).random((SEQLEN // BLOCK,) * 2) < 0.3)
-show(comb_of_blocks=comb, fixed_filled=filled.as_mask(), any_booleans=masks.BlockPattern(chosen, BLOCK))
+chosen = np.tri(SEQLEN // BLOCK, dtype=bool) & (
+    np.random.default_rng(0).random((SEQLEN // BLOCK,) * 2) < 0.3
+)
+show(
+    comb_of_blocks=comb,
+    fixed_filled=filled.as_mask(),
+    any_booleans=masks.BlockPattern(chosen, BLOCK),
+)
 plt.show()

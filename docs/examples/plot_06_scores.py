@@ -2,7 +2,8 @@
 Score functions
 ===============
 
-What each function of `cuflash.scores` makes of scores. The page on score functions has what each costs.
+Each function of `cuflash.scores` changes the score of a query and a key before the softmax.
+:doc:`Score functions </scores>` has the cost of each.
 """
 
 import matplotlib.pyplot as plt
@@ -14,17 +15,27 @@ QUERIES, KEYS = np.ogrid[:SEQLEN, :SEQLEN]
 
 
 def show(**named: scores.Score) -> None:
-    """One panel a function: what it adds to a score of 0, for each query (row) and key (column) of the first head."""
-    figure, panels = plt.subplots(1, len(named), figsize=(3.2 * len(named), 3.2), layout="constrained", squeeze=False)
+    """Draw one panel per function: the number that it adds to a score of 0, by query (row) and key (column)."""
+    figure, panels = plt.subplots(
+        1,
+        len(named),
+        figsize=(3.2 * len(named), 3.2),
+        layout="constrained",
+        squeeze=False,
+    )
     for axes, (title, score) in zip(panels[0], named.items()):
-        added = np.broadcast_to(score(np.zeros((SEQLEN, SEQLEN)), 0, 0, QUERIES, KEYS), (SEQLEN, SEQLEN))
-        image = axes.imshow(added, cmap="RdBu", vmin=-abs(added).max(), vmax=abs(added).max())
+        added = np.broadcast_to(
+            score(np.zeros((SEQLEN, SEQLEN)), 0, 0, QUERIES, KEYS), (SEQLEN, SEQLEN)
+        )
+        image = axes.imshow(
+            added, cmap="RdBu", vmin=-abs(added).max(), vmax=abs(added).max()
+        )
         figure.colorbar(image, ax=axes, shrink=0.7)
         axes.set(title=title.replace("_", " "), xticks=[], yticks=[])
 
 
 def draw(**named: scores.Score) -> None:
-    """One line a function: the new score against the old one."""
+    """Draw one line per function: the new score over the old one."""
     s = np.linspace(-40, 40, 161)
     _, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
     axes.plot(s, s, color="0.8", label="score")
@@ -39,13 +50,16 @@ def draw(**named: scores.Score) -> None:
 # ----------------------------
 # `softcap` keeps scores between its cap and its negative. `temperature` multiplies them by a factor for each head.
 
-draw(softcap_of_15=scores.softcap(15.0), temperature_of_a_half=scores.temperature(np.array([0.5])))
+draw(
+    softcap_of_15=scores.softcap(15.0),
+    temperature_of_a_half=scores.temperature(np.array([0.5])),
+)
 
 # %%
 # Functions of the distance
 # -------------------------
-# `alibi` takes off a penalty that grows with the distance, by a slope for each head. `relative_position` adds a
-# learned number for each bucket of distances: buckets are as wide as one distance near the diagonal, and grow.
+# `alibi` subtracts a penalty that grows with the distance, with a slope for each head. `relative_position` adds a learned
+# number for each bucket of distances: near the diagonal a bucket is one distance, and farther away it is wider.
 
 learned = np.sin(np.arange(16.0))[None]
 show(
@@ -62,25 +76,10 @@ show(
 
 rows, columns = np.ogrid[-3:4, -5:6]
 show(
-    relative_position_2d=scores.relative_position_2d(np.exp(-np.hypot(rows, columns) / 2)[None], 6),
+    relative_position_2d=scores.relative_position_2d(
+        np.exp(-np.hypot(rows, columns) / 2)[None], 6
+    ),
     bias=scores.bias(np.random.default_rng(0).standard_normal((SEQLEN, SEQLEN))),
 )
 
-# %%
-# Composition and packed sequences
-# --------------------------------
-# `a @ b` is the score a of the score b. In a packed batch `within` lets positions start again with each sequence; a
-# mask, `masks.Sequences`, hides keys of other sequences.
-
-
-def near(s, b, h, i, j):
-    """Add 1 to the score of each key that is at most 2 away."""
-    return s + np.where(abs(i - j) <= 2, 1.0, 0.0)
-
-
-slopes = scores.alibi(scores.alibi_slopes(8))
-show(
-    alibi_of_near_keys=slopes @ scores.Score(near),
-    alibi_within_sequences=scores.within(slopes, [0, 8, 13, SEQLEN]),
-)
 plt.show()

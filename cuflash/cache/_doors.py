@@ -1,0 +1,201 @@
+"""The door of a cache's calls: their arguments are checked once, and what is wrong with them is raised together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, flag_reasons, namespace
+from ..calls._call import Call
+from ..errors import UnsupportedProblem, collecting, refuse
+from ..planning.options import Options
+from ..planning.score_launches import array_name
+from ..plans import as_arrays
+from ..scores import Score
+from ._passes import DecodeOptions, SimulatedStep, pass_of
+from .arguments import checked_window, not_served, out_reasons, overlap_reasons, row_reasons, sink_reasons
+from .on_device import device_reasons, is_on_device
+from .one_by_one import OwnRowsStep
+from .scoring import ScoreKind, arrays_of, fit_reasons
+from .steps import AskedOptions, AttendStep, Step, StepCall
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
+
+
+class _Rows(NamedTuple):
+    """The arguments of `append` as rules read them. `unfit` is why k and v are no rows of the cache."""
+
+    cache: KVCache
+    k: Array
+    v: Array
+    counts: Any
+    unfit: Sequence[str]
+
+
+class _Queries(NamedTuple):
+    """The arguments of `attention` as rules read them. `unfit` is why q, the window, a flag or the score is refused."""
+
+    cache: KVCache
+    q: Array
+    counts: Any
+    out: Any
+    sink: Any
+    options: AskedOptions
+    score: Score | None
+    unfit: Sequence[str]
+
+
+def checked_rows(cache: KVCache, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
+    """Return new rows as arrays of the cache's kind, which they fit, and the counts too."""
+    given = as_arrays({"k": k, "v": v}, dict.fromkeys("kv", _row_dtypes(cache)[-1]), like=cache.k)
+    batch, heads = len(cache._lengths), cache.k.shape[1]
+    wanted = {name: (batch, heads, "n", own.shape[3]) for name, own in (("k", cache.k), ("v", cache.v))}
+    unfit = row_reasons(given, cache.k, wanted, _row_dtypes(cache))
+    rows = _Rows(cache, given["k"], given["v"], counts, unfit)
+    refuse([reason for rule in _APPEND_RULES for reason in rule(rows)])
+    if cache._device is None:
+        cache._steps.keep_append(rows.k, rows.v, Step(given, ("k", "v"), ("k", "v")))
+    return rows.k, rows.v
+
+
+def checked_queries(
+    cache: KVCache, q: Any, counts: Any, out: Any, sink: Any, options: AskedOptions, score: Score | None,
+    reasons: Sequence[str],
+) -> tuple[StepCall, Array, Array | None]:  # fmt: skip
+    """Return the step of a call of `attention` that none was kept for, with q and the sink as arrays.
+
+    `reasons` refuse the call already.
+    """
+    unfit, window, dtypes = list(reasons), None, _row_dtypes(cache)
+    q, sink = as_arrays({"q": q, "sink": sink}, {"q": dtypes[-1]}, like=cache.k).values()
+    with collecting(unfit):
+        window = checked_window(options.window)
+    unfit += flag_reasons("causal", options.causal)
+    wanted = {"q": (len(cache._lengths), "num_heads", "n", cache.k.shape[3])}
+    unfit = row_reasons({"q": q}, cache.k, wanted, dtypes) + unfit
+    queries = _Queries(cache, q, counts, out, sink, options, score, unfit)
+    refused = [reason for rule in _ATTENTION_RULES for reason in rule(queries)]
+    if refused:
+        like = ShapeDtype((1, 1, int(cache.k.shape[3])), dtypes[0])
+        *_, scale, kernel, executor, precision = options
+        asked = Options(scale=scale, kernel=kernel, executor=executor, precision=precision)
+        Call.of(like, like, like, asked, reasons=refused)
+    left, right = window or (None, None)
+    kind = None if score is None else ScoreKind.of_score(score)
+    words = options.scale, options.kernel, options.executor, options.precision
+    kept = DecodeOptions(left, 0 if options.causal else right, *words, cache._part_keys, kind)
+    return _bound_queries(queries, kept), q, sink
+
+
+def _bound_queries(call: _Queries, options: DecodeOptions) -> StepCall:
+    """Return the step of a call: kernels of the cache if some serve it, otherwise calls of each sequence.
+
+    Raises
+    ------
+    UnsupportedProblem
+        No kernel serves the call on a cache that is counted on the device, or on any.
+    """
+    cache, q, sink, score = call.cache, call.q, call.sink, call.score
+    o = call.out
+    if o is None:
+        o = namespace(q).empty((*q.shape[:3], cache.v.shape[3]), q.dtype)
+    lse = namespace(q).empty(q.shape[:3], accumulator_dtype(q.dtype))
+    arrays = {"q": q, "k": cache.k, "v": cache.v, "o": o, "lse": lse, "sink": sink, **cache._arrays.scales}
+    arrays |= {} if score is None else arrays_of(score)
+    names = [] if score is None else list(map(array_name, score.arrays))
+    kernels = pass_of(arrays, cache._layout, options)
+    step: AttendStep
+    if kernels is None and cache._is_counted_on_device:
+        raise UnsupportedProblem([not_served(q, options.kernel, sink)])
+    if kernels is None:
+        step = OwnRowsStep(cache, arrays, options, score, names)
+    elif cache._device is None:
+        step = SimulatedStep(kernels, arrays, names)
+    else:
+        step = cache._put().decode_step(kernels, arrays, names)
+    return cache._steps.keep_decode(arrays, call.out, call.options, score, step)
+
+
+def _row_dtypes(cache: KVCache) -> tuple[np.dtype[Any], ...]:
+    """Return the dtypes that new rows and queries may have."""
+    return UP_TO_FLOAT32 if cache._arrays.is_quantized else (cache._arrays.dtype,)
+
+
+def _unfit_reasons(call: _Rows | _Queries) -> Sequence[str]:
+    return call.unfit
+
+
+def _pair_reasons(call: _Rows) -> list[str]:
+    k, v = call.k, call.v
+    if call.unfit:
+        return []
+    reasons = [] if k.dtype == v.dtype else [f"v must have k's dtype, {k.dtype}; got {v.dtype}"]
+    return reasons + ([] if k.shape[2] == v.shape[2] else [f"v must have k's {k.shape[2]} rows; got {v.shape[2]}"])
+
+
+def _own_memory_reasons(call: _Rows) -> list[str]:
+    own = {"the cache's keys": call.cache.k, "the cache's values": call.cache.v}
+    rows = {} if call.unfit else {"k": call.k, "v": call.v}
+    return [reason for name, array in rows.items() for reason in overlap_reasons(name, array, own)]
+
+
+def _writeable_reasons(call: _Rows) -> list[str]:
+    if all(not isinstance(array, np.ndarray) or array.flags.writeable for array in call.cache._arrays.arrays):
+        return []
+    return ["the cache must have writeable pages to append to; got read-only arrays: give copies"]
+
+
+def _new_reasons(call: _Rows) -> list[str]:
+    return _count_reasons(call.cache, call.counts, call.k, call.cache._counted)
+
+
+def _out_reasons(call: _Queries) -> list[str]:
+    if call.unfit:
+        return []
+    cache, q = call.cache, call.q
+    own = {"q": q, "the cache's keys": cache.k, "the cache's values": cache.v}
+    return out_reasons(call.out, (*q.shape[:3], cache.v.shape[3]), q, own)
+
+
+def _capacity_reasons(call: _Queries) -> list[str]:
+    if call.unfit or call.q.shape[2] <= call.cache.capacity:
+        return []
+    return [f"q must have at most as many rows as the capacity, {call.cache.capacity}; got {call.q.shape[2]}"]
+
+
+def _sink_reasons(call: _Queries) -> list[str]:
+    return [] if call.unfit else sink_reasons(call.sink, call.q, call.cache.k)
+
+
+def _score_reasons(call: _Queries) -> list[str]:
+    if call.unfit or call.score is None:
+        return []
+    return fit_reasons(call.score, call.q, call.cache.k, call.cache.v, call.cache.capacity)
+
+
+def _query_reasons(call: _Queries) -> list[str]:
+    cache, q = call.cache, call.q
+    is_fitting = q.ndim == 4 and q.shape[2] <= cache.capacity
+    return _count_reasons(cache, call.counts, q, cache._queried if is_fitting else cache._counted)
+
+
+def _count_reasons(cache: KVCache, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
+    """Why counts cannot say how many rows are each sequence's; a wrong shape of rows allows any count."""
+    reasons: list[str] = []
+    with collecting(reasons):
+        counts = as_arrays({"counts": counts})["counts"]
+        if cache._device is not None and is_on_device(counts):
+            return device_reasons("counts", counts, len(cache._lengths), cache.k)
+        counted(counts, int(rows.shape[2]) if rows.ndim == 4 else 2**31)
+    return reasons
+
+
+_APPEND_RULES: tuple[Callable[[_Rows], Sequence[str]], ...] = (
+    _unfit_reasons, _pair_reasons, _own_memory_reasons, _writeable_reasons, _new_reasons,
+)  # fmt: skip
+_ATTENTION_RULES: tuple[Callable[[_Queries], Sequence[str]], ...] = (
+    _unfit_reasons, _out_reasons, _capacity_reasons, _sink_reasons, _score_reasons, _query_reasons,
+)  # fmt: skip

@@ -1,0 +1,75 @@
+"""Calls along tangents: the passes of a call one after the other, once all of its arrays have been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..arrays import Array
+from ..planning.options import DOT, Directions, Options
+from ..plans import Gradients, Plan, named_gradients
+from ._forward import Forward, run
+
+
+class Pushed(NamedTuple):
+    """A forward pass that has run, and what it gave along the tangents.
+
+    Attributes
+    ----------
+    forward : Forward
+    dots : dict of arrays
+        The tangents by the names that passes have for them.
+    o_dot, lse_dot : array
+    """
+
+    forward: Forward
+    dots: dict[str, Array]
+    o_dot: Array
+    lse_dot: Array
+
+
+class Pulled(NamedTuple):
+    """Results of a call along tangents that has gradients."""
+
+    o: Array
+    lse: Array
+    gradients: Gradients
+    gradients_dot: Gradients
+
+
+def push(
+    q: Any, k: Any, v: Any, directions: Directions, options: Options, out: Any = None, return_lse: Any = True
+) -> Pushed:
+    """Run "forward" and "jvp" of a call, whose arguments are as a user passed them; the first call like it checks them.
+    """
+    forward = run(q, k, v, options._replace(tangents=directions), out, return_lse)
+    plan, dots = forward.plan, directions.arrays()
+    tangents = {name: array for name, array in dots.items() if name.endswith(DOT)}
+    moving = {name: array for name, array in tangents.items() if name not in (f"do{DOT}", f"dlse{DOT}")}
+    o_dot, lse_dot = plan._run("jvp", {**_made(forward), **_operands(plan, "jvp", forward.arrays), **moving}, {})
+    return Pushed(forward, dots, o_dot, lse_dot)
+
+
+def pull(
+    q: Any, k: Any, v: Any, do: Any, dlse: Any, tangents: Mapping[str, Any], options: Options, return_lse: Any
+) -> Pulled:
+    """Run all four passes of a call."""
+    cotangents = {"do": do} | ({} if dlse is None else {"dlse": dlse})
+    pushed = push(q, k, v, Directions("attention_hvp", dict(tangents), cotangents), options, None, return_lse)
+    forward, plan = pushed.forward, pushed.forward.plan
+    arrays = {**cotangents, **_made(forward), **_operands(plan, "backward", forward.arrays)}
+    gradients = named_gradients(plan.plan.problem, plan._run("backward", arrays, {}))
+    arrays |= pushed.dots | {f"o{DOT}": pushed.o_dot, f"lse{DOT}": pushed.lse_dot}
+    return Pulled(
+        forward.o, forward.lse, gradients, named_gradients(plan.plan.problem, plan._run("backward_jvp", arrays, {}))
+    )
+
+
+def _made(forward: Forward) -> dict[str, Array]:
+    """q, k, v, o and lse of a call by name."""
+    return {name: forward.arrays[name] for name in ("q", "k", "v")} | {"o": forward.o, "lse": forward.lse}
+
+
+def _operands(plan: Plan, name: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays of a call beside q, k and v that a pass reads."""
+    return plan._operands_of(name, {each: array for each, array in arrays.items() if each not in ("q", "k", "v")})

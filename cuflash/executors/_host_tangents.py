@@ -1,0 +1,351 @@
+"""Tangents of attention and of its gradients on tiles of the cpu executor, tile by tile as the passes they belong to.
+
+A dot is a tangent. With S the scores, F the final ones, P = exp(F - lse), Z the factors of dropout and c a number of
+each row, which is the mean of F_dot over the keys that the row attends in its first step that has one::
+
+    S_dot = scale (q_dot . k + q . k_dot)                   F_dot = f_s S_dot + sum f_a a_dot
+    w     = P (F_dot - c)                                   rise  = sum w + P_sink (sink_dot - c)
+    o_dot = sum Z w v + sum Z P v_dot - rise o              lse_dot = c + rise
+
+    delta_dot = rowsum(do_dot o + do o_dot) - dlse_dot      P_dot  = P (F_dot - lse_dot)
+    dF_dot    = P_dot (dP - delta) + P (dP_dot - delta_dot) dS_dot = f_s dF_dot + (f_s)_dot dF
+    dq_dot    = scale (dS_dot k + dS k_dot)                 dv_dot = (Z P_dot)^T do + (Z P)^T do_dot
+
+Without c a drift of F_dot that all keys share would cost its digits: F_dot - c is small where rise is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, ShapeDtype
+from ..planning.host import BACKWARD_JVP_TILES, JVP_TILES
+from ..planning.options import DOT
+from ..planning.plan import KernelPlan
+from . import cpu
+from ._host_tiles import Tile, steps_side_by_side
+from .cpu import _added, _HostCall
+from .host_threads import run
+from .launch import BoundCall
+from .tile_scores import coordinates
+from .tile_tangents import ScoreTangents
+
+
+def bind(
+    plan: KernelPlan, name: str, given: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
+) -> BoundCall:
+    """Return the function that runs the pass "jvp" or "backward_jvp" on arrays named as in `given`, as `cpu.bind` does.
+    """
+    return cpu.bind(plan, name, given, results, passes=_PASSES, **options)
+
+
+def _jvp(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+    """Write the tangents of o and lse, shaped as these."""
+    run(call.tiling, (HostTangents.of(call, read).jvp_rows, call.tiles.of_rows()), num_tiles=JVP_TILES)
+
+
+def _backward_jvp(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+    """Write the tangents of the gradients, under their names and in the shapes of the backward pass."""
+    tangents, shift = HostTangents.of(call, read), call.arrays["shift"]
+    call.arrays["delta"], call.arrays["delta.dot"] = np.empty_like(shift), np.empty_like(shift)
+    rows = tangents.backward_rows, call.tiles.of_rows()
+    columns = tangents.backward_columns, call.tiles.of_columns()
+    if call.score is not None and call.score.adds_gradients:  # in an order of their own, as in the backward pass
+        run(call.tiling, rows, in_order=True, num_tiles=BACKWARD_JVP_TILES)
+        run(call.tiling, columns, num_tiles=BACKWARD_JVP_TILES)
+    else:
+        run(call.tiling, rows, columns, num_tiles=BACKWARD_JVP_TILES)
+    if "dsink" in results:
+        results["dsink"][...] = tangents.sink_gradient()
+
+
+_PASSES = {"jvp": _jvp, "backward_jvp": _backward_jvp}
+
+
+class _Centers:
+    """The number c of each query [tiles, queries], and whether the query has attended a key yet."""
+
+    def __init__(self, shape: tuple[int, int], wide: Any) -> None:
+        self.c, self.has_key = np.zeros(shape, wide), np.zeros(shape, bool)
+
+    def see(self, f_dot: Array | None, is_seen: Array) -> None:
+        """Set c of the queries that attend their first keys, from tangents that are 0 where they do not count."""
+        count = is_seen.sum(axis=-2)
+        if f_dot is not None:
+            mean = (f_dot / np.maximum(count, 1).astype(f_dot.dtype)[:, None, :]).sum(axis=-2)
+            np.copyto(self.c, mean, where=~self.has_key & (count > 0))
+        self.has_key |= count > 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """Rows of one matrix and their tangents, None without."""
+
+    x: Array
+    dot: Array | None
+
+
+@dataclass(frozen=True, eq=False)
+class HostTangents:
+    """What a batch of tiles does in the passes "jvp" and "backward_jvp"."""
+
+    call: _HostCall
+    score: ScoreTangents | None
+
+    @classmethod
+    def of(cls, call: _HostCall, arrays: Mapping[str, Array | None]) -> HostTangents:
+        """Make the tangents of a call from all its arrays, those of a score function among them."""
+        score = None if call.score is None else ScoreTangents.of(call.score, call.plan.problem, arrays)
+        return cls(call, score)
+
+    @property
+    def moves_scores(self) -> bool:
+        """Return whether q or k has a tangent."""
+        return "q.dot" in self.call.arrays or "k.dot" in self.call.arrays
+
+    @property
+    def moves_finals(self) -> bool:
+        """Return whether final scores have tangents."""
+        return self.moves_scores or self.score is not None and self.score.moves_arrays
+
+    def jvp_rows(self, tiles: list[Tile], scratch: Array) -> None:
+        """Tiles of queries through all of their keys: o_dot and lse_dot from o and lse."""
+        call, wide = self.call, self.call.wide
+        rows, kv_batch_heads = call._rows_of(tiles)
+        q, shift = self._queries(rows), call.read("shift", rows)
+        centers, total, o_acc = _Centers(shift.shape, wide), wide(0), None
+        for steps in steps_side_by_side(tiles):
+            keys = call.row_index(kv_batch_heads, [step.rows for step in steps])
+            at = call._row_places(tiles, steps) if self._reads_places else ()
+            s, f_dot = self._finals(self._read("k", keys), q, at, scratch)
+            p = self._weights(s, shift)
+            mask = partial(call._mask_keys, tiles, steps, value=0)
+            mask(p)
+            dropped = None if call.dropout is None else call.dropout.dropped(at)
+            if self.moves_finals or "sink.dot" in call.arrays:
+                self._center(centers, p, f_dot, mask)
+            if f_dot is not None:
+                f_dot -= centers.c[:, None, :]
+                f_dot *= p
+                total = total + np.ones(p.shape[-2], wide) @ f_dot
+                if dropped is not None:
+                    dropped.apply(f_dot)
+                o_acc = _added(o_acc, f_dot.swapaxes(-1, -2) @ call.read("v", keys))
+            if "v.dot" in call.arrays:
+                if dropped is not None:
+                    dropped.apply(p)
+                o_acc = _added(o_acc, p.swapaxes(-1, -2) @ call.read("v.dot", keys))
+        self._finish(rows, len(tiles), centers, total, np.zeros((), wide) if o_acc is None else o_acc)
+
+    def _center(self, centers: _Centers, p: Array, f_dot: Array | None, mask: partial[None]) -> None:
+        """Tell the centers of a step, and set tangents of keys that do not count to 0."""
+        if f_dot is not None:
+            mask(f_dot)
+            if self.score is not None:
+                np.copyto(f_dot, 0, where=p == 0)
+        if not centers.has_key.all():
+            is_seen = np.ones(p.shape, bool)
+            mask(is_seen.view(np.uint8))
+            centers.see(f_dot, is_seen if self.score is None else is_seen & (p != 0))
+
+    def _finish(self, rows: Any, num_tiles: int, centers: _Centers, total: Array, o_dot: Array) -> None:
+        """Write o_dot and lse_dot, from the sums of w and of products with the values."""
+        call, lse = self.call, self.call.read("lse", rows)
+        of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
+        if of_kept != 1:
+            o_dot = o_dot * call.wide(of_kept)
+        lse_dot = np.zeros_like(lse)
+        if self.moves_finals or "sink.dot" in call.arrays:
+            rise = total
+            if "sink" in call.arrays:
+                sink, sink_dot = (
+                    call.read(name, rows[:-1]).reshape(num_tiles, 1) if name in call.arrays else call.wide(0)
+                    for name in ("sink", "sink.dot")
+                )
+                p_sink = np.minimum(np.exp(sink - lse), 1)
+                rise = rise + np.where(sink == -np.inf, 0, p_sink * (sink_dot - centers.c))
+            lse_dot = centers.c + rise
+            o_dot = np.where(centers.has_key[..., None], o_dot - rise[..., None] * call.read("o", rows), 0)
+        is_nan = np.isnan(lse)
+        lse_dot = np.where(is_nan, lse, np.where(lse == -np.inf, 0, lse_dot))
+        o_dot = np.where(is_nan[..., None], lse[..., None], np.where(lse[..., None] == -np.inf, 0, o_dot))
+        call.write("o.dot", rows, o_dot)
+        call.write("lse.dot", rows, lse_dot)
+
+    def backward_rows(self, tiles: list[Tile], scratch: Array) -> None:
+        """delta and delta_dot of tiles of queries, and their dq_dot; terms of captured arrays."""
+        call = self.call
+        rows, kv_batch_heads = call._rows_of(tiles)
+        do, shift = self._gradients(rows), call.read("shift", rows)
+        is_empty = shift == np.inf
+        delta, delta_dot = np.vecdot(do.x, call.read("o", rows)), np.vecdot(do.x, call.read("o.dot", rows))
+        if do.dot is not None:
+            delta_dot += np.vecdot(do.dot, call.read("o", rows))
+        for name, each in (("dlse", delta), ("dlse.dot", delta_dot)):
+            if name in call.arrays:
+                each -= np.where(is_empty, 0, call.read(name, rows))
+        call.write("delta", rows, delta)
+        call.write("delta.dot", rows, delta_dot)
+        statistics = shift, call.read("lse.dot", rows), delta, delta_dot
+        q = self._queries(rows)
+        dq: Array | None = None
+        for steps in steps_side_by_side(tiles):
+            keys = call.row_index(kv_batch_heads, [step.rows for step in steps])
+            at = call._row_places(tiles, steps) if self._reads_places else ()
+            k, v = self._read("k", keys), self._read("v", keys)
+            mask = partial(call._mask_keys, tiles, steps, value=0)
+            _, _, ds, ds_dot = self._tile(k, v, q, do, statistics, at, scratch, mask)
+            mask(ds_dot)
+            dq = _added(dq, ds_dot.swapaxes(-1, -2) @ k.x)
+            if k.dot is not None:
+                mask(ds)
+                dq = _added(dq, ds.swapaxes(-1, -2) @ k.dot)
+        call.write("dq", rows, 0 if dq is None else dq * call.wide(call.plan.problem.scaling.scale))
+
+    def backward_columns(self, tiles: list[Tile], scratch: Array) -> None:
+        """dk_dot and dv_dot of tiles of keys, summed over the query heads that share them."""
+        call = self.call
+        keys = call.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
+        k, v = self._read("k", keys), self._read("v", keys)
+        dk: Array | None = None
+        dv: Array | None = None
+        for head in range(call.group_size):
+            batch_heads = [(tile.b, tile.h * call.group_size + head) for tile in tiles]
+            for steps in steps_side_by_side(tiles, head):
+                rows = call.row_index(batch_heads, [step.rows for step in steps])
+                q, do, at = self._queries(rows), self._gradients(rows), tuple[Array, ...]()
+                if self._reads_places:
+                    at = coordinates(batch_heads, [step.rows for step in steps], [tile.rows for tile in tiles])
+                statistics = tuple(call.read(name, rows) for name in ("shift", "lse.dot", "delta", "delta.dot"))
+                p, p_dot, ds, ds_dot = self._tile(k, v, q, do, statistics, at, scratch)
+                call._mask_queries(tiles, batch_heads, steps, p, p_dot, ds, ds_dot)
+                if call.dropout is not None:
+                    dropped = call.dropout.dropped(at)
+                    dropped.apply(p)
+                    dropped.apply(p_dot)
+                dk, dv = _added(dk, ds_dot @ q.x), _added(dv, p_dot @ do.x)
+                dk = dk if q.dot is None else _added(dk, ds @ q.dot)
+                dv = dv if do.dot is None else _added(dv, p @ do.dot)
+        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor, as in `_HostCall`.
+        call.write("dk", keys, 0 if dk is None else dk * call.wide(call.natural * call.score_factor))
+        of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
+        call.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * call.wide(of_kept))
+
+    def sink_gradient(self) -> Array:
+        """The tangent of dsink [*batch, heads]: minus the sum of P_sink ((sink_dot - lse_dot) delta + delta_dot)."""
+        arrays, wide = self.call.arrays, self.call.wide
+        with np.errstate(all="ignore"):
+            sink = arrays["sink"].astype(wide)[..., None]
+            sink_dot = arrays["sink.dot"].astype(wide)[..., None] if "sink.dot" in arrays else wide(0)
+            lse, delta, delta_dot = arrays["lse"], arrays["delta"], arrays["delta.dot"]
+            # In a row without a key o is 0 and lse is the sink: what do holds counts for nothing.
+            is_alone = (lse == sink) & ~arrays["o"].any(axis=-1) & (np.isnan(delta) | np.isnan(delta_dot))
+            delta, delta_dot = (
+                np.where(is_alone, -arrays[name] if name in arrays else 0, each)
+                for name, each in (("dlse", delta), ("dlse.dot", delta_dot))
+            )
+            terms = np.minimum(np.exp(sink - lse), 1) * ((sink_dot - arrays["lse.dot"]) * delta + delta_dot)
+            return -np.where(sink == -np.inf, wide(0), terms).sum(axis=-1)
+
+    @property
+    def _reads_places(self) -> bool:
+        return self.score is not None or self.call.dropout is not None
+
+    def _read(self, name: str, index: Any) -> _Side:
+        call, dot = self.call, f"{name}{DOT}"
+        return _Side(call.read(name, index), call.read(dot, index) if dot in call.arrays else None)
+
+    def _queries(self, rows: Any) -> _Side:
+        """Queries and their tangents, both times the factor of `_HostCall.read_queries`."""
+        q = self._read("q", rows)
+        factor = self.call.wide(self.call.q_factor)
+        return _Side(q.x * factor, None if q.dot is None else q.dot * factor)
+
+    def _gradients(self, rows: Any) -> _Side:
+        """dO and its tangent; 0 for rows without a key."""
+        call = self.call
+        return _Side(
+            call.read_gradients(rows), call.read_gradients(rows, "do.dot") if "do.dot" in call.arrays else None
+        )
+
+    def _finals(self, k: _Side, q: _Side, at: tuple[Array, ...], scratch: Array) -> tuple[Array, Array | None]:
+        """Final scores, in base 2 if there is no score function, and their tangents in natural units."""
+        s, s_dot = self._raw(k, q, scratch)
+        if self.score is None:
+            return s, s_dot
+        if not self.moves_finals:
+            assert self.call.score is not None
+            self.call.score.apply(s, at)
+            return s, None
+        f_dot = _part(scratch[1], s.shape)
+        self.score.apply(s, f_dot, at)
+        return s, f_dot
+
+    def _raw(self, k: _Side, q: _Side, scratch: Array) -> tuple[Array, Array | None]:
+        """Scores before a score function, in the call's unit, and their tangents in natural units."""
+        call = self.call
+        s_dot = _sum_of_products((k.x, q.dot), (k.dot, q.x), scratch[1:])
+        if s_dot is not None:
+            s_dot *= call.wide(call.natural * call.score_factor)
+        return call.scores(k.x, q.x, scratch[0]), s_dot
+
+    def _weights(self, s: Array, shift: Array) -> Array:
+        """P from final scores and lse, in place."""
+        s -= shift[..., None, :]
+        p = (np.exp2 if self.score is None else np.exp)(s, out=s)
+        return np.minimum(p, 1, out=p)
+
+    def _tile(
+        self, k: _Side, v: _Side, q: _Side, do: _Side, statistics: tuple[Array, ...], at: tuple[Array, ...],
+        scratch: Array, mask: partial[None] | None = None,
+    ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+        """P, P_dot, dS and dS_dot, the last two without the scale, to be masked afterwards.
+
+        With a mask, the terms of captured arrays are added to their gradients' tangents.
+        """
+        call, (shift, lse_dot, delta, delta_dot) = self.call, statistics
+        s, s_dot = self._raw(k, q, scratch)
+        gap = np.matmul(v.x, do.x.swapaxes(-1, -2), out=_part(scratch[2], s.shape))
+        dp_dot = _sum_of_products((v.x, do.dot), (v.dot, do.x), scratch[3:])
+        if dp_dot is None:
+            dp_dot = _part(scratch[3], s.shape)
+            dp_dot[...] = 0
+        if call.dropout is not None:
+            dropped = call.dropout.dropped(at)
+            dropped.apply_to_gradients(gap)
+            dropped.apply_to_gradients(dp_dot)
+        gap -= delta[..., None, :]
+        dp_dot -= delta_dot[..., None, :]
+        p_dot = _part(scratch[1], s.shape)
+        if self.score is not None:
+            self.score.gradients(s, p_dot, gap, dp_dot, shift, lse_dot, at, mask)
+            return s, p_dot, gap, dp_dot
+        p = self._weights(s, shift)
+        np.subtract(call.wide(0) if s_dot is None else s_dot, lse_dot[..., None, :], out=p_dot)
+        p_dot *= p
+        ds_dot = np.multiply(dp_dot, p, out=dp_dot)
+        ds_dot += np.multiply(p_dot, gap, out=_part(scratch[4], s.shape))
+        return p, p_dot, np.multiply(gap, p, out=gap), ds_dot
+
+
+def _part(memory: Array, shape: tuple[int, ...]) -> Array:
+    return memory[: int(np.prod(shape))].reshape(shape)
+
+
+def _sum_of_products(
+    first: tuple[Array | None, Array | None], second: tuple[Array | None, Array | None], scratch: Array
+) -> Array | None:
+    """The sum of keys @ queries^T of two pairs, of which any may lack a factor; None if both do."""
+    total: Array | None = None
+    for keys, queries in (first, second):
+        if keys is not None and queries is not None:
+            shape = (*keys.shape[:-1], queries.shape[-2])
+            memory = _part(scratch[0 if total is None else 1], shape)
+            product = np.matmul(keys, queries.swapaxes(-1, -2), out=memory)
+            total = product if total is None else np.add(total, product, out=total)
+    return total

@@ -1,0 +1,120 @@
+"""The tangent of a score function on tiles of the cpu executor, and tangents of its arrays' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Array
+from ..planning.options import DOT
+from ..planning.problem import Problem
+from ..scores.program import Program, gradient_loads, pushed
+from ..scores.values import Operands
+from .tile_program import blocks
+from .tile_scores import TileScores, _clear, _is_zero
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTangents:
+    """A problem's score function, pushed forward along the tangents that a call has.
+
+    Scores are tiles [tiles, keys, queries], in natural units.
+
+    Attributes
+    ----------
+    score : TileScores
+    program, slopes, derivatives : Program
+        Those of `score`, and the tangents of their results.
+    operands : Operands
+        The captured arrays, and behind them the tangents.
+    loads : tuple of int
+        Those of `derivatives` whose arrays have gradients.
+    moves_arrays : bool
+        Some captured array has a tangent.
+    """
+
+    score: TileScores
+    program: Program
+    slopes: Program
+    derivatives: Program
+    operands: Operands
+    loads: tuple[int, ...]
+    moves_arrays: bool
+
+    @classmethod
+    def of(cls, score: TileScores, problem: Problem, arrays: Mapping[str, Array | None]) -> ScoreTangents:
+        captured = [operand for operand in problem.operands if operand.is_captured]
+        moved = [operand for operand in captured if arrays.get(f"{operand.key}{DOT}") is not None]
+        names = [operand.name for operand in moved]
+        moves_score = any(arrays.get(name) is not None for name in ("q.dot", "k.dot"))
+        tangents = [arrays[f"{operand.key}{DOT}"] for operand in moved]
+        operands = score.operands._replace(arrays=[*score.operands.arrays, *tangents])
+        program, slopes, derivatives = (
+            pushed(each, names, moves_score=moves_score) for each in (score.program, score.slopes, score.derivatives)
+        )
+        loads = gradient_loads(derivatives, [score.program.arrays[number].name for number in score.sums])
+        return cls(score, program, slopes, derivatives, operands, loads, bool(moved))
+
+    def apply(self, s: Array, f_dot: Array, at: tuple[Array, ...]) -> None:
+        """Scores become final ones in their place; `f_dot` holds tangents of scores, if any, and then those of these.
+        """
+        f, tangent = self.program.results
+        for block in blocks(self.program, self.operands, s, at, frozenset((f, tangent)), f_dot):
+            here = block.tiles, block.keys
+            np.copyto(f_dot[here], block.values[tangent])
+            np.copyto(s[here], block.values[f])
+
+    def gradients(
+        self,
+        s: Array,
+        s_dot: Array,
+        gap: Array,
+        gap_dot: Array,
+        lse: Array,
+        lse_dot: Array,
+        at: tuple[Array, ...],
+        mask: Callable[[Array], None] | None = None,
+    ) -> None:
+        """Scores become P, their tangents P_dot, and dP - delta with its tangent becomes dS and dS_dot, without the
+        scale; where P is 0, so are the others, whatever the derivatives are.
+
+        Parameters
+        ----------
+        s_dot : array
+            Memory that need not hold anything where scores have no tangents.
+        lse, lse_dot : array [tiles, queries]
+            Of the final scores; lse is inf for rows without a key.
+        mask : callable, optional
+            Sets masked elements of an array to 0. If it is given, the tangents of gradients of captured arrays are
+            added to, too.
+        """
+        program = self.slopes if mask is None else self.derivatives
+        half = len(program.results) // 2
+        (f, slope, *by_loads), (f_dot, slope_dot, *by_loads_dot) = program.results[:half], program.results[half:]
+        loads = self.loads if by_loads else ()
+        kept = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
+        is_seen: Array | None = None
+        if mask is not None and loads:
+            is_seen = np.ones(s.shape, bool)
+            mask(is_seen.view(np.uint8))
+        for block in blocks(program, self.operands, s, at, kept, s_dot):
+            here, values = (block.tiles, block.keys), block.values
+            p = np.subtract(values[f], lse[block.tiles, None, :], out=np.empty_like(s[here]))
+            np.minimum(np.exp(p, out=p), 1, out=p)
+            is_zero = _is_zero(p, None if is_seen is None else is_seen[here])
+            p_dot = np.subtract(values[f_dot], lse_dot[block.tiles, None, :], out=np.empty_like(p))
+            p_dot *= p
+            df_dot = p_dot * gap[here]
+            df_dot += p * gap_dot[here]
+            df = p * gap[here]
+            for load, by_load, by_load_dot in zip(loads, by_loads, by_loads_dot):
+                terms = df_dot * values[by_load] + df * values[by_load_dot]
+                _clear(terms, is_zero)
+                self.score._add(program, load, block, at[0], terms)
+            ds_dot = df_dot * values[slope] + df * values[slope_dot]
+            df *= values[slope]
+            for x, made in ((s, p), (s_dot, p_dot), (gap, df), (gap_dot, ds_dot)):
+                _clear(made, is_zero)
+                np.copyto(x[here], made)
