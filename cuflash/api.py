@@ -419,7 +419,7 @@ def attention_hvp(
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
     dropout: Dropout | None = None,
-    wrt: str | tuple[str, ...] = (),
+    wrt: str | Sequence[str] = (),
     kernel: KernelFamily = "auto",
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
@@ -507,7 +507,7 @@ def plan(
     precision: Precision = "ieee",
     deterministic: bool = False,
     device: DeviceSpec | None = None,
-    tangents: str | tuple[str, ...] = (),
+    tangents: str | Sequence[str] = (),
 ) -> Plan:
     """Decide everything about a call once, to run it many times.
 
