@@ -638,7 +638,7 @@ def precompile(
     if device is None:  # arrays on the host stand for their shapes: the kernels are those of a GPU
         q, k, v = (ShapeDtype(x.shape, x.dtype) if type(x) is np.ndarray else x for x in (q, k, v))
     ready = planned(q, k, v, options, device)
-    specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
+    specs, capability = ready._plan.specs.values(), ready._plan.device.compute_capability
     assert capability is not None
     if device is None:
         return nvrtc.precompile(map(checks.with_watchdog, specs), capability)

@@ -272,7 +272,7 @@ def _forward_of(call: _Call, wrt: tuple[str, ...], arrays: Sequence[jax.Array]) 
     def forward(q: Array, k: Array, v: Array, *operands: Array) -> Sequence[Array]:
         return ready.forward(q, k, v, **dict(zip(call.names[3:], operands)))
 
-    problem = ready.plan.problem
+    problem = ready._plan.problem
     shapes = [(problem.o_shape(), problem.dtype), (problem.lse_shape(), problem.accumulator)]
     return _Forward(_traced(forward, shapes, arrays), ready, {})
 
@@ -299,7 +299,7 @@ def _gradients(
     call: _Call, ready: Plan, lists: dict[str, Array], do: Any, dlse: Any, o: Any, lse: Any, arrays: Sequence[Any]
 ) -> Any:
     """Gradients of all arrays of a call; None, which JAX takes for zero, of operands that need none."""
-    wrt = ready.plan.problem.wrt
+    wrt = ready._plan.problem.wrt
 
     def backward(*given: Array) -> Sequence[Array]:
         do, dlse, o, lse, q, k, v, *operands = given

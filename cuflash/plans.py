@@ -82,16 +82,10 @@ _NAMESPACES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
 class Plan:  # numpydoc ignore=PR01
     """A plan ready to run: what `cuflash.plan` returns.
 
-    Parameters
+    Attributes
     ----------
-    plan : KernelPlan
-        Problem, mask, device, work and kernels.
     executor : str
         "cpu", "gpu" or "sim".
-    captured : dict of arrays by name
-        Those of the score function, which calls use that are not given others in their place.
-    numbers : tuple of int
-        The seed and the offset of dropout, which each call hands to the kernels.
 
     Examples
     --------
@@ -103,10 +97,10 @@ class Plan:  # numpydoc ignore=PR01
     ((2, 16, 8), (2, 16))
     """
 
-    plan: KernelPlan
+    _plan: KernelPlan  # problem, mask, device, work and kernels
     executor: str = field(default="cpu")
-    captured: Mapping[str, Array] = field(default_factory=dict, repr=False)
-    numbers: tuple[int, ...] = ()
+    _captured: Mapping[str, Array] = field(default_factory=dict, repr=False)  # arrays of the score function
+    _numbers: tuple[int, ...] = ()  # the seed and the offset of dropout, which each call hands to the kernels
     _owner: Owner = field(default_factory=Owner, init=False, repr=False)
     _lists: ListsOfPlan | None = field(default=None, repr=False)
 
@@ -149,9 +143,9 @@ class Plan:  # numpydoc ignore=PR01
         ((2, 16, 8), (2, 16))
         """
         if operands:
-            require_own_names("Plan.forward", operands, (each.name for each in self.plan.problem.operands))
-        if self.captured:
-            operands = {**self.captured, **operands}
+            require_own_names("Plan.forward", operands, (each.name for each in self._plan.problem.operands))
+        if self._captured:
+            operands = {**self._captured, **operands}
         o, lse = self._run("forward", {"q": q, "k": k, "v": v, **operands}, named_outputs(out))
         return o, lse
 
@@ -204,7 +198,7 @@ class Plan:  # numpydoc ignore=PR01
         256.0
         """
         arrays = self._arrays_of_backward({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}, dlse, operands)
-        return named_gradients(self.plan.problem, self._run("backward", arrays, {}))
+        return named_gradients(self._plan.problem, self._run("backward", arrays, {}))
 
     def jvp(
         self,
@@ -321,14 +315,14 @@ class Plan:  # numpydoc ignore=PR01
             arrays["dlse"] = dlse
         arrays |= with_dots(gathered(tangents, q=q_dot, k=k_dot, v=v_dot, do=do_dot, dlse=dlse_dot))
         results = self._run("backward_jvp", arrays | self._operands_of("backward_jvp", operands), {})
-        return named_gradients(self.plan.problem, results)
+        return named_gradients(self._plan.problem, results)
 
     def _operands_of(self, name: str, operands: Mapping[str, Array]) -> dict[str, Array]:
         """Return the arrays that a pass other than "forward" reads beside q, k, v and what passes made, by name."""
-        problem = self.plan.problem
+        problem = self._plan.problem
         if operands:
             require_own_names(f"Plan.{name}", operands, (each.name for each in problem.operands))
-        given = {**self.captured, **operands}
+        given = {**self._captured, **operands}
         if name == "jvp":
             return given
         return {each: array for each, array in given.items() if not problem.is_of_forward(each)}
@@ -349,9 +343,9 @@ class Plan:  # numpydoc ignore=PR01
         if dlse is not None:
             arrays["dlse"] = dlse
         if operands:
-            require_own_names("Plan.backward", operands, (each.name for each in self.plan.problem.operands))
-        for name, array in {**self.captured, **operands}.items():
-            if not self.plan.problem.is_of_forward(name):
+            require_own_names("Plan.backward", operands, (each.name for each in self._plan.problem.operands))
+        for name, array in {**self._captured, **operands}.items():
+            if not self._plan.problem.is_of_forward(name):
                 arrays[name] = array
         return arrays
 
@@ -372,7 +366,7 @@ class Plan:  # numpydoc ignore=PR01
                 CALLS.put(key, bound, self._owner)
         elif outs and bound.may_overlap(arrays, outs):
             self._require(name, arrays, outs)
-        return bound.run(arrays, outs, self.numbers)
+        return bound.run(arrays, outs, self._numbers)
 
     def _bind(
         self,
@@ -406,13 +400,13 @@ class Plan:  # numpydoc ignore=PR01
         -------
         BoundPlan
         """
-        plan = self.plan if self._lists is None else self._lists.shared
+        plan = self._plan if self._lists is None else self._lists.shared
         return BoundPlan(plan, self.executor, name, arrays, outs, wants_lse, pins, axes, machine)
 
     def _without_arrays(self) -> Plan:
         """Return the plan without the arrays of its mask and score function, which its bound calls do not read.
         """
-        return replace(self, plan=replace(self.plan, mask=Band()), captured={})
+        return replace(self, _plan=replace(self._plan, mask=Band()), _captured={})
 
     @property
     def workspace_bytes(self) -> int:
@@ -426,7 +420,7 @@ class Plan:  # numpydoc ignore=PR01
         >>> ready.workspace_bytes > 0
         True
         """
-        return self.plan.workspace_bytes
+        return self._plan.workspace_bytes
 
     @explains_keywords
     def explain(self) -> str:
@@ -447,16 +441,16 @@ class Plan:  # numpydoc ignore=PR01
         problem    batch (), 2 heads, 16 queries, 16 keys, dims 8 and 8, float32, scale 0.353553
         ...
         """
-        notes = dict.fromkeys(self.plan.specs, "simulated") if self.executor == "sim" else {}
-        capability = self.plan.device.compute_capability if self.executor == "gpu" else None
-        for entry, spec in self.plan.specs.items():
+        notes = dict.fromkeys(self._plan.specs, "simulated") if self.executor == "sim" else {}
+        capability = self._plan.device.compute_capability if self.executor == "gpu" else None
+        for entry, spec in self._plan.specs.items():
             made = nvrtc.compiled(checks.with_watchdog(spec), capability) if capability is not None else None
             if made is not None:
                 notes[entry] = f"{made.resources.registers} registers, {made.resources.stack_bytes} bytes of stack"
         lines = [f"executor   {self.executor}"]
-        if self.plan.rule:
-            lines.append(f"kernels    {self.plan.rule}")
-        return "\n".join([*lines, explain(self.plan, notes, self.numbers)])
+        if self._plan.rule:
+            lines.append(f"kernels    {self._plan.rule}")
+        return "\n".join([*lines, explain(self._plan, notes, self._numbers)])
 
     @explains_keywords
     def compile(self) -> None:
@@ -480,11 +474,11 @@ class Plan:  # numpydoc ignore=PR01
         >>> ready.compile()
         """
         if self.executor != "gpu":
-            if isinstance(self.plan.work, ListedWork):
-                self.plan.work.make_ready()
+            if isinstance(self._plan.work, ListedWork):
+                self._plan.work.make_ready()
             return
         self._require_own_device()
-        gpu.make_ready(self.plan)
+        gpu.make_ready(self._plan)
 
     def _require(
         self, name: str, arrays: Mapping[str, Array], outs: Mapping[str, Array], machine: gpu.Gpu | None = None
@@ -509,7 +503,7 @@ class Plan:  # numpydoc ignore=PR01
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
         """
-        problem = self.plan.problem
+        problem = self._plan.problem
         needed = problem.wrt if name.startswith("backward") else [operand.name for operand in problem.operands]
         reasons = list[str]()
         if name.endswith("jvp"):
@@ -544,17 +538,17 @@ class Plan:  # numpydoc ignore=PR01
         if self.executor != "gpu":
             return
         self._require_own_device()
-        if not self.plan.is_empty:
-            gpu.require_capturable(self.plan, machine)
+        if not self._plan.is_empty:
+            gpu.require_capturable(self._plan, machine)
 
     def _require_own_device(self) -> None:
         """Refuse a current device that is not like the one of the plan."""
-        refuse(other_device_reasons(self.plan.device, gpu.current_device()))
+        refuse(other_device_reasons(self._plan.device, gpu.current_device()))
 
     @property
     def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Shape and dtype of each array that a pass may be given."""
-        problem = self.plan.problem
+        problem = self._plan.problem
         like_o = problem.o_shape(), problem.dtype
         like_lse = problem.lse_shape(), problem.accumulator
         return {
@@ -570,14 +564,14 @@ class Plan:  # numpydoc ignore=PR01
         has_lists = any(map(is_list, given.values()))
         dtypes = {name: dtype for name, (_, dtype) in self._wanted.items()} if has_lists else None
         if dtypes is not None:
-            dtypes |= {f"{name}{DOT}": dtype for name, (_, dtype) in arrays_with_tangents(self.plan.problem).items()}
+            dtypes |= {f"{name}{DOT}": dtype for name, (_, dtype) in arrays_with_tangents(self._plan.problem).items()}
         return as_arrays(given, dtypes)
 
     def _input_reasons(self, given: Mapping[str, Array], needed: Sequence[str]) -> list[str]:
         """Why arrays are not what was planned; operands that are needed must be among them."""
         wanted = self._wanted
-        if isinstance(self.plan.work, WorkAtCall):
-            wanted[AT_CALL] = (self.plan.work.source.nbytes,), np.dtype(np.uint8)
+        if isinstance(self._plan.work, WorkAtCall):
+            wanted[AT_CALL] = (self._plan.work.source.nbytes,), np.dtype(np.uint8)
         reasons = [
             f"{name} must be given, of shape {wanted[name][0]} and dtype {wanted[name][1]}: the plan was made with it"
             for name in needed
@@ -687,7 +681,7 @@ def outputs_as_arrays(outs: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:
     """Return the plan of calls with other numbers, whose launches are the same."""
-    made = replace(ready, numbers=numbers)
+    made = replace(ready, _numbers=numbers)
     object.__setattr__(made, "_owner", ready._owner)
     return made
 

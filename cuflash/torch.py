@@ -396,7 +396,7 @@ class _ByArrays:
         with self._within():
             arrays = dict(zip(backward_names(has_dlse, self._names[3:]), map(self._array, tensors)))
             made = self._ready.backward(**arrays)
-            return tuple(map(_as_tensor, (*made, *(made[name] for name in self._ready.plan.problem.wrt))))
+            return tuple(map(_as_tensor, (*made, *(made[name] for name in self._ready._plan.problem.wrt))))
 
 
 class _OnGpu:
@@ -410,7 +410,7 @@ class _OnGpu:
         lists_of: Callable[[Any], Tensor] | None,
         wants_lse: bool,
     ) -> None:
-        work, problem = ready.plan.work, ready.plan.problem
+        work, problem = ready._plan.work, ready._plan.problem
         self._ready, self._outs, self.lists_of = ready, tuple(outs), lists_of
         self._lists = {AT_CALL: Layout.of_lists(work.source.nbytes)} if isinstance(work, WorkAtCall) else {}
         self._names = *layouts, *self._lists
@@ -444,7 +444,7 @@ class _OnGpu:
         return bound.run(dict(zip(names, (*tensors, *lists))), numbers=numbers)
 
     def _bound_backward(self, layouts: dict[str, Layout]) -> BoundPlan:
-        plan = self._ready.plan
+        plan = self._ready._plan
         with torch_gpu.stream():
             self._ready._require_ready(torch_gpu.MACHINE)
             in_memory = {f"d{name}": torch_gpu.axes_in_memory(layouts[name]) for name in ("q", "k", "v")}
@@ -523,11 +523,11 @@ def _first(
         ready = _planned(layouts, options, lists_at_call)
         written = {name: Layout.of(each) for name, each in zip(("o", "lse"), outs) if each is not None}
         ready._require("forward", layouts, written, torch_gpu.MACHINE)
-        if not ready.plan.is_kernels_alone:
+        if not ready._plan.is_kernels_alone:
             return _ByArrays(tensors, options, is_on_gpu)
-        work, lists_of = ready.plan.work, None
+        work, lists_of = ready._plan.work, None
         if isinstance(work, WorkAtCall):
-            lists_of = gpu.lists_of_calls(ready.plan, work, torch_gpu.MACHINE)
+            lists_of = gpu.lists_of_calls(ready._plan, work, torch_gpu.MACHINE)
         call = _OnGpu(ready._without_arrays(), layouts, written, lists_of, wants_lse)
     if key is not None and (lists_of is not None or not lists_at_call):
         looked_up.keep(key, call, snapshot)
@@ -540,7 +540,7 @@ def _planned(layouts: dict[str, Any], options: Options, lists_at_call: bool) -> 
     q, k, v, options = layouts["q"], layouts["k"], layouts["v"], _over(shapes, options)
     if lists_at_call:
         ready = planned(q, k, v, options._replace(mask=at_each_call(options.mask)))
-        if ready.plan.is_kernels_alone:
+        if ready._plan.is_kernels_alone:
             return ready
     return planned(q, k, v, options)
 

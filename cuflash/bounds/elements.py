@@ -235,22 +235,22 @@ def _bounds_of_plan(
         raise UnsupportedProblem([*reasons, "plan must be None for Quantized q, k and v: plans are of plain arrays"])
     arrays = dict(zip("qkv", qkv)) | {"do": do, "dlse": dlse, "sink": sink}
     q, k, v, do, dlse, sink = host_arrays(plan._as_planned(arrays))
-    problem = plan.plan.problem
+    problem = plan._plan.problem
     reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})
     reasons += cotangent_reasons("do", do, problem.o_shape())
     reasons += cotangent_reasons("dlse", dlse, problem.lse_shape())
     tangents = host_tangents(reasons, tangents, problem)
     refuse(reasons)
-    allowed = plan.plan.mask.to(to_host).toarray(**problem.mask_shape._asdict())
-    model = Rounding.of(problem.dtype, problem.precision, plan.plan.product_dtype, probable)
+    allowed = plan._plan.mask.to(to_host).toarray(**problem.mask_shape._asdict())
+    model = Rounding.of(problem.dtype, problem.precision, plan._plan.product_dtype, probable)
     captured = dropout = None
     if problem.score is not None:
-        held = [to_host(plan.captured[array.name]) for array in problem.score.arrays]
+        held = [to_host(plan._captured[array.name]) for array in problem.score.arrays]
         operands = ProgramOperands(problem.numbers, held, problem.batch)
         captured = Captured(problem.score, operands, problem.wrt, gradient_in_parts(problem))
     if problem.dropout is not None:
-        seed, offset = plan.numbers
-        dropout = Dropout(1 - 1 / problem.dropout.factor, plan.captured.get(SEED, seed), offset)
+        seed, offset = plan._numbers
+        dropout = Dropout(1 - 1 / problem.dropout.factor, plan._captured.get(SEED, seed), offset)
     weights = Weights.of(dropout, problem)
     given_arrays = q, k, v, do, dlse, sink, tangents
     return _dense_bounds(*given_arrays, allowed, problem.softmax_scale, model, captured, weights, None)
@@ -258,7 +258,7 @@ def _bounds_of_plan(
 
 def _planned_reasons(plan: Plan, given: Mapping[str, Array | None]) -> list[str]:
     """Why arguments are not those of a plan, or the plan does not hold the arrays of its score function."""
-    problem = plan.plan.problem
+    problem = plan._plan.problem
     wanted = {name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
     wanted |= {operand.name: (operand.shape, operand.dtype) for operand in problem.operands}
     reasons = []
@@ -271,7 +271,7 @@ def _planned_reasons(plan: Plan, given: Mapping[str, Array | None]) -> list[str]
     return reasons + [
         f"plan must be made with the array {name}; got one that was made with its shape alone"
         for name in wanted
-        if name not in given and name not in plan.captured
+        if name not in given and name not in plan._captured
     ]
 
 

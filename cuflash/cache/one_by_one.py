@@ -114,7 +114,7 @@ class OwnRowsStep(AttendStep):
         """Write o and lse of one call."""
         seqlen_q, seqlen_kv = part.queries.stop - part.queries.start, part.stop - part.first
         if self._on_host is not None:
-            own = self._plan.plan.with_band(part.band, seqlen_q, seqlen_kv)
+            own = self._plan._plan.with_band(part.band, seqlen_q, seqlen_kv)
             self._on_host.run(arrays, {"o": o, "lse": lse}, plan=own)
             return
         key = None if self.is_checked else ("own rows", id(self), part.band, layout_key(*arrays.values()))

@@ -162,7 +162,7 @@ def planned(
     """Return the plan of a call with the arrays of its score function; all arguments are those of `Call.of`."""
     plan = Call.of(q, k, v, options, device, rows, reasons).plan(device)
     captured = {name: each for name, each in _captured(options, q).items() if not isinstance(each, ShapeDtype)}
-    return replace(plan, captured=captured, numbers=numbers_of(options.dropout))
+    return replace(plan, _captured=captured, _numbers=numbers_of(options.dropout))
 
 
 def composed_score(options: Options, q: Any = None) -> Score | None:

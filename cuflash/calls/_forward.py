@@ -108,9 +108,9 @@ def run(
         if key is not None and contents is not None:
             options = options._replace(mask=at_each_call(options.mask))
         plan = _planned(q, k, v, arrays, outs, options, rows, flag_reasons("return_lse", return_lse))
-        work, lists_of = plan.plan.work, None
+        work, lists_of = plan._plan.work, None
         if isinstance(work, WorkAtCall) and contents is not None:
-            lists_of = gpu.lists_of_calls(plan.plan, work)
+            lists_of = gpu.lists_of_calls(plan._plan, work)
             arrays[AT_CALL] = lists_of(*contents.arrays)
         elif contents is not None:
             key = None

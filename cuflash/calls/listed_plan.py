@@ -47,9 +47,9 @@ def listed_plan(q: Any, k: Any, v: Any, options: Options) -> Plan | None:
         if shared_call is None:
             options = options._replace(mask=at_each_call(options.mask))
             shared: Plan = planned(arrays["q"], arrays["k"], arrays["v"], options)._without_arrays()
-            if not isinstance(shared.plan.work, WorkAtCall):
+            if not isinstance(shared._plan.work, WorkAtCall):
                 return None
-            shared_call = shared, gpu.lists_of_calls(shared.plan, shared.plan.work)
+            shared_call = shared, gpu.lists_of_calls(shared._plan, shared._plan.work)
             CALLS.put(key, shared_call)
         shared, lists_of = shared_call
         captured = {name: array for name, array in arrays.items() if name not in ("q", "k", "v", "sink")}
@@ -59,7 +59,7 @@ def listed_plan(q: Any, k: Any, v: Any, options: Options) -> Plan | None:
 
 def _with_lists(shared: Plan, lists: Array, captured: dict[str, Array], numbers: tuple[int, ...]) -> Plan:
     """Return the plan of a mask with these lists, or row intervals; `shared` is the plan of its layout."""
-    kernel_plan: KernelPlan = shared.plan
+    kernel_plan: KernelPlan = shared._plan
     work = kernel_plan.work
     assert isinstance(work, WorkAtCall)
     if not isinstance(work, ListedAtCall):

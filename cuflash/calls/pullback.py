@@ -59,7 +59,7 @@ class Pullback:
 
     def _read(self) -> dict[str, Array]:
         """The arrays that the backward pass reads beside the cotangents, by name."""
-        is_of_forward = self.ready.plan.problem.is_of_forward
+        is_of_forward = self.ready._plan.problem.is_of_forward
         operands = {name: array for name, array in self.operands.items() if not is_of_forward(name)}
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o, "lse": self.lse, **operands}
 
@@ -78,7 +78,7 @@ class Pullback:
         """
         if self._sums:
             require_unchanged(self._read(), self._sums)
-        ready, problem = self.ready, self.ready.plan.problem
+        ready, problem = self.ready, self.ready._plan.problem
         arrays = {"do": do, "q": self.q, "k": self.k, "v": self.v, "o": self.o, "lse": self.lse}
         arrays = ready._arrays_of_backward(arrays, dlse, self.operands)
         cotangents = ("do",) if dlse is None else ("do", "dlse")
@@ -93,4 +93,4 @@ class Pullback:
             bound = ready._bind("backward", arrays, pins=True)
             if key is not None:
                 CALLS.put(key, bound, ready._owner)
-        return named_gradients(problem, bound.run(arrays, numbers=ready.numbers))
+        return named_gradients(problem, bound.run(arrays, numbers=ready._numbers))

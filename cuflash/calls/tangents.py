@@ -58,10 +58,10 @@ def pull(
     pushed = push(q, k, v, Directions("attention_hvp", dict(tangents), cotangents), options, None, return_lse)
     forward, plan = pushed.forward, pushed.forward.plan
     arrays = {**cotangents, **_made(forward), **_operands(plan, "backward", forward.arrays)}
-    gradients = named_gradients(plan.plan.problem, plan._run("backward", arrays, {}))
+    gradients = named_gradients(plan._plan.problem, plan._run("backward", arrays, {}))
     arrays |= pushed.dots | {f"o{DOT}": pushed.o_dot, f"lse{DOT}": pushed.lse_dot}
     return Pulled(
-        forward.o, forward.lse, gradients, named_gradients(plan.plan.problem, plan._run("backward_jvp", arrays, {}))
+        forward.o, forward.lse, gradients, named_gradients(plan._plan.problem, plan._run("backward_jvp", arrays, {}))
     )
 
 

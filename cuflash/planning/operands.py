@@ -89,7 +89,8 @@ def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tupl
         It is neither a name nor a sequence of names, or the call has no such operand.
     """
     names = (wrt,) if isinstance(wrt, str) else wrt
-    if not isinstance(names, Sequence) or isinstance(names, memoryview) or not all(isinstance(name, str) for name in names):
+    is_sequence = isinstance(names, Sequence) and not isinstance(names, memoryview)
+    if not is_sequence or not all(isinstance(name, str) for name in names):
         rule = "wrt must be a name, or a sequence of names"
         raise UnsupportedProblem([f"{rule}; got {describe(wrt)}: write wrt='sink'"])
     reasons = [

@@ -90,22 +90,22 @@ def block_mass(
         return _mean(mass, made_lse[0] if lse is None else lse, block_pair(block)[0], made_plan.problem.seqlen_q)
     given = as_arrays({"q": q, "k": k, "lse": lse})
     ready, sides = _planned(given, block, mask, causal, scale, score, executor)
-    problem = ready.plan.problem
+    problem = ready._plan.problem
     xp, lse = namespace(given["q"]), given.pop("lse")
     result = ShapeDtype(mass_shape(problem, sides), problem.accumulator)
     new_lse = ShapeDtype(problem.lse_shape(), problem.accumulator)
-    if ready.plan.is_empty:
+    if ready._plan.is_empty:
         return xp.zeros(result.shape, result.dtype)
     inputs = given if lse is None else given | {"lse": lse}
     made = {"mass": result, "lse": new_lse} if lse is None else {"mass": result}
-    arrays_by_name = problem.keyed({**inputs, **ready.captured})
+    arrays_by_name = problem.keyed({**inputs, **ready._captured})
     if ready.executor == "cpu":
         results = [xp.zeros(each.shape, each.dtype) for each in made.values()]
         of_call = arrays_by_name | dict(zip(made, results))
-        cpu_mass.block_mass(ready.plan, of_call, sides, has_lse=lse is not None)
+        cpu_mass.block_mass(ready._plan, of_call, sides, has_lse=lse is not None)
     else:
-        kernels = mass_kernels(problem, ready.plan.device, sides, ready.plan.work, has_lse=lse is not None)
-        made_plan = replace(ready.plan, kernels=kernels)
+        kernels = mass_kernels(problem, ready._plan.device, sides, ready._plan.work, has_lse=lse is not None)
+        made_plan = replace(ready._plan, kernels=kernels)
         call = EXECUTORS[ready.executor].bind(made_plan, "forward", arrays_by_name, made, pins=True)
         if key is not None and not checks.is_on():
             CALLS.put(key, (made_plan, call))
@@ -159,7 +159,7 @@ def bound_block_mass(
         None where there is nothing to multiply, or no kernel takes columns so turned.
     """
     ready, sides = _planned({"q": q, "k": k, "lse": None}, block, mask, False, scale, None, "gpu")
-    plan = ready.plan
+    plan = ready._plan
     problem = plan.problem
     if plan.is_empty or turned_columns and not takes_turned_columns(problem, plan.device, sides[1], turned_columns):
         return None
@@ -198,19 +198,19 @@ def _planned(
         of_dim = 1 / math.sqrt(dim) if scale is None and has_dims else scale
         options = Options(mask, causal, scale=of_dim, score=score, executor=executor)
         ready = planned(*arguments, options)
-        ready._require("forward", dict(zip("qkv", arguments)) | dict(ready.captured), {})
+        ready._require("forward", dict(zip("qkv", arguments)) | dict(ready._captured), {})
     reasons += reasons_without_v(found, q, k, arguments)
     if ready is not None:
         reasons += _lse_reasons(ready, q, lse) + _scale_reasons(ready)
     if reasons or ready is None:
         raise UnsupportedProblem(reasons)
-    problem = replace(ready.plan.problem, head_dim=dim)
+    problem = replace(ready._plan.problem, head_dim=dim)
     sides = min(sides[0], max(problem.seqlen_q, 1)), min(sides[1], max(problem.seqlen_kv, 1))
-    return replace(ready, plan=replace(ready.plan, problem=problem)), sides
+    return replace(ready, _plan=replace(ready._plan, problem=problem)), sides
 
 
 def _lse_reasons(ready: Plan, q: Array, lse: Array | None) -> list[str]:
-    problem = ready.plan.problem
+    problem = ready._plan.problem
     if lse is None:
         return []
     is_right = lse.shape == problem.lse_shape() and lse.dtype == problem.accumulator and namespace(lse) is namespace(q)
@@ -219,7 +219,7 @@ def _lse_reasons(ready: Plan, q: Array, lse: Array | None) -> list[str]:
 
 
 def _scale_reasons(ready: Plan) -> list[str]:
-    problem = ready.plan.problem
+    problem = ready._plan.problem
     if not any(problem.scaling[1:]):
         return []
     return [

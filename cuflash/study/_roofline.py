@@ -232,7 +232,7 @@ def roofline(plan: Plan | KernelPlan, *, which: str = "forward", peaks: Peaks | 
     at least                      0.5136 ms  on H100
     measured                      0.9000 ms  57.1% of it is the bound
     """
-    kernel_plan = plan.plan if isinstance(plan, Plan) else plan
+    kernel_plan = plan._plan if isinstance(plan, Plan) else plan
     if not isinstance(kernel_plan, KernelPlan):
         raise TypeError(f"plan must be what cuflash.plan returns; got {describe(plan)}")
     reasons = []

@@ -99,7 +99,7 @@ def memory(plan: Plan | KernelPlan) -> Memory:
     gradients   384.0 MiB  dq, dk and dv
     workspace   260.3 MiB  beside them, during a call
     """
-    kernel_plan = plan.plan if isinstance(plan, Plan) else plan
+    kernel_plan = plan._plan if isinstance(plan, Plan) else plan
     if not isinstance(kernel_plan, KernelPlan):
         raise TypeError(f"plan must be what cuflash.plan returns; got {describe(plan)}")
     problem = kernel_plan.problem

@@ -154,7 +154,7 @@ def repeated_calls(config: Config, device: DeviceSpec) -> Iterator[BoundCall]:
                 options = {"kernel": family, "deterministic": deterministic, "executor": "gpu", "device": device}
                 ready = cuflash.plan(x, x, x, **options, **kinds[mask])
                 calls = config.forwards if way == "forward" else config.gradients
-                if way == "forward" or any(launch.spec.family == family for launch in walks(ready.plan)):
+                if way == "forward" or any(launch.spec.family == family for launch in walks(ready._plan)):
                     yield BoundCall(way, family, dtype, head_dim, mask, ready, calls)
 
 
@@ -186,9 +186,9 @@ def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
     every = list(repeated_calls(config, device))
     size = config.batch * config.hidden * config.seqlen
     drawn = {dtype: draw(size, dtype=np.dtype(dtype)) for dtype in config.dtypes}
-    nvrtc.precompile({spec for each in every for spec in each.ready.plan.specs.values()}, device.compute_capability)
+    nvrtc.precompile({spec for each in every for spec in each.ready._plan.specs.values()}, device.compute_capability)
     for way, family, dtype, head_dim, mask, ready, calls in track(every, "repeats"):
-        plan = ready.plan
+        plan = ready._plan
         q, k, v, do = (x.reshape(config.batch, -1, config.seqlen, head_dim) for x in drawn[dtype])
         o, lse = ready.forward(q, k, v)
 
@@ -252,7 +252,7 @@ class Case(NamedTuple):
         sink = {} if example.sink is None else {"sink": cuflash.ShapeDtype(example.sink.shape, example.sink.dtype)}
         options = {**self.options, **sink, "wrt": tuple(sink), "device": self.device(device)}
         options["dropout"] = example.dropout
-        return cuflash.plan(*shapes, mask=self.mask, **options, executor="gpu").plan
+        return cuflash.plan(*shapes, mask=self.mask, **options, executor="gpu")._plan
 
 
 KERNELS = (
@@ -355,11 +355,11 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     options = {**case.options, **sink, "wrt": tuple(sink), "device": case.device(gpu.current_device())}
     options["dropout"] = example.dropout
     ready = cuflash.plan(q, k, v, mask=mask, executor="gpu", **options)
-    problem = ready.plan.problem
+    problem = ready._plan.problem
     out = cupy.zeros(problem.o_shape(), problem.dtype) if case.kernel in UNSEEN else None
     o, lse = ready.forward(q, k, v, out=out, **sink)
     dlse = None if example.dlse is None else to_device(np.ascontiguousarray(example.dlse), "contiguous")
-    with zeros_for_sums(ready.plan) if case.kernel in UNSEEN else nullcontext():
+    with zeros_for_sums(ready._plan) if case.kernel in UNSEEN else nullcontext():
         ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
     if case.makes_lists:
         cuflash.attention(q, k, v, mask=mask, out=out, **case.options, **sink)

@@ -198,7 +198,7 @@ def on_gpu(mask: Any, config: Config, arrays: tuple[Any, ...]) -> tuple[str, dic
     share = check.share(o=o, lse=lse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
     if not share <= 1:
         raise AssertionError(f"a call to be timed is wrong: {share:.3g} times its bound, {mask}")
-    families = dict.fromkeys(plan.plan.specs[way].family for way in WAYS)  # a list's passes may be of two
+    families = dict.fromkeys(plan._plan.specs[way].family for way in WAYS)  # a list's passes may be of two
     return ", ".join(families), both_passes(plan, q, k, v, do, o, lse)
 
 

@@ -201,7 +201,7 @@ def specs_of(config: Config, device: cuflash.DeviceSpec) -> set[Any]:
         x = cuflash.ShapeDtype((config.gpu_tokens // length, HEADS, length, WIDTH // HEADS), np.dtype(np.float32))
         index = index_of(name, length, block)
         ready = cuflash.plan(x, x, x, mask=index, precision="tf32", device=device, executor="gpu")
-        specs |= set(ready.plan.specs.values())
+        specs |= set(ready._plan.specs.values())
     return specs
 
 

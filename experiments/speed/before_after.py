@@ -141,7 +141,7 @@ def ready(case: Case, results: Path) -> tuple[Any, list[str]]:
     names = ("o", "lse") if case.way == "forward" else ("dq", "dk", "dv")
     corners = {name: [on_host(x[place]) for place in ((0, 0), (-1, -1))] for name, x in zip(names, call(), strict=True)}
     np.savez(results, **{name: np.asarray(x, np.float32) for name, x in corners.items()})
-    return call, [spec.name for spec in plan.plan.specs.values()]
+    return call, [spec.name for spec in plan._plan.specs.values()]
 
 
 # Both

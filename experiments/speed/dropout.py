@@ -74,7 +74,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Iterator[
     plan = cuflash.plan(*operands, causal=causal, dropout=dropout)
     _, vjp = cuflash.attention_vjp(*operands, causal=causal, dropout=dropout)
     _, plain_vjp = cuflash.attention_vjp(*operands, causal=causal)
-    family = {way: getattr(plan.plan.kernels, way).specs[way].family for way in ("forward", "backward")}
+    family = {way: getattr(plan._plan.kernels, way).specs[way].family for way in ("forward", "backward")}
     _, same_vjp = cuflash.attention_vjp(*operands, causal=causal, kernel=family["backward"])
     calls: dict[str, dict[str, Callable[[], object]]] = {
         "forward": {

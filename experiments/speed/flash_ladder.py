@@ -268,7 +268,7 @@ def run_gpu(config: Config) -> Iterator[Record]:
     if missing := [name for name in config.gpu_kernels if name not in available]:
         sys.exit(f"{device.name} does not run {', '.join(missing)}: choose --gpu-kernels among {','.join(available)}")
     plans = {(case, name): ready for case in config.cases for name, ready in kernels_of(config, *case).items()}
-    specs = {spec for ready in plans.values() for spec in ready.plan.specs.values()}
+    specs = {spec for ready in plans.values() for spec in ready._plan.specs.values()}
     nvrtc.precompile(specs, device.compute_capability)
     for case in track(config.cases, "lengths and masks"):
         for row in rows(config, *case, {}):

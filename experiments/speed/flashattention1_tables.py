@@ -296,7 +296,7 @@ def run(config: Config) -> Iterator[Record]:
     methods = [name for name in config.methods if name != "pytorch"]
     specs = {
         spec for seqlen in config.gpu_seqlens for name in methods
-        for spec in plan_of(config, name, seqlen).plan.specs.values()
+        for spec in plan_of(config, name, seqlen)._plan.specs.values()
     }  # fmt: skip
     nvrtc.precompile(specs, gpu.current_device().compute_capability)
     for seqlen in track(sorted(config.gpu_seqlens), "lengths"):

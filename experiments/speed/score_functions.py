@@ -313,8 +313,8 @@ def measured(config: Config, name: str, mask: str) -> Iterator[Record]:
     options = case.options(arrays)
     settings = {"causal": causal, "wrt": case.wrt, "deterministic": case.deterministic}
     plan = cuflash.plan(*operands, **settings, **options)
-    assert plan.plan.family is not None and plan.plan.kernels is not None
-    check(case, causal, config.head_dim, plan.plan.family.name)
+    assert plan._plan.family is not None and plan._plan.kernels is not None
+    check(case, causal, config.head_dim, plan._plan.family.name)
     _, plain_vjp = cuflash.attention_vjp(*operands, causal=causal)
     _, vjp = cuflash.attention_vjp(*operands, **settings, **options)
     calls: dict[str, dict[str, Callable[[], object]]] = {
@@ -332,7 +332,7 @@ def measured(config: Config, name: str, mask: str) -> Iterator[Record]:
         ours, plain = timings["ours"], timings["plain"]
         shape = {"seqlen": config.seqlen, "num_heads": config.num_heads, "head_dim": config.head_dim}
         work = flops(way, mask, batch=1, **shape)
-        specs = getattr(plan.plan.kernels, way).specs
+        specs = getattr(plan._plan.kernels, way).specs
         yield {
             "score": name, "mask": mask, "pass": way, "kernel": specs[way].family,
             **shape, "ms": ours.median_ms, "spread_ms": ours.spread_ms, "tflops": work / ours.median_ms / 1e9,

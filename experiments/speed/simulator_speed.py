@@ -54,7 +54,7 @@ def draw(num_heads: int, seqlen: int, head_dim: int) -> list[np.ndarray]:
 def run_build(config: Config) -> Record:
     """Time building the runtime and the forward kernel from scratch, in seconds."""
     q, k, v, _ = draw(config.num_heads, config.seqlen, config.head_dim)
-    spec = cuflash.plan(q, k, v, causal=True, executor="sim").plan.specs["forward"]
+    spec = cuflash.plan(q, k, v, causal=True, executor="sim")._plan.specs["forward"]
     folder = sim.compiler.cache_directory
     with tempfile.TemporaryDirectory() as empty:
         sim.compiler.cache_directory = lambda: Path(empty)
@@ -88,7 +88,7 @@ def run_calls(config: Config) -> list[Record]:
 def run_schedules(config: Config) -> Record:
     """Run both passes under random schedules; count those that are reported, and those that have other bits."""
     q, k, v, do = draw(1, 24, 16)
-    plan = cuflash.plan(q, k, v, causal=True, executor="sim").plan
+    plan = cuflash.plan(q, k, v, causal=True, executor="sim")._plan
     first, others, reports = None, 0, 0
     for seed in track(range(config.schedules), "schedules"):
         schedule = sim.Schedule(seed=seed, order="random", copies=COPIES[seed % 3], shuffle_lanes=True)

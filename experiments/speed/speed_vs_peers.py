@@ -255,7 +255,7 @@ def compare(case: Case, config: Config) -> Iterator[Record]:
     for name in config.peers:
         with noted(missing, name):
             contenders[name] = peer_of(name, wanted, q, k, v)
-    kernel = contenders[OURS].plan.plan.family.name if OURS in contenders else config.kernel
+    kernel = contenders[OURS].plan._plan.family.name if OURS in contenders else config.kernel
     kernel += f" {config.precision}" * (config.precision != "ieee")
     for way in config.passes:
         notes, errors, prepared = dict(missing), dict[str, float](), dict[str, Prepared]()

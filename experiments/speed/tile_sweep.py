@@ -131,7 +131,7 @@ class Config:
 
 def at_tile(ready: Plan, tile: tuple[int, int], is_threaded: bool) -> Plan:
     """Return the plan of the same call with another tile."""
-    plan = ready.plan
+    plan = ready._plan
     device = plan.device if is_threaded else replace(plan.device, num_processors=1)
     work = replace(plan.work, block_q=tile[0], block_kv=tile[1])
     tiling = replace(plan.tiling, block_q=tile[0], block_kv=tile[1], work=work, device=device)
@@ -304,7 +304,7 @@ def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
 def base_plan(q: Any, k: Any, v: Any, family: str, entry: str, mask: str, **options: Any) -> KernelPlan:
     """Return the library's plan for arrays or shapes; its kernel is the base of the sweep."""
     options = {"executor": "gpu", "deterministic": entry in ("backward_rows", "backward_columns")} | options
-    return cuflash.plan(q, k, v, causal=mask == "causal", kernel=family, **options).plan
+    return cuflash.plan(q, k, v, causal=mask == "causal", kernel=family, **options)._plan
 
 
 def cells(config: Config, device: DeviceSpec) -> list[tuple[str, int]]:

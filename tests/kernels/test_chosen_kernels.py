@@ -189,7 +189,7 @@ def check_columns(library: Any, case: Any, machine: Any = None) -> None:
         ShapeDtype((*shape.batch, h, n, 8), np.dtype(np.float16))
         for h, n in zip(heads, (shape.seqlen_q, shape.seqlen_kv, shape.seqlen_kv))
     ]
-    plan = library.plan(*arrays, mask=mask, executor="sim", kernel="sm80").plan
+    plan = library.plan(*arrays, mask=mask, executor="sim", kernel="sm80")._plan
     tiling = plan.work.tiling
     launches = {name: plan.kernels.backward.launches[name] for name in tiling.column_launches}
     made = {name: np.full(each.shape, -1, each.dtype) for name, each in tiling.columns.items()}
@@ -399,8 +399,8 @@ def test_plans_of_new_lists_share_their_launches_and_tell_what_they_visit(
     for turn, plan in enumerate(plans):
         o, lse = plan.forward(*arrays)
         require_bounds(WAYS["lists"](np.asarray, turn), o=o.get(), lse=lse.get())
-        on_host = cuflash.plan(Q, K, V, mask=WAYS["lists"](np.asarray, turn), executor="sim").plan
-        assert plan.plan.visited_scores == on_host.visited_scores
+        on_host = cuflash.plan(Q, K, V, mask=WAYS["lists"](np.asarray, turn), executor="sim")._plan
+        assert plan._plan.visited_scores == on_host.visited_scores
         assert "16 neighbouring queries" in plan.explain()
 
 
@@ -467,19 +467,19 @@ def test_tiles_of_neighbours_are_taken_where_kernels_serve_the_call() -> None:
 
     for block in (16, 32, 64, 128, 192):
         for device in ("A100", "L4", "H100", "B200"):
-            assert isinstance(planned(lists(block), device=device).plan.work, UnionWork)
+            assert isinstance(planned(lists(block), device=device)._plan.work, UnionWork)
     aligned = {"causal": "bottom_right"}
     served = [
         planned(lists(64), **aligned), planned(lists(64) & masks.Lengths(kv=150)), planned(lists(64), kernel="sm80"),
         planned(lists(64).index(200, num_heads=8)), planned(lists(64), window=(30, 0), causal="bottom_right"),
     ]  # fmt: skip
-    assert all(isinstance(each.plan.work, UnionWork) and each.plan.family.name == "sm80" for each in served)
+    assert all(isinstance(each._plan.work, UnionWork) and each._plan.family.name == "sm80" for each in served)
     others = [
         planned(lists(24)), planned(lists(64), np.float32), planned(lists(64), device="T4"), planned(~lists(64)),
         planned(lists(64) | masks.Lengths(kv=3)), planned(lists(64), softcap=9.0), planned(lists(64), kernel="sm90"),
         planned(lists(64), dropout=cuflash.Dropout(0.1, 1)), planned(lists(64), kernel="simt"),
     ]  # fmt: skip
-    assert not any(isinstance(each.plan.work, UnionWork) for each in others)
+    assert not any(isinstance(each._plan.work, UnionWork) for each in others)
     assert "4 neighbouring queries, with 16 heads each" in planned(lists(64), group=16).explain()
     assert "lists of blocks, one for each query, are listed" in others[0].explain()
     assert "lists of blocks" not in planned(None).explain()
@@ -489,9 +489,9 @@ def test_tiles_of_neighbours_are_taken_where_kernels_serve_the_call() -> None:
     "group, heads, queries", [(1, 1, 64), (12, 12, 5), (16, 16, 4), (64, 64, 1), (80, 40, 1), (67, 1, 64)]
 )
 def test_a_tile_has_as_many_neighbours_as_rows_hold(group: int, heads: int, queries: int) -> None:
-    tiling = planned(ChosenBlocks(np.zeros((2, 100, 1), int), 64), group=group).plan.work.tiling
+    tiling = planned(ChosenBlocks(np.zeros((2, 100, 1), int), 64), group=group)._plan.work.tiling
     assert (tiling.heads_per_tile, tiling.queries_per_tile) == (heads, queries)
-    by_head = planned(ChosenBlocks(np.zeros((2 * group, 100, 1), int), 64), group=group).plan.work.tiling
+    by_head = planned(ChosenBlocks(np.zeros((2 * group, 100, 1), int), 64), group=group)._plan.work.tiling
     assert (by_head.heads_per_tile, by_head.queries_per_tile) == (1, 64)
 
 
@@ -500,7 +500,7 @@ def test_workspaces_are_counted() -> None:
     seqlen, n, heads = 4096, 16, 4
     q, k = (ShapeDtype((h, seqlen, 128), np.dtype(np.float16)) for h in (64, heads))
     mask = AtEachCall(ChosenBlocks(device_double.to_device(np.zeros((heads, seqlen, n), np.int32)), 64))
-    plan = cuflash.plan(q, k, k, mask=mask, executor="gpu", device=DeviceSpec.gpu("H100")).plan
+    plan = cuflash.plan(q, k, k, mask=mask, executor="gpu", device=DeviceSpec.gpu("H100"))._plan
     assert isinstance(plan.work, UnionsAtCall)
     tiles, blocks = heads * seqlen // 4, seqlen // 64
     unions = tiles * (2 * 4 + min(4 * n, blocks) * 8)

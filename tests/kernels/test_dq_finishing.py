@@ -91,7 +91,7 @@ def test_the_first_keys_must_see_all_queries_and_all_keys_some(
     seqlen_q: int, seqlen_kv: int, align: str, finishes: bool
 ) -> None:
     q, k = (cuflash.ShapeDtype((512, length, 64), "float16") for length in (seqlen_q, seqlen_kv))
-    plan = cuflash.plan(q, k, k, causal=align, kernel="sm90", device=DeviceSpec.gpu("H100")).plan
+    plan = cuflash.plan(q, k, k, causal=align, kernel="sm90", device=DeviceSpec.gpu("H100"))._plan
     assert plan.specs["backward"].fuses_dq_epilogue == finishes
 
 
@@ -100,7 +100,7 @@ def planned_list(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[i
     q = cuflash.ShapeDtype((*q_batch, 16, rows, dim), "bfloat16")
     k = cuflash.ShapeDtype((2, 16, columns, dim), "bfloat16")
     mask = masks.BlockPattern(blocks, block)
-    return cuflash.plan(q, k, k, mask=mask, kernel="sm90", device=DeviceSpec.gpu("H100")).plan
+    return cuflash.plan(q, k, k, mask=mask, kernel="sm90", device=DeviceSpec.gpu("H100"))._plan
 
 
 def finishes(plan: KernelPlan) -> bool:

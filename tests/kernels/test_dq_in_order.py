@@ -80,7 +80,7 @@ def plan_of(example: Example, library: Any = cuflash, **options: Any) -> KernelP
     given = {"kernel": "sm90", "deterministic": True, "executor": "sim"} | options
     return library.plan(
         *shapes, mask=example.mask, score=example.score, wrt=example.wrt, dropout=example.dropout, **given
-    ).plan
+    )._plan
 
 
 def found_of(run: Run, example: Example) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def test_lists_and_wide_heads_have_two_walks_of_another_family() -> None:
 
     def backward(x: Any, **options: Any) -> Any:
         given = {"kernel": "sm90", "deterministic": True, "device": DeviceSpec.gpu("H100"), "softcap": 2.0}
-        plan = cuflash.plan(x, x, x, **given | options).plan
+        plan = cuflash.plan(x, x, x, **given | options)._plan
         assert plan.kernels.is_repeatable
         return plan.specs["backward"]
 
@@ -230,7 +230,7 @@ def check_parts(library: Any) -> None:
     def planned(bias: Any, **options: Any) -> KernelPlan:
         q = library.ShapeDtype((2, 4, 256, 128), np.dtype(np.float16))
         given = {"kernel": "sm90", "deterministic": True, "device": library.DeviceSpec.gpu("H100")} | options
-        return library.plan(q, q, q, bias=bias, wrt="bias", **given).plan
+        return library.plan(q, q, q, bias=bias, wrt="bias", **given)._plan
 
     def shape(*axes: int, dtype: Any = np.float16) -> Any:
         return library.ShapeDtype(axes, np.dtype(dtype))

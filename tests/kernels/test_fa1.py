@@ -95,7 +95,7 @@ def test_every_schedule_gives_the_same_bits(schedule: Any) -> None:
         example = FA1.rounded(CASES[case].example())
         arrays, options = (example.q, example.k, example.v), {"mask": example.mask, "device": DeviceSpec.gpu(chip)}
         ready = cuflash.plan(*arrays, **options, executor="sim", kernel="fa1")
-        assert ready.plan.specs["backward"].num_stages == num_stages
+        assert ready._plan.specs["backward"].num_stages == num_stages
         expected, found = (call(example, FA1, Simulator(each), made=ready) for each in (Schedule(), schedule))
         assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
         assert_within_bounds(example, **found)
@@ -121,7 +121,7 @@ def test_memory_is_linear_in_the_length_and_explain_tells_the_traffic() -> None:
     short, long = plan_of(16, 8, 1024, 64), plan_of(16, 8, 4096, 64)
     assert long.workspace_bytes == 16 * 8 * 4096 * 4 * (64 + 2) == 4 * short.workspace_bytes
     told = long.explain()
-    forward, backward = traffic(long.plan.problem, long.plan.kernels, long.plan.visited_scores)
+    forward, backward = traffic(long._plan.problem, long._plan.kernels, long._plan.visited_scores)
     assert f"traffic    {forward} bytes of device memory forward, {backward} backward" in told
     assert "every result is bitwise repeatable" in told and "grid 128" in told
 
@@ -130,7 +130,7 @@ def test_memory_is_linear_in_the_length_and_explain_tells_the_traffic() -> None:
 def test_traffic_counts_what_every_turn_moves(dim: int, keys: int, backward_keys: int) -> None:
     """Traffic equals the sums that algorithms 1 and 4 of the paper give, for tiles that fill their matrices."""
     ready = plan_of(2, 3, 1024, dim)
-    specs = ready.plan.specs
+    specs = ready._plan.specs
     assert (specs["forward"].block_kv, specs["backward"].block_kv) == (keys, backward_keys)
     per_head = [0, 0]
     for _ in range(1024 // keys):
@@ -139,19 +139,19 @@ def test_traffic_counts_what_every_turn_moves(dim: int, keys: int, backward_keys
     for _ in range(1024 // backward_keys):
         per_head[1] += 4 * backward_keys * dim * 2 + 1024 * (4 * dim + 2 * 4 * dim + 8)  # K, V, dK, dV; Q, dO, dQ, lse
     per_head[1] += 1024 * (4 * dim + 8 + 4 * dim) + 1024 * (4 * dim + 2 * dim)  # O, dO, lse, delta; dQ
-    found = traffic(ready.plan.problem, ready.plan.kernels, ready.plan.visited_scores)
+    found = traffic(ready._plan.problem, ready._plan.kernels, ready._plan.visited_scores)
     assert list(found) == [6 * each for each in per_head]
 
 
 def test_a_mask_of_half_the_blocks_moves_about_half() -> None:
     dense, causal = plan_of(1, 1, 8192, 64), plan_of(1, 1, 8192, 64, causal=True)
-    moved = [traffic(x.plan.problem, x.plan.kernels, x.plan.visited_scores) for x in (dense, causal)]
+    moved = [traffic(x._plan.problem, x._plan.kernels, x._plan.visited_scores) for x in (dense, causal)]
     assert all(0.5 < half / whole < 0.6 for half, whole in zip(moved[1], moved[0]))
 
 
 def test_auto_never_chooses_it() -> None:
     x = ShapeDtype((2, 8, 4096, 64), np.dtype(np.float16))
-    families = {cuflash.plan(x, x, x, device=DeviceSpec.gpu(chip)).plan.family.name for chip in ("T4", "A100", "H100")}
+    families = {cuflash.plan(x, x, x, device=DeviceSpec.gpu(chip))._plan.family.name for chip in ("T4", "A100", "H100")}
     assert families == {"simt", "sm80", "sm90"}
 
 

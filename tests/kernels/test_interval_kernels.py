@@ -257,9 +257,9 @@ def test_plans_for_new_sequences_share_their_launches(cupy, monkeypatch):
         require_bounds(masks.Sequences(OFFSETS[turn], causal=True, allow_gaps=True), o=o.get(), lse=lse.get())
         out = cupy.empty(Q.shape, np.float32)
         assert plan.forward(*arrays, out=out)[0] is out and (out.get() == o.get()).all()
-        assert plan.plan.visited_scores == cuflash.plan(
+        assert plan._plan.visited_scores == cuflash.plan(
             Q, K, V, mask=masks.Sequences(OFFSETS[turn], causal=True, allow_gaps=True), executor="sim"
-        ).plan.visited_scores
+        )._plan.visited_scores
 
 
 def test_offsets_of_a_repeated_call_are_checked_again(cupy):
@@ -316,5 +316,5 @@ def test_backward_tiles_of_new_sequences_end_with_them(cupy, monkeypatch, name):
             Example(q=q, k=k, v=v, mask=SEQUENCES[name](lambda offsets: offsets * scale, turn), do=do)
         )
         assert_within_bounds(example, **dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=True)))
-        planned = cuflash.plan(*arrays, mask=mask, kernel="sm90").plan
+        planned = cuflash.plan(*arrays, mask=mask, kernel="sm90")._plan
         assert planned.specs["backward"].cuts_sequences

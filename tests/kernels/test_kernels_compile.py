@@ -194,11 +194,11 @@ def of_scores(name: str) -> set[KernelSpec]:
         kernel = "sm90" if device.compute_capability == (9, 0) else "sm80"
         planned = cuflash.plan(
             x, x, x, kernel=kernel, executor="gpu", device=device, deterministic=repeats, **options
-        ).plan.specs
+        )._plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
         specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry.name == "captured_sums"}
     x = ShapeDtype((heads, 5000, 64), np.dtype(np.float32))
-    capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0).plan.specs
+    capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0)._plan.specs
     return specs | {capped[entry] for entry in ("forward", "backward")} | of_scored_caches(name, changes)
 
 
@@ -422,7 +422,7 @@ def test_every_operation_of_score_functions_compiles(kernel: Any, entry: str, dt
     x, device = ShapeDtype((2, 50, 8), np.dtype(dtype)), DeviceSpec.gpu("H100")
     score = cuflash.scores.Score(every_operation)
     plan = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device, score=score)
-    assert room.cubin(plan.plan.specs[entry], "sm_90").code.startswith(b"\x7fELF")
+    assert room.cubin(plan._plan.specs[entry], "sm_90").code.startswith(b"\x7fELF")
 
 
 FLAT_OR_WIDE = (

@@ -189,7 +189,7 @@ def test_listed_blocks_have_the_positions_of_their_keys(kernel: str, dtype: str)
 def check_few_queries(num_heads: int, lengths: tuple[int, int]) -> None:
     """Blocks share the keys of a tile, which holds the queries of all heads if there are several."""
     made = Probe("float16", masks.Causal("bottom_right"), batch=(), heads=(num_heads, 1), lengths=lengths)
-    plan = cuflash.plan(made.q, made.k, made.v, executor="sim", kernel="sm80", causal="bottom_right").plan
+    plan = cuflash.plan(made.q, made.k, made.v, executor="sim", kernel="sm80", causal="bottom_right")._plan
     spec = plan.kernels.forward.launches["forward"].spec
     assert spec.is_split and spec.pack_gqa == (num_heads > 1)
     made.check(made.found(replace(SIM, kernel="sm80"), is_backward=False))
@@ -204,7 +204,7 @@ def check_shared_elements() -> None:
     """A kernel has more warps than sub-tiles: gradients of 16 x 16 blocks with wide rows."""
     mask = masks.BlockPattern(np.array([[True, False], [True, True]]), 16)
     made = Probe("float16", mask, batch=(), heads=(2, 1), lengths=(32, 32), dim=160)
-    plan = cuflash.plan(made.q, made.k, made.v, mask=mask, executor="sim", kernel="sm80").plan
+    plan = cuflash.plan(made.q, made.k, made.v, mask=mask, executor="sim", kernel="sm80")._plan
     assert plan.kernels.backward.launches["backward"].spec.num_warps > 1
     made.check(made.found(replace(SIM, kernel="sm80"), ("at", "column", "entry", "row")))
 
@@ -262,7 +262,7 @@ def check_shown_text(kernel: str, library: ModuleType = cuflash) -> None:
     source = importlib.import_module(f"{library.__name__}.compiler.source").source
     of_forward, of_backward = made.cuda(), made.cuda(backward=True)
     assert "slopes.d0 = " in of_backward and "slopes.d0 = " not in of_forward
-    texts = [source(spec) for spec in ready.plan.specs.values() if spec.score is not None]
+    texts = [source(spec) for spec in ready._plan.specs.values() if spec.score is not None]
     assert any(of_forward in text for text in texts) and any(of_backward in text for text in texts)
     assert all(of_forward in text or of_backward in text for text in texts)
 
@@ -276,7 +276,7 @@ def test_another_number_compiles_nothing() -> None:
     q = np.ones((2, 16, 8), np.float16)
 
     def specs(cap: float) -> Any:
-        plan = cuflash.plan(q, q, q, softcap=cap, executor="sim", device=DeviceSpec.gpu("A100")).plan
+        plan = cuflash.plan(q, q, q, softcap=cap, executor="sim", device=DeviceSpec.gpu("A100"))._plan
         return plan.specs
 
     assert specs(3.0) == specs(7.5)
@@ -318,11 +318,11 @@ SHARED = {  # a bias by what shares it, and the kind of its sums
 @pytest.mark.parametrize(("shape", "kind"), SHARED.values(), ids=SHARED)
 def test_the_kind_of_sums_follows_what_shares_an_array(shape: tuple[int, ...], kind: str) -> None:
     q = np.ones((2, 3, 16, 8), np.float32)
-    plan = cuflash.plan(q, q, q, bias=np.zeros(shape, np.float32), wrt="bias", deterministic=True, executor="sim").plan
+    plan = cuflash.plan(q, q, q, bias=np.zeros(shape, np.float32), wrt="bias", deterministic=True, executor="sim")._plan
     assert plan.kernels.is_repeatable
     sums = {spec.score_sums for spec in plan.kernels.backward.specs.values()} - {()}
     assert sums == {(kind,)}
-    default = cuflash.plan(q, q, q, bias=np.zeros(shape, np.float32), wrt="bias", executor="sim").plan
+    default = cuflash.plan(q, q, q, bias=np.zeros(shape, np.float32), wrt="bias", executor="sim")._plan
     assert {spec.score_sums for spec in default.kernels.backward.specs.values()} == {()}
     assert default.kernels.is_repeatable <= (kind == "own")
 

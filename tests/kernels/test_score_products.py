@@ -37,7 +37,7 @@ def spec_of(library: Any, score: Any, **options: Any) -> KernelSpec:
     """The forward kernel of a problem of float16."""
     x = library.ShapeDtype((2, 300, 128), np.dtype(np.float16))
     made = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": "sm90", "score": score} | options
-    spec: KernelSpec = library.plan(x, x, x, **made).plan.specs["forward"]
+    spec: KernelSpec = library.plan(x, x, x, **made)._plan.specs["forward"]
     return spec
 
 

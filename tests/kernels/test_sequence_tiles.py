@@ -35,7 +35,7 @@ def tiles_of(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, place: str = "sim"
     """Return the first and last query of each tile, in order of the blocks that have them."""
     found = sequence_tiles(mask, seqlen_q, seqlen_kv, HEIGHT, WIDTH)
     left = found.launch.on_gpu() if place == "gpu" else found.launch.on_simulator(HOSTILE)
-    assert isinstance(found.plan.work, IntervalWork) and found.plan.work.lo is not None
+    assert isinstance(found._plan.work, IntervalWork) and found._plan.work.lo is not None
     tiles, counts = left[1], left[2]
     taken = [(int(first), int(last)) for first, last in tiles[: counts.sum()]]
     blocks = np.repeat(np.arange(len(counts)), counts)
@@ -201,7 +201,7 @@ def check_choice(library: ModuleType) -> None:
         for sequences, expected in choices.items():
             mask = library.masks.Sequences(np.linspace(0, 8192, sequences + 1).astype(np.int32), causal=True)
             for asked in (mask, at_each_call(mask)):
-                planned = library.plan(q, q, q, mask=asked, kernel="sm90", device=device).plan
+                planned = library.plan(q, q, q, mask=asked, kernel="sm90", device=device)._plan
                 forward = planned.specs["forward"]
                 chosen = forward.is_ordered, forward.cuts_sequences, forward.block_q
                 assert chosen == expected, (columns, sequences, asked)
@@ -212,7 +212,7 @@ def check_choice(library: ModuleType) -> None:
         mask = library.masks.Sequences(np.array(offsets, np.int32), causal=is_causal, window=window)
         q = library.ShapeDtype((2, 8192, 128), np.dtype(np.float16))
         for asked in (mask, at_each_call(mask)):
-            forward = library.plan(q, q, q, mask=asked, kernel="sm90", device=device).plan.specs["forward"]
+            forward = library.plan(q, q, q, mask=asked, kernel="sm90", device=device)._plan.specs["forward"]
             assert (forward.is_ordered, forward.block_q) == expected, (offsets, window, asked)
 
 
@@ -243,7 +243,7 @@ def check_other_kernels(library: ModuleType) -> None:
     mask, device = library.masks.Sequences(np.array([0, 2000, 4096]), causal=True), library.DeviceSpec.gpu("H100")
     for change, options in changes.items():
         q = library.ShapeDtype((2, 4096, options.pop("dim", 128)), half)
-        planned = library.plan(q, q, q, mask=mask, kernel="sm90", device=device, **options).plan
+        planned = library.plan(q, q, q, mask=mask, kernel="sm90", device=device, **options)._plan
         launches = planned.kernels.backward.launches.values()
         assert planned.specs["forward"].cuts_sequences == ("columns" not in change), change
         assert not any(launch.spec.cuts_sequences for launch in launches), change

@@ -548,7 +548,7 @@ def test_arrays_that_hardware_can_walk_have_a_map(layout: str, mapped: set[str])
 
 def planned(*shape: int, dtype: str = "float16", kernel: Any = "sm90", **options: Any) -> KernelPlan:
     x = cuflash.ShapeDtype(shape, dtype)
-    return cuflash.plan(x, x, x, kernel=kernel, device=DeviceSpec.gpu("H100"), **options).plan
+    return cuflash.plan(x, x, x, kernel=kernel, device=DeviceSpec.gpu("H100"), **options)._plan
 
 
 def steps_taken(num_heads: int, heads_per_group: int, steps: list[int], num_blocks: int) -> np.ndarray:

@@ -68,7 +68,7 @@ def check(run: Run, name: str, mask: str, width: str, dropout: Dropout | None, d
     plan = cuflash.plan(
         *(cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)), mask=MASKS[mask],
         score=score, wrt=example.wrt, executor="sim", kernel="sm90", **options,
-    ).plan  # fmt: skip
+    )._plan  # fmt: skip
     backward = plan.kernels.backward.launches["backward"].spec
     assert (backward.family, backward.block_q) == ("sm90", {"64": 128, "128": 64}[width])
     assert_within_bounds(example, **everything(run, example, **options))

@@ -129,7 +129,7 @@ def planned(
     q = ShapeDtype((batch, num_heads, seqlen_q, dim), ml_dtypes.bfloat16)
     k = ShapeDtype((batch, num_kv_heads, seqlen_kv, dim), ml_dtypes.bfloat16)
     device = options.pop("device", "H100")
-    return cuflash.plan(q, k, k, kernel="sm80", device=DeviceSpec.gpu(device), **options).plan
+    return cuflash.plan(q, k, k, kernel="sm80", device=DeviceSpec.gpu(device), **options)._plan
 
 
 def test_keys_are_shared_where_tiles_do_not_fill_the_gpu() -> None:
@@ -185,7 +185,7 @@ def test_heads_are_packed_where_they_share_masks_and_fit_a_tile() -> None:
 def test_explain_says_how_keys_are_shared() -> None:
     q, k = ShapeDtype((1, 32, 1, 128), np.float16), ShapeDtype((1, 8, 1 << 14, 128), np.float16)
     ready = cuflash.plan(q, k, k, kernel="sm80", device=DeviceSpec.gpu("H100"))
-    splits = ready.plan.kernels.num_splits
+    splits = ready._plan.kernels.num_splits
     assert f"splits     {splits} blocks share the keys of a tile, which holds a group's heads" in ready.explain()
     assert f"grid {8 * splits}," in ready.explain() and "sm80_combine" in ready.explain()
     assert ready.workspace_bytes == splits * 32 * 129 * 4

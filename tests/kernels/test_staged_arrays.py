@@ -35,7 +35,7 @@ def specs(library: Any, score: Any, wrt: tuple[str, ...] = (), **changes: Any) -
     shapes = ((2, sizes["heads"], sizes[name], sizes["dim"]) for name in ("seqlen_q", "seqlen_kv"))
     q, k = (library.ShapeDtype(shape, HALF) for shape in shapes)
     options = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": "sm90"}
-    return dict(library.plan(q, k, k, mask=sizes.get("mask"), score=score, wrt=wrt, **options).plan.specs)
+    return dict(library.plan(q, k, k, mask=sizes.get("mask"), score=score, wrt=wrt, **options)._plan.specs)
 
 
 def check_plans(library: Any) -> None:
@@ -88,7 +88,7 @@ def check_zeros(library: Any) -> None:
         ("sm80", False, np.dtype(np.float32), ("dscore.bias",)),
     ):  # fmt: skip
         options = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": kernel}
-        plan = library.plan(q, q, q, bias=array, wrt="bias", causal=causal, **options).plan
+        plan = library.plan(q, q, q, bias=array, wrt="bias", causal=causal, **options)._plan
         assert plan.kernels.backward.zeroed == zeroed
         assert plan.gradients_made["dscore.bias"] == library.ShapeDtype((4, 512, 512), dtype)
 

@@ -88,7 +88,7 @@ def check_bins(library: Any) -> None:
         arrays = {n: library.ShapeDtype(s, np.dtype(np.float32)) for n, s in shapes.items()}
         score = library.scores.Score(function, **arrays)
         options = {"executor": "gpu", "device": device, "kernel": "sm90", "deterministic": deterministic}
-        spec = library.plan(x, x, x, score=score, wrt=wrt, **options).plan.specs["backward"]
+        spec = library.plan(x, x, x, score=score, wrt=wrt, **options)._plan.specs["backward"]
         return spec.score_bins, spec.num_stages
 
     def near(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:

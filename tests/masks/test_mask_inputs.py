@@ -421,7 +421,7 @@ def check_limits(library):
 
     def planned(q, k, **options):
         q, k = (library.ShapeDtype(shape, "float32") for shape in (q, k))
-        return library.plan(q, k, k, **({"device": spec, "kernel": "simt"} | options)).plan
+        return library.plan(q, k, k, **({"device": spec, "kernel": "simt"} | options))._plan
 
     assert planned((most, 1), (4, 1)).work.band == planned((4, 1), (most, 1)).work.band == made.Band()
     with pytest.raises(library.UnsupportedProblem, match="^seqlen_q must be at most 1073741824; got 1073741825: call"):

@@ -66,18 +66,18 @@ def the_plan_is_right(library: ModuleType) -> None:
     few = library.ShapeDtype((2, 2, 1024, 64), np.float16)
     ready = library.plan(x, few, few, kernel="fa1", device=library.DeviceSpec.gpu("H100"))
     traffic = import_module(f"{library.__name__}.planning.families.fa1").traffic
-    forward, backward = traffic(ready.plan.problem, ready.plan.kernels, ready.plan.visited_scores)
+    forward, backward = traffic(ready._plan.problem, ready._plan.kernels, ready._plan.visited_scores)
     turns = {"forward": 1024 // 256, "backward": 1024 // 128}
     o, dq = 4 * (64 + 2), 4 * 64  # bytes of a query that are read and written in each turn
     assert forward == 8 * 1024 * (2 * 128 + turns["forward"] * (128 + 2 * o) + 2 * o + 128 + 4)
     ends = 2 * 128 + 8 + 2 * dq + 128
     assert backward == 8 * 1024 * (turns["backward"] * (256 + 2 * dq + 8) + ends) + 4 * 1024 * 4 * 128
     assert ready.workspace_bytes == 8 * 1024 * o
-    assert [launch.grid(2) for launch in (*ready.plan.kernels.forward.launches.values(),)] == [8]
-    assert [launch.grid(2) for launch in (*ready.plan.kernels.backward.launches.values(),)] == [4]
+    assert [launch.grid(2) for launch in (*ready._plan.kernels.forward.launches.values(),)] == [8]
+    assert [launch.grid(2) for launch in (*ready._plan.kernels.backward.launches.values(),)] == [4]
     wide, widest = (library.ShapeDtype((2, 4, 1024, dim), np.float16) for dim in (136, 128))
-    problem = library.plan(widest, widest, widest, device=ready.plan.device).plan.problem
-    assert ready.plan.family.reasons(problem, None) == []
+    problem = library.plan(widest, widest, widest, device=ready._plan.device)._plan.problem
+    assert ready._plan.family.reasons(problem, None) == []
     dropped = {"dropout": library.Dropout(0.1, seed=0)}
     refused = (((wide, wide, x), {}), ((x, x, wide), {}), ((x, x, x), {"softcap": 3.0}), ((x, x, x), dropped))
     for arrays, options in refused:

@@ -56,7 +56,7 @@ def an_index_is_read_once_and_never_changes(library: ModuleType) -> None:
             example = Example(q=Q, k=Q, v=Q, mask=index.toarray()[0, 0])
             assert_within_bounds(example, o=library.attention(Q, Q, Q, mask=index))
     plans = [library.plan(Q[:count], Q[:count], Q[:count], mask=one) for count in (1, 2)]
-    assert plans[0].plan.work is plans[1].plan.work
+    assert plans[0]._plan.work is plans[1]._plan.work
     for index in (one, copy.deepcopy(one)):
         assert not any(getattr(index, name).flags.writeable for name in ("indptr", "kinds", "bits"))
 

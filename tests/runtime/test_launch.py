@@ -673,7 +673,7 @@ def test_a_plan_has_the_kernels_that_its_promise_asks_for(dtype, kernel, head_di
         cuflash.plan(shape, shape, shape, kernel=kernel, deterministic=each, device=DeviceSpec.gpu("H100"))
         for each in (False, True)
     ]
-    specs = [set(each.plan.specs) for each in plans]
+    specs = [set(each._plan.specs) for each in plans]
     is_one_walk = kernel == "simt" and (dtype == "float32" or (dtype == "float64" and head_dim in (32, 65)))
     assert ("backward" in specs[0], "backward_rows" in specs[0]) == (is_one_walk, kernel == "simt" and not is_one_walk)
     assert "backward" not in specs[1] and (specs[0] == specs[1]) is not is_one_walk
@@ -689,7 +689,7 @@ def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
     """Blocks that take the next tile of keys when they end one all have about as much to do."""
     places = 16 * 16384 // seqlen
     shape = ShapeDtype((places, seqlen, 128), "float16")
-    plan = cuflash.plan(shape, shape, shape, causal=True, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
+    plan = cuflash.plan(shape, shape, shape, causal=True, kernel=kernel, device=DeviceSpec.gpu("H100"))._plan
     spec, in_turn = plan.specs["backward"], plan.kernels.order.kv_heads_per_group
     steps = 2 + -(-np.arange(seqlen, 0, -spec.block_kv) // spec.block_q)
     turns = [np.repeat(steps, min(in_turn, places - first)) for first in range(0, places, in_turn)]
@@ -697,7 +697,7 @@ def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
     for length in np.concatenate(turns).tolist():
         heapq.heapreplace(ends, ends[0] + length)
     assert max(ends) <= 1.04 * np.mean(ends)
-    alike = cuflash.plan(shape, shape, shape, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
+    alike = cuflash.plan(shape, shape, shape, kernel=kernel, device=DeviceSpec.gpu("H100"))._plan
     assert alike.kernels.order.kv_heads_per_group == 1
 
 
@@ -857,7 +857,7 @@ def test_a_corrupt_list_is_named_before_any_launch(checked, monkeypatch, name, p
     monkeypatch.setattr(simulated, "_kernel", lambda *_: pytest.fail("launched"))
     index = BlockIndex.from_mask(masks.Dilated(3), 40, 40, 16, num_heads=2)
     ready = cuflash.plan(Q, K, V, mask=index, executor="sim")
-    lists = ready.plan.work.lists
+    lists = ready._plan.work.lists
     lists[name] = lists[name].copy()
     lists[name][place] = value
     with pytest.raises(RuntimeError, match=rf"the work list's {name} breaks its rule at \[.*\]: it .*{rule}"):
@@ -866,7 +866,7 @@ def test_a_corrupt_list_is_named_before_any_launch(checked, monkeypatch, name, p
 
 def test_corrupt_intervals_are_named(checked):
     ready = cuflash.plan(Q, K, V, mask=masks.Lengths(kv=17), executor="sim")
-    ready.plan.work.hi[..., 5] = 1000
+    ready._plan.work.hi[..., 5] = 1000
     with pytest.raises(RuntimeError, match=r"the work list's hi breaks its rule at \[0, 0, 5\]: it is in 0..40"):
         ready.forward(Q, K, V)
 
@@ -883,7 +883,7 @@ def test_corrupt_tiles_of_sequences_are_named_before_any_launch(checked, monkeyp
     monkeypatch.setattr(sm90, "LONG_SEQUENCE", 0)
     q = np.zeros((2, 300, 128), np.float16)
     ready = cuflash.plan(q, q, q, mask=masks.Sequences(np.array([0, 110, 300])), kernel="sm90", executor="sim")
-    ready.plan.work.lists[name][..., place] = value
+    ready._plan.work.lists[name][..., place] = value
     with pytest.raises(RuntimeError, match=rf"the work list's {name} breaks its rule at \[.*\]: it {rule}"):
         ready.forward(q, q, q)
 
@@ -912,7 +912,7 @@ def test_checks_have_hoppers_kernels_end_where_they_would_hang(cupy, monkeypatch
     o, lse = ready.forward(*arrays)
     ready.backward(o, *arrays, o, lse)
     built = {spec.name: spec.has_watchdog for spec in cupy.specs.values()}
-    assert built == {spec.name: watched and spec.family == "sm90" for spec in ready.plan.specs.values()}
+    assert built == {spec.name: watched and spec.family == "sm90" for spec in ready._plan.specs.values()}
     assert len(cupy.compiled) == len(built) and ready.explain().count("40 registers") == len(built)
 
 
@@ -936,7 +936,7 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
     expected = cuflash.attention(*host, kernel="sm80", executor="sim")
     ready = cuflash.plan(q, k, v, kernel="sm80")
     ready.compile()
-    assert ready.plan.kernels.num_splits == 6
+    assert ready._plan.kernels.num_splits == 6
     for _ in range(3):
         assert (ready.forward(q, k, v)[0].get() == expected).all()
     assert cupy.launched == ["forward", "combine"] * 3
@@ -946,8 +946,8 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
         o, _ = ready.forward(q, k, v)
         graph = stream.end_capture()
     assert len(graph.nodes) == 2
-    kept = [array.nbytes for array in gpu._captured[ready.plan]]
-    assert sum(kept) == o.nbytes + 4 * 4 * 2 + ready.plan.kernels.forward.nbytes
+    kept = [array.nbytes for array in gpu._captured[ready._plan]]
+    assert sum(kept) == o.nbytes + 4 * 4 * 2 + ready._plan.kernels.forward.nbytes
     q[...] = -host[0]
     graph.launch()
     assert (o.get() == cuflash.attention(-host[0], *host[1:], kernel="sm80", executor="sim")).all()
@@ -973,10 +973,10 @@ def test_checks_see_what_blocks_that_share_keys_leave(checked, monkeypatch):
     monkeypatch.setenv("CUFLASH_CHECK", "0")
     assert all((ours == theirs).all() for ours, theirs in zip((o, lse), ready.forward(q, k, v)))
     monkeypatch.setenv("CUFLASH_CHECK", "1")
-    workspaces = ready.plan.kernels.forward.workspaces
+    workspaces = ready._plan.kernels.forward.workspaces
     short = {name: each._replace(shape=(*each.shape[:-1], 1)) for name, each in workspaces.items()}
-    kernels = ready.plan.kernels
+    kernels = ready._plan.kernels
     damaged = replace(kernels, forward=replace(kernels.forward, workspaces=short))
-    monkeypatch.setitem(vars(ready.plan), "kernels", damaged)
+    monkeypatch.setitem(vars(ready._plan), "kernels", damaged)
     with pytest.raises(RuntimeError, match="sm80_forward wrote outside .*_parts"):
         ready.forward(q, k, v)

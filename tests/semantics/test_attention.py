@@ -42,7 +42,7 @@ def test_a_host_of_any_memory_has_a_plan(tile_memory_bytes):
     device = DeviceSpec(name="x", num_processors=1, tile_memory_bytes=tile_memory_bytes)
     ready = cuflash.plan(q, q, q, device=device)
     o, lse = ready.forward(q, q, q)
-    assert ready.plan.tiling.scratch_scores <= 2 * 40 * 40
+    assert ready._plan.tiling.scratch_scores <= 2 * 40 * 40
     dq, dk, dv = ready.backward(o, q, q, q, o, lse)
     assert np.isfinite([dq, dk, dv]).all()
     exact_o, exact_lse = cuflash.reference.attention(*(x.astype(np.float64) for x in (q, q, q)))
@@ -71,13 +71,13 @@ def test_tiles_are_flat_where_tall_ones_would_visit_many_keys_for_few(name):
     tokens = 700 if "documents" in name else 800
     q, k, v, do = drawn(4, tokens, 8)
     ready = cuflash.plan(q, k, v, mask=mask)
-    assert ready.plan.work.block_q == height
+    assert ready._plan.work.block_q == height
     o, lse = ready.forward(q, k, v)
     gradients = ready.backward(do, q, k, v, o, lse)
     example = assertions.Example(q=q, k=k, v=v, do=do, mask=mask)
     assertions.assert_within_bounds(example, o=o, lse=lse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
     short = cuflash.ShapeDtype((512, 8), np.float32)  # a single tile stays one
-    assert cuflash.plan(short, short, short, window=(15, 0)).plan.work.block_q == 512
+    assert cuflash.plan(short, short, short, window=(15, 0))._plan.work.block_q == 512
 
 
 def workspace(tokens, tile_memory_bytes):
@@ -102,7 +102,7 @@ def test_results_and_gradients_are_within_their_bounds_at_every_tile(example, ti
     ready = at_tile(example, tile)
     o, lse = ready.forward(example.q, example.k, example.v)
     gradients = ready.backward(example.do, example.q, example.k, example.v, o, lse, example.dlse)
-    event(type(ready.plan.work).__name__)
+    event(type(ready._plan.work).__name__)
     dq, dk, dv = gradients
     target(assertions.assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv))
 
@@ -110,8 +110,8 @@ def test_results_and_gradients_are_within_their_bounds_at_every_tile(example, ti
 @given(SMALL, TILES)
 def test_the_number_of_threads_changes_no_bit(example, tile):
     alone, shared = at_tile(example, tile), at_tile(example, tile, num_processors=3)
-    tiling = _Eager(*(getattr(shared.plan.tiling, field.name) for field in fields(HostTiling)))
-    object.__setattr__(shared.plan, "tiling", tiling)
+    tiling = _Eager(*(getattr(shared._plan.tiling, field.name) for field in fields(HostTiling)))
+    object.__setattr__(shared._plan, "tiling", tiling)
     # `alone` leaves BLAS its threads, and two of them round some products of 57 x 256 otherwise than one.
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         results = [each.forward(example.q, example.k, example.v) for each in (alone, shared)]

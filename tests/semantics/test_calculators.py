@@ -66,7 +66,7 @@ def test_memory_of_a_call_is_that_of_its_arrays(dtype: str) -> None:
     example = Structure(q_batch=(2,), k_batch=(1,), v_batch=(), dtype=dtype, **sizes).example()
     arrays = example.q, example.k, example.v
     (o, lse), vjp = cuflash.attention_vjp(*arrays, return_lse=True)
-    for plan in (cuflash.plan(*arrays), cuflash.plan(*arrays).plan, cuflash.plan(*arrays, executor="sim")):
+    for plan in (cuflash.plan(*arrays), cuflash.plan(*arrays)._plan, cuflash.plan(*arrays, executor="sim")):
         told = cuflash.study.memory(plan)
         assert told.inputs == sum(array.nbytes for array in arrays) and told.results == o.nbytes + lse.nbytes
         assert told.gradients == sum(gradient.nbytes for gradient in vjp(o))

@@ -377,7 +377,7 @@ def vjp_of(q: Any, k: Any, v: Any, mask: Any) -> Any:
 
 def planned_work(mask: Any, **options: Any) -> Any:
     shapes = [ShapeDtype((heads, length, 16), np.float32) for heads, length in ((8, 100), (2, 200), (2, 200))]
-    return cuflash.plan(*shapes, mask=mask, **options).plan.work
+    return cuflash.plan(*shapes, mask=mask, **options)._plan.work
 
 
 def test_the_host_gathers_lists_and_lists_other_masks() -> None:

@@ -121,7 +121,7 @@ def test_other_lengths_are_a_number_of_one_program(make: Any) -> None:
     """A kernel is compiled for the program, and given the difference of the lengths."""
     q, k, v = operands(3, 70)
     score = make(align="bottom_right")
-    plans = [cuflash.plan(q, k[:, :n], v[:, :n], causal="bottom_right", score=score).plan for n in (3, 40, 70)]
+    plans = [cuflash.plan(q, k[:, :n], v[:, :n], causal="bottom_right", score=score)._plan for n in (3, 40, 70)]
     assert len({plan.problem.score for plan in plans}) == 1
     assert [plan.problem.numbers[score.program.shift_slot] for plan in plans] == [0, 37, 67]
 

@@ -115,7 +115,7 @@ class Run:
         """Return a plan for kernels whose lists of blocks are made on the host, once, when the plan is made."""
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         options = {"scale": example.scale, "precision": example.precision, **self.options, **options}
-        return cuflash.plan(*shapes, mask=example.mask, **options).plan
+        return cuflash.plan(*shapes, mask=example.mask, **options)._plan
 
     def attention(self, q: Any, k: Any, v: Any, *, mask: Any = None, **options: Any) -> Any:
         arrays, mask = [self.put(x) for x in (q, k, v)], self.put_mask(mask, q, k, v)

@@ -92,7 +92,7 @@ def call(
     """
     machine = machine or (PoisonedGpu() if run.is_on_device else Simulator())
     q, k, v, do, dlse = (run.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
-    plan = run.kernel_plan(example) if made is None else made.plan
+    plan = run.kernel_plan(example) if made is None else made._plan
     problem = plan.problem
     o = Guarded.of(problem.o_shape(), problem.dtype, run, margin)
     lse = Guarded.of(problem.lse_shape(), problem.accumulator, run, margin)
