@@ -96,7 +96,7 @@ def call(
     problem = plan.problem
     o = Guarded.of(problem.o_shape(), problem.dtype, run, margin)
     lse = Guarded.of(problem.lse_shape(), problem.accumulator, run, margin)
-    operands = {"q": q, "k": k, "v": v, **({} if made is None else made.captured)}
+    operands = {"q": q, "k": k, "v": v, **({} if made is None else made._captured)}
     run_pass(plan, plan.kernels.forward, machine, operands | {"o": o.view, "lse": lse.view})
     forward = {"o": o.result("o", run), "lse": lse.result("lse", run)}
     check(**forward)
