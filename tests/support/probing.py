@@ -892,7 +892,7 @@ def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
 def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
     """Make a probe of all steps: query tiles that step over keys by `key_tile`, and the other way round."""
     example = structure.example()
-    plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim", deterministic=True).plan
+    plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim", deterministic=True)._plan
     entries = ("forward", "backward_columns")
     num_batch, tile = plan.problem.mask_shape.num_batch, {"block_q": query_tile, "block_kv": key_tile}
     cut = with_specs(plan, {entry: replace(plan.specs[entry], **tile) for entry in entries}).kernels
@@ -918,7 +918,7 @@ def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
 def sequence_tiles(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, height: int, width: int) -> Walk:
     """Make a probe of the tiles of `height` queries of sequences, whose steps have `width` keys."""
     example = Structure(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask).example()
-    plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim").plan
+    plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim")._plan
     launch = Launch(
         name=f"tiles of {type(mask).__name__}", file="sequence_tiles", entry="sequence_tiles", block=32,
         arguments=(Record(plan), np.zeros((seqlen_q, 2), np.int32), np.zeros(-(-seqlen_q // height), np.int32)),
