@@ -181,7 +181,7 @@ def attention(
     >>> o = cuflash.attention(q, k, v, causal=True)
     >>> o.shape
     (2, 4, 100, 64)
-    >>> o, lse = cuflash.attention(q, k, v, mask=cuflash.masks.SlidingWindow((15, 0)), return_lse=True)
+    >>> o, lse = cuflash.attention(q, k, v, mask=cuflash.masks.SlidingWindow(15, 0), return_lse=True)
     >>> lse.shape
     (2, 4, 100)
     """

@@ -263,9 +263,9 @@ def longformer(
         raise UnsupportedProblem(
             [f"window must be two multiples of dilation={dilation}; got {describe((left, right))}"]
         )
-    local: Mask = SlidingWindow((left, right), align)
+    local: Mask = SlidingWindow(left, right, align)
     if dilation > 1:
-        local = Dilated(dilation, (left // dilation, right // dilation), align)
+        local = Dilated(dilation, left // dilation, right // dilation, align)
     return local | Lengths(kv=num_global) | Lengths(q=num_global) if num_global else local
 
 
@@ -304,7 +304,7 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
            [1, 0, 1, 1, 1]])
     """
     stride = whole_number("stride", stride, 1)
-    return SlidingWindow((stride - 1, 0), align) | Dilated(stride, (None, 0), align)
+    return SlidingWindow(stride - 1, 0, align) | Dilated(stride, None, 0, align)
 
 
 @explains_keywords
@@ -392,8 +392,8 @@ def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | No
     with collecting(reasons):
         left, right = _window(window)
     refuse(reasons)
-    reach = Causal(align) if right == 0 else SlidingWindow((None, right), align)
-    return reach & (Lengths(kv=num_sink_tokens) | SlidingWindow((left, right), align))
+    reach = Causal(align) if right == 0 else SlidingWindow(None, right, align)
+    return reach & (Lengths(kv=num_sink_tokens) | SlidingWindow(left, right, align))
 
 
 @explains_keywords

@@ -188,7 +188,7 @@ class BlockIndex:
         Examples
         --------
         >>> from cuflash import masks
-        >>> print(BlockIndex.from_mask(masks.SlidingWindow((1, 0)), 6, 6, block=2).picture())
+        >>> print(BlockIndex.from_mask(masks.SlidingWindow(1, 0), 6, 6, block=2).picture())
         ▒··
         ▒▒·
         ·▒▒

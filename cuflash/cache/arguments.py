@@ -205,7 +205,15 @@ def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
 
 def checked_window(window: Any) -> tuple[int | None, int | None] | None:
     """A window as ints, if it is one."""
-    return None if window is None else SlidingWindow(window).window
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
+    try:
+        asked = SlidingWindow(*window)
+    except UnsupportedProblem as error:
+        raise UnsupportedProblem(f"window's {reason}" for reason in error.reasons) from None
+    return asked.left, asked.right
 
 
 def excess_reasons(counts: list[int], num_rows: int) -> list[str]:

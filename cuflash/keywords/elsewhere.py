@@ -56,17 +56,20 @@ _TABLE: tuple[tuple[str, *tuple[str, ...]], ...] = (
     (
         "window_size",
         "use window=(left, right), both inclusive, with None instead of -1",
-        "use mask=cuflash.masks.SlidingWindow((left, right)).toarray(seqlen_q, seqlen_kv)",
+        "use left= and right=, with None instead of -1",
+        "use mask=cuflash.masks.SlidingWindow(left, right).toarray(seqlen_q, seqlen_kv)",
     ),
     (
         "sliding_window sliding_window_length sliding_window_size",
         "use window=(sliding_window - 1, 0): the size counts the query's own key there, and left does not",
-        "use mask=cuflash.masks.SlidingWindow((left, right)).toarray(seqlen_q, seqlen_kv)",
+        "use left= (the size - 1) and right=",
+        "use mask=cuflash.masks.SlidingWindow(left, right).toarray(seqlen_q, seqlen_kv)",
     ),
     (
         "local_window_size",
         "use window=(left, right), both inclusive; one size w is window=(w, w)",
-        "use mask=cuflash.masks.SlidingWindow((left, right)).toarray(seqlen_q, seqlen_kv)",
+        "use left= and right=",
+        "use mask=cuflash.masks.SlidingWindow(left, right).toarray(seqlen_q, seqlen_kv)",
     ),
     (
         "window_left window_right",

@@ -3,7 +3,7 @@
 Frozen descriptions, combined by ``& | ^ - ~``. A mask holds no lengths but those it is about, so one mask serves many
 problems; what it can be asked stands in `Mask`.
 
->>> mask = Causal() & SlidingWindow((1, 0))
+>>> mask = Causal() & SlidingWindow(1, 0)
 >>> mask.toarray(4).astype(int)
 array([[1, 0, 0, 0],
        [1, 1, 0, 0],

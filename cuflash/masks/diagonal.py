@@ -9,8 +9,8 @@ from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
 from .base import And, Band, Mask
 from .coordinates import UNBOUNDED, Intervals, PerBatch, clipped, of_batch, per_batch, widened
-from .fields import converted_length, converted_window, take_arrays
-from .shape import MaskShape, Window
+from .fields import convert_sides, converted_length, take_arrays
+from .shape import MaskShape
 
 
 class _Aligned(Mask):
@@ -83,39 +83,40 @@ class Causal(_Aligned):
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(_Aligned):
-    """A query sees some keys before its diagonal, the diagonal, and some keys after it.
+    """A query sees `left` keys before its diagonal, the diagonal, and `right` keys after it.
 
     Parameters
     ----------
-    window : (left, right)
-        Keys on either side, inclusive, counted from the aligned diagonal, each an int or None, which is unlimited:
-        (w, 0) is w + 1 keys.
+    left, right : int or None
+        Keys on either side, inclusive, counted from the aligned diagonal; None is unlimited. left=w, right=0 is
+        w + 1 keys.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
 
     Raises
     ------
     UnsupportedProblem
-        `window` is not two ints of at least 0 or None, or `align` is no alignment. Calls, and `resolve`, raise it
-        where there is none and the lengths differ.
+        A side is no int of at least 0 or None, or `align` is no alignment. Calls, and `resolve`, raise it where there
+        is none and the lengths differ.
 
     Examples
     --------
-    >>> SlidingWindow((1, 0)).toarray(3).astype(int)
+    >>> SlidingWindow(1, 0).toarray(3).astype(int)
     array([[1, 0, 0],
            [1, 1, 0],
            [0, 1, 1]])
     """
 
-    window: Window
+    left: int | None
+    right: int | None
     align: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "window", converted_window(self.window))
+        convert_sides(self, "the window's keys on that side, or None for all")
 
     def _at(self, offset: int) -> Mask:
-        return _band(offset, *self.window)
+        return _band(offset, self.left, self.right)
 
 
 @explains_keywords
@@ -127,20 +128,20 @@ class Dilated(_Aligned):
     ----------
     dilation : int
         Distance between neighbouring keys, at least 1.
-    window : (left, right), optional
-        Steps of `dilation` on either side, inclusive, each an int or None, which is unlimited.
+    left, right : int or None
+        Steps of `dilation` on either side, inclusive; None is unlimited.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
 
     Raises
     ------
     UnsupportedProblem
-        `dilation` is no int of at least 1, `window` not two ints of at least 0 or None, or `align` no alignment.
-        Calls, and `resolve`, raise it where there is none and the lengths differ.
+        `dilation` is no int of at least 1, a side no int of at least 0 or None, or `align` no alignment. Calls, and
+        `resolve`, raise it where there is none and the lengths differ.
 
     Examples
     --------
-    >>> Dilated(2, (1, 1)).toarray(5).astype(int)
+    >>> Dilated(2, 1, 1).toarray(5).astype(int)
     array([[1, 0, 1, 0, 0],
            [0, 1, 0, 1, 0],
            [1, 0, 1, 0, 1],
@@ -149,18 +150,17 @@ class Dilated(_Aligned):
     """
 
     dilation: int
-    window: Window | None = None
+    left: int | None = None
+    right: int | None = None
     align: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "dilation", whole_number("dilation", self.dilation, 1))
-        if self.window is not None:
-            meaning = "steps of the dilation on that side, or None for all"
-            object.__setattr__(self, "window", converted_window(self.window, meaning))
+        convert_sides(self, "steps of the dilation on that side, or None for all")
 
     def _at(self, offset: int) -> Mask:
-        left, right = (None if side is None else side * self.dilation for side in self.window or (None, None))
+        left, right = (None if side is None else side * self.dilation for side in (self.left, self.right))
         return And((_band(offset, left, right), Comb(min(self.dilation, UNBOUNDED), offset)))
 
 

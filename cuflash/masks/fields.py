@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -12,7 +12,6 @@ from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
 from .content import held_arrays
-from .shape import MAX_SEQLEN, Window
 
 _Mask = TypeVar("_Mask", bound=Mask)
 
@@ -64,27 +63,15 @@ def with_cupy_arrays(mask: _Mask) -> _Mask:
     return mask.to(take) if any(map(is_differentiated, held_arrays(mask))) else mask
 
 
-def converted_window(window: Any, meaning: str = "the window's keys on that side, or None for all") -> Window:
-    """Return (left, right) as ints; None is no limit, which other libraries write as -1.
+def convert_sides(mask: Mask, meaning: str) -> None:
+    for name in ("left", "right"):
+        object.__setattr__(mask, name, converted_side(name, getattr(mask, name), meaning))
 
-    Raises
-    ------
-    UnsupportedProblem
-        It is not a pair, or a side is neither an int of at least 0 nor None; all reasons at once.
-    """
-    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not is_pair:
-        fix = f": ({describe(window)}, 0) is {describe(window)} keys before the diagonal, and the diagonal"
-        fix = fix if is_int(window) and 0 <= window <= MAX_SEQLEN else ""
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}{fix}"])
-    reasons: list[str] = []
-    sides: list[int | None] = []
-    for name, side in zip(("left", "right"), window):
-        fix = "write None, which is what -1 means in flash-attention" if is_int(side) and side == -1 else ""
-        with collecting(reasons):
-            sides.append(None if side is None else whole_number(f"window's {name}", side, 0, meaning, fix))
-    refuse(reasons)
-    return sides[0], sides[1]
+
+def converted_side(name: str, side: int | None, meaning: str) -> int | None:
+    """Return one side of a window as an int; None is no limit, which other libraries write as -1."""
+    fix = "write None, which is what -1 means in flash-attention" if is_int(side) and side == -1 else ""
+    return None if side is None else whole_number(name, side, 0, meaning, fix)
 
 
 def converted_length(name: str, value: Array) -> Array:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_integer_dtype, namespace
+from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_int, is_integer_dtype, namespace
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
@@ -15,8 +15,8 @@ from ._interval_form import IntervalForm, KernelIntervals
 from .base import Mask
 from .content import DeviceForm
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, clipped, leading_reasons
-from .fields import converted_window, take_arrays, taken_array
-from .shape import MaskShape, Window
+from .fields import converted_side, take_arrays, taken_array
+from .shape import MaskShape
 
 __all__ = ["Sequences"]
 
@@ -89,7 +89,7 @@ class Sequences(Mask):
     kv_offsets: Array | None = None
     _: KW_ONLY
     causal: bool | str = False
-    window: Window | None = None
+    window: tuple[int | None, int | None] | None = None
     allow_gaps: bool = False
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Sequences(Mask):
         object.__setattr__(self, "allow_gaps", not reasons and bool(self.allow_gaps))
         reasons += self._offset_reasons()
         with collecting(reasons):
-            object.__setattr__(self, "window", None if self.window is None else converted_window(self.window))
+            object.__setattr__(self, "window", _checked_window(self.window))
         if is_flag(self.causal):
             object.__setattr__(self, "causal", bool(self.causal))
         elif not (isinstance(self.causal, str) and self.causal in _ALIGNMENTS):
@@ -115,7 +115,7 @@ class Sequences(Mask):
         kv_lengths: Array | None = None,
         *,
         causal: bool | str = False,
-        window: Window | None = None,
+        window: tuple[int | None, int | None] | None = None,
         allow_gaps: bool = False,
     ) -> Sequences:
         """The mask of sequences that follow each other without a gap, from their lengths.
@@ -315,6 +315,16 @@ class ResolvedSequences(KernelIntervals):
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         lo, hi = self.bounds
         return lo.at(b, i), hi.at(b, i)
+
+
+def _checked_window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None] | None:
+    if window is None:
+        return None
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not is_pair or not all(side is None or is_int(side) for side in window):
+        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
+    left, right = (converted_side("window's sides", side, "keys on that side, or None for all") for side in window)
+    return left, right
 
 
 def _sums(name: str, lengths: Array) -> Array:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..arrays import describe, is_int, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 
 _Mask = TypeVar("_Mask")
-Window: TypeAlias = tuple[int | None, int | None]  # keys before and after the diagonal; None is unlimited
 MAX_SEQLEN = 1 << 30  # the sum of two lengths, or of a length and a tile, fits int32
 
 

@@ -11,10 +11,10 @@ from ..blocks.index import BlockIndex
 from ..dropout import Dropout
 from ..masks.base import Mask
 from ..masks.content import content
-from ..masks.shape import Window as Window
 from ..scores.score import Score
 
 Causality: TypeAlias = bool | Literal["bottom_right", "top_left"]
+Window: TypeAlias = tuple[int | None, int | None]
 KernelFamily: TypeAlias = Literal["auto", "sm90", "sm80", "simt", "fa1", "naive"]
 ExecutorName: TypeAlias = Literal["auto", "cpu", "gpu", "sim"]
 Precision: TypeAlias = Literal["ieee", "tf32", "tf32x3"]

@@ -91,7 +91,7 @@ def recall(
     --------
     >>> import numpy as np, cuflash
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 4, 64, 16))
-    >>> kept = cuflash.study.recall(q, k, v, mask=cuflash.masks.SlidingWindow((7, 0)), causal=True)
+    >>> kept = cuflash.study.recall(q, k, v, mask=cuflash.masks.SlidingWindow(7, 0), causal=True)
     >>> kept.mass.shape, bool((kept.mass[:, :8] > 0.999999).all())
     ((4, 64), True)
     """

@@ -36,7 +36,7 @@ class Family(NamedTuple):
 
 
 def _window(grid: int, size: int, num_heads: int) -> Array:
-    return SlidingWindow((size, size)).toarray(grid)
+    return SlidingWindow(size, size).toarray(grid)
 
 
 def _sink_local(grid: int, size: int, num_heads: int) -> Array:

@@ -128,7 +128,7 @@ def _causal(draw: st.DrawFn, shape: MaskShape) -> Mask:
 
 
 def _sliding_window(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    return SlidingWindow(_sides(draw, shape), _align(draw, shape))
+    return SlidingWindow(*_sides(draw, shape), _align(draw, shape))
 
 
 def _lengths(draw: st.DrawFn, shape: MaskShape) -> Mask:
@@ -142,7 +142,7 @@ def _prefix_lm(draw: st.DrawFn, shape: MaskShape) -> Mask:
 
 
 def _dilated(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    return Dilated(draw(_numbers(1, 5)), _sides(draw, shape), _align(draw, shape))
+    return Dilated(draw(_numbers(1, 5)), *_sides(draw, shape), _align(draw, shape))
 
 
 def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:

@@ -23,14 +23,14 @@ def show(**named: masks.Mask) -> None:
 
 
 # %%
-# `Causal` is what decoders use. `SlidingWindow((left, right))` counts keys on either side of the diagonal; the query itself
+# `Causal` is what decoders use. `SlidingWindow(left, right)` counts keys on either side of the diagonal; the query itself
 # is always attended. `Dilated` keeps every `step`-th key of a window.
 
 show(
     causal=masks.Causal(),
-    window=masks.SlidingWindow((5, 0)),
-    both_sides=masks.SlidingWindow((3, 3)),
-    dilated=masks.Dilated(3, (None, 0)),
+    window=masks.SlidingWindow(5, 0),
+    both_sides=masks.SlidingWindow(3, 3),
+    dilated=masks.Dilated(3, None, 0),
 )
 
 # %%

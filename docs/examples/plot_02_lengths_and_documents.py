@@ -42,7 +42,7 @@ show(
 
 show(
     causal_documents=masks.Causal() & masks.Documents(documents),
-    windows_of_documents=masks.SlidingWindow((3, 0)) & masks.Documents(documents),
+    windows_of_documents=masks.SlidingWindow(3, 0) & masks.Documents(documents),
     causal_or_own_page=masks.Causal() | masks.Documents(documents),
 )
 plt.show()

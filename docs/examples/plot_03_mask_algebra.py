@@ -29,10 +29,10 @@ def show(**named: masks.Mask) -> None:
 
 documents = np.repeat([0, 1, 2], [6, 11, 7])
 show(
-    window_and_sinks=masks.Causal() & (masks.SlidingWindow((4, 0)) | masks.Lengths(kv=2)),
+    window_and_sinks=masks.Causal() & (masks.SlidingWindow(4, 0) | masks.Lengths(kv=2)),
     not_causal=~masks.Causal(),
     with_a_hole=masks.Causal() - (masks.Lengths(kv=12) - masks.Lengths(kv=6)),
-    in_one_alone=masks.SlidingWindow((8, 8)) ^ masks.Documents(documents),
+    in_one_alone=masks.SlidingWindow(8, 8) ^ masks.Documents(documents),
 )
 
 # %%

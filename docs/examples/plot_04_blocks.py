@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from cuflash import BlockIndex, masks
 
-mask = masks.Causal() & (masks.SlidingWindow((150, 0)) | masks.Lengths(kv=20))
+mask = masks.Causal() & (masks.SlidingWindow(150, 0) | masks.Lengths(kv=20))
 figure, panels = plt.subplots(1, 4, figsize=(12, 3.4), layout="constrained")
 for axes, block in zip(panels, (16, 32, 64, 128)):
     index = BlockIndex.from_mask(mask, 512, 512, block)

@@ -16,8 +16,8 @@ q, k, v = (
     data[name][1].astype(np.float32) for name in "qkv"
 )  # 12 heads of one layer, 512 tokens
 named = {
-    "window": masks.SlidingWindow((63, 63)),
-    "window and first tokens": masks.SlidingWindow((63, 63)) | masks.Lengths(kv=32),
+    "window": masks.SlidingWindow(63, 63),
+    "window and first tokens": masks.SlidingWindow(63, 63) | masks.Lengths(kv=32),
     "butterfly": patterns.butterfly(512, block=32),
     "bigbird": patterns.bigbird(512, block=32),
     "random": patterns.random(512, block=32, density=0.3),

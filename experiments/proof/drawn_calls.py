@@ -276,7 +276,7 @@ def masses(seed: int) -> Callable[[str], Arrays]:
         dtype=dtype,
     )  # fmt: skip
     half = tokens // 2
-    mask = masks.Causal() & masks.SlidingWindow((20, 0))
+    mask = masks.Causal() & masks.SlidingWindow(20, 0)
 
     def call(executor: str) -> Arrays:
         results = {"mass": cuflash.study.block_mass(q, k, block=(16, 32), causal=bool(seed % 2), executor=executor)}

@@ -465,7 +465,7 @@ def run_results() -> int:
         x = cupy.full((2, 200, 60), 1, as_dtype("dtype", dtype))
         o, lse = cuflash.attention(x, x, x, return_lse=True)
         cuflash.merge([o] * 3, [lse] * 3)
-        cuflash.study.recall(x, x, x, mask=masks.SlidingWindow((9, 0)))
+        cuflash.study.recall(x, x, x, mask=masks.SlidingWindow(9, 0))
     return 2 * len(MASS_DTYPES)
 
 

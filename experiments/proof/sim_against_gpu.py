@@ -77,7 +77,7 @@ def kinds_of_mask(config: Config) -> dict[str, masks.Mask | None]:
     return {
         "none": None,
         "causal": causal,
-        "window": masks.SlidingWindow((40, 10), "bottom_right"),
+        "window": masks.SlidingWindow(40, 10, "bottom_right"),
         "lengths": masks.Lengths(q=np.array([rows, rows // 2]), kv=np.array([keys // 3, keys])),
         "documents": masks.Documents(np.arange(rows) // 60, np.arange(keys) // 60) & causal,
         "bits": masks.Dense(rng.random((4, rows, keys)) < 0.4),

@@ -130,7 +130,7 @@ def mask_of(name: str, seqlen: int, block: int) -> masks.Mask | None:
         "exact": lambda: None,
         "bigbird": lambda: patterns.bigbird(seqlen, block=block),
         "strided": lambda: patterns.strided(round(grid**0.5)).on_blocks(block, mirrored=True),
-        "window": lambda: masks.SlidingWindow((side, side)).on_blocks(block),
+        "window": lambda: masks.SlidingWindow(side, side).on_blocks(block),
         "sink_local": lambda: patterns.sink_local(1, (side, side)).on_blocks(block),
     }[name]()
 

@@ -45,7 +45,7 @@ def zoo(block: int) -> dict[str, masks.Mask]:
     """Return patterns by the expressions that create them."""
     return {
         "Causal()": masks.Causal(),
-        f"SlidingWindow(({block}, {block}))": masks.SlidingWindow((block, block)),
+        f"SlidingWindow({block}, {block})": masks.SlidingWindow(block, block),
         f"sink_local({block}, ({2 * block}, {2 * block}))": patterns.sink_local(block, (2 * block, 2 * block)),
         f"longformer(({block}, {block}), {block})": patterns.longformer((block, block), block),
         f"longformer dilated by 4, {block // 4} global": patterns.longformer((block, block), block // 4, dilation=4),

@@ -158,7 +158,7 @@ def cases_beside_attention(inputs: Inputs, planned: Callable[[int, Any], tuple[A
         list(zip(*(cuflash.attention(*place[:3], mask=half, return_lse=True) for half in halves)))
         for place in inputs.places[:2]
     ]
-    window, pattern = masks.SlidingWindow((tokens // 4, 0)), masks.Dense(cupy.ones((tokens, tokens), bool))
+    window, pattern = masks.SlidingWindow(tokens // 4, 0), masks.Dense(cupy.ones((tokens, tokens), bool))
     yield Case(
         "cupy", "plan.forward(out=)", lambda turn, mask: (*planned(turn, mask), inputs.outs[turn]),
         lambda ready, q, k, v, do, out: ready.forward(q, k, v, out=out),

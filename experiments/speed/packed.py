@@ -79,7 +79,7 @@ class Case(NamedTuple):
 
     def mask(self, offsets: Any) -> masks.Mask:
         """Return cuflash's mask of the case; one sequence needs no offsets."""
-        window = None if self.left is None else masks.SlidingWindow((self.left, 0))
+        window = None if self.left is None else masks.SlidingWindow(self.left, 0)
         if len(self.lengths) == 1:
             return masks.Causal() if window is None else window
         sequences = masks.Sequences(offsets, causal=True)

@@ -59,7 +59,7 @@ def same_statistics(seqlen: int, num_heads: int) -> Arrays:
 def window(grid: int, block: int) -> Iterator[masks.Mask]:
     """Yield bands of blocks around the diagonal."""
     for side in range(grid):
-        yield masks.SlidingWindow((side, side)).on_blocks(block)
+        yield masks.SlidingWindow(side, side).on_blocks(block)
 
 
 def sink_local(grid: int, block: int) -> Iterator[masks.Mask]:

@@ -38,7 +38,7 @@ on_sm80 = pytest.mark.parametrize(
 )
 DRAWN = {"dtypes": ["float16"], "most_scores": 1 << 14, "longest": 200, "widest": 16}
 CLOSED = [
-    None, masks.Causal("top_left"), masks.Causal("bottom_right"), masks.SlidingWindow((70, 20), "top_left"),
+    None, masks.Causal("top_left"), masks.Causal("bottom_right"), masks.SlidingWindow(70, 20, "top_left"),
     masks.Lengths(q=30, kv=90), masks.Causal("bottom_right") & masks.Lengths(kv=50),
 ]  # fmt: skip
 

@@ -187,12 +187,12 @@ def lists() -> dict[str, Structure]:
         ),
         "bits": Structure(**square, **wide, mask=of_128 & masks.Dense(rng.random((600, 520)) < 0.5)),
         "lengths": Structure(**square, **narrow, mask=of_256 & masks.Lengths(q=490, kv=330)),
-        "a window": Structure(**square, **wide, mask=of_256 & masks.SlidingWindow((100, 20), align="top_left")),
+        "a window": Structure(**square, **wide, mask=of_256 & masks.SlidingWindow(100, 20, align="top_left")),
         "a window into tiles by one key": Structure(
-            **square, **narrow, mask=all_of_256 & masks.SlidingWindow((129, 1), "top_left")
+            **square, **narrow, mask=all_of_256 & masks.SlidingWindow(129, 1, "top_left")
         ),
         "a window up to tiles": Structure(
-            **square, **narrow, mask=all_of_256 & masks.SlidingWindow((128, 0), "top_left")
+            **square, **narrow, mask=all_of_256 & masks.SlidingWindow(128, 0, "top_left")
         ),
         "grouped heads": Structure(**square | {"num_kv_heads": 1}, **narrow, mask=of_128 & causal),
         "a launch for each of two": Structure(
@@ -243,8 +243,8 @@ def intervals() -> dict[str, Structure]:
         "chunks of keys": Structure(**square, **wide, mask=Chunks()),
         "chunks of heads that share keys": Structure(**square | {"num_kv_heads": 1}, **wide, mask=Chunks()),
         "grouped heads": Structure(**square | {"num_kv_heads": 1}, **wide, mask=sequences),
-        "a window": Structure(**square, **wide, mask=masks.SlidingWindow((200, 0))),
-        "a window of tiles": Structure(**square, **narrow, mask=masks.SlidingWindow((128, 128), "top_left")),
+        "a window": Structure(**square, **wide, mask=masks.SlidingWindow(200, 0)),
+        "a window of tiles": Structure(**square, **narrow, mask=masks.SlidingWindow(128, 128, "top_left")),
         "of each entry": Structure(
             **square, **narrow, q_batch=(2,), k_batch=(2,), v_batch=(2,),
             mask=masks.Sequences(np.array([[0, 64, 520], [0, 130, 140]]), allow_gaps=True),

@@ -50,7 +50,7 @@ FUNCTIONS: dict[str, tuple[Score | None, Dropout | None]] = {
 MASKS = {
     "full": None,
     "causal": masks.Causal("bottom_right"),
-    "window": masks.SlidingWindow((128, 64), "top_left"),
+    "window": masks.SlidingWindow(128, 64, "top_left"),
     "sequences": masks.Sequences(
         np.array([5, 69, 69, 200, 320]), np.array([0, 64, 64, 320, 400]), allow_gaps=True
     ),

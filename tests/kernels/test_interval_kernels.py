@@ -35,7 +35,7 @@ EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", mark
 DTYPES = tuple(np.dtype(kind) for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"))
 BLOCK = (16, 8)  # that are ordered
 TILE = (6, 10)  # that ends with its sequence
-CLOSED = [None, masks.SlidingWindow((7, 3), "top_left"), masks.Causal("bottom_right"), masks.Lengths(q=30, kv=33)]
+CLOSED = [None, masks.SlidingWindow(7, 3, "top_left"), masks.Causal("bottom_right"), masks.Lengths(q=30, kv=33)]
 
 
 @st.composite
@@ -149,7 +149,7 @@ def test_the_kernel_finds_what_the_array_form_finds(executor):
 @needs_compiler
 def test_any_order_of_threads_finds_the_same_intervals():
     shape, offsets = MaskShape((3,), 1, 300, 300), np.sort(RNG.integers(0, 301, (3, 9)), axis=-1)
-    mask = masks.Sequences(offsets, causal=True, allow_gaps=True) & masks.SlidingWindow((100, 0))
+    mask = masks.Sequences(offsets, causal=True, allow_gaps=True) & masks.SlidingWindow(100, 0)
     for schedule in hostile_schedules("intervals", 1):
         assert_found(mask, shape, *on_simulator(mask, shape, schedule))
 
@@ -187,7 +187,7 @@ SEQUENCES = {
         take(np.stack([OFFSETS[turn], OFFSETS[turn] // 2])), allow_gaps=True
     ),
     "with a window": lambda take, turn: (
-        masks.Sequences(take(OFFSETS[turn]), allow_gaps=True) & masks.SlidingWindow((5, 2))
+        masks.Sequences(take(OFFSETS[turn]), allow_gaps=True) & masks.SlidingWindow(5, 2)
     ),
     "with offsets of keys": lambda take, turn: masks.Sequences(
         take(OFFSETS[turn]), take(OFFSETS[turn - 1]), causal="bottom_right", window=(9, None), allow_gaps=True

@@ -27,7 +27,7 @@ import cuflash
 RNG = np.random.default_rng(0)
 EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
 CLOSED = [
-    None, masks.Causal("top_left"), masks.Causal("bottom_right"), masks.SlidingWindow((5, 3), "top_left"),
+    None, masks.Causal("top_left"), masks.Causal("bottom_right"), masks.SlidingWindow(5, 3, "top_left"),
     masks.Lengths(kv=11), masks.Lengths(q=7, kv=30), masks.Causal("top_left") & masks.Lengths(kv=9),
 ]  # fmt: skip
 
@@ -210,7 +210,7 @@ def test_calls_of_other_layouts_masks_and_options_are_not_mixed_up(cupy):
     ways = [
         (masks.BlockPattern, BLOCKS, 8, {}, None), (masks.BlockPattern, BLOCKS[:, ::-1], 8, {}, None),
         (masks.BlockPattern, BLOCKS, 8, {"causal": True}, masks.Causal()),
-        (masks.BlockPattern, BLOCKS, 8, {"window": (9, 3)}, masks.SlidingWindow((9, 3))),
+        (masks.BlockPattern, BLOCKS, 8, {"window": (9, 3)}, masks.SlidingWindow(9, 3)),
         (masks.BlockPattern, BLOCKS[:, :4, :4].copy(), 10, {}, None), (lambda array, _: array, KEPT, None, {}, None),
         (lambda array, _: array, KEPT[:, :, :1], None, {}, None),
         (lambda array, _: masks.Dense(array), KEPT[0], None, {}, None),

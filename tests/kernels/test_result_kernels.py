@@ -271,7 +271,7 @@ def check_recalls(send: Any, library: Any = cuflash) -> None:
     rng = np.random.default_rng(0)
     for dtype in (np.float16, np.float64):
         q, k, v = rng.standard_normal((3, 2, 4, 40, 16)).astype(dtype)
-        for mask in (library.masks.SlidingWindow((7, 0)), library.masks.Band(), ~library.masks.Band()):
+        for mask in (library.masks.SlidingWindow(7, 0), library.masks.Band(), ~library.masks.Band()):
             for _ in range(2):
                 sent = list(map(send, (q, k, v)))
                 kept = library.study.recall(*sent, mask=mask, causal=True)
@@ -288,16 +288,16 @@ def check_bound_recalls(machine: Any, library: Any = cuflash) -> None:
     check_recalls(machine.asarray, library)
     assert len(cached("compare", part(library, "planning._call_cache").CALLS)) == 2  # of two dtypes
     q = machine.asarray(np.ones((2, 40, 16), np.float16))
-    library.study.recall(q, q, q, mask=library.masks.SlidingWindow((7, 0)))
+    library.study.recall(q, q, q, mask=library.masks.SlidingWindow(7, 0))
     machine.log.clear()
     allocated = machine.allocated
-    library.study.recall(q, q, q, mask=library.masks.SlidingWindow((7, 0)))
+    library.study.recall(q, q, q, mask=library.masks.SlidingWindow(7, 0))
     assert machine.allocated - allocated == 6  # o and lse of two calls, the masses and the error
     assert {kind for kind, *_ in machine.log} == {"launch"} and machine.launched[-1] == "compare"
     stream = machine.cuda.Stream()
     with stream:
         stream.begin_capture()
-        kept = library.study.recall(q, q, q, mask=library.masks.SlidingWindow((7, 0)))
+        kept = library.study.recall(q, q, q, mask=library.masks.SlidingWindow(7, 0))
         graph = stream.end_capture()
     assert_held(library, kept)
     kept.mass[...], kept.output_error[...] = np.nan, np.nan

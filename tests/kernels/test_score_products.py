@@ -132,7 +132,7 @@ def check_results(run: Run, names: tuple[str, ...], scales: tuple[float | None, 
     """Results within their bounds, under a mask whose steps lie on both sides of the diagonal."""
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=72, value_dim=72, dtype="float16",
-        mask=masks.SlidingWindow((150, 60), "top_left"),
+        mask=masks.SlidingWindow(150, 60, "top_left"),
     )  # fmt: skip
     for name in names:
         for scale in scales:

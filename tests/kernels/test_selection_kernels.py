@@ -383,7 +383,7 @@ def test_masked_selections_on_a_device_are_those_of_the_host(cupy: Any, name: st
     select = selectors.pooled if name == "moba" else getattr(selectors, name)
     mask: masks.Mask = masks.Lengths(q=np.array([33, 20]), kv=np.array([45, 31]))
     if where == "host":
-        mask = masks.Lengths(q=33, kv=45) & masks.SlidingWindow((9, 7), "top_left")
+        mask = masks.Lengths(q=33, kv=45) & masks.SlidingWindow(9, 7, "top_left")
     found = select(cupy.asarray(q), cupy.asarray(k), **options, mask=mask.to(cupy.asarray))
     np.testing.assert_array_equal(found._on_host.states(), select(q, k, **options, mask=mask).states())
 

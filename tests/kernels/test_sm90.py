@@ -243,7 +243,7 @@ def tile_structures() -> dict[str, Structure]:
         "every row without a key": Structure(**square, **dims, mask=masks.Lengths(kv=0)),
         # Tiles of three warpgroups, which see different keys.
         "causal, long": Structure(**long | {"seqlen_kv": 1200}, **dims, mask=masks.Causal("bottom_right")),
-        "a wide window": Structure(**long, **dims, mask=masks.SlidingWindow((700, 100))),
+        "a wide window": Structure(**long, **dims, mask=masks.SlidingWindow(700, 100)),
         "long documents": Structure(**long, **dims, mask=masks.Documents(np.arange(900) // 590)),
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ UNALIGNED = masks.BlockPattern(np.array([[True, False], [True, True]]), (136, 15
 MASKS = {
     "full": None,
     "causal": masks.Causal("bottom_right"),
-    "window": masks.SlidingWindow((70, 9), "top_left"),
+    "window": masks.SlidingWindow(70, 9, "top_left"),
     "lengths": masks.Lengths(kv=np.array([200, 131])),
     "list": BLOCKS & masks.Dilated(3, align="top_left"),
     "unaligned": UNALIGNED,

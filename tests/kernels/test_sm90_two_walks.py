@@ -172,7 +172,7 @@ def assert_queries_past_a_step_never_matter(run: Run) -> None:
 
     Under the window only the first 94 queries attend these keys.
     """
-    clean = half(replace(TILES["dense"], mask=masks.SlidingWindow((30, 0))))
+    clean = half(replace(TILES["dense"], mask=masks.SlidingWindow(30, 0)))
     poisoned = {x: getattr(clean, x).copy() for x in ("q", "do")}
     for each in poisoned.values():
         each[..., 100, :] = np.nan

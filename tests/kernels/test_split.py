@@ -139,7 +139,7 @@ def test_keys_are_shared_where_tiles_do_not_fill_the_gpu() -> None:
     tiles = one.kernels.forward.launches["forward"].grid(1)
     assert tiles == 8 * one.kernels.num_splits  # a tile for each key/value head
     assert planned(1, 4, 4, 1, 8 * 64).kernels.num_splits == 8  # a step each
-    assert planned(1, 4, 4, 1, 1 << 16, mask=masks.SlidingWindow((500, 0), "bottom_right")).kernels.num_splits == 8
+    assert planned(1, 4, 4, 1, 1 << 16, mask=masks.SlidingWindow(500, 0, "bottom_right")).kernels.num_splits == 8
 
 
 @settings(max_examples=200)

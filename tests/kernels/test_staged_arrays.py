@@ -124,7 +124,7 @@ def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136) -> Example:
 def check_masks(run: Run, names: tuple[str, ...]) -> None:
     """Results and the bias's gradient under masks whose steps start and end anywhere."""
     chosen = {
-        "nothing": None, "causal": masks.Causal("top_left"), "window": masks.SlidingWindow((37, 21), "top_left"),
+        "nothing": None, "causal": masks.Causal("top_left"), "window": masks.SlidingWindow(37, 21, "top_left"),
         "lengths": masks.Lengths(kv=np.array([136, 61])), "lower": masks.Band(-50, None),
     }  # fmt: skip
     for name in names:
@@ -140,7 +140,7 @@ def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
 
 def check_unaligned(run: Run) -> None:
     """Steps start at keys 35 and 163, and the last one at 3: not where a copy of 16 bytes may start."""
-    for mask, seqlen_kv in ((masks.SlidingWindow((37, 200), "top_left"), 392), (masks.Lengths(kv=131), 136)):
+    for mask, seqlen_kv in ((masks.SlidingWindow(37, 200, "top_left"), 392), (masks.Lengths(kv=131), 136)):
         example = run.rounded(problem(mask, seqlen_kv=seqlen_kv))
         assert_within_bounds(example, **everything(run, example))
 
@@ -167,7 +167,7 @@ def test_schedules_and_late_copies_change_nothing() -> None:
 
 def check_layouts(run: Run) -> None:
     """Results have equal bits whatever way a bias lies in memory."""
-    example = problem(masks.SlidingWindow((90, 90), "top_left"))
+    example = problem(masks.SlidingWindow(90, 90, "top_left"))
     array = example.score.arrays["bias"]
     expected = everything(run, example)
     for name, lay_out in LAYOUTS.items():

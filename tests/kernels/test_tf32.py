@@ -90,7 +90,7 @@ def test_all_dims_are_served(run: Run, head_dim: int, value_dim: int) -> None:
 @on_kernels
 @at_both
 def test_nan_is_seen_by_those_who_attend_it(run: Run, precision: str) -> None:
-    example = structure(masks.SlidingWindow((5, 0), "bottom_right")).example().but(precision=precision)
+    example = structure(masks.SlidingWindow(5, 0, "bottom_right")).example().but(precision=precision)
     v = example.v.copy()
     v[..., 100, :] = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN of GPUs; rounding its bits overflows
     o = run.everything(example.but(v=v))["o"]

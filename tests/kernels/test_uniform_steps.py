@@ -116,7 +116,7 @@ def check_clipped(run: Run, dim: int = 72) -> None:
     """Most steps are far from the diagonal. One function has a term beside the table, with a slope other than 1."""
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=dim, value_dim=dim, dtype="float16",
-        mask=masks.SlidingWindow((150, 120), "bottom_right"),
+        mask=masks.SlidingWindow(150, 120, "bottom_right"),
     )  # fmt: skip
     mixed = Score(
         lambda s, b, h, i, j, near, slope: s * (1 + near[h, np.clip(j - i, -4, 4) + 4]) + slope[h] * np.abs(i - j),

@@ -99,7 +99,7 @@ def test_the_report_counts_what_is_there(shape_and_mask, block):
 def test_density_may_be_stated_over_the_eligible_blocks():
     shape = MaskShape((), 1, 8, 8)
     causal = BlockIndex.from_mask(masks.Causal(), block=2, **shape._asdict())
-    local = BlockIndex.from_mask(masks.Causal() & masks.SlidingWindow((1, 0)), block=2, **shape._asdict())
+    local = BlockIndex.from_mask(masks.Causal() & masks.SlidingWindow(1, 0), block=2, **shape._asdict())
     assert local.report().density == 7 / 16
     report = local.report(eligible=causal)
     assert report.density == 7 / 10 and "eligible blocks" in str(report)

@@ -371,7 +371,7 @@ def test_arrays_of_a_mask_must_be_in_one_place():
 def test_lists_of_blocks_made_on_the_host_serve_a_device():
     shape = MaskShape((), 2, 64, 64)
     index = BlockIndex.from_mask(masks.Causal(), block=16, **shape._asdict())
-    for mask in (index, patterns.random(64, block=16, density=0.5, num_heads=2), masks.SlidingWindow((3, 0)), None):
+    for mask in (index, patterns.random(64, block=16, density=0.5, num_heads=2), masks.SlidingWindow(3, 0), None):
         work = work_list(requested_mask(mask, True, None, shape, device.namespace), shape, (64, 64))
         assert all(isinstance(array, np.ndarray) for array in held_arrays(work))
 

@@ -231,8 +231,8 @@ def test_indices_take_numbers_of_every_kind(kind):
 NUMBERS_REFUSED = {
     "Band's lower is a float": (lambda: Band(-0.5, None), "lower must be an int, or None for no bound; got -0.5"),
     "Band's upper is a bool": (lambda: Band(None, True), "upper must be an int, or None for no bound; got True"),
-    "a window of a bool": (lambda: masks.SlidingWindow((True, 0)), "left must be an int of at least 0 (the window's k"),
-    "a window of a 0-d array": (lambda: masks.SlidingWindow((0, np.array(3))), "right must be an int of at least 0"),
+    "a window of a bool": (lambda: masks.SlidingWindow(True, 0), "left must be an int of at least 0 (the window's k"),
+    "a window of a 0-d array": (lambda: masks.SlidingWindow(0, np.array(3)), "right must be an int of at least 0"),
     "an alignment": (lambda: masks.Causal("left"), "align must be"),
     "a prefix of a word": (lambda: masks.PrefixLM("2"), "prefix must be an int"),
     "ids of floats": (lambda: masks.Documents(np.zeros(2)), "q_ids must be an integer array"),
@@ -1088,15 +1088,15 @@ def test_a_mask_prints_as_it_is_written(drawn):
 
 LONG = np.arange(9) // 2
 TEXTS = {
-    "Causal() & SlidingWindow((15, 0))": lambda found: found.masks.Causal() & found.masks.SlidingWindow((15, 0)),
-    "Causal(align='top_left') | ~(Lengths(kv=3) ^ Dilated(2, window=(1, None)))": lambda found: (
-        found.masks.Causal("top_left") | ~(found.masks.Lengths(kv=3) ^ found.masks.Dilated(2, (1, None)))
+    "Causal() & SlidingWindow(15, 0)": lambda found: found.masks.Causal() & found.masks.SlidingWindow(15, 0),
+    "Causal(align='top_left') | ~(Lengths(kv=3) ^ Dilated(2, left=1))": lambda found: (
+        found.masks.Causal("top_left") | ~(found.masks.Lengths(kv=3) ^ found.masks.Dilated(2, 1))
     ),
     "Causal() & ~Band(upper=-2)": lambda found: found.masks.Causal() - found.masks.Band(None, -2),
     "(Causal() & Band(lower=-1)) | Band(lower=0, upper=2)": lambda found: (
         found.masks.Causal() & found.masks.Band(-1, None) | found.masks.Band(0, 2)
     ),
-    "SlidingWindow((None, 0))": lambda found: found.masks.SlidingWindow((None, 0)),
+    "SlidingWindow(None, 0)": lambda found: found.masks.SlidingWindow(None, 0),
     "Sequences(array([0, 2, 9]), causal='top_left')": lambda found: (
         found.masks.Sequences([0, 2, 9], causal="top_left")
     ),

@@ -44,10 +44,10 @@ TABLES = {
     ),
     "causal beyond the last key": (masks.Causal("top_left"), [[1, 0], [1, 1], [1, 1]]),
     "a window of left 2 holds 3 keys": (
-        masks.SlidingWindow((2, 0)), [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
+        masks.SlidingWindow(2, 0), [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
     ),
-    "a window at the last key": (masks.SlidingWindow((1, 0), "bottom_right"), [[0, 1, 1, 0], [0, 0, 1, 1]]),
-    "a window at the first key": (masks.SlidingWindow((1, 0), "top_left"), [[1, 0, 0, 0], [1, 1, 0, 0]]),
+    "a window at the last key": (masks.SlidingWindow(1, 0, "bottom_right"), [[0, 1, 1, 0], [0, 0, 1, 1]]),
+    "a window at the first key": (masks.SlidingWindow(1, 0, "top_left"), [[1, 0, 0, 0], [1, 1, 0, 0]]),
     "a prefix": (masks.PrefixLM(3, "top_left"), [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]),
     "blocks that each query chooses": (
         masks.ChosenBlocks(np.array([[1, -1], [0, 2], [2, 2], [-1, -1]]), 2),
@@ -128,7 +128,7 @@ def test_rectangles_never_claim_too_much(shape, data):
     assert_rectangles_never_claim_too_much(mask, shape, resolved.rectangle, data.draw(st.integers(0, 2**32)))
 
 
-@pytest.mark.parametrize("mask", [masks.Causal(), masks.SlidingWindow((3, 1)) & ~masks.Causal(), masks.Lengths(kv=3)])
+@pytest.mark.parametrize("mask", [masks.Causal(), masks.SlidingWindow(3, 1) & ~masks.Causal(), masks.Lengths(kv=3)])
 def test_masks_without_arrays_compare_and_hash_by_value(mask):
     twin = type(mask)(**{field: getattr(mask, field) for field in mask.__dataclass_fields__})
     assert mask == twin and hash(mask) == hash(twin)

@@ -73,7 +73,7 @@ def test_no_tile_without_an_allowed_element_is_visited(shape_and_mask, tile):
 
 def test_dense_causal_and_windows_hold_no_array():
     shape = MaskShape((2,), 4, 1 << 20, 1 << 20)
-    for mask in (None, masks.Causal(), masks.SlidingWindow((100, 5)) & masks.Causal()):
+    for mask in (None, masks.Causal(), masks.SlidingWindow(100, 5) & masks.Causal()):
         work = made(mask, shape, (128, 128))
         assert isinstance(work, IntervalWork) and work.band is not None and work.nbytes == 0
 
@@ -143,7 +143,7 @@ MILLION = 1 << 20
     "make, limit",
     [
         (lambda: masks.Causal(), 1 << 20),
-        (lambda: masks.SlidingWindow((4096, 0)), 1 << 20),
+        (lambda: masks.SlidingWindow(4096, 0), 1 << 20),
         (lambda: masks.Lengths(kv=np.array([1000])) & masks.Causal(), 64 << 20),
         (lambda: masks.Causal() & masks.Documents(np.arange(MILLION) // 5000), 96 << 20),
         (lambda: patterns.butterfly(MILLION) & masks.Causal(), 256 << 20),

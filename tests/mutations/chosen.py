@@ -69,7 +69,7 @@ def telling_example(library: ModuleType) -> Any:
     """Return an example whose queries see some keys of blocks alone, in groups, with several tiles of both sides."""
     masks = library.masks
     blocks = np.random.default_rng(0).integers(-1, 10, (2, 2, 150, 3))
-    mask = masks.ChosenBlocks(blocks, 16) & masks.SlidingWindow((90, 5)) & masks.Lengths(kv=140)
+    mask = masks.ChosenBlocks(blocks, 16) & masks.SlidingWindow(90, 5) & masks.Lengths(kv=140)
     of = part(library, "testing.strategies").Structure
     shape = {"num_heads": 6, "num_kv_heads": 2, "seqlen_q": 150, "seqlen_kv": 150, "dtype": "float64"}
     return of(**shape, q_batch=(2,), k_batch=(2,), v_batch=(2,), mask=mask).example()

@@ -35,10 +35,7 @@ _CASES = (
     (MaskShape((3,), 1, 90, 41), masks.Sequences(
         _offsets(90, 3).astype(np.int32), _offsets(41).astype(np.int16), causal="top_left", window=(3, 3), **_GAPS
     )),
-    (
-        MaskShape((), 1, 64, 64),
-        masks.Sequences(np.array([3, 20, 60], np.uint64), **_GAPS) & masks.SlidingWindow((7, 3)),
-    ),
+    (MaskShape((), 1, 64, 64), masks.Sequences(np.array([3, 20, 60], np.uint64), **_GAPS) & masks.SlidingWindow(7, 3)),
     (MaskShape((), 1, 300, 5000), masks.Sequences(np.array([0, 100, 300]), np.array([0, 2900, 5000]))),
     (MaskShape((), 2, 83, 60), masks.Sequences(_offsets(60), **_GAPS) & masks.Lengths(q=80, kv=33)),
     (MaskShape((3,), 1, 50, 60), masks.Lengths(q=np.array([9, 0, 70]), kv=np.array([61, 30, 2], np.uint8))),

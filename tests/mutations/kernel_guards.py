@@ -46,7 +46,7 @@ def examples() -> Iterator[Structure]:
         **two, num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200, **dims,
         mask=masks.Causal("bottom_right") & lengths,
     )  # fmt: skip
-    yield Structure(num_heads=2, seqlen_q=300, seqlen_kv=290, **dims, mask=masks.SlidingWindow((170, 30), "top_left"))
+    yield Structure(num_heads=2, seqlen_q=300, seqlen_kv=290, **dims, mask=masks.SlidingWindow(170, 30, "top_left"))
     rng = np.random.default_rng(0)
     yield Structure(
         **two, num_heads=2, seqlen_q=150, seqlen_kv=140, **dims,

@@ -148,7 +148,7 @@ FAULTS = {
             "masks/coordinates.py", "per_batch", "min(int(value), UNBOUNDED)", "int(value)"
         ),
         "sides of a window wrap around": Edit(
-            "masks/fields.py", "converted_window", "whole_number(f\"window's {name}\", side, 0, meaning, fix)", "side"
+            "masks/fields.py", "converted_side", "whole_number(name, side, 0, meaning, fix)", "side"
         ),
         "stretches beyond int64 divide as they are": Edit(
             "patterns.py", "fixed",

@@ -43,7 +43,7 @@ def telling_examples(library):
     """
     of, masks = part(library, "testing.strategies").Structure, library.masks
     shape = {"num_heads": 4, "num_kv_heads": 2, "seqlen_q": 40, "seqlen_kv": 50, "head_dim": 8, "value_dim": 6}
-    lengths, window = masks.Lengths(kv=np.array([50, 17])), masks.SlidingWindow((9, 3), "top_left")
+    lengths, window = masks.Lengths(kv=np.array([50, 17])), masks.SlidingWindow(9, 3, "top_left")
     batch = {"q_batch": (2,), "k_batch": (1,), "v_batch": (2,)}
     yield of(**shape, **batch, mask=lengths & window).example(), 16, 12
     yield of(**shape, **batch, mask=lengths & masks.Dilated(3, align="top_left")).example(), 12, 16
@@ -109,7 +109,7 @@ def indices_are_right(library):
 def telling_masks(library):
     """Yield bands, gaps and rows of unlike lengths, each with a tile."""
     masks, shape = library.masks, part(library, "masks.shape").MaskShape((2,), 2, 60, 50)
-    yield (shape, masks.SlidingWindow((7, 2), "top_left")), (8, 8)
+    yield (shape, masks.SlidingWindow(7, 2, "top_left")), (8, 8)
     yield (shape, masks.Causal("bottom_right")), (7, 5)
     yield (shape, masks.BlockPattern(np.random.default_rng(0).random((2, 2, 8, 7)) < 0.5, 8)), (8, 8)
 

@@ -226,7 +226,7 @@ def an_index_hands_its_lists_over(library: ModuleType) -> None:
         work = kernels.work_of_kernels(at_each_call(index).resolve(shape), shape, (64, 64))
         assert work.carried is source and (work.source is source) == (side == 16)
         assert work.source.block == (16, 16) and work.source.element == (side, side)
-        causal, window = room.Causal("top_left"), room.SlidingWindow((9, 40), "top_left")
+        causal, window = room.Causal("top_left"), room.SlidingWindow(9, 40, "top_left")
         within = kernels.ListSource.of((room.BlockPattern(kept, side) & causal).resolve(shape), shape, (side, side))[0]
         vars(index)["_carried"] = carried(kept, within)
         work = kernels.work_of_kernels((at_each_call(index) & window).resolve(shape), shape, (64, 64))

@@ -62,7 +62,7 @@ def structures() -> list[Structure]:
         ),
         Structure(**square | {"seqlen_q": 60}, value_dim=128, mask=masks.Lengths(kv=40)),
         Structure(seqlen_q=272, seqlen_kv=272, head_dim=64, value_dim=64, mask=masks.Causal()),
-        Structure(**square, value_dim=128, mask=masks.SlidingWindow((70, 20))),
+        Structure(**square, value_dim=128, mask=masks.SlidingWindow(70, 20)),
         Structure(seqlen_q=1, seqlen_kv=40, head_dim=128, value_dim=100),
         Structure(
             num_heads=3, seqlen_q=500, seqlen_kv=768, head_dim=40, value_dim=64, mask=masks.Causal("bottom_right")
@@ -173,7 +173,7 @@ def backward_structures() -> list[Structure]:
         Structure(**square | {"seqlen_q": 140}, head_dim=128, value_dim=104, mask=Ends(np.array([130, 70]))),
         Structure(
             num_heads=1, seqlen_q=300, seqlen_kv=400, head_dim=64, value_dim=40,
-            mask=masks.SlidingWindow((50, 0), align="top_left"),
+            mask=masks.SlidingWindow(left=50, right=0, align="top_left"),
         ),  # the last keys of which no query sees
         Structure(**square, head_dim=64, value_dim=64, mask=masks.Dense(sees & (rng.random((300, 150)) < 0.7))),
         Structure(

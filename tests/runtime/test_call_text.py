@@ -18,7 +18,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 MASKS = {
     "none": None,
     "band": masks.Band(-5, 3),
-    "window": masks.SlidingWindow((4, 0)),
+    "window": masks.SlidingWindow(4, 0),
     "algebra": masks.Causal() | ~masks.Dilated(2) & masks.Band(None, 9),
     "prefix": masks.PrefixLM(3),
 }

@@ -132,7 +132,7 @@ def test_each_index_and_each_set_of_options_has_calls_of_its_own(cupy, executor)
     ways = [
         ({"mask": one}, {"mask": LISTED}), ({"mask": other}, {"mask": masks.Dilated(5)}),
         ({"mask": one, "causal": True}, {"mask": LISTED & masks.Causal()}),
-        ({"mask": one, "window": (4, 4)}, {"mask": LISTED & masks.SlidingWindow((4, 4))}),
+        ({"mask": one, "window": (4, 4)}, {"mask": LISTED & masks.SlidingWindow(4, 4)}),
         ({"mask": one, "scale": 2.0}, {"mask": LISTED, "scale": 2.0}), ({}, {}),
     ]  # fmt: skip
     for _ in range(2):

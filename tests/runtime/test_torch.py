@@ -473,7 +473,7 @@ def test_a_call_after_others_gives_what_it_gives_alone(machines):
     given = [on_device(tensor) for tensor in (Q, K, V)]
     ways = [
         ({}, PLAIN), ({"causal": True}, example_of(mask=masks.Causal())),
-        ({"window": (3, 1)}, example_of(mask=masks.SlidingWindow((3, 1)))), ({"scale": 0.5}, example_of(scale=0.5)),
+        ({"window": (3, 1)}, example_of(mask=masks.SlidingWindow(3, 1))), ({"scale": 0.5}, example_of(scale=0.5)),
         ({"mask": LISTED}, example_of(mask=LISTED)), ({"out": on_device(DO)}, PLAIN),
         ({"out": (None, on_device(DO[..., 0]))}, PLAIN),
         ({"out": (on_device(DO), on_device(DO[..., 0]))}, PLAIN),

@@ -53,9 +53,9 @@ def test_a_host_of_any_memory_has_a_plan(tile_memory_bytes):
 HEIGHTS = {
     "everything": (None, 512),
     "causal": (masks.Causal(), 512),
-    "a window of 16": (masks.SlidingWindow((15, 0)), 64),
-    "a window of 120": (masks.SlidingWindow((60, 59)), 128),
-    "a window of 600": (masks.SlidingWindow((599, 0)), 512),
+    "a window of 16": (masks.SlidingWindow(15, 0), 64),
+    "a window of 120": (masks.SlidingWindow(60, 59), 128),
+    "a window of 600": (masks.SlidingWindow(599, 0), 512),
     "sequences of 16": (masks.Sequences(np.arange(0, 801, 16), causal=True), 64),
     "sequences of 200": (masks.Sequences(np.arange(0, 801, 200), causal=True), 128),
     "sequences of 400": (masks.Sequences([0, 400, 800]), 512),

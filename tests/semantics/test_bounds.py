@@ -70,7 +70,7 @@ def test_gradients_have_no_bounds_without_do():
 def test_masks_are_those_of_attention():
     q, k, v = np.random.default_rng(0).standard_normal((3, 6, 4))
     dense = np.tri(6, dtype=bool) & ~np.tri(6, k=-3, dtype=bool)
-    for options in ({"causal": True, "window": (2, None)}, {"mask": masks.SlidingWindow((2, 0))}, {"mask": dense}):
+    for options in ({"causal": True, "window": (2, None)}, {"mask": masks.SlidingWindow(2, 0)}, {"mask": dense}):
         assert np.array_equal(error_bound(q, k, v, **options).o, error_bound(q, k, v, mask=dense).o)
     with pytest.raises(cuflash.UnsupportedProblem, match="bottom_right"):
         error_bound(q[:3], k, v, causal=True)

@@ -544,7 +544,7 @@ def test_three_branches_with_gates_are_trained() -> None:
     branches = [
         (k_compressed, v_compressed, masks.Compressed(8, 8)),
         (k, v, chosen & masks.Causal()),
-        (k, v, masks.SlidingWindow((5, 0))),
+        (k, v, masks.SlidingWindow(5, 0)),
     ]
     calls = [cuflash.attention_vjp(q, *keys, mask=mask, return_lse=True) for *keys, mask in branches]
     (parts, vjps) = zip(*calls)

@@ -28,7 +28,7 @@ SHORT = {**TWO, "seqlen_q": 40, "seqlen_kv": 32, "value_dim": 32}
 SHAPES: dict[str, dict[str, Any]] = {
     "list": {**SHORT, "seqlen_q": 120, "seqlen_kv": 72, "value_dim": 72, "mask": BLOCKS & PARTIAL},
     "window": {
-        **SHORT, "seqlen_q": 43, "seqlen_kv": 61, "value_dim": 61, "mask": masks.SlidingWindow((9, 3), "top_left")
+        **SHORT, "seqlen_q": 43, "seqlen_kv": 61, "value_dim": 61, "mask": masks.SlidingWindow(9, 3, "top_left")
     },
     "packed": {**SHORT, "mask": masks.Sequences(np.array([0, 7, 7, 40]), np.array([0, 11, 16, 32]))},
     "shared": {**TWO, "seqlen_q": 3, "seqlen_kv": 400, "value_dim": 8},

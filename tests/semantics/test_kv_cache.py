@@ -88,7 +88,7 @@ def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, 
         alone = attend(cache_of(run, k[b : b + 1], v[b : b + 1], [length]), q[b : b + 1])
         assert np.array_equal(alone[0][0], o[b]) and np.array_equal(alone[1][0], lse[b])
         mask = masks.Causal("bottom_right")
-        mask = mask if WINDOWS[window] is None else mask & masks.SlidingWindow(WINDOWS[window], "bottom_right")
+        mask = mask if WINDOWS[window] is None else mask & masks.SlidingWindow(*WINDOWS[window], "bottom_right")
         new = min(num_rows, length)
         example = run.rounded(Example(q=q[b, :, :new], k=k[b, :, :length], v=v[b, :, :length], mask=mask))
         assert_within_bounds(example, o=o[b, :, :new], lse=lse[b, :, :new])

@@ -71,7 +71,7 @@ def problem_of(kind: str, seqlen_q: int, seqlen_kv: int, seed: int, library: Any
     if options.get("causal"):
         whole = whole & of.Causal(options["causal"])
     if options.get("window"):
-        whole = whole & of.SlidingWindow(options["window"], "bottom_right")
+        whole = whole & of.SlidingWindow(*options["window"], "bottom_right")
     allowed = whole.toarray(*lengths, batch=(BATCH,), num_heads=HEADS)
     q = rng.standard_normal((BATCH, HEADS, seqlen_q, DIM))
     k = rng.standard_normal((BATCH, KV_HEADS, seqlen_kv, DIM))

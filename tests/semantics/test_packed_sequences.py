@@ -136,7 +136,7 @@ def each_alone(example):
     for n in range(len(mask.q_offsets) - 1):
         rows, keys = slice(*mask.q_offsets[n : n + 2]), slice(*kv_offsets[n : n + 2])
         align = mask.causal if isinstance(mask.causal, str) else None
-        alone = masks.SlidingWindow(mask.window or (None, None), align or "bottom_right")
+        alone = masks.SlidingWindow(*(mask.window or (None, None)), align or "bottom_right")
         if mask.causal:
             alone &= masks.Causal(align)
         cut = {"q": rows, "do": rows, "k": keys, "v": keys}
@@ -205,7 +205,7 @@ def test_sequences_in_lists_and_together_with_other_masks():
     """A mask with no closed form makes lists of blocks."""
     structure = packed_structure("causal", dtype="float32")
     sequences_alone = structure.mask
-    example = replace(structure, mask=sequences_alone & ~masks.SlidingWindow((3, 0), "top_left")).example()
+    example = replace(structure, mask=sequences_alone & ~masks.SlidingWindow(3, 0, "top_left")).example()
     expected = example.but(mask=example.dense_mask)
     results, dense = CPU.everything(example), CPU.everything(expected)
     for name, result in results.items():

@@ -37,7 +37,7 @@ from cuflash.testing.properties import (
 
 OVER_MANY_TILES = Structure(
     num_heads=2, seqlen_q=700, seqlen_kv=1100, head_dim=40, value_dim=24, dtype="float16",
-    mask=masks.SlidingWindow((600, 0), "bottom_right") | masks.Dilated(7, align="bottom_right"),
+    mask=masks.SlidingWindow(600, 0, "bottom_right") | masks.Dilated(7, align="bottom_right"),
 )  # fmt: skip
 
 

@@ -222,7 +222,7 @@ ALIGNED = {
     "causal": {"causal": "bottom_right"},
     "a mask": {"mask": masks.Causal("bottom_right")},
     "a window": {"causal": "bottom_right", "window": (5, None)},
-    "a mask of a window": {"mask": masks.SlidingWindow((5, 0), align="bottom_right")},
+    "a mask of a window": {"mask": masks.SlidingWindow(5, 0, align="bottom_right")},
     "a prefix among others": {"mask": masks.Lengths(kv=30) & ~masks.PrefixLM(3, "bottom_right")},
     "a pattern": {"mask": patterns.longformer((4, 0), align="bottom_right")},
     "blocks": {"mask": masks.Causal("bottom_right").on_blocks(2)},
@@ -246,7 +246,7 @@ def test_a_score_without_an_alignment_is_refused_beside_a_mask_with_one(name: st
 @pytest.mark.parametrize(
     "options",
     [
-        {"causal": "top_left"}, {}, {"mask": masks.SlidingWindow((5, 0), "top_left")}, {"mask": masks.Lengths(kv=30)},
+        {"causal": "top_left"}, {}, {"mask": masks.SlidingWindow(5, 0, "top_left")}, {"mask": masks.Lengths(kv=30)},
         {"mask": masks.Sequences([0, 3], [0, 40], causal="top_left")},
     ],
     ids=str,

@@ -118,7 +118,7 @@ STRUCTURES = (
     Structure(num_heads=4, num_kv_heads=2, seqlen_q=37, seqlen_kv=53, head_dim=16, mask=masks.Causal("bottom_right")),
     Structure(q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=33,
               dtype="float16", has_dlse=False),
-    Structure(has_heads=False, seqlen_q=20, seqlen_kv=20, dtype="float64", mask=masks.SlidingWindow((3, 5))),
+    Structure(has_heads=False, seqlen_q=20, seqlen_kv=20, dtype="float64", mask=masks.SlidingWindow(3, 5)),
 )  # fmt: skip
 on_structures = pytest.mark.parametrize("structure", STRUCTURES, ids=["causal", "batch", "2-D"])
 

@@ -329,7 +329,7 @@ def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
     usual |= {"block": 8, "budgets": {"budget": FEW}, "forced": Forced(), "causal": True}
     changes: list[dict[str, Any]] = [
         {}, {"causal": False}, {"causal": "bottom_right"}, {"block": (8, 16)}, {"scale": 3.0},
-        {"mask": masks.SlidingWindow((9, 0))}, {"mask": masks.SlidingWindow((3, 0))},
+        {"mask": masks.SlidingWindow(9, 0)}, {"mask": masks.SlidingWindow(3, 0)},
         {"window": (9, 0)}, {"window": (3, 0)},
     ]  # fmt: skip
 
@@ -468,7 +468,7 @@ def test_all_selectors_take_the_same_arguments(name: str, budget: Budget) -> Non
         if asked["causal"]:
             both = both & masks.Causal("bottom_right")
         if "window" in asked:
-            both = both & masks.SlidingWindow((50, 0), "bottom_right")
+            both = both & masks.SlidingWindow(50, 0, "bottom_right")
         allowed = both.toarray(130, 130)
         assert index.block[1] == 32 and not (index.toarray() & ~allowed).any()
         if budget.density is not None and name != "vertical_slash":

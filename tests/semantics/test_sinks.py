@@ -32,7 +32,7 @@ KERNELS_OF_SINKS = [
     {"kernel": "simt", "dtype": "float64", **SHORT},
     {"kernel": "simt", "dtype": "float32", "mask": PARTIAL, "deterministic": True, **SHORT},
     {"kernel": "naive", "dtype": "float16", "mask": PARTIAL, **SHORT},
-    {"kernel": "sm80", "dtype": "bfloat16", "mask": masks.SlidingWindow((20, 0), "bottom_right"), **LONG},
+    {"kernel": "sm80", "dtype": "bfloat16", "mask": masks.SlidingWindow(20, 0, "bottom_right"), **LONG},
     {"kernel": "sm80", "dtype": "float16", "seqlen_q": 3, "seqlen_kv": 600, "deterministic": True},
     {"kernel": "sm90", "dtype": "float16", "mask": BLOCKS & PARTIAL, **LONG},
     {"kernel": "sm90", "dtype": "float16", "deterministic": True, "mask": masks.Lengths(q=60), **LONG},

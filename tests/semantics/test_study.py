@@ -221,7 +221,7 @@ def test_scores_that_overflow_float64_are_refused(archive: Path, capsys: pytest.
 OWN = """
 import numpy as np
 from cuflash import BlockIndex, masks, selectors
-window = masks.SlidingWindow((16, 16))
+window = masks.SlidingWindow(16, 16)
 index = BlockIndex.from_mask(window, 50, 50, 16)
 number = 3
 def pooled(q, k, *, block, density, causal):

@@ -157,7 +157,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "csr matrix": lambda: scipy.sparse.csr_matrix(np.eye(10)),
     "ShapeDtype": lambda: ShapeDtype(SHAPE, np.float32),
     "ShapeDtype of another shape": lambda: ShapeDtype((3, 4, 5), "f4"),
-    "mask": lambda: masks.SlidingWindow((2, 0)),
+    "mask": lambda: masks.SlidingWindow(2, 0),
     "mask of another length": lambda: masks.Documents(np.zeros(7, int)),
     "index": lambda: BlockIndex.from_blocks(np.eye(5, dtype=bool), 10, 10, 2),
     "index of another length": lambda: BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, 2),

@@ -154,7 +154,7 @@ def assert_is_attention(
         Gives rows of k and v as the cache keeps them.
     """
     mask: masks.Mask = masks.Causal("bottom_right")
-    mask = mask if call.window is None else mask & masks.SlidingWindow(call.window, "bottom_right")
+    mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
     rows = call.q.shape[2]
     for b, length in enumerate(call.lengths):
         count = rows if call.counts is None else call.counts[b]

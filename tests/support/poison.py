@@ -138,7 +138,7 @@ _EACH_LAYOUT = ("padded", "transposed", "stepped", "negative", "padded")
 # Every kind of work that a kernel walks.
 MASKS = {
     "nothing masked": None,
-    "a band": masks.SlidingWindow((70, 20)),
+    "a band": masks.SlidingWindow(70, 20),
     "causal": masks.Causal(),
     "causal, with lengths": masks.Causal() & masks.Lengths(q=200, kv=150),
     "intervals of heads": masks.Documents(np.arange(300) // 77) & masks.Causal(),

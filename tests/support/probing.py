@@ -945,8 +945,8 @@ WALKS = _steps_of(
         "no mask": Structure(q_batch=(2,), num_heads=2, seqlen_q=70, seqlen_kv=45),
         "causal": Structure(num_heads=2, seqlen_q=100, seqlen_kv=130, mask=masks.Causal("bottom_right")),
         "causal, more queries": Structure(seqlen_q=130, seqlen_kv=100, mask=masks.Causal("bottom_right")),
-        "window": Structure(seqlen_q=200, seqlen_kv=200, mask=masks.SlidingWindow((40, 20))),
-        "narrow window": Structure(seqlen_q=150, seqlen_kv=150, mask=masks.SlidingWindow((3, 0))),
+        "window": Structure(seqlen_q=200, seqlen_kv=200, mask=masks.SlidingWindow(40, 20)),
+        "narrow window": Structure(seqlen_q=150, seqlen_kv=150, mask=masks.SlidingWindow(3, 0)),
         "lengths of batch entries": Structure(
             q_batch=(3,), k_batch=(3,), v_batch=(3,), num_heads=4, num_kv_heads=2, seqlen_q=65, seqlen_kv=90,
             mask=masks.Lengths(q=np.array([65, 0, 20]), kv=np.array([90, 40, 0])),

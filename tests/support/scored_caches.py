@@ -84,7 +84,7 @@ def chunked(run: Run, dtype: Any, dim: int, left: int, cuts: Sequence[int]) -> t
             made.append([run.get(x) for x in cache.attention(run.put(q[:, :, first:stop]), **options)])
     o, lse = (np.concatenate(each, axis=2) for each in zip(*made))
     if dtype.itemsize > 1:  # keys and values are kept as they are
-        mask = masks.Causal("bottom_right") & masks.SlidingWindow((left, 0), "bottom_right")
+        mask = masks.Causal("bottom_right") & masks.SlidingWindow(left, 0, "bottom_right")
         example = Example(q=q[0, :, cuts[0] :], k=k[0], v=v[0], mask=mask, score=of_one(arrays, 0, cuts[0]))
         assert_within_bounds(run.rounded(example), o=o[0], lse=lse[0])
     return o, lse

@@ -60,7 +60,7 @@ _FEW = {**_SQUARE, "seqlen_q": 5}  # ten queries of a group in one tile
 STRUCTURES = {
     "dense": Structure(**_SQUARE, dtype="float16", layouts=("padded",) * 5),
     "causal": Structure(**_SQUARE, dtype="float16", mask=masks.Causal("bottom_right")),
-    "window": Structure(**_SQUARE, dtype="float16", mask=masks.SlidingWindow((40, 0), "bottom_right")),
+    "window": Structure(**_SQUARE, dtype="float16", mask=masks.SlidingWindow(40, 0, "bottom_right")),
     "rows without a key": Structure(
         **_SQUARE, dtype="float16", mask=masks.Lengths(q=np.array([70, 1]), kv=np.array([0, 290]))
     ),
