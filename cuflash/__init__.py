@@ -16,13 +16,14 @@ if TYPE_CHECKING:  # where each public name comes from; at run time `__getattr__
     from .arrays import ShapeDtype
     from .blocks.index import BlockIndex
     from .bounds import Bounds, error_bound
+    from .bounds.quantization import QuantizationBound, quantization_bound
     from .cache import KVCache
     from .compiler.host_cache import cache_clear
     from .compiler.nvrtc import cache_info
     from .diagnosis import doctor, show_config
     from .dropout import Dropout
     from .errors import CompileError, UnsupportedProblem
-    from .fp8 import QuantizationBound, Rotation, quantization_bound
+    from .fp8 import Rotation
     from .fp8.quantize import Quantized, quantize
     from .merging import merge, merge_vjp
     from .packing import pack, unpack
@@ -88,6 +89,7 @@ _MODULES = {
     "api": ("attention", "attention_vjp", "plan", "precompile"),
     "arrays": ("ShapeDtype",),
     "bounds": ("Bounds", "error_bound"),
+    "bounds.quantization": ("QuantizationBound", "quantization_bound"),
     "cache": ("KVCache",),
     "compiler.host_cache": ("cache_clear",),
     "compiler.nvrtc": ("cache_info",),
@@ -95,7 +97,7 @@ _MODULES = {
     "dropout": ("Dropout",),
     "errors": ("CompileError", "UnsupportedProblem"),
     "executors.index_maker": ("BlockIndex",),
-    "fp8": ("QuantizationBound", "Rotation", "quantization_bound"),
+    "fp8": ("Rotation",),
     "fp8.quantize": ("Quantized", "quantize"),
     "masks": ("masks",),
     "merging": ("merge", "merge_vjp"),
