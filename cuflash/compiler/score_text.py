@@ -6,12 +6,10 @@ what it depends on allows: once for a tile's batch entry and head, for a query, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..arrays import KNOWN_DTYPES
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
@@ -19,12 +17,9 @@ from ..scores._primitives import PRIMITIVES
 from ..scores.products import of_products
 from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
 from ..scores.score import Printing
+from .staged_text import ELEMENTS, constant, staged_matrices
 from .uniform_text import KINDS, UniformText
 
-_ELEMENTS = {each.numpy.name: each.element for each in KNOWN_DTYPES} | {
-    "int8": "int8_t", "int16": "int16_t", "int32": "int32_t", "int64": "int64_t",
-    "uint8": "uint8_t", "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t", "bool": "uint8_t",
-}  # fmt: skip
 _LEVELS = ("tile", "query", "key", "score")
 
 
@@ -131,7 +126,7 @@ class Printer:
             *self._fields(),
         ]
         functions = [*self._of_levels(), *self.values(is_derived), *self._additions(), *self._flushes()]
-        functions += self._matrices()
+        functions += staged_matrices(self)
         functions += self.uniform.functions(is_derived)
         size = self.layout.itemsize
         tail = ["};", f'static_assert(sizeof(Function) == {size}, "Function");']
@@ -193,7 +188,7 @@ class Printer:
     def _pointer_names(self) -> list[tuple[str, str]]:
         """Type and member of each address, in the order of `tables`."""
         arrays = list(enumerate(self.program.arrays))
-        found = [(f"const {_ELEMENTS[array.dtype]}", f"array_{n}") for n, array in arrays]
+        found = [(f"const {ELEMENTS[array.dtype]}", f"array_{n}") for n, array in arrays]
         return found + [(self._sum_type(n), f"gradient_{n}") for n, array in arrays if array.name in self.wrt]
 
     def _kind(self, array: int) -> str:
@@ -202,10 +197,10 @@ class Printer:
     def _sum_type(self, array: int) -> str:
         """The type of what is added to for the gradient of an array: numbers, or words of exact sums."""
         if self.stored is not None and array == self.program.instructions[self.stored].value:
-            return _ELEMENTS[self.program.arrays[array].dtype]
+            return ELEMENTS[self.program.arrays[array].dtype]
         return "int64_t" if self._kind(array) == EXACT else "T"
 
-    def _num_part_axes(self, array: int) -> int:
+    def num_part_axes(self, array: int) -> int:
         return len(axes_of_parts(self._kind(array)))
 
     def _members(self, level: str) -> str:
@@ -229,14 +224,14 @@ class Printer:
         return found
 
     def _arrays_with_parts(self) -> list[int]:
-        return sorted({load for n in self.loads if self._num_part_axes(load := self.program.instructions[n].value)})
+        return sorted({load for n in self.loads if self.num_part_axes(load := self.program.instructions[n].value)})
 
     def _of_levels(self) -> list[str]:
         lines = ["  CUFLASH_DEVICE Tile of_tile(int b, int h, T scale = 1) const {", "    Tile tile;"]
         extents = num_leading(self.program)
         for name, (member, axes) in self._leading().items():
             kind, number = member.split("_")
-            skipped = self._num_part_axes(int(number)) if kind == "gradient" else 0
+            skipped = self.num_part_axes(int(number)) if kind == "gradient" else 0
             of = f"batch_extents + {extents - axes}, {member}_strides" + f" + {skipped}" * bool(skipped)
             lines.append(f"    tile.at{name} = leading_offset<{axes}>(b, {of});")
         for n in self._arrays_with_parts():
@@ -348,7 +343,7 @@ class Printer:
         ((place, n),) = self.loads_of("score")
         load = self.program.instructions[n]
         axes = self.program.num_leading_axes(load)
-        row = self._place(load._replace(args=load.args[:-1]), "", "gradient", axes)
+        row = self.place(load._replace(args=load.args[:-1]), "", "gradient", axes)
         stride = f"gradient_{load.value}_strides[{axes + len(load.args) - 1}]"
         return [
             "  CUFLASH_DEVICE void start_bins(const Tile& tile, T* bins, ScoreSums& sums) const {",
@@ -358,47 +353,6 @@ class Printer:
             f"    sums.g{place}.flush(bins);",
             "  }",
         ]
-
-    def _matrices(self) -> list[str]:
-        """The staged array and its gradient, of a tile's batch entry and head, as matrices of queries and keys."""
-        lines = []
-        for n, what, const in ((self.staged, "array", "const "), (self.stored, "gradient", "")):
-            if n is None:
-                continue
-            load = self.program.instructions[n]
-            axes = self.program.num_leading_axes(load)
-            row = axes + len(load.args) - 2 + (self._num_part_axes(load.value) if what == "gradient" else 0)
-            strides = ", ".join(f"{what}_{load.value}_strides[{axis}]" for axis in (row, row + 1))
-            element = _ELEMENTS[self.program.arrays[load.value].dtype]
-            if what == "array":
-                lines += [f"  using StagedElement = {element};", *self._staged_coords(load)]
-            lines += [
-                f"  CUFLASH_DEVICE tile::Matrix<{const}{element}> staged_{what}(const Tile& tile) const {{",
-                f"    return {{{self._place(load._replace(args=load.args[:-2]), '', what, axes)}, {strides}, 0, 0}};",
-                "  }",
-            ]
-        return lines
-
-    def _staged_coords(self, load: Instruction) -> list[str]:
-        """Return functions for the staged array's address, and for a tile's index in the last three leading axes."""
-        member, axes = f"array_{load.value}", self.program.num_leading_axes(load)
-        lines = [f"  CUFLASH_DEVICE const void* staged_data() const {{ return {member}; }}"]
-        lines.append("  CUFLASH_DEVICE void staged_coords(int b, int h, int (&at)[3]) const {")
-        named = [self._named_index(n) for n in load.args[:-2]]
-        places = [*range(axes + len(named))][::-1]
-        values = [""] * axes + named
-        for place, axis in enumerate(places[:3]):
-            value = values[axis]
-            if axis < axes:
-                extent = f"static_cast<int>(batch_extents[{num_leading(self.program) - axes + axis}])"
-                lines += [f"    const int n{axis} = b % {extent};", f"    b /= {extent};"]
-                value = f"n{axis}"
-            lines.append(f"    at[{place}] = {member}_strides[{axis}] == 0 ? 0 : {value};")
-        return [*lines, *(f"    at[{place}] = 0;" for place in range(len(places[:3]), 3)), "  }"]
-
-    def _named_index(self, n: int) -> str:
-        instruction = self.program.instructions[n]
-        return _constant(instruction) if instruction.op == "const" else instruction.op
 
     # Expressions.
 
@@ -415,7 +369,7 @@ class Printer:
         """The value of an instruction, in a function of a level."""
         instruction = self.program.instructions[n]
         if instruction.op == "const":
-            return _constant(instruction)
+            return constant(instruction)
         if n in self.renamed:
             return self.renamed[n]
         return f"x{n}" if self.levels[n] == level else f"{self.levels[n]}.x{n}"
@@ -441,16 +395,16 @@ class Printer:
         return f"static_cast<T>({args[0]})" if op == "real" else PRIMITIVES[op].cuda.format(*args)
 
     def _load(self, load: Instruction, level: str) -> str:
-        element = f"*{self._place(load, level, 'array')}"
+        element = f"*{self.place(load, level, 'array')}"
         return {"real": f"real<T>({element})", "int": f"whole({element})", "bool": f"{element} != 0"}[load.kind]
 
     def address(self, n: int, level: str) -> str:
-        return self._place(self.program.instructions[n], level, "gradient")
+        return self.place(self.program.instructions[n], level, "gradient")
 
-    def _place(self, load: Instruction, level: str, what: str, axes: int | None = None) -> str:
+    def place(self, load: Instruction, level: str, what: str, axes: int | None = None) -> str:
         member = f"{what}_{load.value}"
         axes = self.program.num_leading_axes(load) if axes is None else axes
-        skipped = self._num_part_axes(load.value) if what == "gradient" else 0
+        skipped = self.num_part_axes(load.value) if what == "gradient" else 0
         terms = [member] + [f"tile.part_{load.value}"] * bool(skipped)
         if axes:
             terms.append(f"tile.at_{member}_{axes}")
@@ -466,16 +420,3 @@ def _level(names: frozenset[str]) -> str:
     if names <= {"b", "h", "i"}:
         return "query"
     return "key" if names <= {"b", "h", "j"} else "score"
-
-
-def _constant(instruction: Instruction) -> str:
-    value = instruction.value
-    if instruction.kind == "bool":
-        return str(value).lower()
-    if instruction.kind == "int":
-        return f"({value})"
-    if math.isinf(value):
-        return f"({'-' * (value > 0)}ptx::negative_infinity<T>())"
-    if math.isnan(value):
-        return "(ptx::negative_infinity<T>() - ptx::negative_infinity<T>())"
-    return f"T({value!r})"

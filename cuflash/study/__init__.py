@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..bounds import Bounds
-from ..fp8 import QuantizationBound, quantization_bound
+from ..bounds.quantization import QuantizationBound, quantization_bound
 from ..planning.peaks import Peaks
 from ._masses import block_mass
 from ._recall import Recall, recall

@@ -124,7 +124,7 @@ def mixtures_are_refused(library: ModuleType) -> None:
 
 
 E4M3_FILE, ROTATION, QUANTIZE = "fp8/e4m3.py", "fp8/rotation.py", "fp8/quantize.py"
-ERROR, OPERAND = "fp8/quantization_error.py", "fp8/operands.py"
+ERROR, OPERAND = "bounds/quantization.py", "fp8/operands.py"
 FAULTS = {
     bits_are_right: {
         "ties round away from zero": Edit(E4M3_FILE, "bits_by_integers", "(magnitude >> 20 & 1)", "1"),

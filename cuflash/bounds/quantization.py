@@ -20,14 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, describe, of_list, require_arrays
-from ..blocks.work_list import requested_mask
-from ..errors import UnsupportedProblem, collecting
+from ..calls._call import Call
+from ..fp8.operands import operand_reasons
+from ..fp8.quantize import Quantized
 from ..keywords import explains_keywords
-from ..planning.problem import Problem
-from ..plans import as_mask_of_arrays
+from ..planning.options import Options
 from ..reference import allowed_of, expand_heads, with_heads
-from .operands import operand_reasons
-from .quantize import Quantized
 
 
 @explains_keywords
@@ -114,15 +112,11 @@ def quantization_bound(
     for (name, x), (name8, x8) in zip({"q": q, "k": k, "v": v}.items(), quantised.items()):
         if isinstance(x8, Quantized) and tuple(x.shape) != x8.shape:
             reasons.append(f"{name8} must have {name}'s shape, {tuple(x.shape)}; got {x8.shape}")
-    problem = asked = None
-    with collecting(reasons):
-        problem = Problem.of(q, k, v, scale=scale)
-        asked = requested_mask(as_mask_of_arrays(mask, "cpu"), causal, window, problem.mask_shape, np)
-    if reasons or problem is None or asked is None:
-        raise UnsupportedProblem(reasons)
-    allowed = asked.toarray(**problem.mask_shape._asdict())
-    bound = _bound((q, k, v), (q8, k8, v8), allowed, problem.softmax_scale)
-    return bound if problem.has_heads else QuantizationBound(bound.o[0], bound.lse[0])
+    options = Options(mask=mask, causal=causal, window=window, scale=scale)
+    call = Call.of(q, k, v, options, reasons=reasons)
+    allowed = call.mask.toarray(**call.problem.mask_shape._asdict())
+    bound = _bound((q, k, v), (q8, k8, v8), allowed, call.problem.softmax_scale)
+    return bound if call.problem.has_heads else QuantizationBound(bound.o[0], bound.lse[0])
 
 
 @np.errstate(over="ignore", invalid="ignore", under="ignore")
