@@ -143,7 +143,7 @@ class BoundPass:
         unwanted : dict of Workspace by name
             Results that no caller wants.
         """
-        if any(launch.spec.fuses_dq_epilogue for launch in kernels.launches.values()):
+        if any(launch.spec.finishes_dq for launch in kernels.launches.values()):
             _require_whole_packets(views)
         lists = {name: target.address(array) for name, array in target.lists(plan.work).arrays.items()}
         return cls(attention_record(plan, kernels, views, target.tensor_map, lists, unwanted), target, [plan.work])

@@ -110,13 +110,14 @@ class KernelSpec:
         Tiles that are copied ahead and at hand.
     dq_atomic_width : 0, 1 or 4
         Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
-    fuses_dq_epilogue : bool
-        Blocks that add to dQ may finish it: of some batch entries and heads, or, where they count arrivals, all of it.
-    counts_dq_arrivals : bool
-        Without a list too, blocks count the tiles of keys that have come to a tile of queries: the first stores its
-        part of dQ, and with `fuses_dq_epilogue` the last finishes it.
+    finishes_dq_in_order : bool
+        Tiles of keys share dQ of some batch entries and heads in an order: the last one stores its part, and the first
+        one finishes dQ.
+    last_finishes_dq : bool
+        Tiles of keys count their arrivals at a tile of queries: the first to arrive stores its part of dQ, and the last
+        finishes dQ.
     adds_dq_in_order : bool
-        Tiles of keys add to dQ in their order, so that it repeats bit for bit; the count is of those that are done.
+        Tiles of keys add to dQ in their order, so that it repeats bit for bit.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged by another kernel.
     pack_gqa : bool
@@ -172,8 +173,8 @@ class KernelSpec:
     cuts_sequences: bool = False
     num_stages: int = 1
     dq_atomic_width: int = 0
-    fuses_dq_epilogue: bool = False
-    counts_dq_arrivals: bool = False
+    finishes_dq_in_order: bool = False
+    last_finishes_dq: bool = False
     adds_dq_in_order: bool = False
     is_split: bool = False
     pack_gqa: bool = False
@@ -214,6 +215,11 @@ class KernelSpec:
     def boxes(self) -> Boxes:
         """Boxes that the kernel copies by tensor maps, by array; empty if it takes no maps."""
         return {} if self.entry.boxes is None else self.entry.boxes(self)
+
+    @property
+    def finishes_dq(self) -> bool:
+        """True if thread blocks that add to dQ also scale and round it."""
+        return self.finishes_dq_in_order or self.last_finishes_dq
 
     @property
     def accumulator(self) -> np.dtype[Any]:

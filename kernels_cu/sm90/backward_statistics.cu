@@ -104,17 +104,18 @@ struct BackwardStatistics : QueryTileStats<Config> {
     const WorkTile work = own_query_tile(params);
     if (work.is_empty()) return;
     if (work.first == 0 && threadIdx.x == 0) reset_dq_semaphore(params, query_state, work.batch_head);
-    QueryStats& stats = query_stats(query_state, work.batch_head)[own_query_number(params, work)];
+    const int number = own_query_number(params, work);
+    QueryStats& stats = query_stats(query_state, work.batch_head)[number];
     if (threadIdx.x < 32) {
       compute_query_stats(stats, params, work);
-      if constexpr (kLastArrivalFinishesDq) init_dq_arrivals<Config>(params, work, stats.arrivals);
+      if constexpr (Config::kLastFinishesDq) init_dq_arrivals<Config>(params, work, stats.arrivals);
       if constexpr (Config::kAddsDqInOrder)
         if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);
     }
     ptx::compiler_barrier();  // keeps ptxas from moving loads ahead, which would spill registers
     const auto write = [&](int row, float sum) { stats.delta[row - work.first] = sum; };
     if (!for_each_delta_of_full_tile(params, work, write)) for_each_delta(params, work, write);
-    if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);
+    if (!kCountsDqTiles && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work, number);
   }
 };
 

@@ -16,7 +16,7 @@ struct ConvertDq : QueryTileStats<Config> {
                           tile * params.dq_sum.row_stride);
     WarpDq dq;
     // no tile of keys has stored sums
-    if (kFirstArrivalStoresDq && query_stats(query_state, work.batch_head)[tile].arrivals.count == 0) dq.fill(0);
+    if (Config::kAddsDqInOrder && query_stats(query_state, work.batch_head)[tile].arrivals.count == 0) dq.fill(0);
     else sum.load(dq);
     dq.scale(shape.softmax_scale);
     write_gradient(params.dq, work, work.batch_head.head, shape.head_dim, dq);

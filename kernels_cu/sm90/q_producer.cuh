@@ -9,7 +9,7 @@ template <class Config>
 struct QProducer : QStorage<Config> {
   using Base = QStorage<Config>;
   using Base::array_smem, Base::do_phase, Base::do_smem, Base::do_stage, Base::kBlockKv, Base::kBlockQ,
-      Base::kFinishesDqInOrder, Base::kFirstArrivalStoresDq, Base::kLastArrivalFinishesDq, Base::kMakesDq,
+       Base::kCountsDqTiles, Base::kMakesDq,
       Base::kMessagesHaveBlocks, Base::kNonemptyWords, Base::kNumHeadWorks, Base::kReleasesDo, Base::kTakesTilesInOrder,
       Base::k_smem, Base::q_smem, Base::query_stats, Base::shared, Base::v_smem;
   using typename Base::Element, typename Base::HeadWork, typename Base::Listed, typename Base::PipelineState,
@@ -104,7 +104,7 @@ struct QProducer : QStorage<Config> {
       if (smem.has_tile)
         smem.works[ptx::opaque(work_slot)].tile =
             Config::kCutsSequences ? key_part_at<kBlockKv>(params, number)
-            : kFinishesDqInOrder   ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
+            : Config::kFinishesDqInOrder   ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
                                    : attention::key_tile_at<Listed>(params, kBlockKv, number, Config::kAddsDqInOrder);
     }
     __syncwarp();
@@ -203,7 +203,7 @@ struct QProducer : QStorage<Config> {
                       (has_tensor_map(maps.q, params.q) ? 0 : StepMessage::kThreadsCopyQ) |
                       (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
     if constexpr (kStagesArray) head_work.flags |= find_array(head_work, score, staged_map);
-    if constexpr (kFinishesDqInOrder) {
+    if constexpr (Config::kFinishesDqInOrder) {
       head_work.dq = dq_schedule<kBlockQ, kBlockKv>(params, query_state, work);
       head_work.flags |=
           (head_work.dq.finishes ? StepMessage::kFinalizesDq : 0) | (head_work.dq.stores ? StepMessage::kStoresDq : 0);
@@ -267,7 +267,7 @@ struct QProducer : QStorage<Config> {
         tile::wait_empty(smem.q[state.stage], state.phase);
         __syncwarp();
         if (ptx::elect_one()) {
-          if constexpr (kFinishesDqInOrder)  // first, to save registers
+          if constexpr (Config::kFinishesDqInOrder)  // first, to save registers
             advance_dq_schedule(head_work, message, block, shape.seqlen_q);
           const bool is_full_block = block.kind == BlockKind::kFull && block.stop - block.start == kBlockQ;
           int flags = head_work.flags | smem.kv_phases | (is_full_block ? 0 : StepMessage::kMasked);
@@ -287,10 +287,10 @@ struct QProducer : QStorage<Config> {
           const int number = step_number(params, block);
           if constexpr (kMakesDq) message.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
           QueryStats& stats = head_work.stats[number];
-          if constexpr (kFirstArrivalStoresDq && kMakesDq) message.arrivals = &stats.arrivals.count;
+          if constexpr (kCountsDqTiles) message.arrivals = &stats.arrivals.count;
           constexpr int kFlagsWithBlock = StepMessage::kMasked | StepMessage::kThreadsCopyQ |
                                           StepMessage::kThreadsCopyDo | StepMessage::kFinalizesDq;
-          if (kLastArrivalFinishesDq || kMessagesHaveBlocks || flags & kFlagsWithBlock) message.block = block;
+          if (Config::kLastFinishesDq || kMessagesHaveBlocks || flags & kFlagsWithBlock) message.block = block;
           if (flags & (StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo)) {
 #pragma unroll 1
             for (int x = 0; x < kNonemptyWords; ++x) message.nonempty[x] = stats.nonempty[x];

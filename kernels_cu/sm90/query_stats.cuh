@@ -28,11 +28,8 @@ struct QueryTileStats : GradientEpilogue<Config> {
       return nonempty[row / 16] >> row % 16 & 1;
     }
   };
-  // These constants say whether the first tile of keys to arrive stores the sums of dQ, and whether the last one
-  // finishes them (sm90/dq_arrivals.cuh).
-  static constexpr bool kFirstArrivalStoresDq =
-      (Config::kIsListed || Config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
-  static constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && Config::kFusesDqEpilogue;
+  // Tiles of keys count at a tile of queries: as they arrive, or as they are done in their order (sm90/dq_arrivals.cuh).
+  static constexpr bool kCountsDqTiles = Config::kLastFinishesDq || Config::kAddsDqInOrder;
   // The rounding of a larger lse in base 2 may raise P by a thousandth above 1.
   static constexpr float kLargestPlainLse2 = 1 << 14;
 

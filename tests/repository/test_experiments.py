@@ -170,7 +170,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
         assert {each.num_heads // each.num_kv_heads for each in structures} == {1, 2, 4}
         assert {each.layouts[0] for each in structures} == set(proof.LAYOUTS)
     of_backward = {
-        (spec.is_listed, spec.fuses_dq_epilogue, spec.dq_atomic_width)
+        (spec.is_listed, spec.finishes_dq, spec.dq_atomic_width)
         for spec in specs if spec.name == "sm90_backward"
     }
     assert of_backward == {
