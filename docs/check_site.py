@@ -95,12 +95,12 @@ def ill_fitting(site: Path, pictures: Path) -> Iterator[str]:
                 page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
                 for name in names if scheme == "light" else SHOWN:
                     page.goto((site / f"{name}.html").resolve().as_uri(), wait_until="domcontentloaded")
-                    found = page.evaluate(measure)
+                    layout = page.evaluate(measure)
                     where = f"{name} at {width} pixels"
-                    yield from (f"{where}: code is cut off: {line[:100]}" for line in found["cut"])
-                    if found["over"] > 0:
+                    yield from (f"{where}: code is cut off: {line[:100]}" for line in layout["cut"])
+                    if layout["over"] > 0:
                         yield f"{where}: the page is {found['over']} pixels wider than the window"
-                    if not found["links"]:
+                    if not layout["links"]:
                         yield f"{where}: the sidebar is empty"
                     if name in SHOWN:
                         page.wait_for_load_state("load")
