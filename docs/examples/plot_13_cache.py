@@ -1,6 +1,6 @@
 """
-Generate with a KV cache, GQA and RoPE
-======================================
+Generation with a KV cache, GQA and RoPE
+========================================
 A `KVCache` keeps the keys and values of earlier tokens, contiguous or paged. Two key/value heads serve eight query heads
 (GQA; one would be MQA). Rotary positions (RoPE) are applied to q and k before they reach the cache.
 """
