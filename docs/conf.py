@@ -101,7 +101,7 @@ def skip_fields(app: Any, what: str, name: str, obj: object, skip: bool, options
 
 
 def lead_to_pages_of_the_site(app: Any, name: str, source: list[str]) -> None:
-    """Replace links to ../DESIGN.md and other pages at the top of the repository by those to the pages that include them."""
+    """Replace links to pages at the top of the repository, as ../DESIGN.md, by those to the pages that include them."""
     source[0] = re.sub(r"\.\./(?=(CHANGELOG|CONTRIBUTING|DESIGN|SECURITY)\.md)", "", source[0])
 
 
