@@ -27,12 +27,12 @@ _ROOM_BITS = 100  # a cache has fewer than 2^100 bytes
 class Memory:
     """Bytes of a call: what `cuflash.study.memory` returns.
 
-    Attributes
+    Parameters
     ----------
     inputs, results, gradients : int
-        q, k and v; o and lse; dq, dk and dv. Each as large as its shape, whatever its strides.
+        Bytes of q, k and v; of o and lse; of dq, dk and dv. Each as large as its shape, whatever its strides.
     workspace : int
-        The most that either pass takes beside them, the work list included.
+        The most that either pass needs in addition, including the work list.
 
     Examples
     --------

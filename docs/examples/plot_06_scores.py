@@ -1,7 +1,6 @@
 """
 Score functions
 ===============
-
 Each function of `cuflash.scores` changes the score of a query and a key before the softmax.
 :doc:`Score functions </scores>` has the cost of each.
 """

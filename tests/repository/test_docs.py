@@ -12,7 +12,7 @@ import pkgutil
 import re
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -145,6 +145,38 @@ def test_output_that_a_page_does_not_show_is_seen(tmp_path: Path) -> None:
             run_blocks(page, ())
         page.write_text(text.replace("3\n", "2\n"))
         run_blocks(page, ())
+
+
+def test_pages_without_their_tables_have_at_most_6000_lines() -> None:
+    pages = [page.read_text("utf-8") for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    texts = [re.sub(r"<!-- table:.*?<!-- /table -->", "", page, flags=re.DOTALL) for page in pages]
+    assert sum(not line.startswith("|") for text in texts for line in text.splitlines()) <= 6000
+
+
+def test_the_map_has_the_rooms_in_the_order_of_their_contract() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", "utf-8")
+    layers = setup["importlinter:contract:rooms"]["layers"].split()
+    (line,) = re.findall(r"^`([^`]*←[^`]*)`$", (ROOT / "DESIGN.md").read_text("utf-8"), re.MULTILINE)
+    assert re.split(r"\s*←\s*", line) == layers[::-1]
+    assert "←" not in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+
+
+def test_a_broken_link_of_the_site_is_reported(tmp_path: Path) -> None:
+    spec = spec_from_file_location("check_site", ROOT / "docs" / "check_site.py")
+    assert spec and spec.loader
+    check_site = module_from_spec(spec)
+    spec.loader.exec_module(check_site)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "one.html").write_text('<p id="here"><a href="folder/two.html#there">two</a><a href="#here">one</a>')
+    (tmp_path / "folder" / "two.html").write_text('<p id="there"><a href="https://a.b/">x</a><img src="../one.html">')
+    assert list(check_site.broken_links(tmp_path)) == []
+    (tmp_path / "folder" / "two.html").write_text('<a href="../three.html">x</a><span class="xref myst">y</span>')
+    assert sorted(check_site.broken_links(tmp_path)) == [
+        "folder/two.html: ../three.html leads nowhere",
+        "folder/two.html: 1 references are plain text",
+        "one.html: folder/two.html#there leads nowhere",
+    ]
 
 
 def test_the_readme_is_short() -> None:
