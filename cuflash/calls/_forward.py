@@ -169,9 +169,9 @@ def with_known_arrays(
     arrays: dict[str, Any], outs: dict[str, Any], options: Options
 ) -> tuple[dict[str, Any], dict[str, Any], Options]:
     """Return a call with arrays of other libraries as `as_arrays` takes them; the plan refuses what cannot be taken."""
+    arrays = as_arrays(arrays)
     if type(options.tangents) is Directions:
         options = options._replace(tangents=known_directions(options.tangents, arrays))
-    arrays = as_arrays(arrays)
     if outs:
         with suppress(UnsupportedProblem):
             outs = outputs_as_arrays(outs)
