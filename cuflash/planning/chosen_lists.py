@@ -25,7 +25,7 @@ from ..masks.coordinates import LeadingArray
 from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
-from .interval_kernels import AT_CALL, SourceOfResults, are_served, kept_and_closed, leading_strides, list_launch
+from .interval_kernels import AT_CALL, SourceOfResults, are_served, kept_and_closed, list_launch
 from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
@@ -64,7 +64,6 @@ CHOSEN_PARAMS = np.dtype(
         ("lower", np.int64),
         ("upper", np.int64),
         *((name, _POINTER) for name in ("lo", "hi")),
-        ("interval_batch_stride", np.int64),
         *((name, _POINTER) for name in _RESULTS),
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("num_heads", "seqlen_q", "seqlen_kv", "num_chosen", "block", "num_blocks")),
@@ -318,9 +317,8 @@ class UnionSource(SourceOfResults):
             "blocks_batch_strides": _padded(of_batch), "blocks_head_stride": head, "blocks_row_stride": row,
             "blocks_stride": entry, "blocks_itemsize": self.itemsize, "batch": batch, "num_heads": tiling.num_lists,
             "lower": -UNLIMITED if lower is None else lower, "upper": UNLIMITED if upper is None else upper,
-            "interval_batch_stride": leading_strides(self.rows.lo)[0], "seqlen_q": shape.seqlen_q,
-            "seqlen_kv": shape.seqlen_kv, "num_chosen": tiling.num_chosen, "block": tiling.block,
-            "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
+            "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv, "num_chosen": tiling.num_chosen,
+            "block": tiling.block, "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
             "num_tiles": tiling.num_tiles, "words_per_entry": tiling.words_per_entry,
             "max_entries": tiling.max_entries, "blocks_at_once": tiling.blocks_at_once(tiling.words_per_entry),
         }  # fmt: skip
@@ -413,7 +411,7 @@ def _work_at_call(mask: Mask, problem: Problem) -> UnionsAtCall | None:
     counts = None if chosen.counts is None else LeadingArray.of(chosen.counts, shape.batch, 2).array
     blocks = LeadingArray.of(chosen.blocks, shape.batch, 3).array
     varying = [*blocks.shape[:-3], *(() if counts is None else counts.shape[:-2])]
-    if any(extent > 1 for extent in varying) or rows.lo is not None and rows.lo.shape[0] > 1:
+    if any(extent > 1 for extent in varying):
         batch = shape.num_batch
     tiling = UnionTiling(
         shape=shape, batch=batch, num_lists=chosen.num_lists, num_chosen=int(blocks.shape[-1]), block=chosen.block,
@@ -451,14 +449,14 @@ def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
 
 
 def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape) -> IntervalWork | None:
-    """Row intervals of closed forms without arrays; None if they depend on the head."""
-    joined, (batch, num_heads) = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
+    """Row intervals of closed forms without arrays; None if they depend on the batch entry or the head."""
+    joined, over = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
     work = IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1)
     if type(joined) is Band:
         return replace(work, band=joined)
-    if num_heads > 1:
+    if over != (1, 1):
         return None
-    lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, batch, num_heads)
+    lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *over)
     return replace(work, lo=lo, hi=hi)
 
 

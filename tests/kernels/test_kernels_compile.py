@@ -28,6 +28,7 @@ from cuflash.arrays import BFLOAT16, DTYPES, UP_TO_FLOAT32
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.planning._result_kernels import every_result_spec
 from cuflash.planning.appending import append_spec
+from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.decoding import decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
@@ -145,6 +146,9 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     for group_size in {1, 2 if limit is None else 1}:
                         split = sm80.split_spec(found["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
+                    if limit is None and dtype in _HALVES:
+                        for block in (16, 32, 64):
+                            specs |= set(FAMILIES[family].union_specs(problem, device, block).values())
     return specs
 
 
@@ -270,7 +274,8 @@ def every_target() -> list[tuple[KernelSpec, str]]:
         if chip in ("A100", "H100"):
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
-        others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), *every_selection_spec(DTYPES)}
+        others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), UNIONS, *COLUMN_SPECS.values()}
+        others |= set(every_selection_spec(DTYPES))
         others |= every_result_spec(DTYPES)
         targets += [(spec, room.architecture(spec, capability)) for spec in sorted(others, key=str)]
     return targets
