@@ -1,4 +1,4 @@
-"""Operands of 8 bits: quantisation in blocks, rotations that spread outliers, and what both cost."""
+"""FP8 (e4m3) operands: quantization in blocks, rotations that spread outliers, and bounds on the quantization error."""
 
 from .quantization_error import QuantizationBound, quantization_bound
 from .quantize import Quantized, quantize
