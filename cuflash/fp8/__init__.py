@@ -1,4 +1,4 @@
-"""Operands of 8 bits: quantisation in blocks, and rotations that spread outliers."""
+"""FP8 (e4m3) operands: quantization in blocks, and rotations that spread outliers."""
 
 from .quantize import Quantized, quantize
 from .rotation import Rotation

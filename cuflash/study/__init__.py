@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the command when it is first used: calls do not need it."""
+    """Import the command on first use, because the library itself does not need it."""
     if name == "study_report":
         from .command import study_report
 
