@@ -10,7 +10,9 @@ from cuflash.executors.sim import Simulator
 from cuflash.masks import ChosenBlocks, MaskShape
 from mutations.planting import Edit
 from mutations.python_guards import part
-from test_chosen_kernels import case_of_many_blocks, check_columns, check_far_columns, check_group, check_unions
+from test_chosen_kernels import (
+    case_of_many_blocks, check_columns, check_far_columns, check_group, check_parts, check_unions,
+)  # fmt: skip
 
 import cuflash
 
@@ -65,6 +67,12 @@ def tiles_are_right() -> None:
 def large_groups_and_single_heads_are_right() -> None:
     check_group(cuflash, 80, 64, CAUSAL)
     check_far_columns(cuflash)
+
+
+def parts_are_added() -> None:
+    """Several thread blocks share the keys of a block that many queries chose."""
+    check_parts(cuflash)
+    check_parts(cuflash, 9, 128)
 
 
 def plans_are_right(library: ModuleType) -> None:
@@ -203,8 +211,7 @@ FAULTS = {
             COPY, "GatheredRows.row", "matrices[i / first.num_rows]", "(matrices[0] + i / first.num_rows)"
         ),
         "columns of the block before": Edit(
-            MEMBERS, "visit_range_of_keys", "divmod(work.first, params.work.block_kv).quotient",
-            "max(divmod(work.first, params.work.block_kv).quotient - 1, 0)",
+            MEMBERS, "Column.Column", "+ block.quotient;", "+ max(block.quotient - 1, 0);"
         ),
     },
     large_groups_and_single_heads_are_right: {
@@ -218,12 +225,31 @@ FAULTS = {
             "sm80/backward.cu", "load_block", "if (__builtin_expect(state.rows_fill_tiles, true)) {", "if (true) {"
         ),
     },
+    parts_are_added: {
+        "a part has the queries of all": Edit(
+            MEMBERS, "Column.last", "min(first(chosen) + chosen.queries_per_part, chosen.column_pointers[number + 1])",
+            "chosen.column_pointers[number + 1]",
+        ),
+        "the first to arrive adds": Edit(
+            "sm80/column_parts.cuh", "add_parts", "== num_parts - 1;", "== 0;"
+        ),
+        "tiles of a block share parts": Edit(
+            "sm80/column_parts.cuh", "add_parts", "+ column.tile * num_parts)", ")"
+        ),
+        "blocks share parts": Edit(
+            SCAN, "lists_columns_scan", "sum_up<kThreads>(parts, chosen.num_blocks, 0);", ""
+        ),
+        "a block of one part more has none": Edit(
+            SCAN, "lists_columns_scan", "(length + per_part - 1) / per_part", "length / per_part"
+        ),
+        "arrivals are not reset": Edit("sm80/column_parts.cuh", "add_parts", "if (is_last) *arrivals = 0;", ""),
+    },
     plans_are_right: {
         "a tile has more heads than share its list": Edit(
-            PLAN, "_heads_per_tile", "math.gcd(heads_per_list, group_size)", "group_size"
+            PLAN, "UnionTiling.heads_per_tile", "math.gcd(self.heads_per_list, self.group_size)", "self.group_size"
         ),
         "a tile has heads of two keys": Edit(
-            PLAN, "_heads_per_tile", "math.gcd(heads_per_list, group_size)", "2 * group_size"
+            PLAN, "UnionTiling.heads_per_tile", "math.gcd(self.heads_per_list, self.group_size)", "2 * self.group_size"
         ),
         "lists are shared by the batch": Edit(
             PLAN, "UnionTiling.values", "self.num_lists if self.batch > 1 else 0", "0"

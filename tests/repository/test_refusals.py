@@ -134,6 +134,8 @@ def test_a_number_out_of_range_is_refused(
         ("before_after", "--before . --masks some", "masks are full, causal and blocks<size>_<density"),
         ("before_after", "--before . --head-dims 96", "head_dims hidden"),
         ("block_sparsity", "--blocks 64,x", "argument --blocks: expected ints with commas between; got '64,x'"),
+        ("chosen_speed", "--groups 5", "groups must divide 64 heads"),
+        ("chosen_speed", "--regimes 1.5", "regimes are random, sink and shares"),
         ("chunked_prefill", "--cases nothing", "no nothing in cases"),
         ("cpu_score_functions", "--scores alibi", "scores must name plain"),
         ("crossover", "--blocks 48", "1024 tokens in blocks of 48: the diagonal must fit"),
